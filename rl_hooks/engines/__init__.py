@@ -1,0 +1,1 @@
+"""Adapters and plugins for inference engines."""

@@ -1,0 +1,446 @@
+"""The rollout file: one safetensors file holds one batch of ragged rollouts, packed along the token axis, no padding.
+
+The request body *is* the file on disk *is* what the worker maps; it is never re-encoded. This module is the leaf that
+every other part shares: it needs NumPy and nothing else, and never touches the features themselves.
+
+Legend: T tokens, R rollouts, H target hidden size, A aux layers, k top entries, V vocabulary.
+
+Row `t` holds features *after consuming* `input_ids[t]`; `logprobs[t]` is of `input_ids[t]` itself; `logsumexp[t]` and
+`top_*[t]` describe the distribution of `input_ids[t+1]`. Log-probabilities and `logsumexp` are of the logits
+*divided by the temperature* (for temperature 0, by 1).
+
+Errors: everything raises `WireError`, whose message says what was expected, what came and what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+FORMAT: Final = "draftalign.rollouts.v1"
+RUN_FORMAT: Final = "draftalign.run.v1"
+HEAD_FORMAT: Final = "draftalign.head.v1"
+CONTENT_TYPE: Final = "application/x-safetensors"
+#: A feature layer is named by the layer whose *input* it is: the residual stream entering it, before its norm.
+AUX_CONVENTION: Final = "entering"
+MAX_HEADER_BYTES: Final = 1 << 20
+
+#: Bytes per element of every safetensors dtype that our formats use.
+DTYPE_BYTES: Final[Mapping[str, int]] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I32": 4,
+    "I64": 8,
+    "F16": 2,
+    "BF16": 2,
+    "F32": 4,
+    "F8_E4M3": 1,
+}
+#: How NumPy sees them. BF16 and F8_E4M3 have no NumPy type, so they appear as unsigned integers of their width.
+NUMPY_DTYPE: Final[Mapping[str, str]] = {
+    "BOOL": "|b1",
+    "U8": "|u1",
+    "I32": "<i4",
+    "I64": "<i8",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "F32": "<f4",
+    "F8_E4M3": "|u1",
+}
+
+
+class WireError(ValueError):
+    """The file breaks the format. `field` names the tensor or metadata key at fault."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a file: its safetensors dtype, shape, and little-endian, contiguous bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any], dtype: str) -> Tensor:
+        """View a contiguous array as a tensor of `dtype` (an array of unsigned integers for BF16 and F8_E4M3)."""
+        wanted = np.dtype(NUMPY_DTYPE[dtype])
+        if array.dtype != wanted:
+            raise WireError("tensor", f"{dtype} is carried by NumPy {wanted}, got {array.dtype}; convert it first")
+        contiguous = np.ascontiguousarray(array)
+        return cls(dtype, tuple(array.shape), contiguous.reshape(-1).view(np.uint8).data)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies: offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed and verified safetensors header."""
+
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    header_bytes: int
+    data_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        """Size that the whole file must have."""
+        return self.header_bytes + self.data_bytes
+
+
+def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+    """Lay out a safetensors file as parts (header, then one view per tensor) that can be written without a copy."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    parts: list[bytes | memoryview] = []
+    offset = 0
+    # Wide types first, as safetensors itself does: every tensor then starts aligned to its own width.
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-DTYPE_BYTES[item[1].dtype], item[0])):
+        size = tensor.data.nbytes
+        table[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+        parts.append(tensor.data)
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [struct.pack("<Q", len(text)) + text, *parts]
+
+
+def parts_bytes(parts: Iterable[bytes | memoryview]) -> int:
+    """Total size of a file laid out by `encode`."""
+    return sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
+
+
+def header_size(prefix: bytes) -> int:
+    """Size in bytes of the whole header (length word included), from the first eight bytes of a file."""
+    if len(prefix) < 8:
+        raise WireError("header", f"a safetensors file starts with an 8-byte length, got {len(prefix)} bytes")
+    (length,) = struct.unpack("<Q", prefix[:8])
+    if not 2 <= length <= MAX_HEADER_BYTES - 8:
+        raise WireError("header", f"length word says {length} bytes; expected 2 to {MAX_HEADER_BYTES - 8}")
+    return 8 + int(length)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise WireError("header", "a name appears twice")
+    return table
+
+
+def parse_header(prefix: bytes) -> Header:
+    """Verify a header, all of which `prefix` holds: known dtypes, sizes that match shapes, no gaps or overlaps."""
+    size = header_size(prefix)
+    if len(prefix) < size:
+        raise WireError("header", f"says it is {size} bytes long, but only {len(prefix)} came")
+    try:
+        table = json.loads(bytes(prefix[8:size]).decode(), object_pairs_hook=_no_duplicates)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise WireError("header", f"is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise WireError("header", f"must be a JSON object, got {type(table).__name__}")
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise WireError("__metadata__", "must map strings to strings")
+    tensors = {name: _tensor_info(name, entry) for name, entry in table.items()}
+    end = 0
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if info.begin != end:
+            fault = "overlaps the tensor before it" if info.begin < end else "leaves a gap before it"
+            raise WireError(name, f"{fault}: it begins at {info.begin}, expected {end}")
+        end = info.end
+    return Header(tensors, metadata, size, end)
+
+
+def _tensor_info(name: str, entry: object) -> TensorInfo:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise WireError(name, "must have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPE_BYTES:
+        raise WireError(name, f"dtype {dtype!r} is not one of {sorted(DTYPE_BYTES)}")
+    if not _is_int_list(shape) or len(shape) > 4:
+        raise WireError(name, f"shape must be at most four non-negative integers, got {str(shape)[:80]}")
+    if not _is_int_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise WireError(name, f"data_offsets must be two ascending integers, got {str(offsets)[:80]}")
+    size = DTYPE_BYTES[dtype]
+    for extent in shape:
+        size *= extent
+    if offsets[1] - offsets[0] != size:
+        raise WireError(name, f"{dtype} {shape} takes {size} bytes, data_offsets give {offsets[1] - offsets[0]}")
+    return TensorInfo(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _is_int_list(value: object) -> bool:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 53 for v in value)
+
+
+# --- rollouts -------------------------------------------------------------------------------------------------------
+
+_FEATURES = ("F8_E4M3", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutHeader:
+    """What a verified rollout header says; nothing in it needed the tensors' bytes."""
+
+    header: Header
+    run: str
+    policy_version: int
+    policy_version_max: int
+    drafter_version: str
+    rollout_ids: tuple[str, ...]
+    target_fingerprint: str
+    aux_layers: tuple[int, ...]
+    temperature: float
+    top_p: float
+    top_k: int
+    rewards: tuple[float, ...] | None
+    tokens: int  # T
+    rollouts: int  # R
+    hidden_size: int  # H
+
+    @property
+    def batch_id(self) -> str:
+        """Identity of the batch: the same rollouts of the same policy sent twice are one batch."""
+        return batch_id(self.run, self.policy_version, self.rollout_ids)
+
+
+def batch_id(run: str, policy_version: int, rollout_ids: Iterable[str]) -> str:
+    """Hash of run, policy version and the sorted rollout ids: 32 hexadecimal digits."""
+    text = json.dumps([run, policy_version, sorted(rollout_ids)], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def target_fingerprint(config: Mapping[str, Any], aux_layers: Sequence[int]) -> str:
+    """Hash of what must agree between trainer, drafter and engine: architecture sizes and captured layers."""
+    keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    text = json.dumps([{k: config.get(k) for k in keys}, list(aux_layers), AUX_CONVENTION], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def rollout_metadata(
+    *,
+    run: str,
+    policy_version: int,
+    rollout_ids: Sequence[str],
+    target_fingerprint: str,
+    aux_layers: Sequence[int],
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    policy_version_max: int | None = None,
+    drafter_version: str = "",
+    rewards: Sequence[float] | None = None,
+    extra: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """The `__metadata__` of a rollout file. Unknown keys in `extra` pass through to the worker untouched."""
+    metadata = dict(extra or {})
+    metadata |= {
+        "format": FORMAT,
+        "run": run,
+        "policy_version": str(policy_version),
+        "policy_version_max": str(policy_version if policy_version_max is None else policy_version_max),
+        "drafter_version": drafter_version,
+        "rollout_ids": json.dumps(list(rollout_ids)),
+        "target_fingerprint": target_fingerprint,
+        "aux_layers": json.dumps({"convention": AUX_CONVENTION, "layers": list(aux_layers)}),
+        "temperature": repr(float(temperature)),
+        "top_p": repr(float(top_p)),
+        "top_k": str(top_k),
+    }
+    if rewards is not None:
+        metadata["rewards"] = json.dumps([float(r) for r in rewards])
+    return metadata
+
+
+def check_rollout_header(header: Header) -> RolloutHeader:
+    """Verify that a parsed header is that of a rollout file: metadata complete, names, dtypes and shapes right."""
+    meta = header.metadata
+    if meta.get("format") != FORMAT:
+        raise WireError("format", f"expected {FORMAT!r}, got {meta.get('format')!r}")
+    rollout_ids = _json_field(meta, "rollout_ids", list)
+    if not rollout_ids or not all(isinstance(i, str) and 0 < len(i) <= 128 for i in rollout_ids):
+        raise WireError("rollout_ids", "must be a non-empty JSON list of strings of 1 to 128 characters")
+    if len(set(rollout_ids)) != len(rollout_ids):
+        raise WireError("rollout_ids", "an id appears twice")
+    aux = _json_field(meta, "aux_layers", dict)
+    if aux.get("convention") != AUX_CONVENTION:
+        raise WireError("aux_layers", f"convention must be {AUX_CONVENTION!r}, got {aux.get('convention')!r}")
+    layers = aux.get("layers")
+    if not _is_int_list(layers) or not layers or sorted(set(layers)) != layers:
+        raise WireError("aux_layers", f"layers must be ascending and distinct, got {str(layers)[:80]}")
+    tokens, rollouts, hidden_size = _check_rollout_tensors(header, len(layers), len(rollout_ids))
+    low, high = _int_field(meta, "policy_version"), _int_field(meta, "policy_version_max")
+    if high < low:
+        raise WireError("policy_version_max", f"is {high}, below policy_version {low}")
+    rewards = _json_field(meta, "rewards", list) if "rewards" in meta else None
+    if rewards is not None and (len(rewards) != rollouts or not all(isinstance(r, (int, float)) for r in rewards)):
+        raise WireError("rewards", f"must be one number per rollout ({rollouts})")
+    return RolloutHeader(
+        header=header,
+        run=_text_field(meta, "run"),
+        policy_version=low,
+        policy_version_max=high,
+        drafter_version=meta.get("drafter_version", ""),
+        rollout_ids=tuple(rollout_ids),
+        target_fingerprint=_text_field(meta, "target_fingerprint"),
+        aux_layers=tuple(layers),
+        temperature=_float_field(meta, "temperature", 0.0, 100.0),
+        top_p=_float_field(meta, "top_p", 0.0, 1.0),
+        top_k=_int_field(meta, "top_k"),
+        rewards=None if rewards is None else tuple(float(r) for r in rewards),
+        tokens=tokens,
+        rollouts=rollouts,
+        hidden_size=hidden_size,
+    )
+
+
+def _check_rollout_tensors(header: Header, aux_count: int, ids: int) -> tuple[int, int, int]:
+    """Return T, R, H after checking every tensor's dtype and shape."""
+    tensors = dict(header.tensors)
+
+    def take(name: str, dtypes: Sequence[str], shape: Sequence[int | None]) -> TensorInfo:
+        info = tensors.pop(name, None)
+        if info is None:
+            raise WireError(name, "is missing; it is required")
+        if info.dtype not in dtypes:
+            raise WireError(name, f"dtype must be {' or '.join(dtypes)}, got {info.dtype}")
+        if len(info.shape) != len(shape) or any(w not in (None, g) for w, g in zip(shape, info.shape, strict=True)):
+            raise WireError(name, f"shape must be {['any' if s is None else s for s in shape]}, got {list(info.shape)}")
+        return info
+
+    T = take("input_ids", ("I32",), (None,)).shape[0]
+    take("cu_seqlens", ("I32",), (ids + 1,))
+    take("loss_mask", ("U8",), (T,))
+    take("logprobs", ("F32",), (T,))
+    aux = take("aux_hidden", _FEATURES, (T, None))
+    if aux.shape[1] == 0 or aux.shape[1] % aux_count:
+        raise WireError("aux_hidden", f"width {aux.shape[1]} is not a positive multiple of {aux_count} aux layers")
+    H = aux.shape[1] // aux_count
+    if aux.dtype == "F8_E4M3":
+        take("aux_hidden_scale", ("F32",), (T, aux_count))
+    if "last_hidden" in tensors:
+        last = take("last_hidden", _FEATURES, (T, H))
+        if last.dtype == "F8_E4M3":
+            take("last_hidden_scale", ("F32",), (T, 1))
+        take("logsumexp", ("F32",), (T,))
+    elif "top_ids" in tensors:
+        k = take("top_ids", ("I32",), (T, None)).shape[1]
+        if k == 0:
+            raise WireError("top_ids", "holds no entries")
+        take("top_logprobs", ("F16",), (T, k))
+    else:
+        raise WireError("last_hidden", "is missing; send last_hidden with logsumexp, or top_ids with top_logprobs")
+    if tensors:
+        raise WireError(min(tensors), "is not a tensor of this format, or contradicts the others; leave it out")
+    return T, ids, H
+
+
+def check_index(
+    header: RolloutHeader,
+    input_ids: npt.NDArray[np.int32],
+    cu_seqlens: npt.NDArray[np.int32],
+    loss_mask: npt.NDArray[np.uint8],
+    vocab_size: int,
+) -> None:
+    """Verify the small integer tensors: boundaries, token ids inside the vocabulary, mask of zeros and ones."""
+    T = header.tokens
+    if T == 0:
+        raise WireError("input_ids", "holds no tokens")
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != T or bool((np.diff(cu_seqlens) < 2).any()):
+        raise WireError("cu_seqlens", f"must ascend from 0 to {T} in steps of at least 2 tokens")
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
+        bad = input_ids[(input_ids < 0) | (input_ids >= vocab_size)][0]
+        raise WireError("input_ids", f"token {int(bad)} is outside the vocabulary of {vocab_size}")
+    if int(loss_mask.max()) > 1:
+        raise WireError("loss_mask", f"must hold 0 and 1 only, got {int(loss_mask.max())}")
+    if bool((np.add.reduceat(loss_mask.astype(np.int64), cu_seqlens[:-1]) == 0).any()):
+        raise WireError("loss_mask", "a rollout has no token that the policy generated; leave such rollouts out")
+    if bool(loss_mask[cu_seqlens[:-1]].any()):
+        raise WireError("loss_mask", "the first token of a rollout has no features before it; it must be 0")
+
+
+class MappedFile:
+    """A safetensors file mapped read-only. Arrays are views: keep the object alive while they are used."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < 8:
+                raise WireError("file", f"{path.name} is {size} bytes long; a safetensors file has at least 8")
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.header = parse_header(self._map[: header_size(self._map[:8])])
+        if self.header.file_bytes != size:
+            raise WireError("file", f"{path.name} is {size} bytes long, its header describes {self.header.file_bytes}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.header.tensors
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """Read-only view of one tensor (BF16 as uint16, F8_E4M3 as uint8)."""
+        info = self.header.tensors[name]
+        flat = np.frombuffer(
+            self._map,
+            dtype=NUMPY_DTYPE[info.dtype],
+            count=(info.end - info.begin) // DTYPE_BYTES[info.dtype],
+            offset=self.header.header_bytes + info.begin,
+        )
+        return flat.reshape(info.shape)
+
+
+def _text_field(meta: Mapping[str, str], key: str) -> str:
+    value = meta.get(key)
+    if not value:
+        raise WireError(key, "is missing from __metadata__; it is required")
+    return value
+
+
+def _int_field(meta: Mapping[str, str], key: str) -> int:
+    text = _text_field(meta, key)
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
+        raise WireError(key, f"must be a non-negative integer, got {text[:40]!r}")
+    return int(text)
+
+
+def _float_field(meta: Mapping[str, str], key: str, low: float, high: float) -> float:
+    text = _text_field(meta, key)
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise WireError(key, f"must be a number from {low} to {high}, got {text[:40]!r}")
+    return value
+
+
+def _json_field(meta: Mapping[str, str], key: str, kind: type) -> Any:
+    try:
+        value = json.loads(_text_field(meta, key))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise WireError(key, f"is not JSON: {error}") from error
+    if not isinstance(value, kind):
+        raise WireError(key, f"must be a JSON {'list' if kind is list else 'object'}, got {type(value).__name__}")
+    return value

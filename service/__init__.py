@@ -1,0 +1,1 @@
+"""The service: HTTP API, queue, spool, registry, worker, drift monitor, metrics, page, command line."""
