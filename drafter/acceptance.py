@@ -1,0 +1,313 @@
+"""Replay α: the acceptance length a drafter would have had on tokens that were already emitted. Pure NumPy.
+
+Chain speculation with rejection sampling accepts the draft of an emitted token x with probability
+`c = min(1, q(x) / p(x))`, independently of everything else, so the law of the rounds along a given text is known
+exactly and a short recursion gives their expected number. α = tokens / rounds, of sums that were pooled first: the
+mean of per-rollout ratios is another quantity, and so is a mean over positions (rounds begin more often in hard
+places).
+
+What counts: in each generation segment (a maximal run of tokens that the policy generated) the first token comes from
+the prefill and belongs to no round; each of the other n tokens is emitted by exactly one round. Drafts past the end of
+a segment are cut off, as engines cut them at the end of a response.
+
+Legend: T tokens, R rollouts, S segments, N tokens emitted by rounds (summed over segments), K draft depth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+#: Padded elements of one block of the recursion: bounds memory where one segment is far longer than the others.
+_BLOCK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Generation segments of a batch, in token order. The tokens that rounds emitted form one packed axis [N]."""
+
+    first: Ints  # [S] row of the segment's first token, the one that comes from the prefill
+    tokens: Ints  # [S] n: tokens emitted by rounds
+    rollout: Ints  # [S] index of the rollout
+    document: Ints  # [S] row where the rollout begins
+    rollouts: int
+
+    @property
+    def offsets(self) -> Ints:
+        """Where each segment's tokens begin on the packed axis, and its length at the end: [S+1]."""
+        return np.concatenate(([0], np.cumsum(self.tokens)))
+
+    def rows(self) -> Ints:
+        """Row in the batch of each token that a round emitted: [N]."""
+        within = np.arange(int(self.tokens.sum())) - np.repeat(self.offsets[:-1], self.tokens)
+        return np.repeat(self.first + 1, self.tokens) + within
+
+    def document_rows(self) -> Ints:
+        """First row of the document of each token that a round emitted: [N]."""
+        return np.repeat(self.document, self.tokens)
+
+
+def find_segments(loss_mask: npt.NDArray[np.bool_], cu_seqlens: npt.NDArray[np.integer]) -> Segments:
+    """Split `loss_mask` [T] into maximal runs that do not cross the rollout boundaries `cu_seqlens` [R+1].
+
+    >>> find_segments(np.array([0, 1, 1, 0, 1, 1, 1], bool), np.array([0, 3, 7])).tokens.tolist()
+    [1, 2]
+    """
+    bounds = np.asarray(cu_seqlens, dtype=np.int64)
+    mask = np.asarray(loss_mask, dtype=bool)
+    if mask.ndim != 1 or bounds.ndim != 1 or bounds.size < 1 or bounds[0] != 0 or bounds[-1] != mask.size:
+        raise ValueError(
+            f"cu_seqlens must run from 0 to the {mask.size} tokens of loss_mask, got {bounds[:1]}..{bounds[-1:]}"
+        )
+    if np.any(np.diff(bounds) < 0):
+        raise ValueError("cu_seqlens must not decrease")
+    starts_document = np.zeros(mask.size + 1, dtype=bool)
+    starts_document[bounds] = True
+    before = np.concatenate(([False], mask[:-1]))
+    after = np.concatenate((mask[1:], [False]))
+    first = np.flatnonzero(mask & (~before | starts_document[:-1]))
+    last = np.flatnonzero(mask & (~after | starts_document[1:]))
+    rollout = np.searchsorted(bounds, first, side="right") - 1
+    return Segments(first, last - first, rollout, bounds[rollout], bounds.size - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a drafter would have done on each of R rollouts. Add up before dividing; never average ratios."""
+
+    tokens: Floats  # [R] tokens emitted by rounds
+    rounds: Floats  # [R] expected rounds
+    rounds_variance: Floats  # [R] variance of the number of rounds given the text: the coin flips of live counting
+    accepted: Floats  # [R, K] expected rounds whose drafts 0..j were all accepted and lie within the response
+    offered: Floats  # [R, K] expected rounds that drafted a j-th token lying within the response
+
+    def __post_init__(self) -> None:
+        R = self.tokens.shape[0]
+        shapes = [self.tokens.shape, self.rounds.shape, self.rounds_variance.shape]
+        wide = [self.accepted.shape, self.offered.shape]
+        if shapes != [(R,)] * 3 or wide != [(R, self.accepted.shape[-1])] * 2:
+            raise ValueError(f"expected tokens, rounds and variances [R] and counts [R, K], got {shapes} and {wide}")
+
+    @property
+    def rollouts(self) -> int:
+        """R, those without a single round included."""
+        return int(self.tokens.size)
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return int(self.accepted.shape[1])
+
+    @property
+    def alpha(self) -> float:
+        """Tokens per round, bonus token included: a value from 1 to K + 1, nan where there is no round."""
+        return _ratio(float(self.tokens.sum()), float(self.rounds.sum()))
+
+    @property
+    def position_acceptance(self) -> Floats:
+        """Share of rounds that accepted draft j (and so all before it): [K], never rising; nan where none was offered.
+
+        The counterpart of an engine's accepted-tokens-per-position over drafts, without the drafts that were cut off
+        by the end of a response.
+        """
+        offered = self.offered.sum(axis=0)
+        share: Floats = np.full(self.depth, np.nan)
+        np.divide(self.accepted.sum(axis=0), offered, out=share, where=offered > 0)
+        return share
+
+    def total(self) -> dict[str, float]:
+        """Pooled sums, as they are stored: {"tokens", "rounds"}."""
+        return {"tokens": float(self.tokens.sum()), "rounds": float(self.rounds.sum())}
+
+    def select(self, rollouts: Sequence[int] | Ints) -> Replay:
+        """Return these rollouts only, in this order."""
+        index = np.asarray(rollouts, dtype=np.int64)
+        return Replay(
+            self.tokens[index],
+            self.rounds[index],
+            self.rounds_variance[index],
+            self.accepted[index],
+            self.offered[index],
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[Replay]) -> Replay:
+        """Pool rollouts of several replays of the same depth."""
+        if not parts:
+            raise ValueError("expected at least one replay to pool, got none")
+        depths = {part.depth for part in parts}
+        if len(depths) != 1:
+            raise ValueError(f"α depends on the draft depth: pool replays of one depth, got {sorted(depths)}")
+        return Replay(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.rounds for part in parts]),
+            np.concatenate([part.rounds_variance for part in parts]),
+            np.concatenate([part.accepted for part in parts]),
+            np.concatenate([part.offered for part in parts]),
+        )
+
+    def interval(self, level: float = 0.95, groups: Ints | None = None) -> tuple[float, float]:
+        """Two-sided interval of α over rollouts drawn from the same source: (low, high), nan with fewer than two.
+
+        Delta method on the logarithm of the ratio of sums, clustered by rollout, or by `groups` [R] where several
+        rollouts answer one prompt.
+        """
+        centre, error, clusters = log_ratio(self.tokens, self.rounds, groups)
+        reach = student_quantile(0.5 + level / 2, clusters - 1) * error
+        return math.exp(centre - reach), math.exp(centre + reach)
+
+    def live_interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Where α counted live on these very rollouts must fall: only the coin flips vary, so it is narrow."""
+        rounds = float(self.rounds.sum())
+        tokens = float(self.tokens.sum())
+        reach = NormalDist().inv_cdf(0.5 + level / 2) * math.sqrt(float(self.rounds_variance.sum()))
+        fewest = max(rounds - reach, tokens / (self.depth + 1))
+        return _ratio(tokens, rounds + reach), _ratio(tokens, fewest)
+
+
+def log_ratio(numerator: Floats, denominator: Floats, groups: Ints | None = None) -> tuple[float, float, int]:
+    """Logarithm of a ratio of sums over clusters, its standard error, and the number of clusters.
+
+    The error is linearised: cluster i moves log(sum a / sum b) by a_i / sum a - b_i / sum b. nan with fewer than two
+    clusters or a sum that is not positive. Clusters where both are zero carry nothing and are not counted.
+    """
+    if groups is not None:
+        _, index = np.unique(groups, return_inverse=True)
+        numerator = np.bincount(index, weights=numerator).astype(np.float64)
+        denominator = np.bincount(index, weights=denominator).astype(np.float64)
+    kept = (numerator != 0) | (denominator != 0)
+    a, b = numerator[kept], denominator[kept]
+    total_a, total_b = float(a.sum()), float(b.sum())
+    if not (total_a > 0 and total_b > 0 and math.isfinite(total_a) and math.isfinite(total_b)):
+        return math.nan, math.nan, int(a.size)
+    centre = math.log(total_a / total_b)
+    if a.size < 2:
+        return centre, math.nan, int(a.size)
+    influence = a / total_a - b / total_b
+    return centre, math.sqrt(a.size / (a.size - 1) * float(np.square(influence).sum())), int(a.size)
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """Quantile of Student's t, by the Cornish-Fisher expansion around the normal (within 0.5 % from 5 degrees on).
+
+    nan where there are no degrees of freedom.
+    """
+    if degrees < 1:
+        return math.nan
+    z = NormalDist().inv_cdf(probability)
+    n = float(degrees)
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    )
+
+
+def replay_rounds(conditional: npt.NDArray[np.floating], segments: Segments) -> Replay:
+    """Expected rounds of each rollout, given the probability that each draft of each possible round is accepted.
+
+    `conditional` [N, K]: row i, column j = probability that the j-th draft of a round whose first draft is token i of
+    the packed axis is accepted, given that those before it were. Entries past the end of a segment are not read.
+    With R[s] the expected number of rounds begun at token s of a segment of n (eagle3.md, "Replay α"):
+
+        R[0] = 1;  for s ascending:  survived = 1
+            for j in 0..K-1:  R[s+j+1] += R[s]·survived·(1 - c[s,j]);  survived *= c[s,j]
+            R[s+K+1] += R[s]·survived
+        rounds = R[0] + ... + R[n-1]
+    """
+    N = int(segments.tokens.sum())
+    if conditional.ndim != 2 or conditional.shape[0] != N:
+        raise ValueError(f"expected acceptances [{N}, K], one row per token emitted by a round: {conditional.shape}")
+    K = int(conditional.shape[1])
+    result = Replay(*(np.zeros(segments.rollouts) for _ in range(3)), *(np.zeros((segments.rollouts, K)) for _ in "ao"))
+    for block in _blocks(segments, K):
+        lengths = segments.tokens[block]
+        rollout = segments.rollout[block]
+        ends, inside = _end_law(conditional, segments.offsets[:-1][block], lengths)
+        begun = _rounds_begun(ends)
+        np.add.at(result.tokens, rollout, lengths)
+        np.add.at(result.rounds, rollout, begun.sum(axis=1))
+        np.add.at(result.rounds_variance, rollout, _rounds_variance(ends))
+        # A round accepts drafts 0..j exactly when it ends after more than j + 1 tokens.
+        survived = ends[:, :, ::-1].cumsum(axis=2)[:, :, ::-1][:, :, 1:]
+        np.add.at(result.accepted, rollout, np.einsum("sn,snk->sk", begun, survived * inside))
+        np.add.at(result.offered, rollout, np.einsum("sn,snk->sk", begun, inside.astype(np.float64)))
+    return result
+
+
+def _blocks(segments: Segments, depth: int) -> Iterator[Ints]:
+    """Group segments of similar length, so that padding one block stays within the memory bound."""
+    order = np.argsort(segments.tokens, kind="stable")
+    order = order[segments.tokens[order] > 0]
+    begin = 0
+    while begin < order.size:
+        end = begin + 1
+        # Ascending lengths: the last segment of a block sets the padding of all.
+        while (
+            end < order.size and (end + 1 - begin) * int(segments.tokens[order[end]]) * (depth + 1) <= _BLOCK_ELEMENTS
+        ):
+            end += 1
+        yield order[begin:end]
+        begin = end
+
+
+def _end_law(
+    conditional: npt.NDArray[np.floating], offsets: Ints, lengths: Ints
+) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Law of a round's length, padded: ends [S, n, K+1], where ends[s, i, m] = P(round begun at i emits m+1 tokens).
+
+    Rows past the end of a segment are zero: no round begins there. Also says which drafts lie within their segment
+    (inside [S, n, K]).
+    """
+    K = conditional.shape[1]
+    position = np.arange(int(lengths.max()))
+    real = position < lengths[:, None]  # [S, n]
+    rows = np.where(real, offsets[:, None] + position, 0)
+    c = np.asarray(conditional[rows], dtype=np.float64)  # [S, n, K]
+    inside = real[:, :, None] & (position[:, None] + np.arange(K) < lengths[:, None, None])
+    if not np.all((c >= 0) & (c <= 1), where=inside):
+        raise ValueError("acceptance probabilities must lie in [0, 1]: the drafter or the log-probabilities hold NaN")
+    # Past the end nothing is read: a round that gets there emits its last token there, whichever way.
+    c = np.where(inside, c, 0.0)
+    survived = np.concatenate((np.ones((*real.shape, 1)), np.cumprod(c, axis=2)), axis=2)
+    ends = survived.copy()
+    ends[:, :, :K] *= 1.0 - c
+    return ends * real[:, :, None], inside
+
+
+def _rounds_begun(ends: Floats) -> Floats:
+    """Expected number of rounds begun at each token: [S, n]."""
+    S, n, width = ends.shape
+    begun: Floats = np.zeros((S, n + width))
+    begun[:, 0] = 1.0
+    for i in range(n):
+        begun[:, i + 1 : i + 1 + width] += begun[:, i : i + 1] * ends[:, i]
+    inside: Floats = (ends.sum(axis=2) > 0).astype(np.float64)
+    return begun[:, :n] * inside
+
+
+def _rounds_variance(ends: Floats) -> Floats:
+    """Variance of the number of rounds from the start of each segment: [S], by the first two moments backwards."""
+    S, n, width = ends.shape
+    mean = np.zeros((S, n + width))
+    square = np.zeros((S, n + width))
+    for i in range(n - 1, -1, -1):
+        later = np.einsum("sk,sk->s", ends[:, i], mean[:, i + 1 : i + 1 + width])
+        real = ends[:, i].sum(axis=1)  # 1 within the segment, 0 past its end
+        mean[:, i] = real + later
+        square[:, i] = real + 2 * later + np.einsum("sk,sk->s", ends[:, i], square[:, i + 1 : i + 1 + width])
+    variance: Floats = square[:, 0] - np.square(mean[:, 0])
+    return variance.clip(min=0.0)
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else math.nan
