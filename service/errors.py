@@ -1,0 +1,49 @@
+"""Errors of the service.
+
+    ServiceError
+    ├── ConfigurationError      a setting, or the machine, does not allow what was asked for
+    ├── RunNotFound             no such run has been registered
+    ├── RunConflict             the run exists with another target
+    ├── VersionNotFound         no such drafter version, or no such file in it
+    ├── RegistryError           the registry on disk contradicts itself, or a staged drafter is unusable
+    ├── ValkeyError             the embedded server is missing, or would not start
+    └── WorkerError             the worker cannot go on with a run
+
+A broken rollout file is `rl_hooks.wire.WireError`. The HTTP layer turns all of them into problem documents.
+"""
+
+
+class ServiceError(Exception):
+    """Base of everything that the service raises on purpose."""
+
+
+class ConfigurationError(ServiceError):
+    """A setting, or the machine, does not allow what was asked for."""
+
+
+class RunNotFound(ServiceError):  # noqa: N818 - reads as what happened
+    """No such run has been registered."""
+
+
+class RunConflict(ServiceError):  # noqa: N818
+    """The run exists with another target."""
+
+
+class VersionNotFound(ServiceError):  # noqa: N818
+    """No such drafter version, or no such file in it."""
+
+
+class RegistryError(ServiceError):
+    """The registry on disk contradicts itself, or a staged drafter is unusable."""
+
+
+class ValkeyError(ServiceError):
+    """The embedded server is missing, or would not start."""
+
+
+class WorkerError(ServiceError):
+    """The worker cannot go on with a run."""
+
+
+class WorkerError(ServiceError):
+    """The worker can't go on with a run: its target or its checkpoints are unusable."""

@@ -1,0 +1,125 @@
+"""Where everything lies in the state directory: the only place that builds a path from a name that came from outside.
+
+Every method that takes a name checks it against a strict pattern first, so no caller can be talked into leaving the
+directory. docs/architecture.md draws the tree.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from service.errors import RunNotFound, VersionNotFound
+
+#: Names of runs: no braces (they mark Redis hash tags), no slashes, no leading dot, at most 64 characters.
+RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: Drafter versions: `v`, a number of at least six digits, and the first eight digits of the content digest.
+VERSION_NAME: Final = re.compile(r"v[0-9]{6,12}-[0-9a-f]{8}")
+BATCH_ID: Final = re.compile(r"[0-9a-f]{32}")
+BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}\.safetensors")
+#: Files inside a drafter version.
+FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class Layout:
+    """Paths of one state directory. Builds paths only; creates nothing but through `make_run`."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.root = state_dir.absolute()
+
+    # --- shared by all runs
+    @property
+    def runs(self) -> Path:
+        """`runs/`, one directory per run."""
+        return self.root / "runs"
+
+    @property
+    def spool_tmp(self) -> Path:
+        """Uploads in progress."""
+        return self.root / "spool" / "tmp"
+
+    @property
+    def valkey(self) -> Path:
+        """The embedded server's append-only file, log and socket."""
+        return self.root / "valkey"
+
+    # --- of one run
+    def run(self, run: str) -> Path:
+        """`runs/<run>/`."""
+        return self.runs / _checked(RUN_NAME, run)
+
+    def run_json(self, run: str) -> Path:
+        """What PUT /runs said."""
+        return self.run(run) / "run.json"
+
+    def target(self, run: str) -> Path:
+        """The PUT body: embed_tokens, lm_head, optionally drafter.*."""
+        return self.run(run) / "target.safetensors"
+
+    def heads(self, run: str) -> Path:
+        """`heads/`, one safetensors file per policy version."""
+        return self.run(run) / "heads"
+
+    def head(self, run: str, policy_version: int) -> Path:
+        """Body of PUT /runs/{run}/head for one policy version."""
+        return self.heads(run) / f"{int(policy_version)}.safetensors"
+
+    def drafters(self, run: str) -> Path:
+        """`drafters/`, one immutable directory per version."""
+        return self.run(run) / "drafters"
+
+    def drafter(self, run: str, version: str) -> Path:
+        """One published version's directory."""
+        if not VERSION_NAME.fullmatch(version):
+            raise VersionNotFound(f"{version[:80]!r} is not a drafter version; one looks like v000001-0a1b2c3d")
+        return self.drafters(run) / version
+
+    def drafter_file(self, run: str, version: str, name: str) -> Path:
+        """One file of a published version."""
+        if not FILE_NAME.fullmatch(name):
+            raise VersionNotFound(f"{name[:80]!r} is not the name of a drafter's file")
+        return self.drafter(run, version) / name
+
+    def latest(self, run: str) -> Path:
+        """The pointer `{sequence, version, reason}`."""
+        return self.run(run) / "latest.json"
+
+    def history(self, run: str) -> Path:
+        """Every verdict, one JSON object per line."""
+        return self.run(run) / "history.jsonl"
+
+    def registry_lock(self, run: str) -> Path:
+        """Locked by whoever moves `latest`."""
+        return self.run(run) / "registry.lock"
+
+    def worker(self, run: str) -> Path:
+        """The worker's own checkpoints."""
+        return self.run(run) / "worker"
+
+    def spool(self, run: str) -> Path:
+        """Accepted rollout files of a run. Prefixed, so that a run named `tmp` does not meet `spool/tmp`."""
+        return self.root / "spool" / "runs" / _checked(RUN_NAME, run)
+
+    def blob(self, run: str, blob: str) -> Path:
+        """One accepted rollout file, by the name that its queue entry carries."""
+        if not BLOB_NAME.fullmatch(blob):
+            raise ValueError(f"{blob[:80]!r} is not the name of a spooled file")
+        return self.spool(run) / blob
+
+    def run_names(self) -> list[str]:
+        """Runs that were registered, sorted."""
+        if not self.runs.is_dir():
+            return []
+        return sorted(p.name for p in self.runs.iterdir() if RUN_NAME.fullmatch(p.name) and (p / "run.json").is_file())
+
+    def make_run(self, run: str) -> None:
+        """Create the run's directories; idempotent."""
+        for path in (self.heads(run), self.drafters(run), self.worker(run), self.spool(run), self.spool_tmp):
+            path.mkdir(parents=True, exist_ok=True)
+
+
+def _checked(pattern: re.Pattern[str], run: str) -> str:
+    if not pattern.fullmatch(run):
+        raise RunNotFound(f"{run[:80]!r} is not a run's name: 1 to 64 of A-Z a-z 0-9 . _ - after a letter or digit")
+    return run

@@ -1,0 +1,74 @@
+-- De-duplicate, bound by items and bytes, count and enqueue one batch, atomically. Redis 6.2 commands only.
+-- KEYS: 1 queue  2 counters  3 batch hash (the others share their hash tag, so also their cluster slot)
+-- ARGV: 1 max_items  2 max_bytes  3 overflow (reject|drop_oldest)  4 group  5 ended_seconds  6 key prefix
+--       7 batch_id  8 blob  9 bytes  10 tokens  11 rollouts  12 policy_version  13 policy_version_max
+--       14 rollout_ids (JSON)
+-- Returns {"accepted", entry_id, dropped blobs...} | {"duplicate", state} | {"full", items, bytes}
+local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
+local prefix, bytes = ARGV[6], tonumber(ARGV[9])
+
+local known = redis.call('HGET', batch, 'state')
+-- A batch that died because its file was lost may be sent again: nothing was trained on it.
+if known and not (known == 'dead' and redis.call('HGET', batch, 'reason') == 'blob_missing') then
+  redis.call('HINCRBY', counters, 'duplicates_total', 1)
+  return { 'duplicate', known }
+end
+
+local function held(field)
+  return tonumber(redis.call('HGET', counters, field) or '0')
+end
+
+local function over()
+  return held('items') + 1 > tonumber(ARGV[1]) or held('bytes') + bytes > tonumber(ARGV[2])
+end
+
+local dropped = {}
+if ARGV[3] == 'drop_oldest' and over() then
+  local last = '0-0'
+  for _, group in ipairs(redis.call('EXISTS', queue) == 1 and redis.call('XINFO', 'GROUPS', queue) or {}) do
+    local info = {}
+    for i = 1, #group, 2 do info[group[i]] = group[i + 1] end
+    if info['name'] == ARGV[4] then last = info['last-delivered-id'] end
+  end
+  while over() do
+    -- Only what no worker has seen: a delivered entry may be half way through training.
+    local oldest = redis.call('XRANGE', queue, '(' .. last, '+', 'COUNT', 1)[1]
+    if not oldest then break end
+    local fields = {}
+    for i = 1, #oldest[2], 2 do fields[oldest[2][i]] = oldest[2][i + 1] end
+    redis.call('XDEL', queue, oldest[1])
+    redis.call('HINCRBY', counters, 'items', -1)
+    redis.call('HINCRBY', counters, 'bytes', -tonumber(fields['bytes']))
+    redis.call('HINCRBY', counters, 'dropped_total', 1)
+    local key = prefix .. 'batch:' .. fields['batch_id']
+    redis.call('HSET', key, 'state', 'skipped', 'reason', 'dropped: the queue was full and newer rollouts came')
+    redis.call('EXPIRE', key, ARGV[5])
+    for _, id in ipairs(cjson.decode(redis.call('HGET', key, 'rollout_ids') or '[]')) do
+      redis.call('EXPIRE', prefix .. 'rollout:' .. id, ARGV[5])
+    end
+    dropped[#dropped + 1] = fields['blob']
+  end
+end
+
+if over() then
+  redis.call('HINCRBY', counters, 'rejected_total', 1)
+  local reply = { 'full', tostring(held('items')), tostring(held('bytes')) }
+  for _, blob in ipairs(dropped) do reply[#reply + 1] = blob end
+  return reply
+end
+
+local entry_id = redis.call('XADD', queue, '*', 'batch_id', ARGV[7], 'blob', ARGV[8], 'bytes', ARGV[9],
+  'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13])
+redis.call('HINCRBY', counters, 'items', 1)
+redis.call('HINCRBY', counters, 'bytes', bytes)
+redis.call('HINCRBY', counters, 'accepted_total', 1)
+redis.call('DEL', batch)
+redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', ARGV[8], 'bytes', ARGV[9],
+  'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
+  'rollout_ids', ARGV[14])
+for _, id in ipairs(cjson.decode(ARGV[14])) do
+  redis.call('SET', prefix .. 'rollout:' .. id, ARGV[7])
+end
+local reply = { 'accepted', entry_id }
+for _, blob in ipairs(dropped) do reply[#reply + 1] = blob end
+return reply

@@ -1,0 +1,378 @@
+"""The queue of rollouts: Redis Streams carry metadata and the name of a spooled file, never tensors.
+
+At least once: an entry stays pending until `ack`; a dead worker's entries go to whoever claims them next; one that
+was delivered more than `MAX_DELIVERIES` times becomes a dead letter. Enqueue, end and heartbeat are one Lua script
+each, so every count is exact. Never MAXLEN on the queue: trimming deletes unread work without a word.
+
+`AsyncRolloutQueue` is the API's side and `RolloutQueue` the worker's, over the same scripts and keys. Redis 6.2
+commands only. Keys and counters: docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import redis.asyncio
+from redis import Redis
+from redis.exceptions import ResponseError
+
+GROUP: Final = "workers"
+#: An entry that was handed out so often without an ack has killed its worker as often.
+MAX_DELIVERIES: Final = 3
+KILLER: Final = f"killed its worker {MAX_DELIVERIES} times"
+#: How long the fate of a batch can be asked for, and a duplicate recognised, after it ended: 7 days.
+ENDED_SECONDS: Final = 7 * 86_400
+DEAD_LETTERS_KEPT: Final = 10_000
+COUNTERS: Final = (
+    "items",
+    "bytes",
+    "accepted_total",
+    "duplicates_total",
+    "rejected_total",
+    "acked_total",
+    "dead_total",
+    "dropped_total",
+)
+EndState = Literal["trained", "held_out", "skipped"]
+_LUA: Final = Path(__file__).with_name("lua")
+
+
+class Keys:
+    """Redis keys of one run. The braces are a literal hash tag: a cluster keeps one run in one slot."""
+
+    RUNS: Final = "da:runs"
+
+    def __init__(self, run: str) -> None:
+        self.prefix = f"da:{{{run}}}:"
+        self.queue = self.prefix + "queue"
+        self.counters = self.prefix + "counters"
+        self.dead = self.prefix + "dead"
+
+    def batch(self, batch_id: str) -> str:
+        """Hash with the fate of one batch."""
+        return f"{self.prefix}batch:{batch_id}"
+
+    def rollout(self, rollout_id: str) -> str:
+        """String: the batch that a rollout came in."""
+        return f"{self.prefix}rollout:{rollout_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One claimed batch. `deliveries` counts this one; `bytes` and `tokens` are of the spooled file `blob`."""
+
+    entry_id: str
+    batch_id: str
+    blob: str
+    bytes: int
+    tokens: int
+    rollouts: int
+    policy_version: int
+    policy_version_max: int
+    deliveries: int
+
+    @property
+    def suspect(self) -> bool:
+        """A worker died while it held this entry twice: work on it alone and checkpoint before the next."""
+        return self.deliveries >= MAX_DELIVERIES
+
+
+class Depth(NamedTuple):
+    """What the queue holds now, pending entries included."""
+
+    items: int
+    bytes: int
+
+
+class RolloutQueue:
+    """The worker's side: claim, heartbeat, ack, dead-letter. Blocking."""
+
+    def __init__(self, redis: Redis, run: str) -> None:
+        self.run = run
+        self._redis: Any = redis  # redis-py types every reply as "maybe awaitable"; replies are checked here instead
+        self._keys = Keys(run)
+        self._finish = redis.register_script(_script("finish"))
+        self._heartbeat = redis.register_script(_script("heartbeat"))
+
+    def ensure_group(self) -> None:
+        """Create the stream and its consumer group; idempotent."""
+        try:
+            self._redis.xgroup_create(self._keys.queue, GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    def claim(
+        self, consumer: str, max_tokens: int, min_idle_seconds: float, *, block_seconds: float = 0.0
+    ) -> list[Entry]:
+        """Take entries until `max_tokens` is reached: those of dead workers first, then new ones.
+
+        A suspect comes alone, so that what it kills does not count against its neighbours. Waits up to
+        `block_seconds` for a first entry. Entries beyond the delivery cap are dead-lettered, not returned.
+        """
+        entries: list[Entry] = []
+        tokens = 0
+        try:
+            while tokens < max_tokens:
+                entry = self._claim_stale(consumer, min_idle_seconds) or self._claim_new(
+                    consumer, 0.0 if entries else block_seconds
+                )
+                if entry is None:
+                    break
+                entries.append(entry)
+                tokens += entry.tokens
+                if entry.suspect:
+                    break
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            self.ensure_group()  # the server was emptied under us
+        return entries
+
+    def own_pending(self, consumer: str) -> list[Entry]:
+        """Entries that this consumer name held when it last died, oldest first; counts as a delivery of each.
+
+        If one of them is a suspect it is returned alone: call again until the list is empty.
+        """
+        entries: list[Entry] = []
+        while True:
+            pending = self._redis.xpending_range(
+                self._keys.queue,
+                GROUP,
+                "-" if not entries else f"({entries[-1].entry_id}",
+                "+",
+                1,
+                consumername=consumer,
+            )
+            if not pending:
+                return entries
+            if entries and int(pending[0]["times_delivered"]) >= MAX_DELIVERIES - 1:
+                return entries
+            entry_id = _text(pending[0]["message_id"])
+            claimed = self._redis.xclaim(self._keys.queue, GROUP, consumer, 0, [entry_id])
+            if not claimed or claimed[0][0] is None:  # deleted from the stream: nothing left to do but forget it
+                self._redis.xack(self._keys.queue, GROUP, entry_id)
+                continue
+            entry = self._delivered(claimed[0])
+            if entry is None:
+                continue
+            entries.append(entry)
+            if entry.suspect:
+                return entries
+
+    def heartbeat(self, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        """Renew the hold on entries; returns those still held. The others were taken over: drop them."""
+        if not entry_ids:
+            return []
+        return [_text(i) for i in self._heartbeat(keys=[self._keys.queue], args=[GROUP, consumer, "", *entry_ids])]
+
+    def release(self, consumer: str, entries: Sequence[Entry]) -> None:
+        """Say before an orderly stop that the entries did no harm: this delivery is not counted against them."""
+        for entry in entries:
+            self._heartbeat(
+                keys=[self._keys.queue], args=[GROUP, consumer, max(0, entry.deliveries - 1), entry.entry_id]
+            )
+
+    def ack(self, entry: Entry, state: EndState = "trained", reason: str = "") -> bool:
+        """End an entry. False if it had ended before (taken over and finished by another worker)."""
+        return self._end(entry, state, reason)
+
+    def dead_letter(self, entry: Entry, reason: str) -> bool:
+        """End an entry as undeliverable; its fields and the reason go to the dead-letter stream."""
+        return self._end(entry, "dead", reason)
+
+    def depth(self) -> Depth:
+        """Items and bytes in the queue now."""
+        items, size = self._redis.hmget(self._keys.counters, "items", "bytes")
+        return Depth(int(items or 0), int(size or 0))
+
+    def counters(self) -> dict[str, int]:
+        """All counters, zero where nothing was counted yet."""
+        return dict(
+            zip(COUNTERS, (int(v or 0) for v in self._redis.hmget(self._keys.counters, *COUNTERS)), strict=True)
+        )
+
+    def batch(self, batch_id: str) -> dict[str, str] | None:
+        """The fate of one batch, or None if it is unknown or was forgotten."""
+        return _record(self._redis.hgetall(self._keys.batch(batch_id)))
+
+    def dead_letters(self, count: int = 100) -> list[dict[str, str]]:
+        """The newest dead letters, newest first."""
+        return [_strings(fields) for _, fields in self._redis.xrevrange(self._keys.dead, count=count)]
+
+    def forget_idle_consumers(self, idle_seconds: float = 3600.0) -> int:
+        """Remove consumers that hold nothing and have been silent; returns how many."""
+        gone = 0
+        for info in self._redis.xinfo_consumers(self._keys.queue, GROUP):
+            if int(info["pending"]) == 0 and int(info["idle"]) > idle_seconds * 1000:
+                self._redis.xgroup_delconsumer(self._keys.queue, GROUP, info["name"])
+                gone += 1
+        return gone
+
+    def _end(self, entry: Entry, state: str, reason: str) -> bool:
+        keys = self._keys
+        return bool(
+            self._finish(
+                keys=[keys.queue, keys.counters, keys.batch(entry.batch_id), keys.dead],
+                args=[GROUP, entry.entry_id, state, reason[:2000], ENDED_SECONDS, keys.prefix, DEAD_LETTERS_KEPT],
+            )
+        )
+
+    def _claim_stale(self, consumer: str, min_idle_seconds: float) -> Entry | None:
+        while True:
+            reply = self._redis.xautoclaim(
+                self._keys.queue, GROUP, consumer, int(min_idle_seconds * 1000), "0-0", count=1
+            )
+            cursor, messages = _text(reply[0]), reply[1]
+            for message in messages:
+                if message[0] is None:  # Redis 6.2 hands out deleted entries as nil
+                    continue
+                entry = self._delivered(message)
+                if entry is not None:
+                    return entry
+            if not messages and cursor == "0-0":
+                return None
+
+    def _claim_new(self, consumer: str, block_seconds: float) -> Entry | None:
+        block = max(1, int(block_seconds * 1000)) if block_seconds > 0 else None
+        reply = self._redis.xreadgroup(GROUP, consumer, {self._keys.queue: ">"}, count=1, block=block)
+        if not reply:
+            return None
+        streams = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
+        message = streams[0][0] if isinstance(streams[0], list) else streams[0]
+        return _entry(message, 1)
+
+    def _delivered(self, message: Any) -> Entry | None:
+        """Entry of a re-delivered message, or None after dead-lettering one that has killed too often."""
+        entry_id = _text(message[0])
+        pending = self._redis.xpending_range(self._keys.queue, GROUP, entry_id, entry_id, 1)
+        entry = _entry(message, int(pending[0]["times_delivered"]) if pending else 1)
+        if entry.deliveries > MAX_DELIVERIES:
+            self.dead_letter(entry, KILLER)
+            return None
+        return entry
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the API knows of a batch when it enqueues it."""
+
+    batch_id: str
+    blob: str
+    bytes: int
+    tokens: int
+    rollouts: int
+    policy_version: int
+    policy_version_max: int
+    rollout_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    """Outcome of an enqueue. `dropped` names blobs that the overflow policy pushed out: delete their files."""
+
+    outcome: Literal["accepted", "duplicate", "full"]
+    state: str
+    dropped: tuple[str, ...] = ()
+
+
+class AsyncRolloutQueue:
+    """The API's side: admission, enqueue, and the fate of a batch."""
+
+    def __init__(self, redis: redis.asyncio.Redis, run: str) -> None:
+        self.run = run
+        self._redis: Any = redis
+        self._keys = Keys(run)
+        self._enqueue = redis.register_script(_script("enqueue"))
+
+    async def ensure_group(self) -> None:
+        """Create the stream and its consumer group, and list the run; idempotent."""
+        try:
+            await self._redis.xgroup_create(self._keys.queue, GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+        await self._redis.sadd(Keys.RUNS, self.run)
+
+    async def depth(self) -> Depth:
+        """Items and bytes in the queue now."""
+        items, size = await self._redis.hmget(self._keys.counters, "items", "bytes")
+        return Depth(int(items or 0), int(size or 0))
+
+    async def count_rejected(self) -> None:
+        """Count an upload that was refused before its body was read."""
+        await self._redis.hincrby(self._keys.counters, "rejected_total", 1)
+
+    async def enqueue(
+        self, batch: Batch, *, max_items: int, max_bytes: int, overflow: Literal["reject", "drop_oldest"]
+    ) -> Enqueued:
+        """Enqueue a batch whose file is already in the spool, unless it is a duplicate or the queue is full."""
+        keys = self._keys
+        args = [max_items, max_bytes, overflow, GROUP, ENDED_SECONDS, keys.prefix]
+        args += [batch.batch_id, batch.blob, batch.bytes, batch.tokens, batch.rollouts]
+        args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids)]
+        reply = [
+            _text(v)
+            for v in await self._enqueue(keys=[keys.queue, keys.counters, keys.batch(batch.batch_id)], args=args)
+        ]
+        match reply[0]:
+            case "accepted":
+                return Enqueued("accepted", "queued", tuple(reply[2:]))
+            case "duplicate":
+                return Enqueued("duplicate", reply[1])
+            case _:
+                return Enqueued("full", f"{reply[1]} batches, {reply[2]} bytes", tuple(reply[3:]))
+
+    async def batch(self, batch_id: str) -> dict[str, str] | None:
+        """The fate of one batch, or None if it is unknown or was forgotten."""
+        return _record(await self._redis.hgetall(self._keys.batch(batch_id)))
+
+    async def batch_of(self, rollout_id: str) -> str | None:
+        """The batch that a rollout came in."""
+        value = await self._redis.get(self._keys.rollout(rollout_id))
+        return None if value is None else _text(value)
+
+    async def counters(self) -> dict[str, int]:
+        """All counters, zero where nothing was counted yet."""
+        values = await self._redis.hmget(self._keys.counters, *COUNTERS)
+        return dict(zip(COUNTERS, (int(v or 0) for v in values), strict=True))
+
+    async def dead_letters(self, count: int = 100) -> list[dict[str, str]]:
+        """The newest dead letters, newest first."""
+        return [_strings(fields) for _, fields in await self._redis.xrevrange(self._keys.dead, count=count)]
+
+
+def _script(name: str) -> str:
+    return (_LUA / f"{name}.lua").read_text(encoding="utf-8")
+
+
+def _text(value: object) -> str:
+    """Replies are bytes or text, as the client was made with `decode_responses` or without."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _strings(fields: Mapping[Any, Any]) -> dict[str, str]:
+    return {_text(k): _text(v) for k, v in fields.items()}
+
+
+def _record(fields: Mapping[Any, Any]) -> dict[str, str] | None:
+    return _strings(fields) or None
+
+
+def _entry(message: Any, deliveries: int) -> Entry:
+    fields = _strings(message[1])
+    return Entry(
+        entry_id=_text(message[0]),
+        batch_id=fields["batch_id"],
+        blob=fields["blob"],
+        bytes=int(fields["bytes"]),
+        tokens=int(fields["tokens"]),
+        rollouts=int(fields["rollouts"]),
+        policy_version=int(fields["policy_version"]),
+        policy_version_max=int(fields["policy_version_max"]),
+        deliveries=deliveries,
+    )

@@ -1,0 +1,334 @@
+"""Published drafters of each run: immutable version directories, one pointer, and an append-only history.
+
+Invariants, also after loss of power at any line:
+* A version directory is complete or invisible: files and manifest are fsynced in a staging directory beside it, then
+  one rename (atomic on one filesystem) makes it appear. It never changes afterwards.
+* `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
+  take a new number, so a reader that remembers the last sequence can refuse anything older.
+* One `flock` per run serialises the API (rollback, push-again) and the worker (publish).
+
+Does not know what a drafter is: no torch, no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
+
+from service.errors import RegistryError, VersionNotFound
+from service.layout import FILE_NAME, VERSION_NAME, Layout
+
+MANIFEST = "manifest.json"
+_READ_BYTES = 1 << 20
+#: Staging directories older than this were left by a publisher that died.
+_LEFTOVER_SECONDS = 3600.0
+
+
+class FileDigest(BaseModel):
+    """One file of a version."""
+
+    model_config = ConfigDict(frozen=True)
+    name: str
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What `GET /drafter/latest` answers. `sequence` and `reason` are the pointer's, the rest is the version's."""
+
+    model_config = ConfigDict(frozen=True)
+    run: str
+    version: str
+    sequence: int
+    reason: str
+    digest: str
+    files: tuple[FileDigest, ...]
+    parent: str | None
+    policy_version: int
+    config_fingerprint: str
+    d2t_sha256: str
+    aux_layers: tuple[int, ...]
+    aux_layers_convention: Literal["entering"] = "entering"
+    created: float
+    alpha: dict[str, Any] | None = None
+    gate: dict[str, Any] | None = None
+
+    @property
+    def etag(self) -> str:
+        """Strong entity tag of the pointer's state."""
+        return f'"{self.sequence}-{self.version}"'
+
+
+class Registry:
+    """The registry of one state directory."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    # --- reading
+    def latest(self, run: str) -> Manifest | None:
+        """Manifest of the served version, or None before the first publish."""
+        pointer = self._pointer(run)
+        if pointer is None:
+            return None
+        manifest = self.get(run, pointer["version"])
+        return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
+
+    def get(self, run: str, version: str) -> Manifest:
+        """Manifest of one version as it was published."""
+        path = self._layout.drafter(run, version) / MANIFEST
+        try:
+            return Manifest.model_validate_json(path.read_bytes())
+        except FileNotFoundError as error:
+            raise VersionNotFound(f"run {run!r} has no drafter version {version!r}; see GET /drafters") from error
+
+    def versions(self, run: str) -> list[str]:
+        """Complete versions on disk, oldest first."""
+        directory = self._layout.drafters(run)
+        if not directory.is_dir():
+            return []
+        names = (p.name for p in directory.iterdir() if VERSION_NAME.fullmatch(p.name) and (p / MANIFEST).is_file())
+        return sorted(names, key=_number)
+
+    def history(self, run: str) -> list[dict[str, Any]]:
+        """Every recorded event, oldest first. A line torn by loss of power is passed over."""
+        try:
+            lines = self._layout.history(run).read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        events = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    events.append(event)
+        return events
+
+    def path(self, run: str, version: str, name: str) -> Path:
+        """Path of one file that the version's manifest lists (or of the manifest itself)."""
+        manifest = self.get(run, version)
+        names = [file.name for file in manifest.files]
+        if name not in (*names, MANIFEST):
+            raise VersionNotFound(f"drafter {version} has no file {name[:80]!r}; it has {names}")
+        return self._layout.drafter_file(run, version, name)
+
+    # --- writing
+    def stage(self, run: str) -> Path:
+        """Make a new, empty staging directory on the registry's filesystem, to be filled and handed to `publish`."""
+        directory = self._layout.drafters(run) / f".staged-{uuid.uuid4().hex}"
+        directory.mkdir(parents=True)
+        return directory
+
+    def publish(
+        self,
+        run: str,
+        staged: Path,
+        *,
+        policy_version: int,
+        parent: str | None,
+        config_fingerprint: str,
+        d2t_sha256: str,
+        aux_layers: Sequence[int],
+        alpha: Mapping[str, Any] | None = None,
+        gate: Mapping[str, Any] | None = None,
+        reason: str = "published",
+    ) -> Manifest:
+        """Turn a staged directory into the next version and point `latest` at it."""
+        files = tuple(_digest(path) for path in _staged_files(staged))
+        digest = hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
+        with self._locked(run):
+            existing = self.versions(run)
+            number = 1 + (_number(existing[-1]) if existing else 0)
+            pointer = self._pointer(run)
+            if pointer is not None:  # a pruned version's number is never used again
+                number = max(number, 1 + _number(pointer["version"]))
+            manifest = Manifest(
+                run=run,
+                version=f"v{number:06d}-{digest[:8]}",
+                sequence=1 + (0 if pointer is None else pointer["sequence"]),
+                reason=reason,
+                digest=digest,
+                files=files,
+                parent=parent,
+                policy_version=policy_version,
+                config_fingerprint=config_fingerprint,
+                d2t_sha256=d2t_sha256,
+                aux_layers=tuple(aux_layers),
+                created=time.time(),
+                alpha=None if alpha is None else dict(alpha),
+                gate=None if gate is None else dict(gate),
+            )
+            _write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
+            _sync_directory(staged)
+            final = self._layout.drafter(run, manifest.version)
+            staged.rename(final)
+            _sync_directory(final.parent)
+            self._point(run, manifest, reason, "published", {"parent": parent, "alpha": alpha, "gate": gate})
+        return manifest
+
+    def rollback(self, run: str, version: str, reason: str) -> Manifest:
+        """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number."""
+        self.verify(run, version)
+        with self._locked(run):
+            return self._repoint(run, self.get(run, version), reason, "rolled_back")
+
+    def push_again(self, run: str, reason: str) -> Manifest:
+        """Give the served version a new sequence number, so that every engine loads it anew."""
+        with self._locked(run):
+            manifest = self.latest(run)
+            if manifest is None:
+                raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
+            return self._repoint(run, manifest, reason, "pushed_again")
+
+    def record(self, run: str, event: Mapping[str, Any]) -> None:
+        """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent."""
+        with self._locked(run):
+            self._append(run, {"time": time.time(), **event})
+
+    def verify(self, run: str, version: str) -> None:
+        """Recompute every digest of a version; raises RegistryError that names the file at fault."""
+        for file in self.get(run, version).files:
+            path = self._layout.drafter_file(run, version, file.name)
+            found = _digest(path) if path.is_file() else None
+            if found != file:
+                raise RegistryError(f"{version}/{file.name} no longer matches its manifest; do not serve this version")
+
+    def prune(self, run: str, keep: int, protect: set[str] | frozenset[str] = frozenset()) -> list[str]:
+        """Delete all but the newest `keep` versions, the served one and those in `protect`; returns what went.
+
+        Also removes staging directories that a killed publisher left behind more than an hour ago.
+        """
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        with self._locked(run):
+            pointer = self._pointer(run)
+            safe = set(protect) | set(self.versions(run)[-keep:]) | ({pointer["version"]} if pointer else set())
+            gone = [version for version in self.versions(run) if version not in safe]
+            for version in gone:
+                path = self._layout.drafter(run, version)
+                # Renamed away first: a half-deleted directory must not look like a version.
+                doomed = path.with_name(f".deleted-{uuid.uuid4().hex}")
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+            for path in self._layout.drafters(run).glob(".*"):
+                if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
+                    shutil.rmtree(path, ignore_errors=True)
+            for path in self._layout.run(run).glob(".latest-*"):
+                path.unlink()
+        return gone
+
+    # --- inside
+    def _pointer(self, run: str) -> dict[str, Any] | None:
+        try:
+            text = self._layout.latest(run).read_bytes()
+        except FileNotFoundError:
+            return None
+        pointer = json.loads(text)
+        if not isinstance(pointer, dict) or not {"sequence", "version", "reason"} <= pointer.keys():
+            raise RegistryError(f"{self._layout.latest(run)} is not a pointer of sequence, version and reason")
+        return pointer
+
+    def _repoint(self, run: str, manifest: Manifest, reason: str, kind: str) -> Manifest:
+        pointer = self._pointer(run)
+        sequence = 1 + (0 if pointer is None else int(pointer["sequence"]))
+        moved = manifest.model_copy(update={"sequence": sequence, "reason": reason})
+        self._point(run, moved, reason, kind, {"previous": None if pointer is None else pointer["version"]})
+        return moved
+
+    def _point(self, run: str, manifest: Manifest, reason: str, kind: str, more: Mapping[str, Any]) -> None:
+        event = {
+            "time": time.time(),
+            "event": kind,
+            "sequence": manifest.sequence,
+            "version": manifest.version,
+            "policy_version": manifest.policy_version,
+            "reason": reason,
+        }
+        self._recover_history(run)
+        latest = self._layout.latest(run)
+        temporary = latest.with_name(f".latest-{uuid.uuid4().hex}")
+        pointer = {"sequence": manifest.sequence, "version": manifest.version, "reason": reason, "event": kind}
+        _write_synced(temporary, json.dumps(pointer).encode())
+        temporary.replace(latest)
+        _sync_directory(latest.parent)
+        self._append(run, event | dict(more))
+
+    def _recover_history(self, run: str) -> None:
+        """Write the line that a crash between the pointer's rename and the history's append left out."""
+        pointer = self._pointer(run)
+        if pointer is None or any(event.get("sequence") == pointer["sequence"] for event in self.history(run)):
+            return
+        self._append(run, {"time": time.time(), "event": "published", **pointer, "recovered": True})
+
+    def _append(self, run: str, event: Mapping[str, Any]) -> None:
+        path = self._layout.history(run)
+        line = to_json(event, inf_nan_mode="null") + b"\n"  # an α of no rounds is NaN, which JSON does not have
+        with path.open("a+b") as file:
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a torn last line must not swallow this one
+                    line = b"\n" + line
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @contextlib.contextmanager
+    def _locked(self, run: str) -> Iterator[None]:
+        path = self._layout.registry_lock(run)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, also by the kernel when we die
+            yield
+
+
+def _number(version: str) -> int:
+    return int(version[1:].partition("-")[0])
+
+
+def _staged_files(staged: Path) -> list[Path]:
+    paths = sorted(staged.iterdir())
+    for path in paths:
+        if path.is_symlink() or not path.is_file() or not FILE_NAME.fullmatch(path.name) or path.name == MANIFEST:
+            raise RegistryError(f"staged drafter holds {path.name!r}; expected plain files other than {MANIFEST}")
+    if not paths:
+        raise RegistryError(f"staged drafter {staged} is empty; write its files first")
+    return paths
+
+
+def _digest(path: Path) -> FileDigest:
+    """Digest a file, and make sure that what was digested is on the disk."""
+    sha = hashlib.sha256()
+    size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            sha.update(chunk)
+            size += len(chunk)
+        os.fsync(file.fileno())
+    return FileDigest(name=path.name, bytes=size, sha256=sha.hexdigest())
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

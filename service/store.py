@@ -1,0 +1,129 @@
+"""What the worker and the engines report, kept in Redis: scores, acceptance counts, the worker's gauges.
+
+Every record is keyed by what it is about (a batch; a reporter with its drafter and policy version), so writing it
+again replaces it and nothing is counted twice. `Store` blocks (worker), `AsyncStore` does not (API); record shapes are
+in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import redis.asyncio
+from pydantic_core import to_json
+from redis import Redis
+
+from service.queue import Keys
+
+Record = dict[str, Any]
+
+
+class StoreKeys:
+    """Redis keys of one run's reports."""
+
+    def __init__(self, run: str) -> None:
+        prefix = Keys(run).prefix
+        self.scores = prefix + "scores"
+        self.acceptance = prefix + "acceptance"
+        self.worker = prefix + "worker"
+        self.latest_head = prefix + "latest_head"
+
+
+class Store:
+    """The worker's side."""
+
+    def __init__(self, redis: Redis, run: str) -> None:
+        self._redis: Any = redis
+        self._keys = StoreKeys(run)
+
+    def put_score(self, batch_id: str, record: Mapping[str, Any]) -> None:
+        """Record the scores of one batch; a redelivered batch replaces its own."""
+        self._redis.hset(self._keys.scores, batch_id, _encoded(record))
+
+    def scores(self) -> list[Record]:
+        """All score records, oldest first."""
+        return _scores(self._redis.hgetall(self._keys.scores))
+
+    def put_acceptance(self, record: Mapping[str, Any]) -> None:
+        """Record an engine's cumulative counts; the newest of one reporter, drafter and policy version replaces."""
+        self._redis.hset(self._keys.acceptance, acceptance_key(record), _encoded(record))
+
+    def acceptances(self) -> list[Record]:
+        """All acceptance records."""
+        return _records(self._redis.hgetall(self._keys.acceptance))
+
+    def set_worker(self, gauges: Mapping[str, Any]) -> None:
+        """Update some of the worker's gauges and its `heartbeat` (Unix seconds). Numbers and short text only."""
+        fields = {"heartbeat": time.time(), **gauges}
+        self._redis.hset(self._keys.worker, mapping={k: json.dumps(v) for k, v in fields.items()})
+
+    def worker(self) -> Record:
+        """The worker's gauges; empty before its first sign of life."""
+        return _gauges(self._redis.hgetall(self._keys.worker))
+
+    def latest_head(self) -> int | None:
+        """Highest policy version whose head was received."""
+        value = self._redis.get(self._keys.latest_head)
+        return None if value is None else int(value)
+
+
+class AsyncStore:
+    """The API's side."""
+
+    def __init__(self, redis: redis.asyncio.Redis, run: str) -> None:
+        self._redis: Any = redis
+        self._keys = StoreKeys(run)
+
+    async def scores(self) -> list[Record]:
+        """All score records, oldest first."""
+        return _scores(await self._redis.hgetall(self._keys.scores))
+
+    async def put_acceptance(self, record: Mapping[str, Any]) -> Record | None:
+        """Record an engine's cumulative counts and return the record that they replace."""
+        key = acceptance_key(record)
+        previous = await self._redis.hget(self._keys.acceptance, key)
+        await self._redis.hset(self._keys.acceptance, key, _encoded(record))
+        return None if previous is None else json.loads(previous)
+
+    async def acceptances(self) -> list[Record]:
+        """All acceptance records."""
+        return _records(await self._redis.hgetall(self._keys.acceptance))
+
+    async def worker(self) -> Record:
+        """The worker's gauges; empty before its first sign of life."""
+        return _gauges(await self._redis.hgetall(self._keys.worker))
+
+    async def latest_head(self) -> int | None:
+        """Highest policy version whose head was received."""
+        value = await self._redis.get(self._keys.latest_head)
+        return None if value is None else int(value)
+
+    async def raise_latest_head(self, policy_version: int) -> int:
+        """Note that a head was received; returns the highest policy version so far."""
+        highest = max(policy_version, await self.latest_head() or 0)
+        await self._redis.set(self._keys.latest_head, highest)
+        return highest
+
+
+def acceptance_key(record: Mapping[str, Any]) -> str:
+    """Identity of an acceptance record."""
+    return f"{record['reporter']}/{record['drafter_version']}/{record['policy_version']}"
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    return to_json(dict(record), inf_nan_mode="null")  # NaN is not JSON; "no value" is what it means here
+
+
+def _records(table: Mapping[Any, Any]) -> list[Record]:
+    return [json.loads(value) for value in table.values()]
+
+
+def _scores(table: Mapping[Any, Any]) -> list[Record]:
+    return sorted(_records(table), key=lambda record: record.get("created", 0.0))
+
+
+def _gauges(table: Mapping[Any, Any]) -> Record:
+    return {k.decode() if isinstance(k, bytes) else k: json.loads(v) for k, v in table.items()}
