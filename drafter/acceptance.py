@@ -160,9 +160,9 @@ class Replay:
         Delta method on the logarithm of the ratio of sums, clustered by rollout, or by `groups` [R] where several
         rollouts answer one prompt.
         """
-        centre, error, clusters = log_ratio(self.tokens, self.rounds, groups)
-        reach = student_quantile(0.5 + level / 2, clusters - 1) * error
-        return math.exp(centre - reach), math.exp(centre + reach)
+        ratio = log_ratio(self.tokens, self.rounds, groups)
+        reach = ratio.reach(0.5 + level / 2)
+        return math.exp(ratio.centre - reach), math.exp(ratio.centre + reach)
 
     def live_interval(self, level: float = 0.95) -> tuple[float, float]:
         """Where α counted live on these very rollouts must fall: only the coin flips vary, so it is narrow."""
@@ -173,11 +173,25 @@ class Replay:
         return _ratio(tokens, rounds + reach), _ratio(tokens, fewest)
 
 
-def log_ratio(numerator: Floats, denominator: Floats, groups: Ints | None = None) -> tuple[float, float, int]:
-    """Logarithm of a ratio of sums over clusters, its standard error, and the number of clusters.
+@dataclass(frozen=True, slots=True)
+class LogRatio:
+    """Logarithm of a ratio of sums over clusters, and how well it is known."""
 
-    The error is linearised: cluster i moves log(sum a / sum b) by a_i / sum a - b_i / sum b. nan with fewer than two
-    clusters or a sum that is not positive. Clusters where both are zero carry nothing and are not counted.
+    centre: float  # nan where a sum is not positive
+    error: float  # standard error; nan with fewer than two clusters
+    clusters: int
+    effective: float  # clusters of equal size that would weigh the same (Kish): few when one holds most of the tokens
+
+    def reach(self, probability: float) -> float:
+        """Distance from the centre to the bound that `probability` of the law lies below (Student's t)."""
+        return student_quantile(probability, max(self.effective - 1.0, 1.0)) * self.error
+
+
+def log_ratio(numerator: Floats, denominator: Floats, groups: Ints | None = None) -> LogRatio:
+    """Delta method: cluster i moves log(sum a / sum b) by a_i / sum a - b_i / sum b.
+
+    A cluster with share w of the sums pulls the estimate towards itself, so its deviation is divided by 1 - w (HC2).
+    `groups` names the cluster of each entry. Clusters where both are zero carry nothing and are not counted.
     """
     if groups is not None:
         _, index = np.unique(groups, return_inverse=True)
@@ -187,23 +201,25 @@ def log_ratio(numerator: Floats, denominator: Floats, groups: Ints | None = None
     a, b = numerator[kept], denominator[kept]
     total_a, total_b = float(a.sum()), float(b.sum())
     if not (total_a > 0 and total_b > 0 and math.isfinite(total_a) and math.isfinite(total_b)):
-        return math.nan, math.nan, int(a.size)
-    centre = math.log(total_a / total_b)
-    if a.size < 2:
-        return centre, math.nan, int(a.size)
-    influence = a / total_a - b / total_b
-    return centre, math.sqrt(a.size / (a.size - 1) * float(np.square(influence).sum())), int(a.size)
+        return LogRatio(math.nan, math.nan, int(a.size), math.nan)
+    share_a, share_b = a / total_a, b / total_b
+    weight = (share_a + share_b) / 2
+    effective = 1.0 / float(np.square(weight).sum())
+    error = math.nan
+    if a.size >= 2:
+        error = math.sqrt(float((np.square(share_a - share_b) / (1.0 - weight).clip(min=1e-12)).sum()))
+    return LogRatio(math.log(total_a / total_b), error, int(a.size), effective)
 
 
-def student_quantile(probability: float, degrees: int) -> float:
+def student_quantile(probability: float, degrees: float) -> float:
     """Quantile of Student's t, by the Cornish-Fisher expansion around the normal (within 0.5 % from 5 degrees on).
 
-    nan where there are no degrees of freedom.
+    nan below one degree of freedom.
     """
-    if degrees < 1:
+    if not degrees >= 1:
         return math.nan
     z = NormalDist().inv_cdf(probability)
-    n = float(degrees)
+    n = degrees
     return (
         z
         + (z**3 + z) / (4 * n)

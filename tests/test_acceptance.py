@@ -192,10 +192,16 @@ def test_rollouts_of_one_prompt_widen_the_interval_when_grouped() -> None:
     rng = np.random.default_rng(6)
     tokens = np.full(64, 100.0)
     rounds = np.repeat(rng.uniform(25, 80, 8), 8)
-    _, alone, _ = log_ratio(tokens, rounds)
-    _, grouped, clusters = log_ratio(tokens, rounds, np.repeat(np.arange(8), 8))
-    assert clusters == 8
-    assert grouped > 2 * alone
+    alone = log_ratio(tokens, rounds)
+    grouped = log_ratio(tokens, rounds, np.repeat(np.arange(8), 8))
+    assert (alone.clusters, grouped.clusters) == (64, 8)
+    assert grouped.error > 2 * alone.error
+
+
+def test_one_rollout_that_holds_most_tokens_leaves_little_certainty() -> None:
+    ratio = log_ratio(np.array([1000.0, 10, 10, 10]), np.array([300.0, 5, 2, 4]))
+    assert ratio.effective < 1.2
+    assert ratio.reach(0.95) > 2 * 1.645 * ratio.error
 
 
 @pytest.mark.parametrize(
