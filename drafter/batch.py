@@ -1,0 +1,187 @@
+"""A batch of rollouts as tensors: packed along the token axis, no padding.
+
+Legend: T tokens, R rollouts, H target hidden size, A aux layers, k top entries.
+Row t holds features after consuming `input_ids[t]`; `logprobs[t]` is of `input_ids[t]` itself; `logsumexp[t]` and
+`top_*[t]` describe the distribution of `input_ids[t+1]`. Log-probabilities are of logits divided by the temperature.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter.errors import BatchRejected, DrafterError
+from rl_hooks import wire
+
+#: Tensors with one row per token, in file order.
+_PER_TOKEN = (
+    "input_ids",
+    "loss_mask",
+    "aux_hidden",
+    "last_hidden",
+    "logprobs",
+    "logsumexp",
+    "top_ids",
+    "top_logprobs",
+)
+_FLOATS = ("aux_hidden", "last_hidden", "logprobs", "logsumexp", "top_logprobs")
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """Packed rollouts with the features to train and score a drafter on. Immutable; shapes in the module's legend."""
+
+    input_ids: Tensor  # int64[T]
+    cu_seqlens: Tensor  # int64[R+1], always on the CPU: plans are made there
+    loss_mask: Tensor  # bool[T], True where the policy generated the token
+    aux_hidden: Tensor  # f32|bf16[T, A*H], states entering the aux layers
+    logprobs: Tensor  # f32[T]
+    last_hidden: Tensor | None = None  # [T, H], after the final norm
+    logsumexp: Tensor | None = None  # f32[T], full vocabulary
+    top_ids: Tensor | None = None  # int64[T, k]
+    top_logprobs: Tensor | None = None  # f32[T, k]
+    temperature: float = 1.0
+    warped: bool = False  # top_p < 1 or top_k > 0: `logprobs` are of the truncated distribution
+    rollout_ids: tuple[str, ...] = ()
+    policy_version: int = 0
+    rewards: tuple[float, ...] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """T, prompts included."""
+        return self.input_ids.numel()
+
+    @property
+    def rollouts(self) -> int:
+        """R."""
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens that the policy generated: the unit of every denominator."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def divisor(self) -> float:
+        """What logits were divided by: the temperature, and 1 for greedy decoding (temperature 0)."""
+        return self.temperature or 1.0
+
+    def select(self, rollouts: Sequence[int]) -> RolloutBatch:
+        """The rollouts at these indices, in this order, packed anew."""
+        starts = self.cu_seqlens.tolist()
+        out_of_range = [i for i in rollouts if not 0 <= i < self.rollouts]
+        if not rollouts or out_of_range:
+            raise DrafterError(f"expected one or more indices in [0, {self.rollouts}), got {list(rollouts)[:8]}")
+        index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in rollouts])
+        lengths = torch.tensor([0] + [starts[i + 1] - starts[i] for i in rollouts])
+        index = index.to(self.input_ids.device)
+        changes: dict[str, Any] = {
+            name: tensor[index] for name in _PER_TOKEN if (tensor := getattr(self, name)) is not None
+        }
+        return replace(
+            self,
+            cu_seqlens=lengths.cumsum(0),
+            rollout_ids=tuple(self.rollout_ids[i] for i in rollouts) if self.rollout_ids else (),
+            rewards=None if self.rewards is None else tuple(self.rewards[i] for i in rollouts),
+            **changes,
+        )
+
+    @staticmethod
+    def concat(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+        """Pack batches of one kind (temperature, warping, tensors); the newest policy version names the result."""
+        if not batches:
+            raise DrafterError("expected at least one batch to concatenate, got none")
+        kinds = {(b.temperature, b.warped, *(getattr(b, n) is None for n in _PER_TOKEN)) for b in batches}
+        if len(kinds) > 1:
+            raise DrafterError("batches differ in temperature, warping or tensors present; keep them apart")
+        ends = torch.cat([b.cu_seqlens[1:] - b.cu_seqlens[:-1] for b in batches]).cumsum(0)
+        changes: dict[str, Any] = {
+            name: torch.cat([getattr(b, name) for b in batches])
+            for name in _PER_TOKEN
+            if getattr(batches[0], name) is not None
+        }
+        rewards = [b.rewards for b in batches]
+        return replace(
+            batches[0],
+            cu_seqlens=torch.cat([ends.new_zeros(1), ends]),
+            rollout_ids=tuple(i for b in batches for i in b.rollout_ids),
+            policy_version=max(b.policy_version for b in batches),
+            rewards=None if None in rewards else tuple(x for r in rewards if r is not None for x in r),
+            **changes,
+        )
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> RolloutBatch:
+        """Move to a device; `dtype` converts the features (not log-probabilities). `cu_seqlens` stays on the CPU."""
+        changes: dict[str, Any] = {}
+        for name in _PER_TOKEN:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                wanted = dtype if name in ("aux_hidden", "last_hidden") else None
+                changes[name] = tensor.to(device=device, dtype=wanted or tensor.dtype)
+        return replace(self, **changes)
+
+
+def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
+    """Map a rollout file and copy it out; fp8 features become float32 (x = fp8 * scale per token and layer).
+
+    Token ids are checked against `vocab_size` if given. Raises `rl_hooks.wire.WireError` for a broken file.
+    """
+    file = wire.MappedFile(path)
+    header = wire.check_rollout_header(file.header)
+    ids, starts, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    wire.check_index(header, ids, starts, mask, np.iinfo(np.int32).max if vocab_size is None else vocab_size)
+    top = {}
+    if "top_ids" in file:
+        top["top_ids"] = torch.from_numpy(file.array("top_ids").astype(np.int64))
+        top["top_logprobs"] = torch.from_numpy(file.array("top_logprobs").astype(np.float32))
+    if "last_hidden" in file:
+        top["last_hidden"] = _features(file, "last_hidden")
+        top["logsumexp"] = torch.from_numpy(file.array("logsumexp").astype(np.float32))
+    return RolloutBatch(
+        input_ids=torch.from_numpy(ids.astype(np.int64)),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int64)),
+        loss_mask=torch.from_numpy(mask.astype(np.bool_)),
+        aux_hidden=_features(file, "aux_hidden"),
+        logprobs=torch.from_numpy(file.array("logprobs").astype(np.float32)),
+        temperature=header.temperature,
+        warped=header.top_p < 1.0 or header.top_k > 0,
+        rollout_ids=header.rollout_ids,
+        policy_version=header.policy_version_max,
+        rewards=header.rewards,
+        **top,
+    )
+
+
+def _features(file: wire.MappedFile, name: str) -> Tensor:
+    raw = torch.from_numpy(file.array(name).copy())
+    if file.header.tensors[name].dtype == "BF16":
+        return raw.view(torch.bfloat16)
+    scale = torch.from_numpy(file.array(f"{name}_scale").copy())  # [T, layers]
+    values = raw.view(torch.float8_e4m3fn).to(torch.float32)
+    tokens, layers = scale.shape
+    return (values.view(tokens, layers, -1) * scale[:, :, None]).view(tokens, -1)
+
+
+def screen(batch: RolloutBatch) -> None:
+    """Raise `BatchRejected` when a float tensor holds NaN or infinity: one bad row would poison the drafter."""
+    for name in _FLOATS:
+        tensor = getattr(batch, name)
+        if tensor is None:
+            continue
+        finite = torch.isfinite(tensor.reshape(batch.tokens, -1)).all(dim=1)
+        if not bool(finite.all()):
+            bad = torch.nonzero(~finite).flatten()
+            first = int(bad[0])
+            rollout = int(torch.searchsorted(batch.cu_seqlens, first, right=True)) - 1
+            label = batch.rollout_ids[rollout] if batch.rollout_ids else str(rollout)
+            raise BatchRejected(
+                f"{name} holds NaN or infinity in {bad.numel()} of {batch.tokens} rows, first at row {first} "
+                f"(rollout {json.dumps(label)}); the trainer's forward or its capture is broken"
+            )

@@ -1,0 +1,274 @@
+"""The EAGLE-3 drafter: one Llama-style decoder layer whose attention reads token embeddings and the target's features.
+
+    r   = fc(features)                            step 0; later steps: r = `pre` of the step before, un-normed
+    x   = cat(input_layernorm(e(token)), hidden_norm(r))
+    h1  = r + attention(x);   pre = h1 + mlp(post_attention_layernorm(h1))
+    q   = softmax(lm_head(norm(pre)))             over the draft vocabulary
+
+Legend: A aux layers, H hidden, V target vocabulary, D draft vocabulary, N query heads, G key-value heads, hd head size.
+Parameter names are those of the published checkpoints; `embed_tokens` is the target's, frozen, never in the state dict.
+Training runs through `drafter.unroll`; `Eagle3Drafter.attend` is the same layer with a key-value cache, for decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor, nn
+
+from drafter.errors import DrafterError
+from drafter.vocabulary import DraftVocabulary
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Sizes of a drafter. `aux_layers` names each captured layer by the layer whose *input* it is ("entering")."""
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32_768
+    model_type: str = "llama"
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise DrafterError(
+                f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise DrafterError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.hidden_size != self.target_hidden_size:
+            raise DrafterError(
+                f"the drafter shares the target's embedding, so hidden_size must be {self.target_hidden_size}, "
+                f"got {self.hidden_size}"
+            )
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise DrafterError(f"draft_vocab_size must be 1 to {self.vocab_size}, got {self.draft_vocab_size}")
+        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
+            raise DrafterError(f"aux_layers must be ascending and distinct, got {self.aux_layers}")
+
+    @classmethod
+    def from_target(
+        cls, config: Mapping[str, Any], aux_layers: Sequence[int], draft_vocab_size: int | None = None
+    ) -> DrafterConfig:
+        """Sizes of the target's own layers (its transformers config as a dict); D defaults to min(32000, V)."""
+        missing = [
+            k for k in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size") if k not in config
+        ]
+        if missing:
+            raise DrafterError(f"the target's config lacks {', '.join(missing)}; send its whole transformers config")
+        heads = int(config["num_attention_heads"])
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        return cls(
+            hidden_size=int(config["hidden_size"]),
+            target_hidden_size=int(config["hidden_size"]),
+            intermediate_size=int(config["intermediate_size"]),
+            num_attention_heads=heads,
+            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            vocab_size=int(config["vocab_size"]),
+            draft_vocab_size=int(draft_vocab_size or min(32_000, int(config["vocab_size"]))),
+            aux_layers=tuple(int(i) for i in aux_layers),
+            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
+            rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+            max_position_embeddings=int(config.get("max_position_embeddings") or 32_768),
+            model_type=str(config.get("model_type") or "llama"),
+        )
+
+
+class LayerWeights(NamedTuple):
+    """The layer's weights in the dtype to compute in, projections that read the same input stacked into one matrix."""
+
+    fc: Tensor  # [H, A*Ht]
+    hidden_norm: Tensor  # [H]
+    input_norm: Tensor  # [H]
+    qkv: Tensor  # [(N+2G)*hd, 2H], columns: embedding half, then hidden half
+    o: Tensor  # [H, N*hd]
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [2I, H]
+    down: Tensor  # [H, I]
+    norm: Tensor  # [H]
+    lm_head: Tensor  # [D, H]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise: x / rms(x) * weight over the last axis."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos, sin [..., 1, hd] for integer `positions` [...]: computed in at least float32, then rounded to `dtype`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
+    angle = positions.to(wide)[..., None] * theta**-exponent
+    angle = torch.cat([angle, angle], dim=-1)[..., None, :]
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions (the half-split layout of Llama) to x [..., heads, hd]."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        width, hd = 2 * config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(width, config.num_attention_heads * hd, bias=False)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * hd, bias=False)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * hd, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * hd, config.hidden_size, bias=False)
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = _MLP(config)
+
+
+class Eagle3Drafter(nn.Module):
+    """The drafter of one target. `embed_tokens` [V, H] is the target's own: not copied, not trained, not saved."""
+
+    d2t: Tensor
+    t2d: Tensor
+    embed_tokens: Tensor
+
+    def __init__(self, config: DrafterConfig, vocabulary: DraftVocabulary, embed_tokens: Tensor) -> None:
+        super().__init__()
+        expected = (config.vocab_size, config.hidden_size)
+        if tuple(embed_tokens.shape) != expected:
+            raise DrafterError(f"embed_tokens must be {expected}, got {tuple(embed_tokens.shape)}")
+        if (len(vocabulary), vocabulary.vocab_size) != (config.draft_vocab_size, config.vocab_size):
+            raise DrafterError(
+                f"the config wants {config.draft_vocab_size} draft of {config.vocab_size} target tokens, "
+                f"the vocabulary has {len(vocabulary)} of {vocabulary.vocab_size}"
+            )
+        self.config = config
+        self.vocabulary = vocabulary
+        self.fc = nn.Linear(len(config.aux_layers) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = _Layer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", vocabulary.d2t)
+        self.register_buffer("t2d", vocabulary.t2d)
+        self.register_buffer("embed_tokens", embed_tokens.detach(), persistent=False)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def init_from_target(self, lm_head_rows: Tensor) -> None:
+        """Start lm_head from the target's own rows [D, H] of the draft vocabulary."""
+        if lm_head_rows.shape != self.lm_head.weight.shape:
+            raise DrafterError(
+                f"expected lm_head rows {tuple(self.lm_head.weight.shape)}, got {tuple(lm_head_rows.shape)}"
+            )
+        with torch.no_grad():
+            self.lm_head.weight.copy_(lm_head_rows)
+
+    def weights(self, dtype: torch.dtype | None = None) -> LayerWeights:
+        """The layer's weights in `dtype` (default: as stored), cast and stacked once for many uses; gradients flow."""
+        layer, attention, mlp = self.midlayer, self.midlayer.self_attn, self.midlayer.mlp
+        cast = dtype or self.fc.weight.dtype
+        stacked = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+        return LayerWeights(
+            fc=self.fc.weight.to(cast),
+            hidden_norm=layer.hidden_norm.weight.to(cast),
+            input_norm=layer.input_layernorm.weight.to(cast),
+            qkv=torch.cat([w.to(cast) for w in stacked]),
+            o=attention.o_proj.weight.to(cast),
+            post_norm=layer.post_attention_layernorm.weight.to(cast),
+            gate_up=torch.cat([mlp.gate_proj.weight.to(cast), mlp.up_proj.weight.to(cast)]),
+            down=mlp.down_proj.weight.to(cast),
+            norm=self.norm.weight.to(cast),
+            lm_head=self.lm_head.weight.to(cast),
+        )
+
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [.., N, hd], keys and values [.., G, hd] from the stacked projection [.., (N+2G)*hd]."""
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        x = qkv.view(*qkv.shape[:-1], heads + 2 * kv_heads, self.config.head_dim)
+        q, k, v = torch.split(x, [heads, kv_heads, kv_heads], dim=-2)
+        return q, k, v
+
+    def finish(self, r: Tensor, attended: Tensor, weights: LayerWeights) -> Tensor:
+        """Compute `pre` [.., H] from the residual r [.., H] and the attention output [.., N*hd]."""
+        h1 = r + F.linear(attended, weights.o)
+        gate, up = F.linear(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps), weights.gate_up).chunk(2, dim=-1)
+        return h1 + F.linear(F.silu(gate) * up, weights.down)
+
+    # --- incremental decoding ---------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [.., H] of target token ids [..], in the parameters' dtype."""
+        return F.embedding(tokens, self.embed_tokens).to(self.fc.weight.dtype)
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """Compute r [.., H] from the target's features aux [.., A*Ht]."""
+        return F.linear(aux.to(self.fc.weight.dtype), self.fc.weight)
+
+    def attend(
+        self,
+        embedding: Tensor,
+        r: Tensor,
+        positions: Tensor,
+        past_k: Tensor | None = None,
+        past_v: Tensor | None = None,
+        mask: Tensor | None = None,
+        weights: LayerWeights | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One pass of the layer over B sequences of L new positions, with a cache of S earlier ones.
+
+        embedding, r [B, L, H]; positions int64[B, L] (rotary); past_k, past_v [B, G, S, hd], already rotated; mask
+        bool[B, L, S+L], True where a query may look (each query must see at least one key), default: everything in the
+        cache and causal among the new. Returns pre [B, L, H] and the new keys and values [B, G, L, hd] to append.
+        """
+        c, w = self.config, weights if weights is not None else self.weights()
+        B, L = r.shape[:2]
+        x = torch.cat(
+            [rms_norm(embedding, w.input_norm, c.rms_norm_eps), rms_norm(r, w.hidden_norm, c.rms_norm_eps)], dim=-1
+        )
+        q, k, v = self.split_heads(F.linear(x, w.qkv))
+        cos, sin = rotary(positions, c.head_dim, c.rope_theta, x.dtype)
+        q, k, v = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
+        keys = k if past_k is None else torch.cat([past_k, k], dim=2)
+        values = v if past_v is None else torch.cat([past_v, v], dim=2)
+        if mask is None:
+            S = keys.shape[2] - L
+            mask = torch.ones(L, S + L, dtype=torch.bool, device=r.device).tril(S).expand(B, L, S + L)
+        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[:, None], enable_gqa=True)
+        return self.finish(r, attended.transpose(1, 2).reshape(B, L, -1), w), k, v
+
+    def logits(self, pre: Tensor) -> Tensor:
+        """Logits [.., D] over the draft vocabulary from `pre` [.., H]."""
+        return F.linear(self.norm(pre), self.lm_head.weight)
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Target token ids of draft ids (d2t is an offset)."""
+        return draft_ids + self.d2t[draft_ids]

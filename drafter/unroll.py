@@ -1,0 +1,111 @@
+"""The test-time-training unroll: K draft steps on the true path, over packed ragged documents, exact and lean.
+
+Step 0 at row t reads token x[t+1] and the target's features of row t, and predicts x[t+2]. Step j reads x[t+1+j] and
+the un-normed `pre` of the step before, predicts x[t+2+j], and attends to the step-0 keys of rows <= t of its document
+and to its own row's keys of steps 1..j. Rotary position: t+j, counted from the document's start.
+Which rows are computed at which step: `drafter.plan`. The embedding halves of the query, key and value projections do
+not depend on the step, so they are computed once per position and read shifted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+
+from drafter.attention import attend, gather_keys
+from drafter.errors import DrafterError
+from drafter.model import Eagle3Drafter, LayerWeights, rms_norm, rotary, rotate
+from drafter.plan import Plan, make_plan
+
+__all__ = ["Plan", "Unrolled", "make_plan", "unroll"]
+
+
+@dataclass(frozen=True, eq=False)
+class Unrolled:
+    """Result of an unroll. Entry i of step j is row `rows[j][i]`, whose draft is compared with x[row+2+j]."""
+
+    plan: Plan
+    rows: tuple[Tensor, ...]  # per step: int64[rows_j] in [0, T)
+    pre: tuple[Tensor, ...]  # per step: [rows_j, H], before the final norm
+    weights: LayerWeights  # in the dtype that `pre` was computed in
+
+    @property
+    def steps(self) -> int:
+        """K."""
+        return len(self.pre)
+
+
+def unroll(
+    drafter: Eagle3Drafter,
+    plan: Plan,
+    input_ids: Tensor,
+    aux_hidden: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Unrolled:
+    """Run every step of `plan` (already on the drafter's device) over input_ids int64[T], aux_hidden [T, A*Ht].
+
+    Computes in `dtype` (default: the parameters' own). Gradients flow to all parameters but lm_head and norm, which the
+    loss applies. Raises `DrafterError` when the tensors do not fit the plan or the drafter.
+    """
+    _check(drafter, plan, input_ids, aux_hidden)
+    config, weights = drafter.config, drafter.weights(dtype)
+    hd, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    eps, cast, half = config.rms_norm_eps, weights.fc.dtype, config.hidden_size
+    split = heads * hd
+    if not plan.computed[0]:
+        empty = weights.fc.new_zeros(0, half)
+        return Unrolled(plan, plan.rows, tuple(empty for _ in range(plan.steps)), weights)
+
+    tokens = input_ids.index_select(0, plan.read_rows)
+    embedded = rms_norm(F.embedding(tokens, drafter.embed_tokens).to(cast), weights.input_norm, eps)
+    embedded_q = F.linear(embedded[: plan.read_by_queries], weights.qkv[:split, :half])
+    embedded_kv = F.linear(embedded, weights.qkv[split:, :half])
+
+    def project_qkv(x: Tensor, step: int) -> Tensor:
+        read = plan.read_index[step][: x.shape[0]]
+        shared = torch.cat([embedded_q.index_select(0, read), embedded_kv.index_select(0, read)], dim=-1)
+        return F.linear(x, weights.qkv[:, half:]) + shared
+
+    r = F.linear(aux_hidden.index_select(0, plan.kv_rows).to(cast), weights.fc)
+    x = rms_norm(r, weights.hidden_norm, eps)
+    n = plan.computed[0]
+    qkv = project_qkv(x[:n], 0)
+    kv = qkv[:, split:]
+    if n < x.shape[0]:  # context rows: keys and values only
+        context_kv = F.linear(x[n:], weights.qkv[split:, half:]) + embedded_kv.index_select(0, plan.read_index[0][n:])
+        kv = torch.cat([kv, context_kv])
+    k, v = kv.view(-1, 2 * kv_heads, hd).chunk(2, dim=1)
+    keys = gather_keys(plan, rotate(k, *rotary(plan.positions, hd, config.rope_theta, cast)), v)
+
+    r = r[:n]
+    pres: list[Tensor] = []
+    diagonal: list[tuple[Tensor, Tensor]] = []
+    for step, n in enumerate(plan.computed):
+        if step:
+            r = r[:n]
+            qkv = project_qkv(rms_norm(r, weights.hidden_norm, eps), step)
+        cos, sin = rotary(plan.positions[:n] + step, hd, config.rope_theta, cast)
+        q, k, v = drafter.split_heads(qkv)
+        if step:
+            diagonal = [(old_k[:n], old_v[:n]) for old_k, old_v in diagonal]
+            diagonal.append((rotate(k, cos, sin), v))
+        attended = attend(plan, step, rotate(q, cos, sin), keys, diagonal)
+        r = drafter.finish(r, attended.flatten(1), weights)
+        chosen = plan.active[step]
+        pres.append(r if chosen is None else r.index_select(0, chosen))
+    return Unrolled(plan, plan.rows, tuple(pres), weights)
+
+
+def _check(drafter: Eagle3Drafter, plan: Plan, input_ids: Tensor, aux_hidden: Tensor) -> None:
+    width = drafter.fc.in_features
+    if input_ids.shape != (plan.tokens,):
+        raise DrafterError(f"the plan is for {plan.tokens} tokens, input_ids has shape {tuple(input_ids.shape)}")
+    if aux_hidden.shape != (plan.tokens, width):
+        raise DrafterError(
+            f"aux_hidden must be ({plan.tokens}, {width}) for aux layers {drafter.config.aux_layers}, "
+            f"got {tuple(aux_hidden.shape)}"
+        )
