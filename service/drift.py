@@ -1,0 +1,339 @@
+"""Drift of the served drafter's α: numbers in, alarm out. No clock, no Redis, no torch.
+
+What is fed in matters more than the detector: each rollout scored by the worker *before* it is trained on gives one
+number, its replay α (tokens / rounds) under the served drafter. `observe` cuts the stream of rollouts into ticks of
+equal *data* (a clock would make the limit depend on traffic) and takes of each tick the mean over rollouts,
+standardised to fixed stratum weights where strata are known. The mean over rollouts, not the ratio of sums: in the
+latter long rollouts weigh more, which makes ticks noisier and skewed, and a change of mix looks like drift.
+
+The frozen first drafter is *not* used to cancel noise in this number: the policy's own drift lowers both drafters, and
+their difference would hide exactly what is looked for. Feed it to a second monitor; `attribute` reads the two.
+
+Each lane is a one-sided CUSUM in units of the long-run sd:  S <- max(0, S + (baseline - value) / sd - k),  alarm at
+S > h. The limit h follows from the wanted alarm rate by Siegmund's formula. Notable choices:
+* sd = max(tick sd, sd of batch means · sqrt(batch)) over several batch lengths, from successive differences: slow
+  wander widens the limits, a trend does not. After the baseline is frozen, batches that close while a lane is above
+  half its limit are left out: what looks like a fall must not excuse itself.
+* Until `baseline_ticks` the baseline is the running mean, and the residual is scaled by sqrt(n / (n + 1)): recursive
+  residuals, which are independent and of unit variance however short the history is.
+* A publish hands the baseline over instead of forgetting it: `hand_over`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, Self
+
+_STATE_FORMAT: Final = "draftalign.drift.v1"
+#: How far above its limit a statistic may stand, so that a lane clears soon after the fall has been repaired.
+_HEADROOM_SD: Final = 5.0
+#: A batch length counts once it has given this many differences; fewer make the largest of several sds a lottery.
+_MIN_DIFFERENCES: Final = 8
+#: Weight of the newest tick in the recent level, by which `hand_over` knows how much had been lost.
+_RECENT_WEIGHT: Final = 1 / 32
+
+
+class DriftError(ValueError):
+    """A setting, an observation or a stored state that the monitor cannot use; the message says which."""
+
+
+def cusum_limit(k: float, run_length_ticks: float) -> float:
+    """Limit h of a one-sided CUSUM with allowance `k` (sd) whose false alarms come once in `run_length_ticks`.
+
+    Siegmund (1985): (exp(2kb) - 2kb - 1) / (2k²) = ARL with b = h + 1.166. `cusum_limit(0.25, 43_200)` is 16.0.
+    """
+    if not k > 0 or not run_length_ticks > 1:
+        raise DriftError(
+            f"expected k > 0 and a run length above one tick, got k={k}, run_length_ticks={run_length_ticks}"
+        )
+    target = 2 * k * k * run_length_ticks
+    low, high = 0.0, math.log1p(target) + 3.0  # exp(z) - z - 1 at `high` exceeds the target for every target > 0
+    for _ in range(80):
+        middle = (low + high) / 2
+        if math.expm1(middle) - middle < target:
+            low = middle
+        else:
+            high = middle
+    return max(0.0, high / (2 * k) - 1.166)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One CUSUM. `k`: allowance in sd; half the size of the fall that it finds fastest."""
+
+    name: str
+    k: float
+
+
+@dataclass(frozen=True, slots=True)
+class DriftConfig:
+    """Settings. The alarm rate counts rollouts, not hours, and is shared by the lanes (each gets an equal part)."""
+
+    rollouts_per_tick: int = 64  # 8 prompts of 8 rollouts; a tick should hold whole groups
+    rollouts_between_false_alarms: float = 43_200 * 64  # 30 days at 64 rollouts a minute
+    lanes: tuple[Lane, ...] = (Lane("fast", 0.5), Lane("slow", 0.1))
+    baseline_ticks: int = 1_440
+    warmup_ticks: int = 20  # no statistic before: the sd of fewer ticks is a guess
+    dead_band: float = 0.0  # fraction of the baseline that may be lost without being counted
+    batch_ticks: tuple[int, ...] = (15, 60, 240)
+    sd_window_ticks: int = 5_760  # memory of the sd estimates
+    stratum_weights: Mapping[str, float] = field(default_factory=dict)  # empty: one stratum
+
+    def __post_init__(self) -> None:
+        if self.rollouts_per_tick < 1 or self.warmup_ticks < 3 or self.baseline_ticks <= self.warmup_ticks:
+            raise DriftError(
+                "expected rollouts_per_tick >= 1, warmup_ticks >= 3 and baseline_ticks above it, got "
+                f"{self.rollouts_per_tick}, {self.warmup_ticks}, {self.baseline_ticks}"
+            )
+        if not 0 <= self.dead_band < 1:
+            raise DriftError(f"dead_band is a fraction of the baseline in [0, 1), got {self.dead_band}")
+        if not self.lanes or len({lane.name for lane in self.lanes}) != len(self.lanes):
+            raise DriftError("expected at least one lane, and a name of its own for each")
+        if any(not weight > 0 for weight in self.stratum_weights.values()):
+            raise DriftError("stratum weights must be positive; leave out the strata that shall not count")
+
+    def limit(self, lane: Lane) -> float:
+        """The lane's limit h: n lanes, each at 1/n of the permitted rate (union bound)."""
+        ticks = self.rollouts_between_false_alarms / self.rollouts_per_tick
+        return cusum_limit(lane.k, len(self.lanes) * ticks)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneReading:
+    """One lane after one tick."""
+
+    statistic: float
+    limit: float
+
+    @property
+    def alarm(self) -> bool:
+        """True above the limit."""
+        return self.statistic > self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class DriftReading:
+    """The monitor after one tick. `lanes` is empty, and `sd` None, until the warm-up is over."""
+
+    ticks: int
+    value: float
+    baseline: float | None
+    sd: float | None
+    lanes: Mapping[str, LaneReading]
+
+    @property
+    def alarm(self) -> bool:
+        """True while any lane is above its limit."""
+        return any(lane.alarm for lane in self.lanes.values())
+
+
+@dataclass(slots=True)
+class Spread:
+    """Variance from successive differences of means over `length` ticks, with a bounded memory."""
+
+    length: int
+    total: float = 0.0  # of the batch being filled
+    filled: int = 0
+    last: float | None = None  # mean of the batch before
+    differences: int = 0
+    variance: float = 0.0  # of a batch mean
+
+    def add(self, value: float, memory_ticks: int, *, counts: bool) -> None:
+        """Take in one tick. With `counts` false a batch that closes now leaves the variance as it is."""
+        self.total += value
+        self.filled += 1
+        if self.filled < self.length:
+            return
+        mean = self.total / self.length
+        if self.last is not None and counts:
+            self.differences += 1
+            weight = 1 / min(self.differences, max(2 * _MIN_DIFFERENCES, memory_ticks // self.length))
+            self.variance += weight * ((mean - self.last) ** 2 / 2 - self.variance)
+        self.last, self.total, self.filled = mean, 0.0, 0
+
+    @property
+    def tick_sd(self) -> float:
+        """The sd that independent ticks would have if their batch means varied as these do."""
+        return math.sqrt(self.variance * self.length)
+
+
+@dataclass(slots=True)
+class DriftState:
+    """Everything that must survive a restart; `to_json` and `from_json` keep it bit for bit."""
+
+    ticks: int = 0
+    baseline: float = 0.0
+    recent: float = 0.0  # exponentially weighted level of the last ticks
+    offset: float = 0.0  # sum of paired differences: takes publishes out of the sd
+    statistics: dict[str, float] = field(default_factory=dict)
+    spreads: list[Spread] = field(default_factory=list)
+    pending: list[tuple[str, float]] = field(default_factory=list)  # (stratum, α) of the tick being filled
+    stratum_means: dict[str, float] = field(default_factory=dict)
+    stratum_counts: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Serialise, with the name of the format."""
+        return json.dumps({"format": _STATE_FORMAT, **asdict(self)}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote; raises DriftError on anything else."""
+        try:
+            table: dict[str, Any] = json.loads(text)
+            found = table.pop("format")
+            spreads = [Spread(**spread) for spread in table.pop("spreads")]
+            pending = [(str(stratum), float(alpha)) for stratum, alpha in table.pop("pending")]
+            state = cls(spreads=spreads, pending=pending, **table)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DriftError(f"not a stored drift state ({error}); delete it and the monitor starts afresh") from error
+        if found != _STATE_FORMAT:
+            raise DriftError(
+                f"expected drift state {_STATE_FORMAT}, got {found!r}; delete it and the monitor starts afresh"
+            )
+        return state
+
+
+class DriftMonitor:
+    """Watches one drafter of one run. `state` is all it remembers."""
+
+    def __init__(self, config: DriftConfig | None = None, state: DriftState | None = None) -> None:
+        self.config = config or DriftConfig()
+        self.state = state or DriftState()
+        self._limits = {lane.name: self.config.limit(lane) for lane in self.config.lanes}
+        lengths = [1, *self.config.batch_ticks]
+        if [spread.length for spread in self.state.spreads] != lengths:
+            self.state.spreads = [Spread(length) for length in lengths]
+        # Lanes that were renamed or removed since the state was stored are dropped, new ones start at 0.
+        self.state.statistics = {name: self.state.statistics.get(name, 0.0) for name in self._limits}
+
+    def observe(
+        self, tokens: Sequence[float], rounds: Sequence[float], strata: Sequence[str] | None = None
+    ) -> list[DriftReading]:
+        """Take in one batch: per rollout the served drafter's replay tokens and rounds. One reading per tick closed.
+
+        Rollouts without a round are passed over, as are those of a stratum without a weight. Order matters only in
+        that the rollouts of one prompt should be neighbours.
+        """
+        if len(tokens) != len(rounds) or (strata is not None and len(strata) != len(tokens)):
+            raise DriftError(
+                "expected as many tokens, rounds and strata, got "
+                f"{len(tokens)}, {len(rounds)} and {len(strata) if strata is not None else 'none'}"
+            )
+        for index, (token, rnd) in enumerate(zip(tokens, rounds, strict=True)):
+            if not (math.isfinite(token) and math.isfinite(rnd)):
+                raise DriftError(
+                    f"rollout {index} has tokens={token}, rounds={rnd}; screen the batch before feeding it"
+                )
+        readings = []
+        weights = self.config.stratum_weights
+        for index, (token, rnd) in enumerate(zip(tokens, rounds, strict=True)):
+            stratum = strata[index] if strata is not None and weights else ""
+            if rnd <= 0 or (weights and stratum not in weights):
+                continue
+            self.state.pending.append((stratum, token / rnd))
+            if len(self.state.pending) == self.config.rollouts_per_tick:
+                readings.append(self.tick(self._standardised_mean()))
+        return readings
+
+    def tick(self, value: float) -> DriftReading:
+        """Take in one tick's value: the (stratified) mean α over its rollouts."""
+        if not math.isfinite(value):
+            raise DriftError(f"a tick must be a finite number, got {value}; screen the batch before feeding it")
+        state, config = self.state, self.config
+        sd = self._sd() if state.ticks >= config.warmup_ticks else None
+        if sd is not None:
+            loss = state.baseline - value
+            if state.ticks < config.baseline_ticks:
+                loss *= math.sqrt(state.ticks / (state.ticks + 1))
+            if config.dead_band:
+                loss -= config.dead_band * state.baseline
+            for lane in config.lanes:
+                statistic = max(0.0, state.statistics[lane.name] + loss / sd - lane.k)
+                state.statistics[lane.name] = min(statistic, self._limits[lane.name] + _HEADROOM_SD)
+        self._learn(value)
+        return self.reading(value, sd)
+
+    def reading(self, value: float, sd: float | None) -> DriftReading:
+        """The present statistics as a reading of `value`."""
+        state = self.state
+        lanes = {} if sd is None else {n: LaneReading(s, self._limits[n]) for n, s in state.statistics.items()}
+        return DriftReading(state.ticks, value, state.baseline if state.ticks else None, sd, lanes)
+
+    def hand_over(self, paired_difference: float) -> None:
+        """The served drafter changes: the new one's mean α minus the old one's, on the same recent rollouts.
+
+        The difference is paired, so prompts and policy cancel and the baseline can follow it without looking at new
+        data. What of a gain only makes up for the loss since the baseline was set does not raise the baseline: the
+        drafter is back where it was, and asking it to exceed that would be a false alarm after every retraining.
+        What is not made up for stays lost and stays counted, so publishing often does not hide a slow fall.
+        A negative difference (a deliberate return to a lesser drafter) lowers the baseline: decided, not drifted.
+        """
+        if not math.isfinite(paired_difference):
+            raise DriftError(f"the paired difference must be a finite number, got {paired_difference}")
+        state = self.state
+        if state.ticks == 0:
+            return
+        lost = max(0.0, state.baseline - state.recent)
+        made_up = min(lost, max(0.0, paired_difference))
+        state.baseline += paired_difference - made_up
+        state.recent += paired_difference
+        state.offset += paired_difference
+        state.stratum_means = {name: mean + paired_difference for name, mean in state.stratum_means.items()}
+        # The tick being filled was scored with the old drafter.
+        state.pending = [(stratum, alpha + paired_difference) for stratum, alpha in state.pending]
+        if lost > 0:
+            state.statistics = {name: s * (1 - made_up / lost) for name, s in state.statistics.items()}
+
+    def acknowledge(self) -> None:
+        """Start the lanes again from 0, as an operator does who has seen to an alarm; the baseline stays."""
+        self.state.statistics = dict.fromkeys(self.state.statistics, 0.0)
+
+    # --- inside
+    def _sd(self) -> float | None:
+        """Long-run sd of a tick: the largest over batch lengths that have been seen often enough."""
+        spreads = self.state.spreads
+        found = [s.tick_sd for s in spreads if s.length == 1 or s.differences >= _MIN_DIFFERENCES]
+        return max(found) or None
+
+    def _learn(self, value: float) -> None:
+        """Move baseline, recent level and spreads by one tick."""
+        state, config = self.state, self.config
+        state.ticks += 1
+        learning = state.ticks <= config.baseline_ticks
+        if learning:
+            state.baseline += (value - state.baseline) / state.ticks
+        state.recent += max(_RECENT_WEIGHT, 1 / state.ticks) * (value - state.recent)
+        calm = learning or all(s < self._limits[name] / 2 for name, s in state.statistics.items())
+        for spread in state.spreads:
+            spread.add(value - state.offset, config.sd_window_ticks, counts=calm)
+
+    def _standardised_mean(self) -> float:
+        """Close the tick: mean per stratum, weighted; a stratum without rollouts counts as its own mean so far."""
+        state, weights = self.state, self.config.stratum_weights or {"": 1.0}
+        values = {name: [alpha for stratum, alpha in state.pending if stratum == name] for name in weights}
+        state.pending = []
+        total = weight_sum = 0.0
+        for name, alphas in values.items():
+            mean = math.fsum(alphas) / len(alphas) if alphas else state.stratum_means.get(name)
+            if mean is None:  # never seen: the other strata share its weight
+                continue
+            total += weights[name] * mean
+            weight_sum += weights[name]
+            if alphas:
+                count = state.stratum_counts[name] = state.stratum_counts.get(name, 0) + 1
+                before = state.stratum_means.get(name, 0.0)
+                state.stratum_means[name] = before + (mean - before) / min(count, self.config.baseline_ticks)
+        return total / weight_sum
+
+
+def attribute(served: DriftReading, frozen: DriftReading) -> Literal["none", "policy", "drafter"]:
+    """Say what an alarm is about, from monitors of the served and of the frozen first drafter on the same rollouts.
+
+    Both fell: the policy (or the text it is asked for) moved. Only the served one fell: the drafter got worse.
+    """
+    if not served.alarm:
+        return "none"
+    return "policy" if frozen.alarm else "drafter"
