@@ -148,7 +148,7 @@ class Registry:
         """Turn a staged directory into the next version and point `latest` at it."""
         files = tuple(_digest(path) for path in _staged_files(staged))
         digest = hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
-        with self._locked(run):
+        with locked(self._layout, run):
             existing = self.versions(run)
             number = 1 + (_number(existing[-1]) if existing else 0)
             pointer = self._pointer(run)
@@ -181,12 +181,12 @@ class Registry:
     def rollback(self, run: str, version: str, reason: str) -> Manifest:
         """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number."""
         self.verify(run, version)
-        with self._locked(run):
+        with locked(self._layout, run):
             return self._repoint(run, self.get(run, version), reason, "rolled_back")
 
     def push_again(self, run: str, reason: str) -> Manifest:
         """Give the served version a new sequence number, so that every engine loads it anew."""
-        with self._locked(run):
+        with locked(self._layout, run):
             manifest = self.latest(run)
             if manifest is None:
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
@@ -194,7 +194,7 @@ class Registry:
 
     def record(self, run: str, event: Mapping[str, Any]) -> None:
         """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent."""
-        with self._locked(run):
+        with locked(self._layout, run):
             self._append(run, {"time": time.time(), **event})
 
     def verify(self, run: str, version: str) -> None:
@@ -212,7 +212,7 @@ class Registry:
         """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        with self._locked(run):
+        with locked(self._layout, run):
             pointer = self._pointer(run)
             safe = set(protect) | set(self.versions(run)[-keep:]) | ({pointer["version"]} if pointer else set())
             gone = [version for version in self.versions(run) if version not in safe]
@@ -284,13 +284,15 @@ class Registry:
             file.flush()
             os.fsync(file.fileno())
 
-    @contextlib.contextmanager
-    def _locked(self, run: str) -> Iterator[None]:
-        path = self._layout.registry_lock(run)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, also by the kernel when we die
-            yield
+
+@contextlib.contextmanager
+def locked(layout: Layout, run: str) -> Iterator[None]:
+    """Hold a run's lock, against other processes too."""
+    path = layout.registry_lock(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, also by the kernel when we die
+        yield
 
 
 def _number(version: str) -> int:

@@ -30,6 +30,7 @@ class StoreKeys:
         self.acceptance = prefix + "acceptance"
         self.worker = prefix + "worker"
         self.latest_head = prefix + "latest_head"
+        self.judged = prefix + "judged"
 
 
 class Store:
@@ -43,8 +44,8 @@ class Store:
         """Record the scores of one batch; a redelivered batch replaces its own."""
         self._redis.hset(self._keys.scores, batch_id, _encoded(record))
 
-    def scores(self) -> list[Record]:
-        """All score records, oldest first."""
+    def scores(self) -> dict[str, Record]:
+        """Score records by batch id, oldest first."""
         return _scores(self._redis.hgetall(self._keys.scores))
 
     def put_acceptance(self, record: Mapping[str, Any]) -> None:
@@ -77,16 +78,25 @@ class AsyncStore:
         self._redis: Any = redis
         self._keys = StoreKeys(run)
 
-    async def scores(self) -> list[Record]:
-        """All score records, oldest first."""
+    async def scores(self) -> dict[str, Record]:
+        """Score records by batch id, oldest first."""
         return _scores(await self._redis.hgetall(self._keys.scores))
 
-    async def put_acceptance(self, record: Mapping[str, Any]) -> Record | None:
-        """Record an engine's cumulative counts and return the record that they replace."""
-        key = acceptance_key(record)
-        previous = await self._redis.hget(self._keys.acceptance, key)
-        await self._redis.hset(self._keys.acceptance, key, _encoded(record))
-        return None if previous is None else json.loads(previous)
+    async def put_acceptance(self, record: Mapping[str, Any]) -> None:
+        """Record an engine's cumulative counts; the newest of one reporter, drafter and policy version replaces."""
+        await self._redis.hset(self._keys.acceptance, acceptance_key(record), _encoded(record))
+
+    async def judged(self, reporter: str, drafter_version: str) -> tuple[int, int]:
+        """Rounds and accepted tokens of a reporter's drafter when it was last judged dead or alive."""
+        value = await self._redis.hget(self._keys.judged, f"{reporter}/{drafter_version}")
+        rounds, accepted = (0, 0) if value is None else json.loads(value)
+        return rounds, accepted
+
+    async def set_judged(self, reporter: str, drafter_version: str, rounds: int, accepted_tokens: int) -> None:
+        """Remember the counts that a judgement has used up."""
+        await self._redis.hset(
+            self._keys.judged, f"{reporter}/{drafter_version}", json.dumps([rounds, accepted_tokens])
+        )
 
     async def acceptances(self) -> list[Record]:
         """All acceptance records."""
@@ -121,9 +131,14 @@ def _records(table: Mapping[Any, Any]) -> list[Record]:
     return [json.loads(value) for value in table.values()]
 
 
-def _scores(table: Mapping[Any, Any]) -> list[Record]:
-    return sorted(_records(table), key=lambda record: record.get("created", 0.0))
+def _scores(table: Mapping[Any, Any]) -> dict[str, Record]:
+    records = {_text(batch_id): json.loads(value) for batch_id, value in table.items()}
+    return dict(sorted(records.items(), key=lambda item: item[1].get("created") or 0.0))
 
 
 def _gauges(table: Mapping[Any, Any]) -> Record:
-    return {k.decode() if isinstance(k, bytes) else k: json.loads(v) for k, v in table.items()}
+    return {_text(k): json.loads(v) for k, v in table.items()}
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

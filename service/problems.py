@@ -1,0 +1,164 @@
+"""Every error of the API as an RFC 9457 problem document.
+
+    {"type": "urn:draftalign:queue-full", "title": "Too Many Requests", "status": 429,
+     "detail": "the queue of run 'default' holds 10000 batches; ...", "instance": "/rollouts"}
+
+`field` names the tensor, metadata key or parameter at fault, where one is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from redis import exceptions as redis_errors
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from rl_hooks.wire import WireError
+from service.errors import RegistryError, RunConflict, RunNotFound, VersionNotFound
+
+log = logging.getLogger("draftalign.api")
+
+MEDIA_TYPE: Final = "application/problem+json"
+#: Scope key: "reading" once the request's body was asked for, "read" once all of it came.
+BODY_STATE: Final = "draftalign.body"
+_LINGER_SECONDS: Final = 10.0
+_LINGER_IDLE_SECONDS: Final = 1.0
+
+
+class Problem(Exception):  # noqa: N818 - RFC 9457's word
+    """An error to be answered with `status`. `kind` is the last part of the document's `type`."""
+
+    def __init__(
+        self, status: int, kind: str, detail: str, *, field: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.kind = kind
+        self.detail = detail
+        self.field = field
+        self.headers = dict(headers or {})
+
+
+class ProblemResponse(JSONResponse):
+    """A problem document. Over a body that was not read to its end, it closes the connection, but gently.
+
+    A server that closes while its client still sends makes the kernel reset the connection, and the client may never
+    see the answer. So the answer goes out first and what the client still sends is thrown away for a short while. A
+    client that sent `Expect: 100-continue` and was not told to go on sends nothing, and is not waited for.
+    """
+
+    media_type = MEDIA_TYPE
+
+    def __init__(self, problem: Problem, scope: Scope) -> None:
+        content: dict[str, Any] = {
+            "type": f"urn:draftalign:{problem.kind}",
+            "title": HTTPStatus(problem.status).phrase,
+            "status": problem.status,
+            "detail": problem.detail,
+            "instance": scope["path"],
+        }
+        if problem.field is not None:
+            content["field"] = problem.field
+        headers = dict(problem.headers)
+        self._unread = _has_body(scope) and scope.get(BODY_STATE) != "read"
+        if self._unread:
+            headers["Connection"] = "close"
+        super().__init__(content, problem.status, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, then linger where the client is still sending."""
+        waits_for_continue = _header(scope, b"expect") is not None and scope.get(BODY_STATE) is None
+        if not self._unread or waits_for_continue:
+            await super().__call__(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": bytes(self.body), "more_body": True})
+        await _discard(receive)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _discard(receive: Receive) -> None:
+    """Throw away what still comes, for `_LINGER_SECONDS` at most."""
+    try:
+        async with asyncio.timeout(_LINGER_SECONDS):
+            while True:
+                async with asyncio.timeout(_LINGER_IDLE_SECONDS):
+                    message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    return
+    except TimeoutError:
+        return
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _has_body(scope: Scope) -> bool:
+    return _header(scope, b"content-length") not in (None, b"0") or _header(scope, b"transfer-encoding") is not None
+
+
+def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
+    """Translate what handlers and libraries raise."""
+    retry = {"Retry-After": str(retry_after_seconds)}
+    match error:
+        case Problem():
+            return error
+        case WireError():
+            return Problem(422, "bad-file", str(error), field=error.field)
+        case RunNotFound():
+            return Problem(404, "no-such-run", str(error), field="run")
+        case VersionNotFound():
+            return Problem(404, "no-such-drafter", str(error))
+        case RunConflict():
+            return Problem(409, "run-conflict", str(error))
+        case RegistryError():
+            return Problem(409, "registry", str(error))
+        case redis_errors.OutOfMemoryError():
+            return Problem(503, "redis-full", "Redis is out of memory; nothing was queued", headers=retry)
+        case redis_errors.ConnectionError() | redis_errors.TimeoutError():  # loading its data counts as away
+            return Problem(503, "redis-away", "Redis does not answer; nothing was queued", headers=retry)
+        case RequestValidationError():
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"][1:]) or None
+            return Problem(422, "bad-parameter", f"{field}: {first['msg']}", field=field)
+        case HTTPException():
+            kind = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
+            return Problem(error.status_code, kind, str(error.detail), headers=error.headers)
+        case _:
+            return Problem(500, "bug", "the service failed; its log has the cause. The request may be repeated")
+
+
+def install(app: FastAPI, retry_after_seconds: int) -> None:
+    """Answer every error of `app` with a problem document."""
+
+    async def handle(request: Request, error: Exception) -> ProblemResponse:
+        problem = as_problem(error, retry_after_seconds)
+        if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.warning("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error)
+        return ProblemResponse(problem, request.scope)
+
+    for kind in (
+        Problem,
+        WireError,
+        RunNotFound,
+        VersionNotFound,
+        RunConflict,
+        RegistryError,
+        redis_errors.OutOfMemoryError,
+        redis_errors.ConnectionError,
+        redis_errors.TimeoutError,
+        RequestValidationError,
+        HTTPException,
+        Exception,
+    ):
+        app.add_exception_handler(kind, handle)

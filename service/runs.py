@@ -1,0 +1,185 @@
+"""Registered runs: what PUT /runs/{run} accepts, and the small record of it that admission works with.
+
+The body is a safetensors file: `embed_tokens` and `lm_head` [V, H] (no `lm_head` where they are tied), optionally
+`drafter.*`; its metadata hold the target's configuration and the captured layers. It is kept as it came.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from rl_hooks.wire import AUX_CONVENTION, HEAD_FORMAT, RUN_FORMAT, Header, TensorInfo, WireError, target_fingerprint
+from service.errors import RunConflict, RunNotFound
+from service.layout import Layout
+from service.registry import locked
+from service.spool import Upload
+
+_FLOATS: Final = ("F32", "BF16", "F16")
+_CONFIG_INTS: Final = ("hidden_size", "num_hidden_layers", "vocab_size")
+
+
+class RunRecord(BaseModel):
+    """`run.json`."""
+
+    model_config = ConfigDict(frozen=True)
+    run: str
+    target_fingerprint: str
+    aux_layers: tuple[int, ...]
+    aux_layers_convention: Literal["entering"] = "entering"
+    vocab_size: int
+    hidden_size: int
+    policy_version: int
+    draft_vocab_size: int | None
+    has_drafter: bool
+    bytes: int
+    created: float
+
+
+def read_run_header(run: str, header: Header) -> RunRecord:
+    """Verify the header of a PUT /runs/{run} body; raises WireError."""
+    meta = header.metadata
+    if meta.get("format") != RUN_FORMAT:
+        raise WireError("format", f"expected {RUN_FORMAT!r}, got {meta.get('format')!r}")
+    config = _json_object(meta.get("config"), "config")
+    for key in _CONFIG_INTS:
+        if type(config.get(key)) is not int or not 0 < config[key] < 1 << 31:
+            raise WireError("config", f"{key} must be a positive integer, got {str(config.get(key))[:40]}")
+    aux = _json_object(meta.get("aux_layers"), "aux_layers")
+    layers = aux.get("layers")
+    if aux.get("convention") != AUX_CONVENTION:
+        raise WireError("aux_layers", f"convention must be {AUX_CONVENTION!r}, got {str(aux.get('convention'))[:40]!r}")
+    depth = config["num_hidden_layers"]
+    if (
+        not isinstance(layers, list)
+        or not layers
+        or any(type(layer) is not int or not 0 <= layer <= depth for layer in layers)
+        or sorted(set(layers)) != layers
+    ):
+        raise WireError("aux_layers", f"layers must be ascending integers from 0 to {depth}, got {str(layers)[:80]}")
+    fingerprint = target_fingerprint(config, layers)
+    if meta.get("target_fingerprint") != fingerprint:
+        raise WireError(
+            "target_fingerprint", f"config and aux_layers give {fingerprint}; compute it with rl_hooks.wire"
+        )
+    _check_run_tensors(header, config)
+    size = meta.get("draft_vocab_size")
+    if size is not None and not (_is_count(size) and 0 < int(size) <= config["vocab_size"]):
+        raise WireError("draft_vocab_size", f"must be from 1 to {config['vocab_size']}, got {size[:40]!r}")
+    return RunRecord(
+        run=run,
+        target_fingerprint=fingerprint,
+        aux_layers=tuple(layers),
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        policy_version=_policy_version(header),
+        draft_vocab_size=None if size is None else int(size),
+        has_drafter="drafter_config" in meta,
+        bytes=header.file_bytes,
+        created=time.time(),
+    )
+
+
+def _check_run_tensors(header: Header, config: dict[str, Any]) -> None:
+    wanted = (config["vocab_size"], config["hidden_size"])
+    tensors = header.tensors
+    if "embed_tokens" not in tensors:
+        raise WireError("embed_tokens", "is missing; it is required")
+    for name, info in tensors.items():
+        if name in ("embed_tokens", "lm_head"):
+            _check_matrix(name, info, wanted)
+        elif not name.startswith("drafter."):
+            raise WireError(name[:80], "is not a tensor of this format; leave it out")
+    has_drafter = any(name.startswith("drafter.") for name in tensors)
+    if has_drafter != ("drafter_config" in header.metadata):
+        raise WireError("drafter_config", "must be there exactly when drafter.* tensors are")
+    if has_drafter:
+        _json_object(header.metadata["drafter_config"], "drafter_config")
+
+
+def _check_matrix(name: str, info: TensorInfo, shape: tuple[int, int]) -> None:
+    if info.dtype not in _FLOATS:
+        raise WireError(name, f"dtype must be one of {_FLOATS}, got {info.dtype}")
+    if info.shape != shape:
+        raise WireError(name, f"shape must be {list(shape)} (vocab_size, hidden_size), got {list(info.shape)}")
+
+
+def read_head_header(record: RunRecord, header: Header) -> int:
+    """Verify the header of a PUT /runs/{run}/head body; returns its policy version."""
+    if header.metadata.get("format") != HEAD_FORMAT:
+        raise WireError("format", f"expected {HEAD_FORMAT!r}, got {header.metadata.get('format')!r}")
+    tensors = dict(header.tensors)
+    head, ids = tensors.pop("lm_head", None), tensors.pop("ids", None)
+    if tensors:
+        raise WireError(min(tensors)[:80], "is not a tensor of this format; leave it out")
+    if head is None:
+        raise WireError("lm_head", "is missing; it is required")
+    rows = record.vocab_size
+    if ids is not None:
+        if ids.dtype != "I32" or len(ids.shape) != 1 or not 0 < ids.shape[0] <= record.vocab_size:
+            raise WireError("ids", f"must be I32 of 1 to {record.vocab_size} ids, got {ids.dtype} {list(ids.shape)}")
+        rows = ids.shape[0]
+    _check_matrix("lm_head", head, (rows, record.hidden_size))
+    return _policy_version(header)
+
+
+def load_run(layout: Layout, run: str) -> RunRecord:
+    """The record of a registered run; raises RunNotFound."""
+    try:
+        return RunRecord.model_validate_json(layout.run_json(run).read_bytes())
+    except FileNotFoundError as error:
+        raise RunNotFound(f"run {run!r} is not registered; PUT /runs/{run} first") from error
+
+
+def check_same(existing: RunRecord, record: RunRecord) -> None:
+    """Raise RunConflict when a run is registered with another target."""
+    if existing.target_fingerprint != record.target_fingerprint:
+        raise RunConflict(
+            f"run {record.run!r} is registered with target {existing.target_fingerprint}, this is "
+            f"{record.target_fingerprint}; use another run name"
+        )
+
+
+def commit_run(layout: Layout, record: RunRecord, upload: Upload) -> bool:
+    """Register a run durably, the target first and `run.json` last. False if it was registered meanwhile. Blocks."""
+    layout.make_run(record.run)
+    upload.sync()
+    with locked(layout, record.run):
+        if layout.run_json(record.run).exists():
+            check_same(load_run(layout, record.run), record)
+            return False
+        upload.keep(layout.target(record.run))
+        final = layout.run_json(record.run)
+        temporary = final.with_name(f".run-{uuid.uuid4().hex}")
+        with temporary.open("wb") as file:
+            file.write(record.model_dump_json(indent=1).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(final)
+    return True
+
+
+def _json_object(text: str | None, key: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "")
+    except (ValueError, RecursionError) as error:
+        raise WireError(key, f"must be a JSON object in __metadata__: {str(error)[:80]}") from error
+    if not isinstance(value, dict):
+        raise WireError(key, f"must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 15
+
+
+def _policy_version(header: Header) -> int:
+    text = header.metadata.get("policy_version", "")
+    if not _is_count(text):
+        raise WireError("policy_version", f"must be a non-negative integer, got {text[:40]!r}")
+    return int(text)
