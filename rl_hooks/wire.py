@@ -158,7 +158,9 @@ def parse_header(prefix: bytes) -> Header:
         raise WireError("header", f"says it is {size} bytes long, but only {len(prefix)} came")
     try:
         table = json.loads(bytes(prefix[8:size]).decode(), object_pairs_hook=_no_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except WireError:
+        raise
+    except (ValueError, RecursionError) as error:  # ValueError also for an integer of thousands of digits
         raise WireError("header", f"is not JSON: {error}") from error
     if not isinstance(table, dict):
         raise WireError("header", f"must be a JSON object, got {type(table).__name__}")
@@ -179,8 +181,8 @@ def _tensor_info(name: str, entry: object) -> TensorInfo:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise WireError(name, "must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPE_BYTES:
-        raise WireError(name, f"dtype {dtype!r} is not one of {sorted(DTYPE_BYTES)}")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise WireError(name, f"dtype {str(dtype)[:40]!r} is not one of {sorted(DTYPE_BYTES)}")
     if not _is_int_list(shape) or len(shape) > 4:
         raise WireError(name, f"shape must be at most four non-negative integers, got {str(shape)[:80]}")
     if not _is_int_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -191,6 +193,10 @@ def _tensor_info(name: str, entry: object) -> TensorInfo:
     if offsets[1] - offsets[0] != size:
         raise WireError(name, f"{dtype} {shape} takes {size} bytes, data_offsets give {offsets[1] - offsets[0]}")
     return TensorInfo(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _is_finite_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[operator]
 
 
 def _is_int_list(value: object) -> bool:
@@ -282,8 +288,8 @@ def check_rollout_header(header: Header) -> RolloutHeader:
     if meta.get("format") != FORMAT:
         raise WireError("format", f"expected {FORMAT!r}, got {meta.get('format')!r}")
     rollout_ids = _json_field(meta, "rollout_ids", list)
-    if not rollout_ids or not all(isinstance(i, str) and 0 < len(i) <= 128 for i in rollout_ids):
-        raise WireError("rollout_ids", "must be a non-empty JSON list of strings of 1 to 128 characters")
+    if not rollout_ids or not all(isinstance(i, str) and 0 < len(i) <= 128 and i.isprintable() for i in rollout_ids):
+        raise WireError("rollout_ids", "must be a non-empty JSON list of strings of 1 to 128 printable characters")
     if len(set(rollout_ids)) != len(rollout_ids):
         raise WireError("rollout_ids", "an id appears twice")
     aux = _json_field(meta, "aux_layers", dict)
@@ -297,8 +303,8 @@ def check_rollout_header(header: Header) -> RolloutHeader:
     if high < low:
         raise WireError("policy_version_max", f"is {high}, below policy_version {low}")
     rewards = _json_field(meta, "rewards", list) if "rewards" in meta else None
-    if rewards is not None and (len(rewards) != rollouts or not all(isinstance(r, (int, float)) for r in rewards)):
-        raise WireError("rewards", f"must be one number per rollout ({rollouts})")
+    if rewards is not None and (len(rewards) != rollouts or not all(map(_is_finite_number, rewards))):
+        raise WireError("rewards", f"must be one finite number per rollout ({rollouts})")
     return RolloutHeader(
         header=header,
         run=_text_field(meta, "run"),
@@ -439,7 +445,9 @@ def _float_field(meta: Mapping[str, str], key: str, low: float, high: float) -> 
 def _json_field(meta: Mapping[str, str], key: str, kind: type) -> Any:
     try:
         value = json.loads(_text_field(meta, key))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except WireError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise WireError(key, f"is not JSON: {error}") from error
     if not isinstance(value, kind):
         raise WireError(key, f"must be a JSON {'list' if kind is list else 'object'}, got {type(value).__name__}")
