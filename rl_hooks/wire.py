@@ -196,7 +196,7 @@ def _tensor_info(name: str, entry: object) -> TensorInfo:
 
 
 def _is_finite_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[operator]
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _is_int_list(value: object) -> bool:
