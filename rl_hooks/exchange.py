@@ -1,0 +1,192 @@
+"""One HTTP/1.1 request with a large body, sent by hand so that a refusal costs no body.
+
+`http.client` cannot wait for `100 Continue`, and most clients copy the body. Here the headers go first with
+`Expect: 100-continue`; the body follows, from memoryviews and without a copy, once the server asks for it or has said
+nothing for a second. One connection per request: a restarted service never meets a stale one.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import json
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from typing import Final
+from urllib.parse import urlsplit
+
+#: How long to wait for `100 Continue` before sending the body anyway (RFC 9110 §10.1.1 asks not to wait for ever).
+CONTINUE_SECONDS: Final = 1.0
+SLICE_BYTES: Final = 4 << 20
+_MAX_REPLY_BYTES: Final = 64 << 10
+_MAX_INTERIM: Final = 8
+
+
+class ReplyError(OSError):
+    """What came back is not HTTP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the service is."""
+
+    scheme: str
+    host: str
+    port: int
+    base_path: str
+
+    @classmethod
+    def parse(cls, url: str) -> Origin:
+        """Split `http(s)://host[:port][/base]`. Raises ValueError for anything else."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"the service URL must look like http://host:port, got {url!r}")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        return cls(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The final answer to a request."""
+
+    status: int
+    headers: Mapping[str, str]  # names in lower case
+    body: bytes
+    body_bytes_sent: int
+
+    @property
+    def retry_after_seconds(self) -> float | None:
+        """`Retry-After` as seconds from now, whether it was given as a number or as a date."""
+        text = self.headers.get("retry-after", "").strip()
+        if not text:
+            return None
+        if text.isascii() and text.isdigit():
+            return float(text[:9])
+        try:
+            at = email.utils.parsedate_to_datetime(text)
+        except ValueError:
+            return None
+        return max(0.0, at.timestamp() - time.time())
+
+    @property
+    def fields(self) -> Mapping[str, object]:
+        """The body as a JSON object; empty if it is none."""
+        try:
+            parsed = json.loads(self.body)
+        except (ValueError, RecursionError):
+            return {}
+        return parsed if isinstance(parsed, dict) else {}
+
+    @property
+    def detail(self) -> str:
+        """What a problem document says, or the first words of whatever came."""
+        said = self.fields.get("detail") or self.fields.get("title") or self.body.decode("utf-8", "replace")
+        return str(said)[:500]
+
+
+def exchange(
+    origin: Origin,
+    method: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: Iterable[bytes | memoryview],
+    *,
+    timeout_seconds: float,
+) -> Reply:
+    """Send one request and read its answer. Raises OSError (ReplyError among them) if there is none.
+
+    `timeout_seconds` bounds the connection attempt and each slice of at most 4 MiB.
+    """
+    connection = _connect(origin, timeout_seconds)
+    try:
+        connection.putrequest(method, origin.base_path + path, skip_accept_encoding=True)
+        for name, value in (*headers.items(), ("Expect", "100-continue"), ("Connection", "close")):
+            connection.putheader(name, value)
+        connection.endheaders()
+        sock = connection.sock
+        with sock.makefile("rb") as reader:
+            if _readable(sock, CONTINUE_SECONDS):
+                early = _read_reply(reader, 0, stop_at_continue=True)
+                if early is not None:
+                    return early
+            sent = 0
+            try:
+                for piece in _slices(body):
+                    sock.sendall(piece)
+                    sent += len(piece)
+            except OSError:
+                # The server may have refused in mid-body and hung up: its answer says why, the broken pipe does not.
+                late = _read_reply(reader, sent)
+                if late is None:
+                    raise
+                return late
+            reply = _read_reply(reader, sent)
+            if reply is None:
+                raise ReplyError("the service closed the connection without an answer")
+            return reply
+    except http.client.HTTPException as error:
+        raise ReplyError(f"not an HTTP answer: {error!r}") from error
+    finally:
+        connection.close()
+
+
+def _connect(origin: Origin, timeout_seconds: float) -> http.client.HTTPConnection:
+    connection: http.client.HTTPConnection
+    if origin.scheme == "https":
+        context = ssl.create_default_context()
+        connection = http.client.HTTPSConnection(origin.host, origin.port, timeout=timeout_seconds, context=context)
+    else:
+        connection = http.client.HTTPConnection(origin.host, origin.port, timeout=timeout_seconds)
+    connection.connect()
+    return connection
+
+
+def _readable(sock: socket.socket, seconds: float) -> bool:
+    if isinstance(sock, ssl.SSLSocket) and sock.pending():
+        return True
+    # Not select(): a trainer may well hold more than the 1024 descriptors that it can watch.
+    with selectors.DefaultSelector() as waiter:
+        waiter.register(sock, selectors.EVENT_READ)
+        return bool(waiter.select(seconds))
+
+
+def _slices(body: Iterable[bytes | memoryview]) -> Iterable[memoryview]:
+    for part in body:
+        view = memoryview(part).cast("B") if len(part) else memoryview(b"")
+        for begin in range(0, len(view), SLICE_BYTES):
+            yield view[begin : begin + SLICE_BYTES]
+
+
+def _read_reply(reader: BufferedReader, sent: int, *, stop_at_continue: bool = False) -> Reply | None:
+    """Read to the final answer, past interim ones. None: the connection ended, or `100 Continue` came first."""
+    for _ in range(_MAX_INTERIM):
+        line = reader.readline(_MAX_REPLY_BYTES)
+        if not line:
+            return None
+        words = line.split(None, 2)
+        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not (len(words[1]) == 3 and words[1].isdigit()):
+            raise ReplyError(f"expected an HTTP status line, got {line[:60]!r}")
+        status = int(words[1])
+        headers = {name.lower(): value for name, value in http.client.parse_headers(reader).items()}
+        if status >= 200:
+            return Reply(status, headers, _read_body(reader, headers), sent)
+        if status == 100 and stop_at_continue:
+            return None
+    raise ReplyError(f"more than {_MAX_INTERIM} interim answers")
+
+
+def _read_body(reader: BufferedReader, headers: Mapping[str, str]) -> bytes:
+    """At most 64 KiB of the answer: it is only ever a small JSON document."""
+    if "chunked" in headers.get("transfer-encoding", "").lower():
+        length_line = reader.readline(64)
+        first = length_line.split(b";")[0].strip()
+        size = int(first, 16) if first and all(c in b"0123456789abcdefABCDEF" for c in first) else 0
+    else:
+        text = headers.get("content-length", "")
+        size = int(text) if text.isascii() and text.isdigit() else _MAX_REPLY_BYTES
+    return reader.read(min(size, _MAX_REPLY_BYTES))
