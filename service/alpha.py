@@ -33,7 +33,7 @@ def drafter_sums(tokens: Iterable[float], rounds: Iterable[float]) -> dict[str, 
     "tokens_squared": 80, "rounds_squared": 8, "tokens_rounds": 24}`. Rollouts without a round add nothing.
     """
     sums = Sums()
-    for token, rnd in zip(tokens, rounds, strict=True):
+    for token, rnd in zip(map(float, tokens), map(float, rounds), strict=True):
         if rnd > 0:
             sums = sums + Sums(token, rnd, 1.0, token * token, rnd * rnd, token * rnd)
     return sums.as_record()
@@ -129,20 +129,20 @@ def live_sums(records: Iterable[Mapping[str, Any]]) -> tuple[float, float] | Non
 
 def alpha_document(
     run: str,
-    scores: Mapping[str, Mapping[str, Any]],
-    acceptances: Sequence[Mapping[str, Any]],
-    history: Sequence[Mapping[str, Any]],
+    scores: Mapping[str, Mapping[str, Any]] | Iterable[Mapping[str, Any]],
+    acceptances: Iterable[Mapping[str, Any]],
+    history: Iterable[Mapping[str, Any]],
     depth: int,
 ) -> dict[str, Any]:
     """Build the `GET /alpha` document: `{run, depth, points, events}`.
 
-    `scores`: batch id -> score record. `acceptances`: cumulative acceptance records, one per (reporter, drafter
-    version, policy version). `history`: the registry's events, oldest first, passed on as `events`. `depth`: tokens
-    drafted per round, so that α lies between 1 and depth + 1. Points ascend by policy version; one exists for every
-    version that has a score or an engine's count. A record without a policy version belongs to no point.
+    `scores`: score records, or batch id -> score record. `acceptances`: cumulative acceptance records, one per
+    (reporter, drafter version, policy version). `history`: the registry's events, oldest first, passed on as `events`.
+    `depth`: tokens drafted per round, so that α lies between 1 and depth + 1. Points ascend by policy version; one
+    exists for every version that has a score or an engine's count. A record without a policy version belongs to none.
     """
     scored: defaultdict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for record in scores.values():
+    for record in scores.values() if isinstance(scores, Mapping) else scores:
         if (policy := version(record.get("policy_version"))) is not None:
             scored[policy].append(record)
     counted: defaultdict[int, list[Mapping[str, Any]]] = defaultdict(list)
