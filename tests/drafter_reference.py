@@ -30,7 +30,7 @@ def rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def turn(x: Tensor, position: int, theta: float) -> Tensor:
-    """Rotary position of one head vector, Llama's half-split layout: pair (i, i + hd/2) turns by position*theta^(-2i/hd)."""
+    """Rotary position of one head vector, half-split: pair (i, i + hd/2) turns by position * theta^(-2i/hd)."""
     half = x.shape[0] // 2
     out: list[Tensor] = [x[0]] * (2 * half)
     for i in range(half):
@@ -104,7 +104,7 @@ def reference_steps(
             for t in range(n - 1)
         ]
         for t in range(n - 2):
-            here, own = first[t], []
+            here, own, pre = first[t], [], zero
             for j in range(steps):
                 if t + 2 + j >= n:
                     break

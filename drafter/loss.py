@@ -1,0 +1,167 @@
+"""Forward KL from target to drafter over all steps, fused with lm_head, in chunks of target rows.
+
+Per supervised entry (row t, step j), with p the target's *true* probabilities on the draft vocabulary, m = sum p its
+mass there and q = softmax(lm_head(norm(pre)) / tau):
+
+    kl = sum_v p log(p / (m q)) = m KL(p/m || q) >= 0      d kl / d logits = (m q - p) / tau
+    acceptance = sum_v min(p, q)                           probability that rejection sampling keeps the draft
+
+The loss is sum_j step_decay**j sum_entries kl / denominator, where the *caller's* denominator is the number of response
+tokens in the whole optimizer window, across ranks. Peers divide by other counts, so learning rates do not transfer.
+
+Neither [E, D] nor [T, V] is ever held: chunks walk the target rows, one target softmax serves every step that looks at
+it, and the gradients for hidden states and lm_head are formed in the forward pass.
+
+Legend: E entries (all steps), U target rows, D draft vocabulary, H hidden, K steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+
+from drafter.model import Eagle3Drafter, rms_norm
+from drafter.plan import Plan
+from drafter.target import DraftTarget
+from drafter.unroll import Unrolled
+
+#: Logits held at once: 16 MiB of float32, near a CPU's last cache and small beside a GPU's memory.
+CHUNK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, eq=False)
+class DraftLoss:
+    """A loss to call backward on, and sums per step to pool over batches before dividing by `entries`."""
+
+    loss: Tensor  # scalar
+    kl_sums: Tensor  # [K], detached
+    acceptance_sums: Tensor  # [K], detached
+    entries: tuple[int, ...]  # K
+
+
+def draft_loss(
+    drafter: Eagle3Drafter,
+    unrolled: Unrolled,
+    target: DraftTarget,
+    *,
+    denominator: float,
+    step_decay: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> DraftLoss:
+    """Weighted KL over every entry of the unroll. Gradients reach `pre`, norm and, unless it is frozen, lm_head."""
+    weights, plan = unrolled.weights, unrolled.plan
+    wide = torch.promote_types(weights.lm_head.dtype, torch.float32)
+    step_weights = torch.tensor(
+        [step_decay**j / denominator for j in range(plan.steps)], dtype=wide, device=weights.lm_head.device
+    )
+    ordered = torch.cat(unrolled.pre).index_select(0, plan.order)
+    hidden = rms_norm(ordered, weights.norm, drafter.config.rms_norm_eps)
+    loss, kl_sums, acceptance_sums = _FusedKL.apply(  # type: ignore[no-untyped-call]
+        hidden, weights.lm_head, target, plan, step_weights, chunk_elements, torch.is_grad_enabled()
+    )
+    return DraftLoss(loss, kl_sums, acceptance_sums, plan.entries)
+
+
+def _chunks(plan: Plan, size: int, chunk_elements: int) -> Iterator[tuple[int, int]]:
+    """Ranges of target rows whose entries' logits fit in `chunk_elements`; at least one row each."""
+    starts, limit = plan.target_starts, max(1, chunk_elements // size)
+    begin = 0
+    for end in range(1, len(starts)):
+        last = end == len(starts) - 1
+        if last or starts[end + 1] - starts[begin] > limit:
+            yield begin, end
+            begin = end
+
+
+class _FusedKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        target: DraftTarget,
+        plan: Plan,
+        step_weights: Tensor,
+        chunk_elements: int,
+        grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = step_weights.dtype
+        want_hidden = grad_enabled and ctx.needs_input_grad[0]
+        want_head = grad_enabled and ctx.needs_input_grad[1]
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_head = torch.zeros_like(lm_head, dtype=wide) if want_head else None
+        kl = hidden.new_zeros(hidden.shape[0], dtype=wide)
+        acceptance = torch.zeros_like(kl)
+        row_weights = step_weights.index_select(0, plan.entry_step)
+        for begin, end in _chunks(plan, lm_head.shape[0], chunk_elements):
+            entries = slice(plan.target_starts[begin], plan.target_starts[end])
+            logp = target.logprobs(begin, end, wide)
+            p = logp.exp()
+            mass = p.sum(-1)
+            own = torch.special.entr(mass) - torch.special.entr(p).sum(-1)  # sum p log p - m log m
+            pick = plan.target_index[entries] - begin
+            p, mass, own = p.index_select(0, pick), mass.index_select(0, pick), own.index_select(0, pick)
+
+            h = hidden[entries]
+            logq = F.log_softmax(F.linear(h, lm_head).to(wide).div_(target.divisor), dim=-1)
+            kl[entries] = own - (p * logq).sum(-1)
+            q = logq.exp_()
+            acceptance[entries] = torch.minimum(p, q).sum(-1)
+            if grad_hidden is None and grad_head is None:
+                continue
+            slope = q.mul_(mass[:, None]).sub_(p).mul_(row_weights[entries, None] / target.divisor).to(h.dtype)
+            if grad_hidden is not None:
+                torch.mm(slope, lm_head, out=grad_hidden[entries])
+            if grad_head is not None:
+                grad_head += slope.t() @ h
+        ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(lm_head.dtype))
+        sums = torch.zeros_like(step_weights)
+        kl_sums = sums.index_add(0, plan.entry_step, kl)
+        acceptance_sums = sums.index_add(0, plan.entry_step, acceptance)
+        ctx.mark_non_differentiable(kl_sums, acceptance_sums)
+        return (kl * row_weights).sum(), kl_sums, acceptance_sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        scaled = [None if g is None else g * grads[0].to(g.dtype) for g in (grad_hidden, grad_head)]
+        return (*scaled, None, None, None, None, None)
+
+
+@torch.no_grad()
+def token_logprobs(
+    drafter: Eagle3Drafter,
+    unrolled: Unrolled,
+    input_ids: Tensor,
+    temperature: float,
+    *,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> list[tuple[Tensor, Tensor]]:
+    """Per step, for every active row: log q of the emitted token x[row+2+j], and the target id of the drafter's argmax.
+
+    log q is at `temperature` (0 counts as 1), in at least float32, -inf outside the draft vocabulary. No gradients.
+    """
+    weights, divisor = unrolled.weights, temperature or 1.0
+    wide = torch.promote_types(weights.lm_head.dtype, torch.float32)
+    to_draft = drafter.vocabulary.to_draft.to(input_ids.device)
+    limit = max(1, chunk_elements // weights.lm_head.shape[0])
+    results = []
+    for step, (rows, pre) in enumerate(zip(unrolled.rows, unrolled.pre, strict=True)):
+        drafted = to_draft[input_ids[rows + 2 + step]]
+        logq = torch.full(rows.shape, -torch.inf, dtype=wide, device=pre.device)
+        best = torch.zeros_like(rows)
+        for begin in range(0, rows.numel(), limit):
+            part = slice(begin, begin + limit)
+            h = rms_norm(pre[part], weights.norm, drafter.config.rms_norm_eps)
+            logits = F.linear(h, weights.lm_head).to(wide).div_(divisor)
+            ids = drafted[part]
+            chosen = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0] - logits.logsumexp(-1)
+            logq[part] = torch.where(ids < 0, -torch.inf, chosen)
+            best[part] = drafter.to_target(logits.argmax(-1))
+        results.append((logq, best))
+    return results

@@ -1,0 +1,162 @@
+"""The target's side of the loss: its true probabilities on the draft vocabulary, and a check of the features' honesty.
+
+p(v) = exp(W[v].h / tau - logsumexp) with the *full-vocabulary* normaliser that came with the rollouts, so the slice's
+sum is the target's mass on the draft vocabulary, at most 1. Rows whose target leaves the draft vocabulary thereby weigh
+little in the loss and count as misses in the acceptance, as they will in decoding.
+
+Legend: T tokens, U target rows, V target vocabulary, D draft vocabulary, Ht target hidden size, k top entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+
+from drafter.batch import RolloutBatch
+from drafter.errors import TargetHeadError
+from drafter.plan import Plan
+from drafter.vocabulary import DraftVocabulary
+
+_GAP_CHUNK_ROWS = 4096
+
+
+class TargetHead:
+    """The policy's lm_head as of `policy_version`: whole [V, Ht], or only the rows of the target tokens `ids`."""
+
+    def __init__(self, lm_head: Tensor, policy_version: int = 0, ids: Tensor | None = None) -> None:
+        if lm_head.ndim != 2:
+            raise TargetHeadError(f"lm_head must be [tokens, hidden], got shape {tuple(lm_head.shape)}")
+        if not bool(torch.isfinite(lm_head).all()):
+            raise TargetHeadError("lm_head holds NaN or infinity; keep the head that was used before")
+        if ids is not None and (ids.shape != lm_head.shape[:1] or torch.unique(ids).numel() != ids.numel()):
+            raise TargetHeadError(f"expected one distinct id for each of the {lm_head.shape[0]} rows")
+        self.lm_head = lm_head.detach()
+        self.policy_version = policy_version
+        self._ids = None if ids is None else ids.to("cpu", torch.int64)
+        self._slices: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
+
+    @property
+    def hidden_size(self) -> int:
+        """Ht."""
+        return self.lm_head.shape[1]
+
+    def _places(self, tokens: Tensor) -> Tensor:
+        """Row of each target token, int64 on the CPU; -1 where it is not held."""
+        tokens = tokens.to("cpu", torch.int64)
+        if self._ids is None:
+            return torch.where((tokens >= 0) & (tokens < self.lm_head.shape[0]), tokens, -1)
+        order = torch.argsort(self._ids)
+        place = torch.searchsorted(self._ids[order], tokens).clamp(max=self._ids.numel() - 1)
+        return torch.where(self._ids[order][place] == tokens, order[place], -1)
+
+    def rows(
+        self, vocabulary: DraftVocabulary, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """The draft vocabulary's rows [D, Ht], cached per vocabulary, device and dtype."""
+        device = device or self.lm_head.device
+        key = (vocabulary.digest, device, dtype)
+        if key not in self._slices:
+            places = self._places(vocabulary.ids)
+            missing = int((places < 0).sum())
+            if missing:
+                raise TargetHeadError(
+                    f"{missing} of {len(vocabulary)} draft tokens have no row in this head (policy version "
+                    f"{self.policy_version}); send the whole lm_head, or the rows of every draft token"
+                )
+            self._slices[key] = self.lm_head[places.to(self.lm_head.device)].to(device=device, dtype=dtype)
+        return self._slices[key]
+
+    def token_logprobs(self, batch: RolloutBatch) -> Tensor:
+        """Recomputed log p of every token, f32[T]: W[x[t]].last_hidden[t-1] / tau - logsumexp[t-1].
+
+        nan where a token is the first of its rollout or its row is not held. Compare with `batch.logprobs`.
+        """
+        if batch.last_hidden is None or batch.logsumexp is None:
+            raise TargetHeadError("this batch carries top_ids instead of last_hidden; nothing can be recomputed")
+        if batch.last_hidden.shape[1] != self.hidden_size:
+            raise TargetHeadError(f"last_hidden is {batch.last_hidden.shape[1]} wide, the head {self.hidden_size}")
+        places = self._places(batch.input_ids)
+        places[batch.cu_seqlens[:-1]] = -1
+        known = torch.nonzero(places >= 0).flatten()
+        out = torch.full((batch.tokens,), float("nan"), device=batch.last_hidden.device)
+        for t in torch.split(known, _GAP_CHUNK_ROWS):
+            rows = self.lm_head[places[t].to(self.lm_head.device)].to(batch.last_hidden.device, torch.float32)
+            t = t.to(batch.last_hidden.device)
+            logits = (rows * batch.last_hidden[t - 1].float()).sum(-1) / batch.divisor
+            out[t] = logits - batch.logsumexp[t - 1].float()
+        return out
+
+    def logprob_gap(self, batch: RolloutBatch) -> tuple[float, int]:
+        """Mean |recomputed - logged| log p in nats over the response tokens whose row is held, and their number.
+
+        One figure that catches a pre-norm state, a stale head, a wrong temperature and a shifted mask. Where sampling
+        was truncated (`batch.warped`), a logged log p above the recomputed one is rightful and counts as no gap.
+        (nan, 0) when no token could be compared.
+        """
+        recomputed = self.token_logprobs(batch)
+        compared = batch.loss_mask & ~recomputed.isnan()
+        tokens = int(compared.sum())
+        if not tokens:
+            return float("nan"), 0
+        gap = (recomputed[compared] - batch.logprobs[compared].float()).double()
+        gap = gap.clamp(min=0) if batch.warped else gap.abs()
+        return float(gap.mean()), tokens
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTarget:
+    """p on the draft vocabulary for the U target rows of one plan, formed chunk by chunk and never held whole."""
+
+    divisor: float  # tau, for the drafter's logits as well
+    size: int  # D
+    hidden: Tensor | None = None  # [U, Ht]
+    head_rows: Tensor | None = None  # [D, Ht]
+    logsumexp: Tensor | None = None  # [U]
+    top_draft_ids: Tensor | None = None  # int64[U, k], -1 outside the draft vocabulary
+    top_logprobs: Tensor | None = None  # [U, k]
+
+    def logprobs(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Form log p [end-begin, D] of target rows [begin, end): -inf where top entries say nothing."""
+        if self.hidden is not None and self.head_rows is not None and self.logsumexp is not None:
+            logits = F.linear(self.hidden[begin:end].to(self.head_rows.dtype), self.head_rows).to(dtype)
+            return logits.div_(self.divisor).sub_(self.logsumexp[begin:end, None])
+        if self.top_draft_ids is None or self.top_logprobs is None:
+            raise TargetHeadError("a target needs last_hidden with head rows, or top entries")
+        ids, values = self.top_draft_ids[begin:end], self.top_logprobs[begin:end].to(dtype)
+        # One spare column swallows the entries outside the draft vocabulary.
+        dense = values.new_full((ids.shape[0], self.size + 1), -torch.inf)
+        return dense.scatter_(1, torch.where(ids < 0, self.size, ids), values)[:, : self.size]
+
+
+def draft_target(
+    batch: RolloutBatch,
+    plan: Plan,
+    vocabulary: DraftVocabulary,
+    head: TargetHead | None,
+    dtype: torch.dtype = torch.float32,
+) -> DraftTarget:
+    """The target of a batch on its plan's rows: from last_hidden and the head where they are, else from top entries."""
+    rows, device = plan.target_rows, batch.input_ids.device
+    if batch.last_hidden is not None and batch.logsumexp is not None:
+        if head is None:
+            raise TargetHeadError("this batch carries last_hidden, so the policy's lm_head is needed; send it")
+        if head.hidden_size != batch.last_hidden.shape[1]:
+            raise TargetHeadError(f"last_hidden is {batch.last_hidden.shape[1]} wide, the head {head.hidden_size}")
+        return DraftTarget(
+            batch.divisor,
+            len(vocabulary),
+            hidden=batch.last_hidden.index_select(0, rows),
+            head_rows=head.rows(vocabulary, device, dtype),
+            logsumexp=batch.logsumexp.index_select(0, rows).to(dtype),
+        )
+    if batch.top_ids is None or batch.top_logprobs is None:
+        raise TargetHeadError("this batch carries neither last_hidden with logsumexp nor top_ids with top_logprobs")
+    return DraftTarget(
+        batch.divisor,
+        len(vocabulary),
+        top_draft_ids=vocabulary.to_draft.to(device)[batch.top_ids.index_select(0, rows)],
+        top_logprobs=batch.top_logprobs.index_select(0, rows),
+    )

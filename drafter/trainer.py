@@ -1,0 +1,286 @@
+"""The drafter's trainer: AdamW on float32 masters, one global denominator per optimizer step, exact resume.
+
+One `step` is one optimizer window: gradients of all its batches are summed and divided by the response tokens of the
+whole window, so how rollouts are cut into batches
+changes nothing. A window whose loss or gradient is not finite changes no
+parameter and no optimizer state; the report says so.
+
+State on disk is safetensors and JSON, committed by one rename. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafter.batch import RolloutBatch
+from drafter.errors import CheckpointError, DrafterError
+from drafter.loss import DraftLoss, draft_loss
+from drafter.model import Eagle3Drafter
+from drafter.target import TargetHead, draft_target
+from drafter.unroll import make_plan, unroll
+
+_FORMAT = "draftalign.trainer.v1"
+_POINTER = "trainer.json"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train. The learning rate is per optimizer window; the loss is per response token of that window."""
+
+    steps_ahead: int = 4  # K
+    learning_rate: float = 1e-4
+    warmup_windows: int = 0  # learning rate rises linearly over these
+    weight_decay: float = 0.0  # on matrices only
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    grad_clip: float = 0.5  # total norm; 0 turns clipping off
+    step_decay: float = 0.8  # step j weighs step_decay**j
+    loss: Literal["kl"] = "kl"
+    train_lm_head: bool = True
+    compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.steps_ahead < 1:
+            raise DrafterError(f"steps_ahead must be at least 1, got {self.steps_ahead}")
+        if self.loss != "kl":
+            raise DrafterError(f"loss must be 'kl', got {self.loss!r}")
+        if self.compute_dtype not in ("float32", "bfloat16", "float64"):
+            raise DrafterError(f"compute_dtype must be float32, bfloat16 or float64, got {self.compute_dtype!r}")
+        for name in ("learning_rate", "step_decay", "epsilon"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise DrafterError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        for name in ("weight_decay", "grad_clip", "warmup_windows"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise DrafterError(f"{name} must be zero or more and finite, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer window did. Per-step figures are means over that step's supervised rows (nan: none)."""
+
+    loss: float  # weighted KL in nats per response token of the window
+    loss_per_step: tuple[float, ...]
+    acceptance_per_step: tuple[float, ...]  # sum_v min(p, q) with the target's true p
+    entries_per_step: tuple[int, ...]
+    response_tokens: int
+    tokens: int
+    grad_norm: float  # before clipping
+    learning_rate: float
+    seconds: float
+    skipped: str | None  # why parameters were left alone; None: they moved
+
+
+class DrafterTrainer:
+    """Trains `drafter` in place; its parameters become the float32 (or float64) masters."""
+
+    def __init__(self, drafter: Eagle3Drafter, config: TrainConfig) -> None:
+        self.drafter = drafter
+        self.config = config
+        self.windows = 0  # optimizer steps taken
+        self.skipped_windows = 0
+        self.tokens_trained = 0  # response tokens
+        self._dtype: torch.dtype = getattr(torch, config.compute_dtype)
+        for parameter in drafter.parameters():
+            parameter.data = parameter.data.to(torch.promote_types(self._dtype, torch.float32))
+        drafter.lm_head.weight.requires_grad_(config.train_lm_head)
+        self._named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+        matrices = [p for p in self._named.values() if p.ndim == 2]
+        gains = [p for p in self._named.values() if p.ndim != 2]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.epsilon,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the drafter lives."""
+        return self.drafter.fc.weight.device
+
+    def step(self, batches: RolloutBatch | Sequence[RolloutBatch], head: TargetHead | None) -> StepReport:
+        """One optimizer step on all the batches together. `head` may be None only if all batches carry top entries."""
+        started = time.perf_counter()
+        window = [batches] if isinstance(batches, RolloutBatch) else list(batches)
+        response_tokens = sum(b.response_tokens for b in window)
+        self._optimizer.zero_grad(set_to_none=True)
+        results = [result for b in window if (result := self._accumulate(b, head, max(response_tokens, 1))) is not None]
+        learning_rate = self._learning_rate()
+        skipped, loss, norm = self._update(results, learning_rate)
+        if skipped is None:
+            self.windows += 1
+            self.tokens_trained += response_tokens
+        else:
+            self.skipped_windows += 1
+        self._optimizer.zero_grad(set_to_none=True)
+        entries = [sum(r.entries[j] for r in results) for j in range(self.config.steps_ahead)]
+        return StepReport(
+            loss=loss,
+            loss_per_step=_means([r.kl_sums for r in results], entries),
+            acceptance_per_step=_means([r.acceptance_sums for r in results], entries),
+            entries_per_step=tuple(entries),
+            response_tokens=response_tokens,
+            tokens=sum(b.tokens for b in window),
+            grad_norm=norm,
+            learning_rate=learning_rate,
+            seconds=time.perf_counter() - started,
+            skipped=skipped,
+        )
+
+    def evaluate(self, batch: RolloutBatch, head: TargetHead | None) -> DraftLoss | None:
+        """The loss of one batch without gradients, per its own response tokens; None when nothing is supervised."""
+        with torch.no_grad():
+            return self._loss(batch, head, max(batch.response_tokens, 1))
+
+    def _loss(self, batch: RolloutBatch, head: TargetHead | None, denominator: int) -> DraftLoss | None:
+        plan = make_plan(batch.cu_seqlens, batch.loss_mask, self.config.steps_ahead)
+        if not any(plan.entries):
+            return None
+        plan, batch = plan.to(self.device), batch.to(self.device)
+        unrolled = unroll(self.drafter, plan, batch.input_ids, batch.aux_hidden, dtype=self._dtype)
+        wide = torch.promote_types(self._dtype, torch.float32)
+        target = draft_target(batch, plan, self.drafter.vocabulary, head, wide)
+        return draft_loss(self.drafter, unrolled, target, denominator=denominator, step_decay=self.config.step_decay)
+
+    def _accumulate(self, batch: RolloutBatch, head: TargetHead | None, denominator: int) -> DraftLoss | None:
+        result = self._loss(batch, head, denominator)
+        if result is not None:
+            torch.autograd.backward(result.loss)
+            result = DraftLoss(result.loss.detach(), result.kl_sums, result.acceptance_sums, result.entries)
+        return result
+
+    def _learning_rate(self) -> float:
+        if self.windows >= self.config.warmup_windows:
+            return self.config.learning_rate
+        return self.config.learning_rate * (self.windows + 1) / self.config.warmup_windows
+
+    def _update(self, results: Sequence[DraftLoss], learning_rate: float) -> tuple[str | None, float, float]:
+        """Clip and step, unless something is not finite. Returns why it was skipped, the loss and the gradient norm."""
+        if not results:
+            return "no supervised row: responses are too short", math.nan, math.nan
+        parameters = list(self._named.values())
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        loss, norm = float(sum(float(r.loss) for r in results)), float(total)
+        if not math.isfinite(loss):
+            return f"the loss is {loss}", loss, norm
+        if not math.isfinite(norm):
+            return f"the gradient norm is {norm}", loss, norm
+        if self.config.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, total)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        return None, loss, norm
+
+    # --- state on disk ----------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> None:
+        """Write parameters, moments and counters. A crash at any point leaves the state before or the state after."""
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {f"parameter.{n}": p.detach().cpu().contiguous() for n, p in self.drafter.named_parameters()}
+        for name, parameter in self._named.items():
+            state = self._optimizer.state.get(parameter, {})
+            tensors |= {f"{m}.{name}": state[m].detach().cpu().clone() for m in _MOMENTS if m in state}
+        old = self._pointer(directory) if (directory / _POINTER).exists() else {}
+        # A new name each time: the file that the pointer names is never written over.
+        file = f"state-{'b' if str(old.get('file', '')).startswith('state-a') else 'a'}.safetensors"
+        save_file(tensors, directory / file)
+        _sync(directory / file)
+        pointer = {
+            "format": _FORMAT,
+            "file": file,
+            "drafter": self._identity(),
+            "config": asdict(self.config),
+            "windows": self.windows,
+            "skipped_windows": self.skipped_windows,
+            "tokens_trained": self.tokens_trained,
+        }
+        temporary = directory / f"{_POINTER}.tmp"
+        temporary.write_text(json.dumps(pointer, indent=1))
+        _sync(temporary)
+        temporary.replace(directory / _POINTER)
+        _sync(directory)
+
+    def load(self, directory: Path) -> None:
+        """Continue from a saved state; hyperparameters stay those of this trainer. Raises `CheckpointError`."""
+        pointer = self._pointer(directory)
+        if pointer["drafter"] != self._identity():
+            raise CheckpointError(
+                f"{directory} holds the state of another drafter: it has {pointer['drafter']}, "
+                f"this one is {self._identity()}"
+            )
+        try:
+            tensors = load_file(directory / str(pointer["file"]))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{directory / str(pointer['file'])} cannot be read: {error}") from error
+        parameters = dict(self.drafter.named_parameters())
+        expected = {f"parameter.{n}": p.shape for n, p in parameters.items()}
+        moved = {n for n in self._named if f"step.{n}" in tensors}
+        for name in moved:
+            shapes = {"exp_avg": parameters[name].shape, "exp_avg_sq": parameters[name].shape, "step": torch.Size()}
+            expected |= {f"{m}.{name}": shapes[m] for m in _MOMENTS}
+        wrong = [n for n, s in expected.items() if n not in tensors or tensors[n].shape != s]
+        if wrong:
+            raise CheckpointError(f"{directory}: {len(wrong)} tensors are missing or misshapen, first {wrong[0]!r}")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors[f"parameter.{name}"])
+        self._optimizer.state.clear()
+        for name in moved:
+            parameter = parameters[name]
+            self._optimizer.state[parameter] = {
+                "step": tensors[f"step.{name}"],  # AdamW keeps it on the CPU
+                "exp_avg": tensors[f"exp_avg.{name}"].to(parameter),
+                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter),
+            }
+        self.windows = int(pointer["windows"])
+        self.skipped_windows = int(pointer["skipped_windows"])
+        self.tokens_trained = int(pointer["tokens_trained"])
+
+    def _identity(self) -> dict[str, Any]:
+        """What a state must agree on to be loaded, as JSON gives it back."""
+        identity: dict[str, Any] = json.loads(json.dumps(asdict(self.drafter.config)))
+        return identity | {"vocabulary": self.drafter.vocabulary.digest}
+
+    @staticmethod
+    def _pointer(directory: Path) -> dict[str, Any]:
+        path = directory / _POINTER
+        try:
+            pointer = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        keys = {"format", "file", "drafter", "windows", "skipped_windows", "tokens_trained"}
+        if not isinstance(pointer, dict) or not keys <= pointer.keys() or pointer["format"] != _FORMAT:
+            raise CheckpointError(f"{path} is not a {_FORMAT} pointer with {sorted(keys)}")
+        if Path(str(pointer["file"])).name != pointer["file"]:
+            raise CheckpointError(f"{path} names a file outside its directory: {pointer['file']!r}")
+        return pointer
+
+
+def _means(sums: Sequence[Tensor], entries: Sequence[int]) -> tuple[float, ...]:
+    if not sums:
+        return tuple(math.nan for _ in entries)
+    totals = torch.stack(list(sums)).double().sum(0).tolist()
+    return tuple(total / count if count else math.nan for total, count in zip(totals, entries, strict=True))
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk: a rename is durable only after this."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
