@@ -43,7 +43,3 @@ class ValkeyError(ServiceError):
 
 class WorkerError(ServiceError):
     """The worker cannot go on with a run."""
-
-
-class WorkerError(ServiceError):
-    """The worker can't go on with a run: its target or its checkpoints are unusable."""

@@ -190,7 +190,8 @@ class Registry:
             manifest = self.latest(run)
             if manifest is None:
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
-            return self._repoint(run, manifest, reason, "pushed_again")
+            # The words are a promise: agents tell by them that a load of the version they have is wanted.
+            return self._repoint(run, manifest, f"pushed again: {reason}", "pushed_again")
 
     def record(self, run: str, event: Mapping[str, Any]) -> None:
         """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent."""

@@ -41,6 +41,7 @@ class Settings(BaseSettings):
     queue_max_items: int = Field(10_000, gt=0, description="Batches in the queue before 429, per run.")
     queue_max_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Spooled bytes in the queue before 429, per run.")
     spool_min_free_bytes: int = Field(256 * MIB, ge=0, description="Free disk below which uploads get 429.")
+    spool_fsync: bool = Field(False, description="Force each rollout file to disk before its 202 (power loss).")
     overflow: Literal["reject", "drop_oldest"] = Field(
         "reject", description="What a full queue does: refuse the newest (429), or drop the oldest unread batch."
     )
@@ -48,9 +49,6 @@ class Settings(BaseSettings):
     body_idle_seconds: float = Field(30.0, gt=0, description="An upload that sends nothing for so long is dropped.")
     orphan_age_seconds: float = Field(600.0, gt=0, description="Unreferenced spool files older than this are removed.")
 
-    draft_vocab_size: int = Field(
-        32_000, gt=0, description="Draft vocabulary of a run that starts from scratch and names no size (at most V)."
-    )
     max_policy_lag: int | None = Field(
         None, ge=0, description="Batches older than this many policy versions are skipped."
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import redis.asyncio
 from pydantic_core import to_json
@@ -19,6 +19,8 @@ from redis import Redis
 from service.queue import Keys
 
 Record = dict[str, Any]
+#: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
+MAX_SCORES: Final = 4096
 
 
 class StoreKeys:
@@ -43,6 +45,9 @@ class Store:
     def put_score(self, batch_id: str, record: Mapping[str, Any]) -> None:
         """Record the scores of one batch; a redelivered batch replaces its own."""
         self._redis.hset(self._keys.scores, batch_id, _encoded(record))
+        if self._redis.hlen(self._keys.scores) > MAX_SCORES + MAX_SCORES // 8:
+            oldest = list(self.scores())[:-MAX_SCORES]
+            self._redis.hdel(self._keys.scores, *oldest)
 
     def scores(self) -> dict[str, Record]:
         """Score records by batch id, oldest first."""

@@ -11,8 +11,9 @@ import errno
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Final
+from typing import Final, TypeVar
 
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from rl_hooks.wire import CONTENT_TYPE, Header, WireError, header_size, parse_header
@@ -20,6 +21,7 @@ from service.problems import BODY_STATE, Problem
 from service.settings import Settings
 from service.spool import Upload
 
+Model = TypeVar("Model", bound=BaseModel)
 OnHeader = Callable[[Header], Awaitable[bool]]
 #: A body slower than this on average is not an upload but a way to hold a connection.
 _MIN_BYTES_PER_SECOND: Final = 4096
@@ -133,3 +135,13 @@ async def read_json_body(request: Request, max_bytes: int = 1 << 16) -> bytes:
         if len(body) > max_bytes:
             raise Problem(413, "too-large", f"the limit for this call is {max_bytes} bytes")
     return bytes(body)
+
+
+async def parse_body(request: Request, model: type[Model]) -> Model:
+    """Read and validate a small JSON body."""
+    try:
+        return model.model_validate_json(await read_json_body(request))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "body"
+        raise Problem(422, "bad-body", f"{field}: {first['msg']}", field=field) from error

@@ -1,0 +1,145 @@
+"""`POST /acceptance` and `GET /alpha`: what engines count, and the α series that it becomes part of."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any, Literal, Self
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from service.alpha import alpha_document
+from service.context import Context, RunQuery, ServiceContext
+from service.dead_drafter import Judgement, judge, pooled_replay_alpha
+from service.registry import Manifest
+from service.uploads import parse_body
+
+router = APIRouter(tags=["acceptance"])
+
+#: Replay α of the last so many scored batches is what a live α is compared with.
+_RECENT_BATCHES = 64
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53, strict=True)]
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
+
+
+class CanaryReport(BaseModel):
+    """What an agent's canary found about a version that it had just loaded."""
+
+    model_config = ConfigDict(extra="allow")
+    version: Name
+    previous: str = Field(max_length=200)
+    outcome: Literal["passed", "rolled_back"]
+    sequence: Count
+
+
+class AcceptanceReport(BaseModel):
+    """Cumulative counts of one reporter for one drafter version and policy version; the newest replaces."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    run: str = "default"
+    reporter: Name
+    engine: str = Field("", max_length=200)
+    drafter_version: Name
+    policy_version: Count | None = None
+    rounds: Count
+    accepted_tokens: Count = Field(description="Accepted drafts, before trimming at the end of a response.")
+    drafted_tokens: Count
+    emitted_tokens: Count | None = Field(None, description="Tokens that rounds emitted, after trimming, if known.")
+    accepted_per_position: list[Count] = Field(default_factory=list, max_length=64)
+    window_seconds: float = Field(0.0, ge=0)
+    final: bool = False
+    canary: CanaryReport | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.accepted_tokens > self.drafted_tokens:
+            raise ValueError(f"accepted_tokens {self.accepted_tokens} exceeds drafted_tokens {self.drafted_tokens}")
+        if self.rounds == 0 and self.accepted_tokens > 0:
+            raise ValueError("tokens were accepted in no round")
+        return self
+
+
+class AcceptanceReply(BaseModel):
+    """What became of a report. `verdict` says what the counts mean for the drafter."""
+
+    stored: bool = True
+    dead: bool = False
+    verdict: str
+    pushed_again: Manifest | None = None
+
+
+@router.post("/acceptance")
+async def post_acceptance(request: Request, context: Context) -> AcceptanceReply:
+    """Report an engine's acceptance counts. A drafter that the engine has lost is pushed again."""
+    report = await parse_body(request, AcceptanceReport)
+    context.run(report.run)
+    store = context.store(report.run)
+    await store.put_acceptance(report.model_dump() | {"created": time.time()})
+    if report.canary is not None:
+        await asyncio.to_thread(_record_canary, context, report, report.canary)
+    judgement = await _judge(context, report)
+    pushed = None
+    if judgement.push:
+        reason = f"drafter dead in {report.reporter}: {judgement.reason}"
+        pushed = await asyncio.to_thread(context.registry.push_again, report.run, reason)
+    return AcceptanceReply(dead=judgement.dead, verdict=judgement.reason, pushed_again=pushed)
+
+
+async def _judge(context: ServiceContext, report: AcceptanceReport) -> Judgement:
+    """Judge by what this reporter counted for this drafter, over all policy versions, since the last judgement."""
+    store, run = context.store(report.run), report.run
+    own = [
+        record
+        for record in await store.acceptances()
+        if record["reporter"] == report.reporter and record["drafter_version"] == report.drafter_version
+    ]
+    rounds = sum(record["rounds"] for record in own)
+    accepted = sum(record["accepted_tokens"] for record in own)
+    seen_rounds, seen_accepted = await store.judged(report.reporter, report.drafter_version)
+    if rounds < seen_rounds or accepted < seen_accepted:  # the engine started again from zero
+        seen_rounds = seen_accepted = 0
+    enough = rounds - seen_rounds >= context.dead_rule.min_rounds
+    scores = list((await store.scores()).values())[-_RECENT_BATCHES:] if enough else []
+    latest = context.registry.latest(run)
+    judgement = judge(
+        context.dead_rule,
+        rounds=rounds - seen_rounds,
+        accepted_tokens=accepted - seen_accepted,
+        replay_alpha=pooled_replay_alpha(scores, report.drafter_version),
+        is_latest=latest is not None and latest.version == report.drafter_version,
+        seconds_since_push=await asyncio.to_thread(_seconds_since_push, context, run) if enough else None,
+    )
+    if judgement.judged:
+        await store.set_judged(report.reporter, report.drafter_version, rounds, accepted)
+    return judgement
+
+
+def _seconds_since_push(context: ServiceContext, run: str) -> float | None:
+    pushes = [event["time"] for event in context.registry.history(run) if event.get("event") == "pushed_again"]
+    return time.time() - max(pushes) if pushes else None
+
+
+def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: CanaryReport) -> None:
+    """Keep a canary's verdict in the history, once however often the report is repeated."""
+    event = {
+        "event": f"canary_{canary.outcome}",
+        "version": canary.version,
+        "reporter": report.reporter,
+        "offer": canary.sequence,
+    }
+    known = context.registry.history(report.run)
+    if any(all(old.get(key) == value for key, value in event.items()) for old in known):
+        return
+    context.registry.record(report.run, event | {"canary": canary.model_dump()})
+
+
+@router.get("/alpha")
+async def get_alpha(context: Context, run: RunQuery = "default") -> dict[str, Any]:
+    """Read the α series: one point per policy version, and the events of the registry."""
+    context.run(run)
+    store = context.store(run)
+    scores, acceptances = await store.scores(), await store.acceptances()
+    history = await asyncio.to_thread(context.registry.history, run)
+    return await asyncio.to_thread(alpha_document, run, scores, acceptances, history, context.settings.depth)

@@ -1,0 +1,79 @@
+"""What the API's handlers share: one object per process, reached through `Context`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import redis.asyncio
+from fastapi import Depends, Query, Request
+
+from service.dead_drafter import DeadRule
+from service.layout import Layout
+from service.queue import AsyncRolloutQueue
+from service.registry import Registry
+from service.runs import RunRecord, load_run
+from service.settings import Settings
+from service.spool import Spool
+from service.store import AsyncStore
+
+
+class ServiceContext:
+    """Settings, state directory and Redis of the API process."""
+
+    def __init__(self, settings: Settings, client: redis.asyncio.Redis) -> None:
+        self.settings = settings
+        self.redis: Any = client
+        self.layout = Layout(settings.state_dir)
+        self.registry = Registry(self.layout)
+        self.spool = Spool(self.layout)
+        #: Set when the server is asked to stop, so that long polls end at once.
+        self.stopping = asyncio.Event()
+        self.dead_rule = DeadRule(
+            min_rounds=settings.dead_min_rounds,
+            live_alpha=settings.dead_live_alpha,
+            replay_alpha=settings.dead_replay_alpha,
+            push_again_seconds=settings.push_again_seconds,
+        )
+        self._runs: dict[str, RunRecord] = {}
+        self._queues: dict[str, AsyncRolloutQueue] = {}
+
+    def run(self, run: str) -> RunRecord:
+        """The record of a registered run; raises RunNotFound. A record never changes, so it is read once."""
+        if run not in self._runs:
+            self._runs[run] = load_run(self.layout, run)
+        return self._runs[run]
+
+    def queue(self, run: str) -> AsyncRolloutQueue:
+        """The queue of a run."""
+        if run not in self._queues:
+            self._queues[run] = AsyncRolloutQueue(self.redis, run)
+        return self._queues[run]
+
+    def store(self, run: str) -> AsyncStore:
+        """The store of a run."""
+        return AsyncStore(self.redis, run)
+
+    async def reap(self) -> int:
+        """Delete spooled files that no entry will ever name; returns how many.
+
+        They come from a crash between rename and enqueue, or between acknowledgement and deletion.
+        """
+        age = self.settings.orphan_age_seconds
+        gone = await asyncio.to_thread(self.spool.reap_uploads, age)
+        for run in self.layout.run_names():
+            for blob in await asyncio.to_thread(self.spool.old_blobs, run, age):
+                batch = await self.queue(run).batch(blob.partition(".")[0])
+                if batch is None or batch["state"] != "queued" or batch["blob"] != blob:
+                    self.spool.delete(run, blob)
+                    gone += 1
+        return gone
+
+
+def _context(request: Request) -> ServiceContext:
+    context: ServiceContext = request.app.state.context
+    return context
+
+
+Context = Annotated[ServiceContext, Depends(_context)]
+RunQuery = Annotated[str, Query(description="Name of the run.")]
