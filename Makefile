@@ -1,0 +1,47 @@
+# `make demo` and `make test` set everything up and need nothing but Python 3.11+ and git.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up test lint types format unit clean
+
+help: ## Say what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# A stamp: a second `make` starts at once. torch comes first and pinned, so that nothing pulls another build of it.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "draftalign needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "setting up $(VENV) (once; a minute or two)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.ready ## Make the virtual environment
+
+demo: $(VENV)/.ready ## Run real RL whose drafter stays in step (ARGS="--seed 7 --steps 30")
+	@$(BIN)/draftalign demo $(ARGS)
+
+up: $(VENV)/.ready ## Start the service: embedded Valkey, API, worker
+	@$(BIN)/draftalign up $(ARGS)
+
+test: lint types unit ## Everything that CI runs
+
+lint: $(VENV)/.ready ## Style
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && echo "lint: ok"
+
+types: $(VENV)/.ready ## Strict types
+	@$(BIN)/mypy --no-error-summary && echo "types: ok"
+
+unit: $(VENV)/.ready ## The tests (ARGS="-k replay")
+	@$(BIN)/python -m pytest $(ARGS)
+
+format: $(VENV)/.ready ## Rewrite to the style
+	@$(BIN)/ruff check --fix-only --quiet . ; $(BIN)/ruff format .
+
+clean: ## Remove what was made here, the demo's output excepted
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info .draftalign

@@ -1,0 +1,413 @@
+"""`draftalign demo`: real RL on a small policy whose drafter is kept in step through the service.
+
+TRL's own GRPOTrainer, unmodified, trains the policy; its rollouts come from an inference server with genuine EAGLE-3
+speculation; `rl_hooks.trl.attach` sends features; the service scores, trains, gates and publishes; the swap agent
+brings what is published into the running server. Everything runs as separate processes on loopback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from examples import elicit
+from examples.demo_report import StepRow, write_report
+from examples.features import Rollout
+from service.cli import port_is_free
+from service.errors import ConfigurationError
+from service.supervisor import spawn, stop
+
+log = logging.getLogger("draftalign.demo")
+console = Console()
+
+DEPTH: Final = 4
+PROMPTS_PER_STEP: Final = 8
+GENERATIONS: Final = 8
+RL_LEARNING_RATE: Final = 1e-3
+WARM_UP_ROLLOUTS: Final = 1024
+RUN: Final = "demo"
+#: The service's settings, sized for rollouts of thirty tokens. Everything else is the default.
+SERVICE_SETTINGS: Final[Mapping[str, str]] = {
+    "DRAFTALIGN_DEPTH": str(DEPTH),
+    "DRAFTALIGN_HOLDOUT_ONE_IN": "4",
+    "DRAFTALIGN_TRAIN_PASSES": "8",
+    "DRAFTALIGN_TRAIN_STEP_TOKENS": "1800",
+    "DRAFTALIGN_CLAIM_TOKENS": "4000",
+    "DRAFTALIGN_LEARNING_RATE": "1e-3",
+    "DRAFTALIGN_RECENT_TOKENS": "8000",
+    "DRAFTALIGN_CHECKPOINT_SECONDS": "5",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DemoConfig:
+    """What the command line gave."""
+
+    steps: int = 60
+    seed: int = 0
+    out: Path = Path("demo-out")
+    port: int = 8400
+    redis_url: str | None = None
+    engine: str = "example"
+    keep: bool = False
+
+
+@dataclass
+class LiveCount:
+    """What the engine counted while it generated one RL step's rollouts."""
+
+    rounds: int = 0
+    emitted: int = 0
+    seconds: float = 0.0
+    drafter_versions: dict[str, int] = field(default_factory=dict)  # version -> rounds
+    rollouts: list[Rollout] = field(default_factory=list)
+    per_rollout: list[tuple[int, int]] = field(default_factory=list)  # tokens emitted by rounds, rounds
+
+    @property
+    def alpha(self) -> float | None:
+        """Tokens per round, None without a round."""
+        return self.emitted / self.rounds if self.rounds else None
+
+    def interval(self) -> tuple[float | None, float | None]:
+        """95 % interval of α: ratio of sums, clustered by rollout."""
+        import numpy as np
+
+        from drafter.acceptance import log_ratio
+
+        if not self.per_rollout:
+            return None, None
+        tokens, rounds = np.array(self.per_rollout, dtype=np.float64).T
+        ratio = log_ratio(tokens, rounds)
+        reach = ratio.reach(0.975)
+        return float(np.exp(ratio.centre - reach)), float(np.exp(ratio.centre + reach))
+
+    @property
+    def drafter_version(self) -> str:
+        """The version that drafted most of the step's rounds."""
+        return max(self.drafter_versions, key=lambda v: self.drafter_versions[v], default="")
+
+
+class EngineClient:
+    """The inference server, as the trainer sees it."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=120.0, trust_env=False)
+
+    def wait(self, seconds: float = 60.0) -> None:
+        """Return once it answers."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._http.get("/drafter/state").raise_for_status()
+            except httpx.HTTPError:
+                if time.monotonic() > deadline:
+                    raise ConfigurationError(f"the inference server at {self._http.base_url} does not answer") from None
+                time.sleep(0.1)
+            else:
+                return
+
+    def generate(self, prompts: Sequence[Sequence[int]], eos_id: int) -> list[dict[str, Any]]:
+        """One completion per prompt, sampled at temperature 1."""
+        body = {
+            "prompts": [list(p) for p in prompts],
+            "n": 1,
+            "max_tokens": elicit.MAX_ANSWER_TOKENS,
+            "temperature": 1.0,
+            "eos_id": eos_id,
+        }
+        reply = self._http.post("/generate", json=body)
+        reply.raise_for_status()
+        completions: list[dict[str, Any]] = reply.json()["completions"]
+        return completions
+
+    def load_policy(self, model: Any, version: int) -> None:
+        """Bring the trainer's weights into the server."""
+        from safetensors.torch import save
+
+        tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+        if model.config.tie_word_embeddings:
+            tensors.pop("lm_head.weight", None)
+        self._http.post("/policy", params={"version": version}, content=save(tensors)).raise_for_status()
+
+    def drafter(self) -> dict[str, Any]:
+        """What it drafts with."""
+        state: dict[str, Any] = self._http.get("/drafter/state").raise_for_status().json()
+        return state
+
+
+def run_demo(config: DemoConfig) -> None:
+    """Run the whole loop and write `--out`; ends every process that it started, also on Ctrl-C."""
+    os.environ.update({"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"})
+    if config.engine != "example" and not config.engine.startswith("http"):
+        raise ConfigurationError(f"--engine must be `example` or a URL, got {config.engine!r}")
+    if not port_is_free("127.0.0.1", config.port):
+        raise ConfigurationError(f"port {config.port} is taken; stop what listens there or choose another with --port")
+    import torch
+
+    torch.set_num_threads(1)  # two busy processes share two cores; threads that wait for each other would halve both
+    config.out.mkdir(parents=True, exist_ok=True)
+    state_dir = config.out / "state"
+    shutil.rmtree(state_dir, ignore_errors=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    started = time.monotonic()
+    try:
+        with ExitStack() as stack:
+            _run(config, state_dir, stack)
+            console.print(f"[dim]{time.monotonic() - started:.0f} s in all[/dim]")
+            if config.keep:
+                console.print(f"Still serving at http://127.0.0.1:{config.port}/ ; Ctrl-C ends it")
+                signal.pause()
+    except KeyboardInterrupt:
+        console.print("stopped")
+    finally:
+        if not config.keep:
+            shutil.rmtree(state_dir, ignore_errors=True)
+
+
+def _run(config: DemoConfig, state_dir: Path, stack: ExitStack) -> None:
+    from examples.policy import BASE_POLICY, load
+
+    policy, tokenizer = load()
+    engine_url = config.engine
+    if config.engine == "example":
+        engine_port = free_port()
+        engine_url = f"http://127.0.0.1:{engine_port}"
+        arguments = ["--policy", str(BASE_POLICY), "--port", str(engine_port), "--depth", str(DEPTH)]
+        stack.enter_context(child("engine", ["examples.engine_server", *arguments, "--seed", str(config.seed)]))
+    service_url = f"http://127.0.0.1:{config.port}"
+    up = ["service.cli", "up", "--state-dir", str(state_dir), "--port", str(config.port)]
+    if config.redis_url:
+        up += ["--redis-url", config.redis_url]
+    stack.enter_context(child("up", up, {**SERVICE_SETTINGS, "DRAFTALIGN_LOG_LEVEL": "WARNING"}))
+    engine = EngineClient(engine_url)
+    engine.wait()
+    initial = state_dir / "initial-drafter"
+    _make_initial_drafter(config, policy, tokenizer, engine, initial)
+    agent = ["service.cli", "agent", "--engine", engine_url, "--service", service_url, "--run", RUN]
+    agent += ["--cache-dir", str(state_dir / "agent"), "--report-seconds", "1"]
+    stack.enter_context(child("agent", agent, {"DRAFTALIGN_LOG_LEVEL": "WARNING"}))
+    console.print(f"Service, worker, engine and agent run. Watch α live at [bold]{service_url}/[/bold]")
+    session = Session(config, engine, service_url, policy, tokenizer, initial)
+    session.train()
+    session.finish()
+
+
+def _make_initial_drafter(config: DemoConfig, policy: Any, tokenizer: Any, engine: EngineClient, out: Path) -> None:
+    """Generate with the base policy, without speculation, and train the drafter that the run begins with."""
+    from examples.features import batch_of
+    from examples.initial_drafter import STEPS, save_drafter, train_initial_drafter
+
+    texts = elicit.sample_prompts(WARM_UP_ROLLOUTS, seed=10_000 + config.seed)
+    prompts = [tokenizer.encode(text) for text in texts]
+    rollouts: list[Rollout] = []
+    with progress() as bar:
+        task = bar.add_task("rollouts of the base policy", total=len(prompts))
+        for start in range(0, len(prompts), 128):
+            part = prompts[start : start + 128]
+            rollouts += as_rollouts(part, engine.generate(part, tokenizer.eos_token_id))
+            bar.update(task, completed=len(rollouts))
+        task = bar.add_task("initial drafter", total=STEPS)
+        drafter = train_initial_drafter(
+            policy,
+            batch_of(policy, [r for r in rollouts if len(r.token_ids) > 1]),
+            depth=DEPTH,
+            seed=config.seed,
+            eos_id=tokenizer.eos_token_id,
+            report=lambda step: bar.update(task, completed=step),
+        )
+    save_drafter(drafter, out)
+
+
+class Session:
+    """One RL run attached to the service, and what was counted along it."""
+
+    def __init__(
+        self, config: DemoConfig, engine: EngineClient, service_url: str, policy: Any, tokenizer: Any, initial: Path
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.service = httpx.Client(base_url=service_url, timeout=30.0, trust_env=False)
+        self.tokenizer = tokenizer
+        self.policy = policy
+        self.initial = initial
+        self.live: dict[int, LiveCount] = {}
+        self.logged: dict[int, dict[str, float]] = {}
+        self._loaded_version = 0
+        self._current = ""
+        self.trainer = self._make_trainer()
+        from rl_hooks.trl import attach
+
+        self.attachment = attach(
+            self.trainer,
+            service_url,
+            run=RUN,
+            aux_layers=self._aux_layers(),
+            initial_drafter=initial,
+            drafter_version=lambda: self._current,
+        )
+
+    @staticmethod
+    def _aux_layers() -> tuple[int, ...]:
+        from examples.policy import AUX_LAYERS
+
+        return AUX_LAYERS
+
+    def _make_trainer(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from datasets import Dataset
+            from transformers import PrinterCallback
+            from trl import GRPOConfig, GRPOTrainer
+
+        prompts = elicit.sample_prompts(PROMPTS_PER_STEP * self.config.steps, seed=self.config.seed)
+        arguments = GRPOConfig(
+            output_dir=str(self.config.out / "state" / "trl"),
+            per_device_train_batch_size=PROMPTS_PER_STEP * GENERATIONS,
+            num_generations=GENERATIONS,
+            max_completion_length=elicit.MAX_ANSWER_TOKENS,
+            max_steps=self.config.steps,
+            learning_rate=RL_LEARNING_RATE,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            temperature=1.0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            seed=self.config.seed,
+        )
+        trainer = GRPOTrainer(
+            model=self.policy,
+            reward_funcs=elicit.elicit_reward,
+            args=arguments,
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            processing_class=self.tokenizer,
+            rollout_func=self._rollouts,
+            callbacks=[_progress_callback(self._on_log)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def _rollouts(self, prompts: Sequence[str], trainer: Any) -> dict[str, list[Any]]:
+        """TRL's `rollout_func`: the policy's weights go to the server, its completions come back."""
+        step = int(trainer.state.global_step)
+        if step != self._loaded_version:
+            self.engine.load_policy(trainer.accelerator.unwrap_model(trainer.model), step)
+            self._loaded_version = step
+        ids = [self.tokenizer.encode(prompt) for prompt in prompts]
+        begun = time.perf_counter()
+        completions = self.engine.generate(ids, self.tokenizer.eos_token_id)
+        count = self.live.setdefault(step, LiveCount())
+        count.seconds += time.perf_counter() - begun
+        for completion in completions:
+            count.rounds += completion["rounds"]
+            count.emitted += completion["emitted_tokens"]
+            count.per_rollout.append((completion["emitted_tokens"], completion["rounds"]))
+            for version in completion["drafter_versions"]:
+                share = completion["rounds"] // len(completion["drafter_versions"])
+                count.drafter_versions[version] = count.drafter_versions.get(version, 0) + share
+        count.rollouts += as_rollouts(ids, completions)
+        self._current = count.drafter_version
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [c["token_ids"] for c in completions],
+            "logprobs": [c["logprobs"] for c in completions],
+        }
+
+    def _on_log(self, step: int, logs: dict[str, float]) -> None:
+        """TRL logs step n after its update, so the rollouts were those of policy version n - 1."""
+        version = step - 1
+        if "reward" not in logs or version not in self.live:
+            return
+        self.logged[version] = logs
+        live = self.live[version]
+        alpha = live.alpha if live.alpha is not None else float("nan")
+        console.print(
+            f"step {version:3d}  reward {logs['reward']:.2f}  entropy {logs.get('entropy', float('nan')):.2f}  "
+            f"live α {alpha:.2f}  drafter {live.drafter_version or '-'}",
+            highlight=False,
+        )
+
+    def train(self) -> None:
+        """Wait until the initial drafter is live in the engine, then run RL."""
+        deadline = time.monotonic() + 60.0
+        while not self.engine.drafter()["loaded"]:
+            if time.monotonic() > deadline:
+                raise ConfigurationError("the initial drafter did not reach the engine; see the log above")
+            time.sleep(0.1)
+        self.trainer.train()
+
+    def finish(self) -> None:
+        """Wait for the worker to have scored every step, then write the table, the plot and the files."""
+        self.attachment.flush(30.0)
+        deadline = time.monotonic() + 90.0
+        points: dict[int, dict[str, Any]] = {}
+        with console.status("waiting for the worker to finish the queue"):
+            while time.monotonic() < deadline:
+                document = self.service.get("/alpha", params={"run": RUN}).raise_for_status().json()
+                points = {p["policy_version"]: p for p in document["points"]}
+                if all(version in points for version in self.live):
+                    break
+                time.sleep(0.5)
+        rows = [StepRow.of(v, self.live[v], self.logged.get(v, {}), points.get(v, {})) for v in sorted(self.live)]
+        write_report(self, rows, document)
+
+
+def as_rollouts(prompts: Sequence[Sequence[int]], completions: Sequence[Mapping[str, Any]]) -> list[Rollout]:
+    """Pair prompts with the engine's completions."""
+    return [
+        Rollout(tuple(p), tuple(c["token_ids"]), tuple(c["logprobs"]))
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+
+
+def _progress_callback(on_log: Callable[[int, dict[str, float]], None]) -> Any:
+    from transformers import TrainerCallback
+
+    class Progressing(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:  # noqa: ARG002
+            on_log(int(state.global_step), dict(logs or {}))
+
+    return Progressing()
+
+
+@contextmanager
+def child(name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with the block."""
+    process = spawn(name, argv, {"OMP_NUM_THREADS": "1", **(env or {})})
+    try:
+        yield process
+    finally:
+        stop(process)
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nothing uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def progress() -> Progress:
+    """A progress bar with counts and elapsed time."""
+    return Progress(
+        TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )

@@ -1,0 +1,202 @@
+"""What the demo leaves behind: a table, `steps.jsonl`, `summary.json` and `alpha.png`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from examples.demo import LiveCount, Session
+
+console = Console()
+_EDGE_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One RL step. α includes the bonus token; `alpha_served` and `alpha_frozen` are replay α before training on it.
+
+    `alpha_served` is of `drafter_version`, the drafter that served the step's rollouts.
+    """
+
+    step: int
+    policy_version: int
+    drafter_version: str
+    reward: float | None
+    entropy: float | None
+    alpha_live: float | None
+    alpha_live_low: float | None
+    alpha_live_high: float | None
+    alpha_served: float | None
+    alpha_frozen: float | None
+    alpha_ngram: float | None
+    regret: float | None
+    live_rounds: int
+    drafter_versions: int
+    generation_seconds: float
+    action: str | None
+
+    @classmethod
+    def of(cls, version: int, live: LiveCount, logs: dict[str, float], point: dict[str, Any]) -> StepRow:
+        """Join what the engine counted, what TRL logged and what the service scored."""
+        low, high = live.interval()
+        return cls(
+            step=version,
+            policy_version=version,
+            drafter_version=live.drafter_version,
+            reward=logs.get("reward"),
+            entropy=logs.get("entropy", point.get("entropy")),
+            alpha_live=live.alpha,
+            alpha_live_low=low,
+            alpha_live_high=high,
+            alpha_served=point.get("alpha_served"),
+            alpha_frozen=point.get("alpha_frozen"),
+            alpha_ngram=point.get("alpha_ngram"),
+            regret=point.get("regret"),
+            live_rounds=live.rounds,
+            drafter_versions=len(live.drafter_versions),
+            generation_seconds=live.seconds,
+            action=point.get("action"),
+        )
+
+
+def write_report(session: Session, rows: Sequence[StepRow], document: dict[str, Any]) -> None:
+    """Print the table and write the files."""
+    out = session.config.out
+    composition, words = _composition(session, rows)
+    summary = _summary(session, rows, document) | {"composition": composition, "explanation": words}
+    (out / "steps.jsonl").write_text("".join(json.dumps(_finite(asdict(row))) + "\n" for row in rows))
+    (out / "summary.json").write_text(json.dumps(_finite(summary), indent=1) + "\n")
+    draw(rows, words, out / "alpha.png")
+    console.print(_table(rows))
+    _print_summary(summary)
+    console.print(words + "\n")
+    console.print(f"wrote {out}/steps.jsonl, {out}/summary.json, {out}/alpha.png")
+
+
+def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, float | None], str]:
+    from drafter.checkpoint import read_drafter
+    from examples.composition import explain, take_apart
+    from examples.policy import load
+
+    initial_policy, tokenizer = load()
+    frozen = read_drafter(session.initial, initial_policy.get_input_embeddings().weight.detach().float())
+    versions = sorted(session.live)
+    final_policy = session.trainer.accelerator.unwrap_model(session.trainer.model).eval()
+    parts = take_apart(
+        frozen,
+        tokenizer,
+        initial_policy=initial_policy,
+        final_policy=final_policy,
+        first=[r for v in versions[:2] for r in session.live[v].rollouts],
+        last=[r for v in versions[-2:] for r in session.live[v].rollouts],
+        depth=session.engine.drafter()["depth"],
+    )
+    return parts, explain(parts, _mean([row.alpha_served for row in rows[-2:]]))
+
+
+def _summary(session: Session, rows: Sequence[StepRow], document: dict[str, Any]) -> dict[str, Any]:
+    events = document.get("events", [])
+    worker = document.get("worker", {})
+    first, last = rows[:_EDGE_STEPS], rows[-_EDGE_STEPS:]
+    pure = [r for r in rows if r.drafter_versions == 1 and r.alpha_served is not None and r.alpha_live_low is not None]
+    agree = [r for r in pure if (r.alpha_live_low or 0) <= (r.alpha_served or 0) <= (r.alpha_live_high or math.inf)]
+    stats = session.attachment.stats()
+    return {
+        "steps": len(rows),
+        "seed": session.config.seed,
+        "depth": session.engine.drafter()["depth"],
+        "reward_first": _mean([r.reward for r in first]),
+        "reward_last": _mean([r.reward for r in last]),
+        "alpha_served_first": _mean([r.alpha_served for r in first]),
+        "alpha_served_last": _mean([r.alpha_served for r in last]),
+        "alpha_live_last": _mean([r.alpha_live for r in last]),
+        "alpha_frozen_first": _mean([r.alpha_frozen for r in first]),
+        "alpha_frozen_last": _mean([r.alpha_frozen for r in last]),
+        "alpha_ngram_last": _mean([r.alpha_ngram for r in last]),
+        "regret_last": _mean([r.regret for r in last]),
+        "live_within_interval": f"{len(agree)} of {len(pure)} steps with one drafter version",
+        "versions_published": sum(e.get("event") == "published" for e in events),
+        "versions_refused": sum(e.get("event") == "refused" for e in events),
+        "tokens_trained": worker.get("trained_tokens_total"),
+        "train_seconds": worker.get("train_seconds_total"),
+        "hook_share_of_step": session.attachment.overhead_seconds / max(session.attachment.step_seconds, 1e-9),
+        "hook": stats,
+    }
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    for key, value in summary.items():
+        if key not in ("composition", "explanation", "hook"):
+            table.add_row(key.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))
+    console.print(table)
+
+
+def _table(rows: Sequence[StepRow]) -> Table:
+    table = Table(title="per RL step (α = tokens per verification round)")
+    for heading in ("step", "drafter", "reward", "entropy", "live α", "served α", "frozen α", "n-gram α", "regret", ""):
+        table.add_column(heading, justify="left" if heading == "drafter" else "right")
+    stride = max(1, len(rows) // 30)
+    for row in [r for i, r in enumerate(rows) if i % stride == 0 or i == len(rows) - 1]:
+        numbers = (row.reward, row.entropy, row.alpha_live, row.alpha_served, row.alpha_frozen, row.alpha_ngram)
+        cells = [f"{v:.2f}" if v is not None else "-" for v in (*numbers, row.regret)]
+        table.add_row(str(row.step), row.drafter_version[:7] or "-", *cells, row.action or "")
+    return table
+
+
+def draw(rows: Sequence[StepRow], words: str, path: Path) -> None:
+    """Draw α over RL steps, with reward and entropy below."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import textwrap
+
+    import matplotlib.pyplot as plt
+
+    steps = [row.step for row in rows]
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(9, 7.2), sharex=True, height_ratios=(3, 1.2), constrained_layout=True
+    )
+    low = [r.alpha_live_low if r.alpha_live_low is not None else math.nan for r in rows]
+    high = [r.alpha_live_high if r.alpha_live_high is not None else math.nan for r in rows]
+    top.fill_between(steps, low, high, color="#7fb8e6", alpha=0.35, lw=0, label="live α, 95 % interval")
+    series = (
+        ("alpha_live", "live α (counted by the engine)", "#1f77b4", ":", 1.2),
+        ("alpha_served", "aligned drafter, replay α", "#0b3d91", "-", 2.2),
+        ("alpha_frozen", "drafter frozen at the start, replay α", "#c0392b", "-", 2.0),
+        ("alpha_ngram", "n-gram drafting on the same rollouts", "#7f8c8d", "--", 1.4),
+    )
+    for name, label, colour, style, width in series:
+        values = [v if (v := getattr(r, name)) is not None else math.nan for r in rows]
+        top.plot(steps, values, style, color=colour, lw=width, label=label)
+    top.set_ylabel("α: tokens per verification round")
+    top.set_ylim(bottom=0.9)
+    top.grid(alpha=0.25)
+    top.legend(loc="center right", frameon=True, fontsize=9)
+    top.set_title("The drafter stays in step with the policy", loc="left", fontweight="bold")
+    for name, label, colour in (("reward", "reward", "#27ae60"), ("entropy", "policy entropy (nats)", "#8e44ad")):
+        values = [v if (v := getattr(r, name)) is not None else math.nan for r in rows]
+        bottom.plot(steps, values, color=colour, label=label)
+    bottom.set_xlabel("RL step (policy version)")
+    bottom.grid(alpha=0.25)
+    bottom.legend(loc="center right", fontsize=9)
+    figure.supxlabel(textwrap.fill(words, 118), fontsize=8, x=0.01, ha="left", color="#444444")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None and math.isfinite(v)]
+    return sum(known) / len(known) if known else None
+
+
+def _finite(table: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in table.items()}

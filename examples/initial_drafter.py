@@ -1,0 +1,65 @@
+"""The drafter that the demo starts with: trained once, before RL, on rollouts of the base policy.
+
+What a user brings from their own EAGLE-3 training. It is then frozen as the run's first version, which is the curve
+that the aligned drafter is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from drafter.batch import RolloutBatch
+from drafter.checkpoint import write_drafter
+from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.target import TargetHead
+from drafter.trainer import DrafterTrainer, TrainConfig
+from drafter.vocabulary import DraftVocabulary
+from examples.policy import AUX_LAYERS
+
+#: Fewer than the policy's words, so that the reduced draft vocabulary (d2t, t2d) is exercised for real.
+DRAFT_VOCAB_SIZE: Final = 96
+STEPS: Final = 150
+SEQUENCES_PER_STEP: Final = 40
+LEARNING_RATE: Final = 1e-3
+
+
+def train_initial_drafter(
+    policy: Any,
+    batch: RolloutBatch,
+    *,
+    depth: int,
+    seed: int,
+    eos_id: int,
+    report: Callable[[int], None] | None = None,
+    steps: int = STEPS,
+) -> Eagle3Drafter:
+    """Train from scratch on `batch` (rollouts of `policy`); `report` is called with each finished step."""
+    vocab_size = int(policy.config.vocab_size)
+    counts = torch.bincount(batch.input_ids[batch.loss_mask], minlength=vocab_size)
+    vocabulary = DraftVocabulary.build(counts, DRAFT_VOCAB_SIZE, always=[eos_id])
+    config = DrafterConfig.from_target(policy.config.to_dict(), AUX_LAYERS, len(vocabulary))
+    torch.manual_seed(seed)
+    embed_tokens = policy.get_input_embeddings().weight.detach().float().clone()
+    drafter = Eagle3Drafter(config, vocabulary, embed_tokens)
+    head = policy.lm_head.weight.detach().float()
+    drafter.init_from_target(head[vocabulary.ids])
+    trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=depth, learning_rate=LEARNING_RATE))
+    target = TargetHead(head)
+    rng = np.random.default_rng(seed)
+    for step in range(steps):
+        chosen = rng.choice(batch.rollouts, size=min(SEQUENCES_PER_STEP, batch.rollouts), replace=False)
+        trainer.step([(batch.select([int(i) for i in chosen]), target)])
+        if report is not None:
+            report(step + 1)
+    return drafter
+
+
+def save_drafter(drafter: Eagle3Drafter, directory: Path) -> None:
+    """Write the canonical checkpoint."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_drafter(directory, drafter)

@@ -1,0 +1,141 @@
+"""The command line. Heavy imports happen inside the commands, so that `--help` and the API process stay light."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from service.errors import ServiceError
+from service.settings import Settings
+
+app = typer.Typer(
+    name="draftalign",
+    help="Keeps a speculative-decoding drafter in step with a policy that reinforcement learning keeps changing.\n\n"
+    "`draftalign up` starts everything on this machine; `draftalign demo` shows a real RL run on it. Settings come "
+    "from DRAFTALIGN_* variables (docs/settings.md).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+StateDir = Annotated[Path | None, typer.Option(help="Where spool, registry and checkpoints live.")]
+Port = Annotated[int | None, typer.Option(help="TCP port of the API.")]
+RedisUrl = Annotated[str | None, typer.Option(help="Redis or Valkey to use; unset starts an embedded Valkey.")]
+
+
+def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -> Settings:
+    given = {"state_dir": state_dir, "port": port, "redis_url": redis_url}
+    settings = Settings(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    logging.getLogger("draftalign").info("settings: %s", settings)
+    return settings
+
+
+@app.command()
+def serve(state_dir: StateDir = None, port: Port = None, redis_url: RedisUrl = None) -> None:
+    """Run the HTTP API (needs a Redis; `up` brings its own)."""
+    from service.api import run_api
+
+    run_api(_settings(state_dir, port, redis_url))
+
+
+@app.command()
+def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
+    """Run the worker: scores rollouts, trains the drafter, gates and publishes."""
+    from service.worker import run_worker
+
+    run_worker(_settings(state_dir, None, redis_url))
+
+
+@app.command()
+def up(state_dir: StateDir = None, port: Port = None, redis_url: RedisUrl = None) -> None:
+    """Start embedded Valkey, API and worker as processes under this one; revive what dies; end all on Ctrl-C."""
+    from service.up import run_up
+
+    run_up(_settings(state_dir, port, redis_url))
+
+
+@app.command()
+def agent(
+    engine: Annotated[list[str], typer.Option(help="URL of an inference engine; repeat for several.")],
+    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
+    cache_dir: Annotated[Path, typer.Option(help="Where drafters are downloaded to; engines must see it.")] = Path(
+        ".draftalign/agent"
+    ),
+    report_seconds: Annotated[float, typer.Option(help="How often acceptance counters are read and reported.")] = 5.0,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve the agent's own /metrics here.")] = None,
+) -> None:
+    """Keep inference engines on the newest drafter, and report their acceptance back."""
+    from rl_hooks.agent import AgentConfig, run_agent
+
+    run_agent(
+        AgentConfig(
+            service_url=service,
+            engine_urls=tuple(engine),
+            run=run,
+            cache_dir=cache_dir,
+            report_seconds=report_seconds,
+            metrics_port=metrics_port,
+            token=os.environ.get("DRAFTALIGN_TOKEN"),
+        )
+    )
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=2, help="RL steps.")] = 60,
+    seed: Annotated[int, typer.Option(help="Seed of the RL run, its prompts and the initial drafter.")] = 0,
+    out: Annotated[Path, typer.Option(help="Directory for steps.jsonl, summary.json and alpha.png.")] = Path(
+        "demo-out"
+    ),
+    port: Annotated[int, typer.Option(help="TCP port of the API and its page.")] = 8400,
+    redis_url: RedisUrl = None,
+    engine: Annotated[
+        str, typer.Option(help="`example` (built in) or the URL of one that speaks its protocol.")
+    ] = "example",
+    keep: Annotated[bool, typer.Option(help="Keep the service running (and its state) after the run.")] = False,
+) -> None:
+    """Run real RL on a small policy whose drafter stays in step through the service (a few minutes on two cores)."""
+    from examples.demo import DemoConfig, run_demo
+
+    run_demo(DemoConfig(steps=steps, seed=seed, out=out, port=port, redis_url=redis_url, engine=engine, keep=keep))
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def main() -> None:
+    """Entry point: one line for an error that a person can act on, a traceback only for a bug."""
+    name = os.environ.get("DRAFTALIGN_CHILD", "draftalign")
+    logging.basicConfig(
+        level=os.environ.get("DRAFTALIGN_LOG_LEVEL", "INFO"),
+        format=f"%(asctime)s {name:<8} %(levelname)-7s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        app()
+    except ValidationError as error:
+        first = error.errors()[0]
+        sys.exit(f"draftalign: setting {'.'.join(str(p) for p in first['loc'])}: {first['msg']}")
+    except ServiceError as error:
+        sys.exit(f"draftalign: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The drafters of one run as the worker holds them: candidate and its trainer, served, first, and archived versions."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+
+from drafter.checkpoint import config_fingerprint, read_drafter, write_drafter
+from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.trainer import DrafterTrainer, TrainConfig
+from drafter.vocabulary import DraftVocabulary
+from service.layout import Layout
+from service.registry import Manifest, Registry
+from service.settings import Settings
+from service.target import Target
+
+log = logging.getLogger("draftalign.worker")
+
+#: Stands for the drafter in training where a version is asked for.
+CANDIDATE: Final = "candidate"
+
+_CACHED_VERSIONS = 4
+
+
+class Lineage:
+    """One lineage: all drafters share a configuration and a draft vocabulary, which engines cache."""
+
+    def __init__(self, settings: Settings, layout: Layout, run: str, target: Target) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._run = run
+        self._target = target
+        self._registry = Registry(layout)
+        self._device = torch.device(settings.device)
+        self._versions: OrderedDict[str, Eagle3Drafter] = OrderedDict()
+        self.trainer: DrafterTrainer | None = None
+        self._archive_turn = 0
+
+    # --- how a lineage begins
+    def begin(self) -> bool:
+        """Take up the run's drafter: the newest published one, or the initial one. False: there is none yet."""
+        manifest = self._registry.latest(self._run)
+        if manifest is None and self._target.initial_drafter is not None:
+            manifest = self._publish_initial()
+        if manifest is None:
+            return False
+        self.take_up(self._read(manifest.version))
+        return True
+
+    def begin_from_scratch(self, counts: torch.Tensor) -> None:
+        """Build and freeze the draft vocabulary from token counts [V]; random layers, the target's head."""
+        size = self._target.draft_vocab_size or self._settings.draft_vocab_size
+        vocabulary = DraftVocabulary.build(counts, min(size, int(counts.numel())))
+        log.info("draft vocabulary: %d tokens cover %.2f%%", len(vocabulary), 100 * vocabulary.coverage(counts))
+        config = DrafterConfig.from_target(self._target.config, self._target.aux_layers, len(vocabulary))
+        torch.manual_seed(self._settings.seed)
+        drafter = Eagle3Drafter(config, vocabulary, self._target.embed_tokens)
+        drafter.init_from_target(self._target.lm_head()[vocabulary.ids])
+        self.take_up(drafter)
+
+    def _publish_initial(self) -> Manifest:
+        """Publish what came with PUT /runs as the run's first version."""
+        tensors = self._target.initial_drafter
+        config = self._target.initial_drafter_config
+        staged = self._registry.stage(self._run)
+        save_file(tensors or {}, staged / "model.safetensors")
+        (staged / "config.json").write_text(json.dumps(config, indent=1))
+        drafter = read_drafter(staged, self._target.embed_tokens)  # refuses what no engine could serve
+        return self._announce(drafter, staged, self._target.policy_version, None, "initial drafter", None)
+
+    def take_up(self, drafter: Eagle3Drafter) -> DrafterTrainer:
+        """Make a drafter the candidate, with a fresh trainer."""
+        config = TrainConfig(steps_ahead=self._settings.depth, learning_rate=self._settings.learning_rate)
+        self.trainer = DrafterTrainer(drafter.to(self._device), config)
+        return self.trainer
+
+    # --- drafters by role
+    @property
+    def candidate(self) -> Eagle3Drafter:
+        """The drafter that is being trained."""
+        if self.trainer is None:
+            raise RuntimeError("the lineage has not begun")
+        return self.trainer.drafter
+
+    def served(self) -> Manifest | None:
+        """What `GET /drafter/latest` offers now."""
+        return self._registry.latest(self._run)
+
+    def known(self, version: str) -> str | None:
+        """The version if it is still on disk, else None."""
+        return version if version in self._registry.versions(self._run) else None
+
+    def roles(self, served: str | None, latest: str | None) -> dict[str, tuple[str, Eagle3Drafter]]:
+        """Everything worth scoring on a batch: role -> (version, drafter).
+
+        `served` drafted the batch's rollouts; `latest` is what the registry offers now.
+        """
+        roles = {CANDIDATE: (CANDIDATE, self.candidate)}
+        versions = self._registry.versions(self._run)
+        for role, version in (("served", served), ("latest", latest), ("frozen", versions[0] if versions else None)):
+            if version is not None:
+                roles[role] = (version, self.version(version))
+        archive = [v for v in versions[1:] if v not in (served, latest)]
+        if archive:  # one archived version a batch, in turn: the archive is cheap to keep an eye on
+            self._archive_turn += 1
+            version = archive[self._archive_turn % len(archive)]
+            roles["archive"] = (version, self.version(version))
+        return roles
+
+    def version(self, version: str) -> Eagle3Drafter:
+        """A published drafter, from a small cache."""
+        if version in self._versions:
+            self._versions.move_to_end(version)
+        else:
+            self._versions[version] = self._read(version).to(self._device).eval()
+            while len(self._versions) > _CACHED_VERSIONS:
+                self._versions.popitem(last=False)
+        return self._versions[version]
+
+    def _read(self, version: str) -> Eagle3Drafter:
+        return read_drafter(self._layout.drafter(self._run, version), self._target.embed_tokens)
+
+    # --- publishing
+    def promote(self, version: str, policy_version: int, reason: str, evidence: dict[str, Any]) -> Manifest:
+        """Serve the candidate as a new version, or an archived version again (at no training cost)."""
+        if version != CANDIDATE:
+            return self._registry.rollback(self._run, version, f"re-selected from the archive: {reason}")
+        parent = self.served()
+        staged = self._registry.stage(self._run)
+        write_drafter(staged, self.candidate)
+        manifest = self._announce(
+            self.candidate, staged, policy_version, parent.version if parent else None, reason, evidence
+        )
+        first = self._registry.versions(self._run)[0]
+        self._registry.prune(self._run, self._settings.keep_versions, protect={first})
+        return manifest
+
+    def _announce(
+        self,
+        drafter: Eagle3Drafter,
+        staged: Path,
+        policy_version: int,
+        parent: str | None,
+        reason: str,
+        evidence: dict[str, Any] | None,
+    ) -> Manifest:
+        manifest = self._registry.publish(
+            self._run,
+            staged,
+            policy_version=policy_version,
+            parent=parent,
+            config_fingerprint=config_fingerprint(drafter.config, drafter.vocabulary),
+            d2t_sha256=drafter.vocabulary.digest,
+            aux_layers=drafter.config.aux_layers,
+            gate=evidence,
+            reason=reason,
+        )
+        log.info("published %s (policy version %d): %s", manifest.version, policy_version, reason)
+        return manifest
+
+    def refuse(self, policy_version: int, reason: str, evidence: dict[str, Any]) -> None:
+        """Record that the gate refused the candidate."""
+        self._registry.record(
+            self._run, {"event": "refused", "policy_version": policy_version, "reason": reason, "gate": evidence}
+        )

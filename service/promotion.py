@@ -1,0 +1,90 @@
+"""Who may replace the served drafter: the trained candidate or an archived version, judged on held-out rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from drafter.acceptance import Replay
+from drafter.batch import RolloutBatch
+from drafter.gate import MIN_ROLLOUTS, Verdict, judge
+from service.lineage import CANDIDATE, Lineage
+from service.scoring import replay_with
+from service.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """The outcome for one challenger. `version` is CANDIDATE or an archived version."""
+
+    version: str
+    verdict: Verdict
+    challenger: Replay
+    incumbent: Replay
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The evidence, as the manifest and the history keep it."""
+        verdict = self.verdict
+        return {
+            "gain": verdict.gain,
+            "low": verdict.low,
+            "high": verdict.high,
+            "rollouts": verdict.rollouts,
+            "alpha_candidate": self.challenger.alpha,
+            "alpha_served": self.incumbent.alpha,
+        }
+
+    @property
+    def paired_difference(self) -> float:
+        """Mean over rollouts of the challenger's α minus the incumbent's: what the drift baseline moves by."""
+        counted = self.incumbent.rounds > 0
+        tokens = self.challenger.tokens[counted]
+        return float(np.mean(tokens / self.challenger.rounds[counted] - tokens / self.incumbent.rounds[counted]))
+
+
+def contest(
+    settings: Settings,
+    lineage: Lineage,
+    evidence: Sequence[RolloutBatch],
+    embed_tokens: Tensor,
+    versions: Sequence[str],
+) -> list[Contest]:
+    """Judge each of `versions` against the served drafter on the same rollouts, best lower bound first.
+
+    Without a served drafter the incumbent is plain decoding: one token a round.
+    """
+
+    def replay_all(version: str) -> Replay:
+        drafter = lineage.candidate if version == CANDIDATE else lineage.version(version)
+        return Replay.concat(
+            [replay_with(drafter, embed_tokens, batch, settings.depth, settings.drafting) for batch in evidence]
+        )
+
+    challengers = {version: replay_all(version) for version in versions}
+    served = lineage.served()
+    if served is not None:
+        incumbent = replay_all(served.version)
+    else:
+        incumbent = _without_drafter(next(iter(challengers.values())))
+    outcomes = []
+    for version, challenger in challengers.items():
+        verdict = judge(
+            challenger,
+            incumbent,
+            min_gain=settings.gate_min_gain,
+            confidence=settings.gate_confidence,
+            min_rollouts=min(settings.gate_rollouts, MIN_ROLLOUTS),
+        )
+        outcomes.append(Contest(version, verdict, challenger, incumbent))
+    return sorted(outcomes, key=lambda c: (c.verdict.promote, c.verdict.low), reverse=True)
+
+
+def _without_drafter(found: Replay) -> Replay:
+    """What plain decoding does with the same rollouts: one token a round."""
+    nothing = np.zeros_like(found.accepted)
+    return Replay(found.tokens, found.tokens.copy(), np.zeros_like(found.rounds), nothing, nothing.copy())

@@ -1,0 +1,126 @@
+"""The worker's bounded memory of recent rollouts: what it trains on again, and the held-out rollouts for the gate.
+
+One rollout in N, chosen by a hash of its id and so the same one after any restart, is never trained on. Batches are
+kept as the files they came in (`runs/<run>/worker/recent/`); the newest `capacity_tokens` of them stay.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from drafter.batch import RolloutBatch, load_batch
+
+
+def is_held_out(rollout_id: str, one_in: int) -> bool:
+    """True for about one id in `one_in`, for ever the same ones. 0 holds none out."""
+    return one_in > 0 and zlib.crc32(rollout_id.encode()) % one_in == 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBatch:
+    """One batch in memory-mapped form, its training rollouts told from its held-out ones."""
+
+    name: str  # file name inside the directory of recent batches
+    batch: RolloutBatch
+    train: tuple[int, ...]  # indices of rollouts
+    held_out: tuple[int, ...]
+
+    @property
+    def policy_version(self) -> int:
+        """The policy that generated it."""
+        return self.batch.policy_version
+
+
+class RecentRollouts:
+    """Newest batches, oldest first."""
+
+    def __init__(self, directory: Path, *, capacity_tokens: int, holdout_one_in: int) -> None:
+        self._directory = directory
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._capacity_tokens = capacity_tokens
+        self._holdout_one_in = holdout_one_in
+        self._kept: list[KeptBatch] = []
+        self._unsettled: dict[str, Path] = {}  # name -> where the spool still holds the file
+        self._dropped: list[str] = []
+
+    def add(self, path: Path, batch: RolloutBatch) -> KeptBatch:
+        """Take in a batch whose file still lies in the spool; `settle` moves it here."""
+        kept = self._keep(path.name, batch)
+        self._unsettled[path.name] = path
+        while len(self._kept) > 1 and sum(k.batch.tokens for k in self._kept) > self._capacity_tokens:
+            self._dropped.append(self._kept.pop(0).name)
+        return kept
+
+    def _keep(self, name: str, batch: RolloutBatch) -> KeptBatch:
+        held_out = tuple(i for i, r in enumerate(batch.rollout_ids) if is_held_out(r, self._holdout_one_in))
+        train = tuple(i for i in range(batch.rollouts) if i not in set(held_out))
+        kept = KeptBatch(name, batch, train, held_out)
+        self._kept.append(kept)
+        return kept
+
+    def names(self) -> list[str]:
+        """What a checkpoint must list to be able to `restore`."""
+        return [kept.name for kept in self._kept]
+
+    def settle(self) -> None:
+        """After a checkpoint that lists `names()`: move new files out of the spool, delete what nothing lists now."""
+        for name, path in self._unsettled.items():
+            if path.exists():
+                path.rename(self._directory / name)
+        self._unsettled.clear()
+        for name in self._dropped:
+            (self._directory / name).unlink(missing_ok=True)
+        self._dropped.clear()
+
+    def restore(self, names: Sequence[str], spool: Path) -> None:
+        """Load what a checkpoint listed, from here or, if the crash came before `settle`, from the spool."""
+        for name in names:
+            path = next((p for p in (self._directory / name, spool / name) if p.exists()), None)
+            if path is not None:
+                self._keep(name, load_batch(path))
+                if path.parent == spool:
+                    self._unsettled[name] = path
+        for stray in self._directory.iterdir():
+            if stray.name not in names:
+                stray.unlink()
+
+    def held_out(self, rollouts: int) -> list[RolloutBatch]:
+        """Held-out rollouts of the newest policies, newest batch first, until at least `rollouts` are together."""
+        found: list[RolloutBatch] = []
+        for kept in sorted(self._kept, key=lambda k: -k.policy_version):
+            if kept.held_out:
+                found.append(kept.batch.select(kept.held_out))
+                rollouts -= len(kept.held_out)
+            if rollouts <= 0:
+                break
+        return found
+
+    def train_steps(self, newest: Sequence[KeptBatch], *, steps: int, step_tokens: int, seed: int) -> Iterator[
+        list[RolloutBatch]
+    ]:  # fmt: skip
+        """Yield what each optimizer step trains on: about half from the newest batches, half from one older batch."""
+        rng = np.random.default_rng(seed)
+        new = [k for k in newest if k.train]
+        old = [k for k in self._kept if k.train and k not in new]
+        for _ in range(steps):
+            drawn: list[RolloutBatch] = []
+            if new:
+                share = step_tokens // 2 if old else step_tokens
+                drawn.append(_draw(new[rng.integers(len(new))], share, rng))
+            if old:
+                drawn.append(_draw(old[rng.integers(len(old))], step_tokens // 2, rng))
+            if drawn:
+                yield drawn
+
+
+def _draw(kept: KeptBatch, tokens: int, rng: np.random.Generator) -> RolloutBatch:
+    """Random whole rollouts of one batch, at least one, up to about `tokens`."""
+    lengths = np.diff(kept.batch.cu_seqlens.numpy())
+    order = rng.permutation(np.asarray(kept.train))
+    count = int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1
+    return kept.batch.select(sorted(int(i) for i in order[:count]))

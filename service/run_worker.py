@@ -1,0 +1,384 @@
+"""The worker's loop for one run: claim, test, train, judge, publish, checkpoint, acknowledge.
+
+Invariants
+* A batch is scored before it is trained on.
+* Entries are acknowledged only after a checkpoint that holds their effect, so a worker killed at any line goes on from
+  its last checkpoint and sees the rest again: each rollout's effect is in the optimizer exactly once.
+* What is served changes only through the gate, an archived version that proved better, or a person.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from drafter.acceptance import Replay
+from drafter.batch import RolloutBatch, load_batch, screen
+from drafter.errors import BatchRejected
+from rl_hooks.wire import MappedFile, WireError
+from service.checkpoint import WorkerCheckpoint
+from service.controller import Action, Controller, Decision, Economy
+from service.drift import DriftMonitor, DriftReading, DriftState
+from service.layout import Layout
+from service.lineage import CANDIDATE, Lineage
+from service.promotion import Contest, contest
+from service.queue import EndState, Entry, RolloutQueue
+from service.recent import KeptBatch, RecentRollouts
+from service.scoring import Scores, score
+from service.settings import Settings
+from service.store import Store
+from service.target import Target
+
+log = logging.getLogger("draftalign.worker")
+
+#: One consumer name per run: a restarted worker finds its own unfinished entries at once.
+CONSUMER = "worker"
+
+
+@dataclass
+class Totals:
+    """Counters that survive restarts."""
+
+    trained_tokens: int = 0
+    train_seconds: float = 0.0
+    published: int = 0
+    refused: int = 0
+    batches: int = 0
+    rounds: dict[str, float] = field(default_factory=dict)
+    round_tokens: dict[str, float] = field(default_factory=dict)
+
+
+class RunWorker:
+    """Everything that happens to one run."""
+
+    def __init__(self, settings: Settings, layout: Layout, queue: RolloutQueue, store: Store, run: str) -> None:
+        self.run = run
+        self._settings = settings
+        self._layout = layout
+        self._queue = queue
+        self._store = store
+        self._target = Target.open(layout, run)
+        self._lineage = Lineage(settings, layout, run, self._target)
+        self._recent = RecentRollouts(
+            layout.worker(run) / "recent",
+            capacity_tokens=settings.recent_tokens,
+            holdout_one_in=settings.holdout_one_in,
+        )
+        self._checkpoint = WorkerCheckpoint(layout.worker(run))
+        self._economy = Economy(worker_cost=settings.worker_cost)
+        self._controller = Controller()
+        self._drift = DriftMonitor()
+        self._drift_reading: DriftReading | None = None
+        self._totals = Totals()
+        self._counts = torch.zeros(self._target.embed_tokens.shape[0], dtype=torch.int64)  # [V], until a vocabulary is
+        self._waiting: list[tuple[Entry, RolloutBatch]] = []  # batches seen before the vocabulary exists
+        self._done: list[tuple[Entry, EndState]] = []  # processed, to be acknowledged by the next checkpoint
+        self._applied: set[str] = set()  # batches whose effect the last checkpoint holds
+        self._drafter_of: dict[str, str] = {}  # entry -> version that served its rollouts, where the trainer knew
+        self._versions_seen: list[tuple[float, int]] = []  # (arrival seconds, policy version)
+        self._last_checkpoint = time.monotonic()
+        self._backlog = True  # until nothing is left of what an earlier life of this worker had in hand
+        queue.ensure_group()
+        self._resume()
+
+    @property
+    def pending(self) -> list[str]:
+        """Entries in hand, for the heartbeat."""
+        return [entry.entry_id for entry, _ in self._done] + [entry.entry_id for entry, _ in self._waiting]
+
+    # --- start
+    def _resume(self) -> None:
+        if self._checkpoint.newest() is None:
+            self._lineage.begin()
+            return
+        state = self._checkpoint.restore(self._lineage.take_up(self._checkpoint.drafter(self._target.embed_tokens)))
+        self._controller = Controller.from_json(state["controller"])
+        self._drift = DriftMonitor(state=DriftState.from_json(state["drift"]))
+        self._totals = Totals(**state["totals"])
+        self._applied = set(state["applied"])
+        self._recent.restore(state["recent"], self._layout.spool(self.run))
+        log.info("%s: resumed after %d batches, %d tokens trained", self.run, self._totals.batches,
+                 self._totals.trained_tokens)  # fmt: skip
+
+    # --- one turn
+    def cycle(self) -> bool:
+        """Do one claim's worth of work; False when there was nothing to do."""
+        entries = self._claim()
+        fresh: list[tuple[Entry, RolloutBatch]] = []
+        for entry in entries:
+            batch = self._admit(entry)
+            if batch is not None:
+                fresh.append((entry, batch))
+        if self._lineage.trainer is None:
+            fresh = self._gather_vocabulary(fresh)
+        if fresh:
+            self._learn_from(fresh)
+        due = time.monotonic() - self._last_checkpoint >= self._settings.checkpoint_seconds
+        # A suspect is not left unacknowledged while others are worked on: its next death would count against them.
+        if self._done and (due or self._backlog or any(entry.suspect for entry in entries)):
+            self.save()
+        return bool(entries)
+
+    def _claim(self) -> list[Entry]:
+        """What an earlier life of this worker left unfinished, then what is new."""
+        if self._backlog:
+            entries = self._queue.own_pending(CONSUMER)
+            self._backlog = bool(entries)
+            if entries:
+                return entries
+        return self._queue.claim(
+            CONSUMER, self._settings.claim_tokens, min_idle_seconds=self._settings.claim_idle_seconds
+        )
+
+    def _admit(self, entry: Entry) -> RolloutBatch | None:
+        """Load and screen one entry; None when it ended here (duplicate effect, stale, dead)."""
+        if entry.batch_id in self._applied:
+            self._queue.ack(entry, "trained")
+            return None
+        self._note_arrival(entry)
+        newest = max(v for _, v in self._versions_seen)
+        lag = self._settings.max_policy_lag
+        if lag is not None and newest - entry.policy_version_max > lag:
+            self._queue.ack(entry, "skipped", f"{newest - entry.policy_version_max} policy versions old; limit {lag}")
+            self._layout.blob(self.run, entry.blob).unlink(missing_ok=True)
+            return None
+        try:
+            path = self._layout.blob(self.run, entry.blob)
+            self._drafter_of[entry.entry_id] = MappedFile(path).header.metadata.get("drafter_version", "")
+            batch = load_batch(path)
+            screen(batch)
+        except FileNotFoundError:
+            self._bury(entry, "its file is gone from the spool")
+            return None
+        except (WireError, BatchRejected) as error:
+            self._bury(entry, str(error))
+            return None
+        return batch
+
+    def _bury(self, entry: Entry, reason: str) -> None:
+        log.warning("%s: batch %s is dead: %s", self.run, entry.batch_id, reason)
+        self._queue.dead_letter(entry, reason)
+        self._layout.blob(self.run, entry.blob).unlink(missing_ok=True)
+
+    def _note_arrival(self, entry: Entry) -> None:
+        arrival = float(entry.entry_id.partition("-")[0]) / 1000.0  # stream ids begin with Unix milliseconds
+        if not self._versions_seen or entry.policy_version > self._versions_seen[-1][1]:
+            self._versions_seen = [*self._versions_seen[-15:], (arrival, entry.policy_version)]
+
+    def _version_seconds(self) -> float | None:
+        """Mean time between policy versions, by the arrival of their rollouts."""
+        if len(self._versions_seen) < 2:
+            return None
+        (t0, v0), (t1, v1) = self._versions_seen[0], self._versions_seen[-1]
+        return max(0.0, t1 - t0) / (v1 - v0)
+
+    def _gather_vocabulary(self, fresh: list[tuple[Entry, RolloutBatch]]) -> list[tuple[Entry, RolloutBatch]]:
+        """Count tokens of the first rollouts; once they are enough, begin from scratch and hand all of them on."""
+        for _, batch in fresh:
+            self._counts += torch.bincount(batch.input_ids[batch.loss_mask], minlength=self._counts.numel())
+        self._waiting += fresh
+        if int(self._counts.sum()) < self._settings.vocab_min_tokens:
+            return []
+        self._lineage.begin_from_scratch(self._counts)
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    # --- test, train, judge
+    def _learn_from(self, fresh: Sequence[tuple[Entry, RolloutBatch]]) -> None:
+        newest: list[KeptBatch] = []
+        decision = Decision(Action.IDLE, "nothing to train on")
+        scored: list[tuple[Entry, Scores]] = []
+        for entry, batch in fresh:
+            scores = self._test(entry, batch)
+            if scores is None:
+                continue
+            newest.append(self._recent.add(self._layout.blob(self.run, entry.blob), batch))
+            scored.append((entry, scores))
+            self._done.append((entry, "trained"))
+        if scored:
+            decision = self._controller.decide(self._economy, scored[-1][1].alpha("served"))
+            seconds = 0.0 if decision.action is Action.IDLE else self._train(newest)
+            outcome = self._judge(
+                newest,
+                scored[-1][1].record["best_version"],
+                trained=decision.action is not Action.IDLE,
+                train_seconds=seconds,
+            )
+            self._record(scored, decision, seconds, outcome)
+
+    def _test(self, entry: Entry, batch: RolloutBatch) -> Scores | None:
+        """Score a batch and check its features against its log-probabilities; None when it is dead."""
+        policy = self._target.at(batch.policy_version, torch.device(self._settings.device))
+        gap, checked = policy.head.logprob_gap(batch)
+        if checked and not gap <= self._settings.logprob_gap_nats:
+            self._bury(entry, self._gap_reason(gap))
+            return None
+        served = self._lineage.served()
+        current = served.version if served else None
+        by = self._lineage.known(self._drafter_of.pop(entry.entry_id, "")) or current
+        scores = score(
+            batch,
+            self._lineage.roles(by, current),
+            policy.embed_tokens,
+            depth=self._settings.depth,
+            drafting=self._settings.drafting,
+        )
+        scores.record.update(
+            {
+                "batch_id": entry.batch_id,
+                "drafter_version": current,
+                "logprob_gap": gap if checked else None,
+            }
+        )
+        return scores
+
+    def _gap_reason(self, gap: float) -> str:
+        return (
+            f"log-probabilities disagree with the features by {gap:.3g} nats on average (limit "
+            f"{self._settings.logprob_gap_nats:g}): a state taken before the final norm, a wrong layer order, a stale "
+            "head, a wrong temperature or a shifted mask; compare logprobs[t] with last_hidden[t-1] @ lm_head"
+        )
+
+    def _train(self, newest: Sequence[KeptBatch]) -> float:
+        """Train on the newest batches mixed with recent ones; returns the seconds it took."""
+        trainer = self._lineage.trainer
+        if trainer is None:
+            raise RuntimeError("the lineage has not begun")
+        started = time.perf_counter()
+        tokens = sum(kept.batch.tokens for kept in newest)
+        steps = max(1, round(self._settings.train_passes * tokens / self._settings.train_step_tokens))
+        drawn = self._recent.train_steps(
+            newest,
+            steps=steps,
+            step_tokens=self._settings.train_step_tokens,
+            seed=self._settings.seed * 1_000_003 + self._totals.batches,
+        )
+        device = torch.device(self._settings.device)
+        for batches in drawn:
+            heads = [self._target.at(b.policy_version, device) for b in batches]
+            trainer.drafter.embed_tokens = heads[0].embed_tokens
+            report = trainer.step([(b, h.head) for b, h in zip(batches, heads, strict=True)])
+            self._totals.trained_tokens += report.response_tokens
+        seconds = time.perf_counter() - started
+        self._totals.train_seconds += seconds
+        return seconds
+
+    def _judge(
+        self, newest: Sequence[KeptBatch], best_version: str | None, *, trained: bool, train_seconds: float
+    ) -> Contest | None:
+        """Let the gate compare candidate and, where it scored best, an archived version with the served drafter."""
+        served = self._lineage.served()
+        versions = [CANDIDATE] if trained else []
+        if best_version not in (None, CANDIDATE, served.version if served else None):
+            versions.append(str(best_version))
+        evidence = self._recent.held_out(self._settings.gate_rollouts)
+        if not versions or not evidence:
+            return None
+        policy_version = max(kept.policy_version for kept in newest)
+        policy = self._target.at(policy_version, torch.device(self._settings.device))
+        outcomes = contest(self._settings, self._lineage, evidence, policy.embed_tokens, versions)
+        winner = outcomes[0]
+        if winner.verdict.promote:
+            self._lineage.promote(winner.version, policy_version, winner.verdict.reason, winner.facts)
+            self._totals.published += 1
+            self._drift.hand_over(winner.paired_difference)
+        candidate = next((o for o in outcomes if o.version == CANDIDATE), None)
+        if candidate is not None:
+            if not candidate.verdict.promote:
+                self._lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
+                self._totals.refused += 1
+            gain = candidate.verdict.gain
+            self._controller.learn(
+                self._economy,
+                gain=gain if math.isfinite(gain) else 0.0,
+                train_seconds=train_seconds,
+                version_seconds=self._version_seconds(),
+            )
+        return winner
+
+    def _record(
+        self, scored: Sequence[tuple[Entry, Scores]], decision: Decision, seconds: float, outcome: Contest | None
+    ) -> None:
+        for entry, scores in scored:
+            scores.record.update({"action": decision.action.value, "train_seconds": seconds / len(scored)})
+            self._store.put_score(entry.batch_id, scores.record)
+            self._totals.batches += 1
+            self._watch(scores.replays.get("served"))
+            for name, found in scores.replays.items():
+                sums = found.total()
+                self._totals.rounds[name] = self._totals.rounds.get(name, 0.0) + float(sums["rounds"])
+                self._totals.round_tokens[name] = self._totals.round_tokens.get(name, 0.0) + float(sums["tokens"])
+        alpha = scored[-1][1].alpha("served")
+        log.info(
+            "%s: policy %d  served α %s  %s: %s%s",
+            self.run,
+            scored[-1][1].record["policy_version"],
+            "-" if alpha is None else f"{alpha:.3f}",
+            decision.action.value,
+            decision.reason,
+            "" if outcome is None else f"; gate: {outcome.verdict.reason}",
+        )
+        self._publish_gauges(decision)
+
+    def _watch(self, served: Replay | None) -> None:
+        """Feed the drift monitor the served drafter's rollouts, scored before anything was trained on them."""
+        if served is None:
+            return
+        for reading in self._drift.observe(served.tokens.tolist(), served.rounds.tolist()):
+            self._drift_reading = reading
+            if reading.alarm:
+                log.warning("%s: α of the served drafter drifts down: %s", self.run, reading)
+
+    def _publish_gauges(self, decision: Decision) -> None:
+        lanes = {} if self._drift_reading is None else self._drift_reading.lanes
+        self._store.set_worker(
+            {
+                "heartbeat": time.time(),
+                "action": decision.action.value,
+                "action_reason": decision.reason,
+                "trained_tokens_total": self._totals.trained_tokens,
+                "train_seconds_total": self._totals.train_seconds,
+                "published_total": self._totals.published,
+                "refused_total": self._totals.refused,
+                "rounds_total": self._totals.rounds,
+                "round_tokens_total": self._totals.round_tokens,
+                "drift": {n: {"statistic": lane.statistic, "limit": lane.limit} for n, lane in lanes.items()},
+            }
+        )
+
+    # --- checkpoint, then acknowledge
+    def save(self) -> None:
+        """Write a checkpoint and acknowledge what it holds."""
+        if self._lineage.trainer is None:
+            return
+        self._applied = {entry.batch_id for entry, _ in self._done}
+        self._checkpoint.save(
+            self._lineage.trainer,
+            {
+                "controller": self._controller.to_json(),
+                "drift": self._drift.state.to_json(),
+                "totals": _plain(self._totals),
+                "applied": sorted(self._applied),
+                "recent": self._recent.names(),
+            },
+        )
+        self._recent.settle()
+        for entry, state in self._done:
+            self._queue.ack(entry, state)
+        self._done.clear()
+        self._last_checkpoint = time.monotonic()
+
+    def close(self) -> None:
+        """Checkpoint before an orderly stop, and say that what is still in hand did no harm."""
+        self.save()
+        self._queue.release(CONSUMER, [entry for entry, _ in self._waiting])
+
+
+def _plain(totals: Totals) -> dict[str, Any]:
+    return dict(vars(totals))

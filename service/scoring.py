@@ -1,0 +1,91 @@
+"""Test before training: what every drafter would have had on a batch, from the batch alone.
+
+One record per batch (docs/architecture.md, "Score record"). Only sums are kept, so that pooling over batches is exact.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from drafter.acceptance import Replay
+from drafter.batch import RolloutBatch
+from drafter.model import Eagle3Drafter
+from drafter.ngram import ngram_replay
+from drafter.replay import Drafting, replay
+from service.alpha import drafter_sums
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Replays of one batch by name (`served`, `candidate`, `frozen`, `ngram`, `best`) and its score record."""
+
+    replays: Mapping[str, Replay]
+    record: dict[str, Any]
+
+    def alpha(self, name: str) -> float | None:
+        """Replay α, None when the drafter was not there or the batch had no round."""
+        found = self.replays.get(name)
+        return None if found is None or math.isnan(found.alpha) else found.alpha
+
+    @property
+    def regret(self) -> float | None:
+        """α of the best drafter that could be served, minus α of the served one."""
+        best, served = self.alpha("best"), self.alpha("served")
+        return None if best is None or served is None else best - served
+
+
+def replay_with(
+    drafter: Eagle3Drafter, embed_tokens: Tensor, batch: RolloutBatch, depth: int, drafting: Drafting
+) -> Replay:
+    """Replay with the embedding of the batch's policy: engines let the drafter share the target's live embedding."""
+    drafter.embed_tokens = embed_tokens
+    return replay(drafter, batch, depth=depth, drafting=drafting)
+
+
+def score(
+    batch: RolloutBatch,
+    drafters: Mapping[str, tuple[str, Eagle3Drafter]],
+    embed_tokens: Tensor,
+    *,
+    depth: int,
+    drafting: Drafting,
+) -> Scores:
+    """Score a batch with every drafter of `drafters`: role -> (version, drafter).
+
+    Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only.
+    """
+    by_version: dict[str, Replay] = {}
+    replays: dict[str, Replay] = {"ngram": ngram_replay(batch, depth=depth)}
+    for role, (version, drafter) in drafters.items():
+        if version not in by_version:
+            by_version[version] = replay_with(drafter, embed_tokens, batch, depth, drafting)
+        if role in ("served", "candidate", "frozen"):
+            replays[role] = by_version[version]
+    best_version = max(by_version, key=lambda v: _or_zero(by_version[v].alpha), default=None)
+    if best_version is not None:
+        replays["best"] = by_version[best_version]
+    record: dict[str, Any] = {n: drafter_sums(found.tokens, found.rounds) for n, found in replays.items()}
+    response = batch.logprobs[batch.loss_mask]
+    rewards = batch.rewards or ()
+    record |= {
+        "policy_version": batch.policy_version,
+        "rollouts": batch.rollouts,
+        "tokens": int(batch.response_tokens),
+        "best_version": best_version,
+        "logprob_sum": float(response.double().sum()),
+        "logprob_tokens": int(response.numel()),
+        "reward_sum": math.fsum(rewards),
+        "reward_count": len(rewards),
+        "created": time.time(),
+    }
+    return Scores(replays, record)
+
+
+def _or_zero(alpha: float) -> float:
+    return 0.0 if math.isnan(alpha) else alpha

@@ -1,0 +1,120 @@
+"""The target of one run as the worker sees it: what PUT /runs said, and the head and embedding of each policy version.
+
+Heads arrive now and then (`PUT /runs/{run}/head`). A batch of policy version v is scored and trained with the newest
+head that is not newer than v. With tied embeddings a full head is the embedding as well; engines share the target's
+live embedding with the drafter, so the worker must move with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter.target import TargetHead
+from rl_hooks.wire import MappedFile
+from service.errors import WorkerError
+from service.layout import Layout
+
+_KEPT_HEADS = 8
+
+
+def read_tensor(file: MappedFile, name: str) -> Tensor:
+    """One float tensor of a mapped file as an fp32 copy."""
+    array = torch.from_numpy(np.array(file.array(name)))  # a copy: the map is read-only
+    if file.header.tensors[name].dtype == "BF16":
+        array = array.view(torch.bfloat16)
+    return array.to(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyHead:
+    """Head and embedding in force at some policy version."""
+
+    policy_version: int
+    embed_tokens: Tensor  # [V, Ht] fp32
+    head: TargetHead
+
+
+class Target:
+    """The target of a run. `config` is the target's transformers configuration."""
+
+    def __init__(self, layout: Layout, run: str) -> None:
+        self._layout = layout
+        self._run = run
+        self._file = MappedFile(layout.target(run))
+        metadata = self._file.header.metadata
+        self.config: Mapping[str, Any] = json.loads(metadata["config"])
+        self.aux_layers: tuple[int, ...] = tuple(json.loads(metadata["aux_layers"])["layers"])
+        self.policy_version = int(metadata.get("policy_version", "0"))
+        self.draft_vocab_size = int(metadata["draft_vocab_size"]) if "draft_vocab_size" in metadata else None
+        self.embed_tokens = read_tensor(self._file, "embed_tokens")  # [V, Ht]
+        self.tied = "lm_head" not in self._file
+        self._heads: dict[int, PolicyHead] = {}
+
+    @classmethod
+    def open(cls, layout: Layout, run: str) -> Self:
+        """Read a registered run; WorkerError when its file is not what PUT /runs accepts."""
+        try:
+            return cls(layout, run)
+        except (KeyError, ValueError, OSError) as error:
+            raise WorkerError(f"run {run!r} cannot be opened: {error}; PUT /runs/{run} again") from error
+
+    @property
+    def initial_drafter(self) -> dict[str, Tensor] | None:
+        """Tensors of the drafter that came with the run, by canonical name, or None."""
+        names = [n for n in self._file.header.tensors if n.startswith("drafter.")]
+        if not names:
+            return None
+        return {n.removeprefix("drafter."): _as_stored(self._file, n) for n in names}
+
+    @property
+    def initial_drafter_config(self) -> dict[str, Any]:
+        """The configuration that came with `initial_drafter`."""
+        config: dict[str, Any] = json.loads(self._file.header.metadata["drafter_config"])
+        return config
+
+    def lm_head(self) -> Tensor:
+        """The registered head, [V, Ht] fp32."""
+        return self.embed_tokens if self.tied else read_tensor(self._file, "lm_head")
+
+    def at(self, policy_version: int, device: torch.device) -> PolicyHead:
+        """The newest head that is not newer than `policy_version`."""
+        available = [v for v in self._received() if v <= policy_version]
+        version = max(available, default=-1)
+        if version not in self._heads:
+            self._heads[version] = self._load(version, device)
+            while len(self._heads) > _KEPT_HEADS:
+                del self._heads[min(self._heads)]
+        return self._heads[version]
+
+    def forget_before(self, policy_version: int) -> None:
+        """Delete received heads that no batch of `policy_version` or later can need."""
+        older = sorted(v for v in self._received() if v <= policy_version)
+        for version in older[:-1]:
+            self._layout.head(self._run, version).unlink(missing_ok=True)
+
+    def _received(self) -> list[int]:
+        return [int(p.stem) for p in self._layout.heads(self._run).glob("*.safetensors") if p.stem.isdigit()]
+
+    def _load(self, version: int, device: torch.device) -> PolicyHead:
+        if version < 0:
+            head = TargetHead(self.lm_head().to(device), self.policy_version)
+            return PolicyHead(self.policy_version, self.embed_tokens.to(device), head)
+        file = MappedFile(self._layout.head(self._run, version))
+        rows = read_tensor(file, "lm_head").to(device)
+        ids = torch.from_numpy(np.array(file.array("ids"))).long() if "ids" in file else None
+        embed = rows if self.tied and ids is None else self.embed_tokens.to(device)
+        return PolicyHead(version, embed, TargetHead(rows, version, ids))
+
+
+def _as_stored(file: MappedFile, name: str) -> Tensor:
+    dtype = file.header.tensors[name].dtype
+    if dtype in ("BF16", "F16", "F32"):
+        return read_tensor(file, name)
+    return torch.from_numpy(np.array(file.array(name)))

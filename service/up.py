@@ -1,0 +1,37 @@
+"""`draftalign up`: embedded Valkey (unless a Redis is given), API and worker under one parent."""
+
+from __future__ import annotations
+
+import logging
+
+from service.cli import port_is_free
+from service.errors import ConfigurationError
+from service.settings import Settings
+from service.supervisor import Child, Supervisor
+from service.valkey import EmbeddedValkey
+
+log = logging.getLogger("draftalign.up")
+
+
+def run_up(settings: Settings) -> None:
+    """Run until SIGINT or SIGTERM, then end every part in order."""
+    if settings.port and not port_is_free(settings.host, settings.port):
+        raise ConfigurationError(
+            f"port {settings.port} on {settings.host} is taken; stop what listens there or choose another with --port"
+        )
+    environment = {
+        "DRAFTALIGN_STATE_DIR": str(settings.state_dir),
+        "DRAFTALIGN_PORT": str(settings.port),
+        "OMP_NUM_THREADS": "1",
+    }
+    children: list[Child] = []
+    if settings.redis_url is None:
+        valkey = EmbeddedValkey(settings.state_dir)
+        children.append(Child("valkey", ["service.valkey", str(settings.state_dir)]))
+        environment["DRAFTALIGN_REDIS_URL"] = valkey.url
+    else:
+        environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
+    children.append(Child("api", ["service.cli", "serve"], environment))
+    children.append(Child("worker", ["service.cli", "worker"], environment))
+    log.info("page and API at http://%s:%d/", settings.host, settings.port)
+    Supervisor(children).run()

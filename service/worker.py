@@ -1,0 +1,155 @@
+"""The worker process: serves every registered run in turn, holds a lease on each, and says that it is alive.
+
+One worker trains one run at a time: two would pull the same drafter apart. The lease is a key with an expiry, renewed
+by the heartbeat thread; a second worker waits for it and takes over when the first one dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from redis import Redis
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from drafter.errors import DrafterError
+from service.errors import ConfigurationError, ServiceError
+from service.layout import Layout
+from service.queue import Keys, RolloutQueue
+from service.run_worker import CONSUMER, RunWorker
+from service.settings import Settings
+from service.store import Store
+
+log = logging.getLogger("draftalign.worker")
+
+_LEASE_SECONDS = 15.0
+_BEAT_SECONDS = 3.0
+_IDLE_SECONDS = 0.05
+_RETRY_SECONDS = 0.5
+_LOOK_FOR_RUNS_SECONDS = 1.0
+
+
+class Worker:
+    """All runs of one service."""
+
+    def __init__(self, settings: Settings, redis: Redis) -> None:
+        self._settings = settings
+        self._redis: Any = redis
+        self._layout = Layout(settings.state_dir)
+        self._runs: dict[str, RunWorker] = {}
+        self._refused: dict[str, float] = {}  # run -> when to try it again
+        self._name = uuid.uuid4().hex
+        self._lost: set[str] = set()  # runs whose lease another worker took while this one was stopped
+        self._looked = 0.0
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Finish the batch in hand, checkpoint, and return from `serve`."""
+        self._stop.set()
+
+    def serve(self) -> None:
+        """Work until `stop`. Redis going away is waited out; nothing in hand is lost by it."""
+        beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        beat.start()
+        while not self._stop.is_set():
+            try:
+                if not self._turn():
+                    self._stop.wait(_IDLE_SECONDS)
+            except RedisError as error:
+                log.warning("Redis does not answer (%s); trying again", error)
+                self._stop.wait(_RETRY_SECONDS)
+            except OSError as error:
+                log.error("%s; nothing was acknowledged, trying again", error)
+                self._stop.wait(10 * _RETRY_SECONDS)
+        self._close()
+
+    def _turn(self) -> bool:
+        self._find_runs()
+        worked = False
+        for run in list(self._runs):
+            if self._stop.is_set():
+                break
+            if run in self._lost:
+                log.warning("run %s is another worker's now", run)
+                self._lost.discard(run)
+                del self._runs[run]  # without a checkpoint: theirs is newer
+                continue
+            worked |= self._runs[run].cycle()
+        return worked
+
+    def _find_runs(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < _LOOK_FOR_RUNS_SECONDS:
+            return
+        self._looked = now
+        for run in self._layout.run_names():
+            if run in self._runs or self._refused.get(run, 0.0) > now or not self._lease(run):
+                continue
+            try:
+                self._runs[run] = RunWorker(
+                    self._settings, self._layout, RolloutQueue(self._redis, run), Store(self._redis, run), run
+                )
+                log.info("serving run %s", run)
+            except (ServiceError, DrafterError) as error:
+                log.error("run %s: %s", run, error)
+                self._refused[run] = now + 60.0
+
+    def _lease_key(self, run: str) -> str:
+        return f"{Keys(run).prefix}lease"
+
+    def _lease(self, run: str) -> bool:
+        """Take or renew the lease on a run."""
+        key, milliseconds = self._lease_key(run), int(_LEASE_SECONDS * 1000)
+        holder = self._redis.get(key)
+        if holder is None:
+            return bool(self._redis.set(key, self._name, nx=True, px=milliseconds))
+        if (holder.decode() if isinstance(holder, bytes) else holder) != self._name:
+            return False
+        self._redis.pexpire(key, milliseconds)
+        return True
+
+    def _beat(self) -> None:
+        """Renew leases, holds on entries and the sign of life, also while a long training step runs."""
+        while not self._stop.wait(_BEAT_SECONDS):
+            for run, worker in list(self._runs.items()):
+                try:
+                    if not self._lease(run):
+                        self._lost.add(run)
+                        continue
+                    RolloutQueue(self._redis, run).heartbeat(CONSUMER, worker.pending)
+                    Store(self._redis, run).set_worker({"heartbeat": time.time()})
+                except RedisError as error:
+                    log.debug("no heartbeat for %s: %s", run, error)
+
+    def _close(self) -> None:
+        for run, worker in self._runs.items():
+            try:
+                worker.close()
+                self._redis.delete(self._lease_key(run))
+            except (RedisError, OSError) as error:
+                log.warning("%s: not closed in order (%s); its entries will be delivered again", run, error)
+
+
+def connect(url: str) -> Redis:
+    """A client that waits out short interruptions."""
+    return Redis.from_url(url, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5), socket_timeout=10.0)
+
+
+def run_worker(settings: Settings, on_signal: Callable[[int, Callable[..., None]], Any] = signal.signal) -> None:
+    """Run a worker in this process until SIGTERM or SIGINT."""
+    if settings.redis_url is None:
+        raise ConfigurationError("a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
+    if settings.device == "cpu":
+        torch.set_num_threads(1)  # on shared cores, threads that wait for each other are far slower than one
+    worker = Worker(settings, connect(settings.redis_url.get_secret_value()))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        on_signal(number, lambda *_: worker.stop())
+    worker.serve()
