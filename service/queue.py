@@ -11,7 +11,7 @@ commands only. Keys and counters: docs/architecture.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -116,11 +116,10 @@ class RolloutQueue:
         """
         entries: list[Entry] = []
         tokens = 0
+        stale = self._stale(consumer, min_idle_seconds)
         try:
             while tokens < max_tokens:
-                entry = self._claim_stale(consumer, min_idle_seconds) or self._claim_new(
-                    consumer, 0.0 if entries else block_seconds
-                )
+                entry = next(stale, None) or self._claim_new(consumer, 0.0 if entries else block_seconds)
                 if entry is None:
                     break
                 entries.append(entry)
@@ -222,20 +221,22 @@ class RolloutQueue:
             )
         )
 
-    def _claim_stale(self, consumer: str, min_idle_seconds: float) -> Entry | None:
+    def _stale(self, consumer: str, min_idle_seconds: float) -> Iterator[Entry]:
+        """Take over entries that nobody renewed, one at a time, in one pass over the pending ones."""
+        cursor = "0-0"
         while True:
             reply = self._redis.xautoclaim(
-                self._keys.queue, GROUP, consumer, int(min_idle_seconds * 1000), "0-0", count=1
+                self._keys.queue, GROUP, consumer, int(min_idle_seconds * 1000), cursor, count=1
             )
-            cursor, messages = _text(reply[0]), reply[1]
-            for message in messages:
+            cursor = _text(reply[0])
+            for message in reply[1]:
                 if message[0] is None:  # Redis 6.2 hands out deleted entries as nil
                     continue
                 entry = self._delivered(message)
                 if entry is not None:
-                    return entry
-            if not messages and cursor == "0-0":
-                return None
+                    yield entry
+            if cursor == "0-0":
+                return
 
     def _claim_new(self, consumer: str, block_seconds: float) -> Entry | None:
         block = max(1, int(block_seconds * 1000)) if block_seconds > 0 else None

@@ -1,0 +1,64 @@
+"""Shared fixtures: one real Valkey per test session, an empty key space per test, and the API under real uvicorn."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: threads that share two cores wait for each other
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from service.valkey import EmbeddedValkey
+from service_fixtures import RunningService
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    """A real server on a unix socket, for the whole session."""
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(valkey: EmbeddedValkey) -> str:
+    """URL of an empty key space."""
+    with Redis.from_url(valkey.url) as client:
+        client.flushall()
+    return valkey.url
+
+
+@pytest.fixture
+def redis_client(redis_url: str) -> Iterator[Redis]:
+    """A blocking client on an empty key space."""
+    with Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+def serve(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., RunningService]]:
+    """Start the API with the settings given; every server started is stopped at the end."""
+    running: list[RunningService] = []
+
+    def start(**settings: Any) -> RunningService:
+        service = RunningService(**{"state_dir": tmp_path / "state", "redis_url": redis_url, **settings})
+        running.append(service)
+        return service
+
+    yield start
+    for service in running:
+        service.stop()
+
+
+@pytest.fixture
+def service(serve: Callable[..., RunningService]) -> RunningService:
+    """The API with default settings and the run `default` registered."""
+    started = serve()
+    started.register()
+    return started

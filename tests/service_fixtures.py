@@ -1,0 +1,184 @@
+"""The API under real uvicorn on a free port, and makers of small run, head, rollout and drafter files."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from rl_hooks import wire
+from service.api import make_server
+from service.layout import Layout
+from service.registry import Manifest, Registry
+from service.settings import Settings
+
+VOCAB, HIDDEN, LAYERS = 50, 8, (2, 4, 5)
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 8,
+    "vocab_size": VOCAB,
+}
+FINGERPRINT = wire.target_fingerprint(CONFIG, LAYERS)
+HEADERS = {"Content-Type": wire.CONTENT_TYPE}
+
+
+class RunningService:
+    """A served API, and a client for it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = Settings(**settings)
+        self.layout = Layout(self.settings.state_dir)
+        self.registry = Registry(self.layout)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = make_server(self.settings)
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._socket]})
+        self._thread.start()
+        while not self.server.started:
+            assert self._thread.is_alive(), "the server did not start"
+            time.sleep(0.005)
+        self.client = httpx.Client(base_url=self.url, timeout=20.0)
+
+    def stop(self) -> None:
+        """Stop as on SIGTERM."""
+        self.client.close()
+        self.server.handle_exit(15, None)
+        self._thread.join(20)
+        self._socket.close()
+        assert not self._thread.is_alive()
+
+    def register(self, run: str = "default", **changes: Any) -> httpx.Response:
+        return self.client.put(f"/runs/{run}", content=run_file(**changes), headers=HEADERS)
+
+    def post(self, body: bytes, run: str | None = None, **headers: str) -> httpx.Response:
+        params = {} if run is None else {"run": run}
+        return self.client.post("/rollouts", content=body, params=params, headers=HEADERS | headers)
+
+    def publish(self, run: str = "default", content: bytes = b"weights", **changes: Any) -> Manifest:
+        return publish(self.registry, run, content, **changes)
+
+    def spooled(self) -> list[Path]:
+        """Every file in the spool, uploads in progress included."""
+        return sorted(p for p in (self.layout.root / "spool").rglob("*") if p.is_file())
+
+    def raw(self, request: bytes, *, read_seconds: float = 5.0) -> bytes:
+        """Send bytes as they are and read until the server closes or falls silent."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=read_seconds) as connection:
+            connection.sendall(request)
+            reply = b""
+            try:
+                while chunk := connection.recv(65536):
+                    reply += chunk
+            except TimeoutError:
+                pass
+            return reply
+
+
+def publish(registry: Registry, run: str = "default", content: bytes = b"weights", **changes: Any) -> Manifest:
+    """Publish a drafter of two small files."""
+    staged = registry.stage(run)
+    (staged / "model.safetensors").write_bytes(content)
+    (staged / "config.json").write_text("{}")
+    facts: dict[str, Any] = {
+        "policy_version": 1,
+        "parent": None,
+        "config_fingerprint": "f" * 32,
+        "d2t_sha256": "d" * 64,
+        "aux_layers": LAYERS,
+        "alpha": {"served": 2.0},
+        "gate": None,
+    }
+    return registry.publish(run, staged, **(facts | changes))
+
+
+def joined(parts: list[bytes | memoryview]) -> bytes:
+    return b"".join(bytes(part) for part in parts)
+
+
+def f32(*shape: int) -> wire.Tensor:
+    return wire.Tensor.of(np.zeros(shape, np.float32), "F32")
+
+
+def i32(*values: int) -> wire.Tensor:
+    return wire.Tensor.of(np.array(values, np.int32), "I32")
+
+
+def run_file(
+    config: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, wire.Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """Body of PUT /runs/{run}; `tensors` and `metadata` add to or replace the defaults."""
+    config = CONFIG if config is None else config
+    meta = {
+        "format": wire.RUN_FORMAT,
+        "config": json.dumps(config),
+        "aux_layers": json.dumps({"convention": "entering", "layers": LAYERS}),
+        "target_fingerprint": wire.target_fingerprint(config, LAYERS),
+        "policy_version": "0",
+    }
+    shape = (config.get("vocab_size", 1), config.get("hidden_size", 1))
+    own = {"embed_tokens": f32(*shape), "lm_head": f32(*shape)}
+    return joined(wire.encode(own | dict(tensors or {}), meta | dict(metadata or {})))
+
+
+def head_file(policy_version: int, *, ids: list[int] | None = None, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Body of PUT /runs/{run}/head."""
+    tensors = {"lm_head": f32(VOCAB if ids is None else len(ids), HIDDEN)}
+    if ids is not None:
+        tensors["ids"] = i32(*ids)
+    meta = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version)}
+    return joined(wire.encode(tensors, meta | dict(metadata or {})))
+
+
+def rollout_tensors(lengths: tuple[int, ...] = (6, 5), hidden: int = HIDDEN) -> dict[str, wire.Tensor]:
+    """Tensors of a small valid batch: token ids count up, all but the first token of a rollout are the policy's."""
+    total = sum(lengths)
+    bounds = np.cumsum((0, *lengths)).astype(np.int32)
+    mask = np.ones(total, np.uint8)
+    mask[bounds[:-1]] = 0
+    return {
+        "input_ids": wire.Tensor.of((np.arange(total) % VOCAB).astype(np.int32), "I32"),
+        "cu_seqlens": wire.Tensor.of(bounds, "I32"),
+        "loss_mask": wire.Tensor.of(mask, "U8"),
+        "aux_hidden": wire.Tensor.of(np.zeros((total, len(LAYERS) * hidden), np.uint16), "BF16"),
+        "last_hidden": wire.Tensor.of(np.zeros((total, hidden), np.uint16), "BF16"),
+        "logprobs": f32(total),
+        "logsumexp": f32(total),
+    }
+
+
+def rollout_metadata(ids: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str, str]:
+    """Metadata of a small valid batch."""
+    facts: dict[str, Any] = {
+        "run": "default",
+        "policy_version": 3,
+        "rollout_ids": ids,
+        "target_fingerprint": FINGERPRINT,
+        "aux_layers": LAYERS,
+    }
+    return wire.rollout_metadata(**(facts | changes))
+
+
+def rollout_file(
+    ids: tuple[str, ...] = ("a", "b"),
+    *,
+    lengths: tuple[int, ...] | None = None,
+    tensors: Mapping[str, wire.Tensor | None] | None = None,
+    raw_metadata: Mapping[str, str] | None = None,
+    **metadata: Any,
+) -> bytes:
+    """A rollout file; `tensors` replaces (None removes), `raw_metadata` overrides what `metadata` made."""
+    table: dict[str, wire.Tensor | None] = dict(rollout_tensors(lengths or tuple(6 - i % 2 for i in range(len(ids)))))
+    table |= dict(tensors or {})
+    meta = rollout_metadata(ids, **metadata) | dict(raw_metadata or {})
+    return joined(wire.encode({k: v for k, v in table.items() if v is not None}, meta))
