@@ -189,9 +189,13 @@ def _backward_diagonal(
 # --- the kernel: fused on the CPU, plain matrix products elsewhere ---------------------------------------------------
 
 
+def _fused(q: Tensor) -> bool:
+    return q.device.type == "cpu"
+
+
 def _kernel_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output [B, N, L, hd] and its log-sum-exp [B, N, L] over one set of keys [B, G, S, hd]."""
-    if q.device.type == "cpu":
+    if _fused(q):
         out, lse = _cpu_forward(q, k, v, 0.0, causal, attn_mask=bias)
         return out, lse
     weights, _, v = _scores(q, k, v, causal, bias)
@@ -211,7 +215,7 @@ def _kernel_backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for q, k, v given the *merged* output and log-sum-exp."""
-    if q.device.type == "cpu":
+    if _fused(q):
         grad_q, grad_k, grad_v = _cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
         return grad_q, grad_k, grad_v
     kv_heads = k.shape[1]

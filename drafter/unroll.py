@@ -85,6 +85,9 @@ def unroll(
     pres: list[Tensor] = []
     diagonal: list[tuple[Tensor, Tensor]] = []
     for step, n in enumerate(plan.computed):
+        if not n:  # no response reaches this deep
+            pres.append(r[:0])
+            continue
         if step:
             r = r[:n]
             qkv = project_qkv(rms_norm(r, weights.hidden_norm, eps), step)
