@@ -1,0 +1,233 @@
+"""The demo's base policy: a small Qwen3 pre-trained from scratch on the text of `examples.elicit`.
+
+    python -m examples.policy --out DIR [--seed 0]      # reruns the recipe whole (about two CPU minutes)
+
+The recipe: 550 steps of the *teach* mixture (half of the answers worked), then 200 steps of the real one (one in
+fifteen), 64 sequences a step, AdamW whose learning rate falls over the last 300. Loss is on answers only: a prompt's
+operands are uniform, so nothing is to be learnt from them. The result is stored in bfloat16 and computes in float32;
+figures are measured on the stored weights. `examples/base_policy/` holds what this recipe gives with seed 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from examples import elicit
+
+#: The shipped checkpoint.
+BASE_POLICY: Final = Path(__file__).parent / "base_policy"
+#: The layers whose input an EAGLE-3 drafter of this policy reads. (2, L//2, L-3) would name layer 2 twice at L = 4.
+AUX_LAYERS: Final = (1, 2, 3)
+
+_IGNORED: Final = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the policy is pre-trained."""
+
+    teach_steps: int = 550
+    mixture_steps: int = 200
+    sequences_per_step: int = 64
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.01
+    warmup_steps: int = 30
+    decay_steps: int = 300
+    grad_clip: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a policy does on sampled prompts at temperature 1."""
+
+    prompts: int
+    reward: float
+    worked_fraction: float
+    #: Reward of the worked answers alone; nan if there are none.
+    accuracy_given_worked: float
+    #: Mean over answers, end of sequence included.
+    answer_tokens: float
+    #: Mean over the answers' tokens of the policy's entropy, in nats.
+    entropy_nats: float
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return (
+            f"reward {self.reward:.3f}, worked answers {self.worked_fraction:.1%}, accuracy given worked "
+            f"{self.accuracy_given_worked:.3f}, answer {self.answer_tokens:.1f} tokens, entropy "
+            f"{self.entropy_nats:.3f} nats per token ({self.prompts} prompts)"
+        )
+
+
+def new_policy(seed: int) -> Any:
+    """A randomly initialised `Qwen3ForCausalLM` (hidden 64, 4 layers, head size 32 so that real engines run it)."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(elicit.VOCABULARY),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        use_cache=True,
+        bos_token_id=None,
+        eos_token_id=elicit.VOCABULARY.index(elicit.EOS),
+        pad_token_id=elicit.VOCABULARY.index(elicit.PAD),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def sample_batch(tokenizer: Any, mixture: elicit.Mixture, count: int, rng: random.Random) -> tuple[Tensor, Tensor]:
+    """`count` texts as (input ids, labels), int64 [count, T], padded on the right; prompts and padding not learnt."""
+    rows = []
+    for _ in range(count):
+        operands = elicit.sample_operands(rng)
+        text = f"{elicit.prompt(operands)} {elicit.sample_answer(operands, mixture, rng)} {elicit.EOS}"
+        rows.append(torch.tensor(tokenizer(text)["input_ids"]))
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_IGNORED)
+    labels[:, : elicit.PROMPT_TOKENS] = _IGNORED
+    return ids, labels
+
+
+def pretrain(recipe: Recipe, seed: int, report: Callable[[int, float], None] | None = None) -> tuple[Any, list[float]]:
+    """Run the recipe; return the policy and the loss of every step (nats per answer token).
+
+    `report(step, loss)` is called after each step.
+    """
+    model, tokenizer = new_policy(seed), elicit.build_tokenizer()
+    model.train()
+    rng = random.Random(seed)  # noqa: S311 - text for a demo, not a secret
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
+    )
+    steps = recipe.teach_steps + recipe.mixture_steps
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / recipe.warmup_steps, max(0.05, (steps - step) / recipe.decay_steps), 1.0),
+    )
+    losses = []
+    for step in range(steps):
+        mixture = elicit.TEACH_MIXTURE if step < recipe.teach_steps else elicit.REAL_MIXTURE
+        ids, labels = sample_batch(tokenizer, mixture, recipe.sequences_per_step, rng)
+        # Right padding needs no attention mask: causal attention never looks at it.
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED
+        )
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        if report is not None:
+            report(step, losses[-1])
+    return model.eval(), losses
+
+
+def save(model: Any, directory: Path) -> None:
+    """Write config, tokenizer and weights: stored in bfloat16, declared float32, which is what they compute in."""
+    import copy
+
+    stored = copy.deepcopy(model).to(torch.bfloat16)
+    stored.config.dtype = torch.float32
+    stored.save_pretrained(directory)
+    elicit.build_tokenizer().save_pretrained(directory)
+    # save_pretrained notes the dtype of the weights; loaders must cast them up, since RL trains them.
+    _declare_float32(directory)
+
+
+def _declare_float32(directory: Path) -> None:
+    import json
+
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["dtype"] = "float32"
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def load(directory: Path = BASE_POLICY) -> tuple[Any, Any]:
+    """(model in float32 and evaluation mode, tokenizer) of a checkpoint directory."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    return model.eval(), AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+@torch.inference_mode()
+def measure(model: Any, tokenizer: Any, *, prompts: int = 512, seed: int = 1) -> Figures:
+    """Sample one answer for each of `prompts` prompts at temperature 1 and judge them."""
+    texts = elicit.sample_prompts(prompts, seed)
+    ids = tokenizer(texts, return_tensors="pt")["input_ids"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=elicit.MAX_ANSWER_TOKENS,
+        )
+    answers = output[:, ids.shape[1] :]  # [prompts, T]
+    is_eos = answers == tokenizer.eos_token_id
+    mask = is_eos.cumsum(1) - is_eos.long() == 0  # true up to and including the first end of sequence
+    logprobs = model(input_ids=output, use_cache=False).logits[:, ids.shape[1] - 1 : -1].log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)[mask].mean().item()
+    decoded = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    rewards = elicit.elicit_reward(texts, decoded)
+    worked = [reward for reward, answer in zip(rewards, decoded, strict=True) if elicit.is_worked(answer)]
+    return Figures(
+        prompts=prompts,
+        reward=sum(rewards) / prompts,
+        worked_fraction=len(worked) / prompts,
+        accuracy_given_worked=sum(worked) / len(worked) if worked else math.nan,
+        answer_tokens=mask.sum(1).float().mean().item(),
+        entropy_nats=entropy,
+    )
+
+
+def main() -> None:
+    """Rerun the recipe, print progress and figures, and keep the checkpoint if `--out` says where."""
+    parser = argparse.ArgumentParser(prog="python -m examples.policy", description=main.__doc__)
+    parser.add_argument("--out", type=Path, help="directory for the checkpoint (default: keep nothing)")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    # On shared cores more threads make so small a model slower: they wait for each other at every operation.
+    torch.set_num_threads(1)
+    recipe, began = Recipe(), time.process_time()
+    steps = recipe.teach_steps + recipe.mixture_steps
+
+    def report(step: int, loss: float) -> None:
+        if step % 50 == 0 or step == steps - 1:
+            elapsed = time.process_time() - began
+            print(f"step {step:4d}/{steps}  loss {loss:.4f} nats per token  {elapsed:6.1f} CPU-seconds", flush=True)
+
+    model, _ = pretrain(recipe, arguments.seed, report)
+    model.to(torch.bfloat16).to(torch.float32)  # what is stored is what is measured
+    print(measure(model, elicit.build_tokenizer(), prompts=2048))
+    if arguments.out is not None:
+        save(model, arguments.out)
+        print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

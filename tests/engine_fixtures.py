@@ -1,0 +1,119 @@
+"""A policy, drafters of it on disk, and engines, for the tests of the example engine."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafter.checkpoint import write_drafter
+from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.vocabulary import DraftVocabulary
+from examples import elicit, policy
+from examples.engine import Engine
+from examples.engine_sequences import Completion, Sampling
+from examples.features import Rollout, batch_of
+from examples.initial_drafter import train_initial_drafter
+
+EOS_ID = elicit.VOCABULARY.index(elicit.EOS)
+
+
+@functools.cache
+def base_policy() -> tuple[Any, Any]:
+    """The shipped policy and its tokenizer. Engines only read it, unless a test updates the weights: then copy it."""
+    return policy.load()
+
+
+def elicit_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Token ids of prompts of the task."""
+    ids: list[list[int]] = base_policy()[1](elicit.sample_prompts(count, seed))["input_ids"]
+    return ids
+
+
+def odd_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of 1 to 30 random words, whose greedy continuations differ far more than those of the task."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 31, (count,), generator=generator).tolist()
+    return [torch.randint(2, len(elicit.VOCABULARY), (n,), generator=generator).tolist() for n in lengths]
+
+
+def random_drafter(model: Any, seed: int, draft_vocab_size: int | None = None) -> Eagle3Drafter:
+    """An untrained drafter whose lm_head is the policy's: bad, but not hopeless."""
+    config = DrafterConfig.from_target(model.config.to_dict(), policy.AUX_LAYERS, draft_vocab_size)
+    vocabulary = DraftVocabulary(
+        torch.arange(config.vocab_size - config.draft_vocab_size, config.vocab_size), config.vocab_size
+    )
+    head = model.get_output_embeddings().weight.detach()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drafter = Eagle3Drafter(config, vocabulary, model.get_input_embeddings().weight.detach().clone())
+    drafter.init_from_target(head[vocabulary.ids])
+    return drafter
+
+
+def write(drafter: Eagle3Drafter, directory: Path) -> Path:
+    """The drafter's checkpoint on disk."""
+    directory.mkdir(parents=True)
+    write_drafter(directory, drafter)
+    return directory
+
+
+@functools.cache
+def trained_drafter() -> Eagle3Drafter:
+    """A drafter trained for some seconds on the shipped policy's own rollouts."""
+    model, _ = base_policy()
+    prompts = elicit_prompts(384, seed=99)
+    with engine(model) as plain:
+        done = plain.submit(prompts, Sampling(elicit.MAX_ANSWER_TOKENS, eos_id=EOS_ID)).result(timeout=60)
+    with torch.random.fork_rng(devices=[]):
+        return train_initial_drafter(
+            model, batch_of(model, rollouts(prompts, done)), depth=4, seed=0, eos_id=EOS_ID, steps=60
+        )
+
+
+def rollouts(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[Rollout]:
+    """Completions (one for each prompt) as the rollouts that `examples.features` packs."""
+    return [
+        Rollout(tuple(prompt), tuple(done.token_ids), tuple(done.logprobs))
+        for prompt, done in zip(prompts, completions, strict=True)
+    ]
+
+
+@contextmanager
+def engine(model: Any, directory: Path | None = None, **options: Any) -> Iterator[Engine]:
+    """A started engine, with the drafter of `directory` if given."""
+    served = Engine(model, policy.AUX_LAYERS, **options)
+    if directory is not None:
+        served.swap_drafter(directory, "v1")
+    served.start()
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+@contextmanager
+def meanwhile(action: Callable[[], None]) -> Iterator[list[BaseException]]:
+    """Repeat `action` in a thread while the block runs; the list holds what it raised."""
+    over = threading.Event()
+    raised: list[BaseException] = []
+
+    def repeat() -> None:
+        try:
+            while not over.is_set():
+                action()
+        except BaseException as error:  # noqa: BLE001 - the test asserts on it
+            raised.append(error)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield raised
+    finally:
+        over.set()
+        thread.join()
