@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -186,14 +187,17 @@ class FeatureCapture:
             self._take("norm", output)
 
     def _take(self, name: str, state: Any) -> None:
-        started = time.perf_counter()
+        # Dynamo traces through hooks and would break the graph at a clock.
+        compiling = torch.compiler.is_compiling()
+        started = 0.0 if compiling else time.perf_counter()
         try:
             flat = _flatten(name, state, self._shape)
             self._states[name] = flat if self._rows is None else flat.index_select(0, self._rows)
             self.firings += 1
         except Exception as error:  # noqa: BLE001 - a hook must never raise into the trainer's forward; pop raises it
             self._error = self._error or error
-        self.hook_seconds += time.perf_counter() - started
+        if not compiling:
+            self.hook_seconds += time.perf_counter() - started
 
 
 def _flatten(name: str, state: Any, shape: tuple[int, ...] | None) -> Tensor:

@@ -1,0 +1,199 @@
+"""A tiny Qwen3, ragged padded batches, and a real HTTP receiver that can also misbehave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_hooks import wire
+
+VOCAB = 61
+HIDDEN = 32
+
+
+def tiny_qwen3(layers: int = 4, *, tied: bool = True, seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        attn_implementation="eager",
+        **changes,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        # The usual initialisation makes every distribution nearly uniform, in which mistakes would drown.
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8.0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Ragged rollouts in one padded batch: prompts padded left, responses right, as TRL lays them out."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    loss_mask: torch.Tensor
+    sequences: list[list[int]]
+    prompt_lengths: list[int]
+
+
+def padded_batch(lengths: list[tuple[int, int]], seed: int = 0) -> Padded:
+    rng = np.random.default_rng(seed)
+    P, C = max(p for p, _ in lengths), max(c for _, c in lengths)
+    ids, mask, loss, sequences = [], [], [], []
+    for prompt, response in lengths:
+        tokens = rng.integers(2, VOCAB, prompt + response).tolist()
+        ids.append([0] * (P - prompt) + tokens + [0] * (C - response))
+        mask.append([0] * (P - prompt) + [1] * (prompt + response) + [0] * (C - response))
+        loss.append([0] * P + [1] * response + [0] * (C - response))
+        sequences.append(tokens)
+    return Padded(torch.tensor(ids), torch.tensor(mask), torch.tensor(loss), sequences, [p for p, _ in lengths])
+
+
+@dataclass
+class Received:
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass
+class Receiver:
+    """What arrived, and how to answer. `answer` maps a request to (status, headers, JSON body)."""
+
+    url: str
+    requests: list[Received] = field(default_factory=list)
+    expects: int = 0
+    #: Answer to `Expect: 100-continue`; None lets the body come.
+    refuse: Callable[[], tuple[int, dict[str, str], Any] | None] = lambda: None
+    answer: Callable[[Received], tuple[int, dict[str, str], Any]] = lambda _request: (202, {}, {"duplicate": False})
+    misbehave: str = ""  # "", "reset", "garbage", "slow", "silent"
+
+    def rollouts(self) -> list[Received]:
+        return [r for r in self.requests if r.path.startswith("/rollouts")]
+
+    def wait(self, count: int, seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while len(self.requests) < count:
+            assert time.monotonic() < deadline, f"{len(self.requests)} of {count} requests came"
+            time.sleep(0.01)
+
+
+@contextmanager
+def receiver(port: int = 0) -> Iterator[Receiver]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def handle_expect_100(self) -> bool:
+            state.expects += 1
+            if state.misbehave == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.close_connection = True
+                return False
+            if state.misbehave == "garbage":
+                self.wfile.write(b"\x00\xffnot http at all\r\n\r\n")
+                self.close_connection = True
+                return False
+            if state.misbehave == "slow":
+                time.sleep(3.0)
+            refusal = state.refuse()
+            if refusal is not None:
+                self._reply(*refusal)
+                self.close_connection = True
+                return False
+            if state.misbehave != "silent":
+                return super().handle_expect_100()
+            return True
+
+        def _reply(self, status: int, headers: dict[str, str], body: Any) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def _take(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            request = Received(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body)
+            status, headers, reply = state.answer(request)
+            state.requests.append(request)
+            self._reply(status, headers, reply)
+
+        do_POST = do_PUT = _take  # noqa: N815 - names that BaseHTTPRequestHandler looks for
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *args: Any) -> None:
+            pass
+
+    server = Server(("127.0.0.1", port), Handler)
+    state = Receiver(f"http://127.0.0.1:{server.server_address[1]}")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def mapped(request: Received, directory: Path) -> wire.MappedFile:
+    """A received body, as the worker would see it."""
+    path = directory / f"{len(list(directory.iterdir()))}.safetensors"
+    path.write_bytes(request.body)
+    return wire.MappedFile(path)
+
+
+def as_float(file: wire.MappedFile, name: str) -> torch.Tensor:
+    """A float tensor of a received file in float32, 8-bit features rescaled."""
+    info = file.header.tensors[name]
+    raw = torch.from_numpy(file.array(name).copy())
+    if info.dtype == "BF16":
+        return raw.view(torch.bfloat16).float()
+    if info.dtype == "F8_E4M3":
+        scale = torch.from_numpy(file.array(f"{name}_scale").copy())  # [N, A]
+        values = raw.view(torch.float8_e4m3fn).float()
+        return (values.view(len(raw), scale.shape[1], -1) * scale[:, :, None]).view(len(raw), -1)
+    return raw

@@ -1,0 +1,404 @@
+"""What DrafterHook sends, read back as the worker reads it, against the model itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from hooks_fixtures import HIDDEN, VOCAB, Padded, Receiver, as_float, free_port, mapped, padded_batch, receiver
+from hooks_fixtures import tiny_qwen3 as tiny
+from torch import nn
+
+from rl_hooks import wire
+from rl_hooks.errors import RolloutError
+from rl_hooks.hook import DrafterHook, sampling_position
+
+LENGTHS = [(3, 9), (7, 4), (1, 12), (5, 1)]
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(name="service")
+def _service() -> Iterator[Receiver]:
+    with receiver() as service:
+        yield service
+
+
+def run_once(hook: DrafterHook, model: nn.Module, batch: Padded, version: int = 3, **changes: Any) -> torch.Tensor:
+    arguments: dict[str, Any] = {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "loss_mask": batch.loss_mask,
+        "policy_version": version,
+        "temperature": TEMPERATURE,
+    }
+    with torch.no_grad(), hook.capture(**(arguments | changes)):
+        return model(batch.input_ids, attention_mask=batch.attention_mask).logits
+
+
+def sent_file(service: Receiver, hook: DrafterHook, directory: Path) -> wire.MappedFile:
+    assert hook.flush(20), hook.stats()
+    return mapped(service.rollouts()[-1], directory)
+
+
+def logprob_gap(file: wire.MappedFile, head: torch.Tensor, temperature: float) -> float:
+    """The worker's check: log p of the emitted tokens from last_hidden and the head, against `logprobs`; mean, nats."""
+    ids, mask = torch.from_numpy(file.array("input_ids").astype(np.int64)), file.array("loss_mask") == 1
+    logits = as_float(file, "last_hidden") @ head.detach().float().T / temperature
+    lse = torch.from_numpy(file.array("logsumexp").copy())
+    again = logits[:-1].gather(1, ids[1:, None])[:, 0] - lse[:-1]
+    return float((again - torch.from_numpy(file.array("logprobs").copy())[1:]).abs()[mask[1:]].mean())
+
+
+def normaliser_gap(file: wire.MappedFile, head: torch.Tensor, temperature: float) -> float:
+    mask = file.array("loss_mask") == 1
+    lse = torch.logsumexp(as_float(file, "last_hidden") @ head.detach().float().T / temperature, dim=1)
+    return float((lse - torch.from_numpy(file.array("logsumexp").copy()))[:-1].abs()[mask[1:]].mean())
+
+
+def test_a_sent_file_is_valid_holds_no_padding_and_says_what_the_batch_said(service: Receiver, tmp_path: Path) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), strict=True)
+    run_once(hook, model, batch, rewards=[1.0, 0.0, 0.5, -1.0], rollout_ids=list("abcd"), top_p=0.9, top_k=-1)
+    file = sent_file(service, hook, tmp_path)
+    header = wire.check_rollout_header(file.header)
+    ids, cu, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    wire.check_index(header, ids, cu, mask, VOCAB)
+    assert (header.run, header.policy_version, header.rollout_ids) == ("r", 3, tuple("abcd"))
+    assert (header.rewards, header.temperature, header.top_p, header.top_k) == ((1.0, 0.0, 0.5, -1.0), 0.7, 0.9, 0)
+    assert header.target_fingerprint == wire.target_fingerprint(model.config.to_dict(), (1, 2, 3))
+    for i, (sequence, prompt) in enumerate(zip(batch.sequences, batch.prompt_lengths, strict=True)):
+        assert ids[cu[i] : cu[i + 1]].tolist() == sequence
+        assert mask[cu[i] : cu[i + 1]].tolist() == [0] * prompt + [1] * (len(sequence) - prompt)
+    assert service.rollouts()[0].headers["x-rollout-id"] == header.batch_id
+    by_library = safetensors.numpy.load(service.rollouts()[0].body.replace(b'"BF16"', b'"U16" '))
+    assert by_library["input_ids"].tolist() == ids.tolist()
+    assert np.array_equal(by_library["aux_hidden"], file.array("aux_hidden"))
+    hook.close()
+
+
+def test_stripped_features_equal_those_of_the_unpadded_sequences(service: Receiver, tmp_path: Path) -> None:
+    model, batch = tiny().bfloat16().float(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    run_once(hook, model, batch)
+    file = sent_file(service, hook, tmp_path)
+    cu, aux, last = file.array("cu_seqlens"), as_float(file, "aux_hidden"), as_float(file, "last_hidden")
+    for i, sequence in enumerate(batch.sequences):
+        with torch.no_grad():
+            states = model(torch.tensor([sequence]), output_hidden_states=True).hidden_states
+        rows = slice(cu[i], cu[i + 1])
+        expected = torch.cat([states[layer][0] for layer in (1, 2, 3)], dim=1)
+        # 2^-8: the files hold bfloat16; a wrong row or layer is off by its whole size.
+        assert torch.allclose(aux[rows], expected, rtol=2**-7, atol=1e-3)
+        assert torch.allclose(last[rows], states[-1][0], rtol=2**-7, atol=1e-3)
+    hook.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_log_p_recomputed_from_the_sent_features_agrees_with_the_model(
+    service: Receiver, tmp_path: Path, dtype: Any, tied: bool
+) -> None:
+    model, batch = tiny(tied=tied), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), dtype=dtype, strict=True)
+    logits = run_once(hook, model, batch)
+    file = sent_file(service, hook, tmp_path)
+    truth = torch.log_softmax(logits / TEMPERATURE, dim=-1)[:, :-1]
+    truth = truth.gather(2, batch.input_ids[:, 1:, None])[:, :, 0][batch.loss_mask[:, 1:] == 1]
+    mask = file.array("loss_mask") == 1
+    assert torch.allclose(torch.from_numpy(file.array("logprobs")[mask]), truth, atol=1e-4)
+    assert logprob_gap(file, model.lm_head.weight, TEMPERATURE) < 0.05
+    assert normaliser_gap(file, model.lm_head.weight, TEMPERATURE) < 0.05
+    hook.close()
+
+
+def test_8_bit_features_stay_within_their_relative_error(service: Receiver, tmp_path: Path) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    files = []
+    for dtype in ("bfloat16", "float8_e4m3"):
+        hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), dtype=dtype, strict=True)  # type: ignore[arg-type]
+        run_once(hook, model, batch)
+        files.append(sent_file(service, hook, tmp_path))
+        hook.close()
+    exact, coarse = (as_float(file, "aux_hidden") for file in files)
+    assert files[1].array("aux_hidden_scale").shape == (exact.shape[0], 3)
+    assert 0.0 < float((exact - coarse).norm() / exact.norm()) < 0.04  # measured for e4m3: 0.027
+
+
+def _pre_norm(model: nn.Module, hook: DrafterHook) -> None:
+    capture = hook._features
+    inner: Any = model
+    capture._handles.pop().remove()
+    capture._handles.append(
+        inner.model.norm.register_forward_pre_hook(lambda module, args: capture._normed(module, (), args[0]))
+    )
+
+
+def _stale_head(model: nn.Module, hook: DrafterHook) -> None:
+    del hook
+    inner: Any = model
+    head = inner.lm_head.weight
+    shaken = head + 0.3 * head.std() * torch.randn(head.shape, generator=torch.Generator().manual_seed(1))
+    inner.wrong_head = shaken.detach()
+
+
+@pytest.mark.parametrize(
+    ("mutate", "changes", "temperature"),
+    [
+        (_pre_norm, {}, TEMPERATURE),
+        (_stale_head, {}, TEMPERATURE),
+        (None, {"shift_mask": True}, TEMPERATURE),
+        (None, {}, 1.0),
+    ],
+    ids=["pre-norm last state", "stale head", "shifted log p", "wrong temperature"],
+)
+def test_the_log_p_check_catches(
+    service: Receiver,
+    tmp_path: Path,
+    mutate: Callable[[nn.Module, DrafterHook], None] | None,
+    changes: dict[str, Any],
+    temperature: float,
+) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    with torch.no_grad():
+        logits = model(batch.input_ids, attention_mask=batch.attention_mask).logits / TEMPERATURE
+    logprobs = torch.zeros(batch.input_ids.shape)
+    logprobs[:, 1:] = torch.log_softmax(logits, -1)[:, :-1].gather(2, batch.input_ids[:, 1:, None])[:, :, 0]
+    run_once(hook, model, batch, logprobs=logprobs)
+    assert logprob_gap(sent_file(service, hook, tmp_path), model.lm_head.weight, TEMPERATURE) < 0.05
+    if mutate is not None:
+        mutate(model, hook)
+    given = logprobs.roll(1, dims=1) if "shift_mask" in changes else logprobs
+    run_once(hook, model, batch, version=4, logprobs=given, rollout_ids=list("abcd"))
+    file = sent_file(service, hook, tmp_path)
+    head = getattr(model, "wrong_head", model.lm_head.weight)
+    assert max(logprob_gap(file, head, temperature), normaliser_gap(file, head, temperature)) > 0.2
+    hook.close()
+
+
+def test_swapped_layers_differ_from_the_model_by_far_more_than_rounding(service: Receiver, tmp_path: Path) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    with torch.no_grad():
+        states = model(batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True).hidden_states
+    real = batch.attention_mask == 1
+    right, swapped = (torch.cat([states[i][real] for i in order], 1) for order in ((1, 2, 3), (2, 1, 3)))
+    run_once(hook, model, batch)
+    sent = as_float(sent_file(service, hook, tmp_path), "aux_hidden")
+    assert float((sent - right).norm() / right.norm()) < 2**-7
+    assert float((sent - swapped).norm() / right.norm()) > 0.2
+    hook.close()
+
+
+def test_given_log_probabilities_are_sent_and_unknown_ones_are_recomputed(service: Receiver, tmp_path: Path) -> None:
+    model, batch = tiny(), padded_batch([(2, 4)])
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    logits = run_once(hook, model, batch)
+    recomputed = sent_file(service, hook, tmp_path).array("logprobs")
+    given = torch.full(batch.input_ids.shape, -0.25)
+    given[0, 3] = torch.nan
+    run_once(hook, model, batch, version=4, logprobs=given)
+    logprobs = sent_file(service, hook, tmp_path).array("logprobs")
+    assert logprobs.tolist() == [0.0, 0.0, -0.25, pytest.approx(float(recomputed[3])), -0.25, -0.25]
+    assert logits.shape[-1] == VOCAB
+    hook.close()
+
+
+def test_rows_without_response_and_single_tokens_are_left_out_and_first_tokens_never_count(
+    service: Receiver, tmp_path: Path
+) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    loss, attention = batch.loss_mask.clone(), batch.attention_mask.clone()
+    loss[1] = 0  # a truncated completion that the trainer masked out
+    attention[3, :-1] = 0
+    loss[2] = attention[2]  # a rollout without a prompt
+    run_once(hook, model, batch, loss_mask=loss, attention_mask=attention, rollout_ids=list("abcd"))
+    file = sent_file(service, hook, tmp_path)
+    header = wire.check_rollout_header(file.header)
+    assert header.rollout_ids == ("a", "c")
+    wire.check_index(header, *(file.array(n) for n in ("input_ids", "cu_seqlens", "loss_mask")), VOCAB)
+    assert hook.stats()["skipped_empty"] == 2
+    hook.close()
+
+
+def test_padding_on_both_sides_and_holes_by_mask_are_stripped(service: Receiver, tmp_path: Path) -> None:
+    model, batch = tiny(), padded_batch([(3, 4)])
+    wide = Padded(
+        *(torch.nn.functional.pad(t, (2, 3)) for t in (batch.input_ids, batch.attention_mask, batch.loss_mask)),
+        batch.sequences,
+        batch.prompt_lengths,
+    )
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    run_once(hook, model, wide)
+    assert sent_file(service, hook, tmp_path).array("input_ids").tolist() == batch.sequences[0]
+    hook.close()
+
+
+def test_sampling_is_by_id_keeps_whole_rollouts_and_respects_the_budget(service: Receiver, tmp_path: Path) -> None:
+    model, batch = tiny(), padded_batch([(4, 6)] * 12)
+    names = [f"rollout-{i}" for i in range(12)]
+    below = sorted(n for n in names if sampling_position(n) < 0.5)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), sample_fraction=0.5, strict=True)
+    run_once(hook, model, batch, rollout_ids=names)
+    header = wire.check_rollout_header(sent_file(service, hook, tmp_path).header)
+    assert sorted(header.rollout_ids) == below
+    assert hook.stats()["skipped_sampling"] == 12 - len(below)
+    hook.close()
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), max_tokens_per_step=35, strict=True)
+    run_once(hook, model, batch, rollout_ids=names)
+    run_once(hook, model, batch, rollout_ids=[f"{n}-again" for n in names])  # the same version: nothing is left
+    file = sent_file(service, hook, tmp_path)
+    assert np.diff(file.array("cu_seqlens")).tolist() == [10, 10, 10]
+    assert hook.stats()["captured_rollouts"] == 3
+    run_once(hook, model, batch, version=4, rollout_ids=names)
+    assert hook.stats()["captured_rollouts"] == 6
+    hook.close()
+
+
+def test_sampling_positions_are_uniform_and_unrelated_to_a_plain_hash() -> None:
+    places = np.array([sampling_position(f"id{i}") for i in range(4000)])
+    assert abs(places.mean() - 0.5) < 0.02
+    assert abs((places < 0.125).mean() - 0.125) < 0.02
+
+
+def test_the_head_is_sent_again_before_the_rollouts_of_a_version_in_which_it_moved(
+    service: Receiver, tmp_path: Path
+) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), head_tolerance=0.005, strict=True)
+    run_once(hook, model, batch, version=0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.003)
+    run_once(hook, model, batch, version=1)  # within the tolerance
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.003)
+    run_once(hook, model, batch, version=2)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)  # after the snapshot: must not reach what was queued
+    assert hook.flush(20)
+    assert [(r.method, r.path) for r in service.requests] == [
+        ("PUT", "/runs/r"),
+        ("POST", "/rollouts?run=r"),
+        ("POST", "/rollouts?run=r"),
+        ("PUT", "/runs/r/head"),
+        ("POST", "/rollouts?run=r"),
+    ]
+    file = mapped(service.requests[3], tmp_path)
+    assert file.header.metadata == {"format": wire.HEAD_FORMAT, "policy_version": "2"}
+    assert torch.allclose(as_float(file, "lm_head") * 2.0, model.lm_head.weight)
+    assert logprob_gap(mapped(service.requests[4], tmp_path), as_float(file, "lm_head"), TEMPERATURE) < 0.05
+    hook.close()
+
+
+def test_what_the_caller_gets_wrong_raises_only_when_strict(
+    service: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    bad: dict[str, Any] = {"loss_mask": batch.loss_mask[:, 1:]}
+    strict = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    with pytest.raises(RolloutError, match=r"loss_mask must be \[4, 19\] like input_ids, got \[4, 18\]"):
+        run_once(strict, model, batch, **bad)
+    strict.close()
+    lenient = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    with caplog.at_level(logging.WARNING, "rl_hooks"):
+        for version in range(3):
+            run_once(lenient, model, batch, version=version, **bad)
+    assert lenient.stats()["failures"] == 3
+    assert len([r for r in caplog.records if "loss_mask must be" in r.message]) == 1
+    lenient.close()
+
+
+def test_an_error_of_the_trainers_own_forward_passes_through_untouched(service: Receiver) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    with (
+        pytest.raises(ZeroDivisionError),
+        hook.capture(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            loss_mask=batch.loss_mask,
+            policy_version=0,
+        ),
+    ):
+        raise ZeroDivisionError
+    run_once(hook, model, batch)
+    assert hook.flush(20)
+    assert (len(service.rollouts()), hook.stats()["failures"]) == (1, 0)
+    hook.close()
+
+
+def test_a_forward_over_other_tokens_is_refused_and_not_sent(service: Receiver) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    with (
+        torch.no_grad(),
+        hook.capture(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            loss_mask=batch.loss_mask,
+            policy_version=0,
+        ),
+    ):
+        model(batch.input_ids[:, 1:])
+    assert hook.flush(20)
+    assert (len(service.rollouts()), hook.stats()["failures"]) == (0, 1)
+    hook.close()
+
+
+def test_an_unreachable_service_costs_the_loop_nothing_but_counters() -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, f"http://127.0.0.1:{free_port()}", aux_layers=(1, 2, 3), strict=True, queue_bytes=20_000)
+    for version in range(10):
+        run_once(hook, model, batch, version=version)
+    stats = hook.stats()
+    assert stats["captured_rollouts"] == 40
+    assert stats["dropped_full"] > 0
+    assert stats["queue_bytes"] <= 20_000
+    assert not hook.close(0.1)
+
+
+def test_autocast_of_the_trainer_does_not_round_the_normalisers(service: Receiver, tmp_path: Path) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        run_once(hook, model, batch)
+    file = sent_file(service, hook, tmp_path)
+    assert logprob_gap(file, model.lm_head.weight, TEMPERATURE) < 0.05
+    assert as_float(file, "last_hidden").shape[1] == HIDDEN
+    hook.close()
+
+
+def test_registration_carries_the_target_and_the_initial_drafter(service: Receiver, tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    weights = {"fc.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "d2t": np.array([0, 3], np.int64)}
+    safetensors.numpy.save_file(weights, drafter / "model.safetensors")
+    (drafter / "config.json").write_text('{"model_type": "llama"}')
+    files = tmp_path / "files"
+    files.mkdir()
+    for tied in (True, False):
+        model = tiny(tied=tied)
+        hook = DrafterHook(
+            model, service.url, run="r", aux_layers=(0, 2, 3), initial_drafter=drafter, draft_vocab_size=32
+        )
+        assert hook.flush(20)
+        file = mapped(service.requests[-1], files)
+        meta = file.header.metadata
+        assert meta["format"] == wire.RUN_FORMAT
+        assert json.loads(meta["config"])["hidden_size"] == HIDDEN
+        assert json.loads(meta["aux_layers"]) == {"convention": "entering", "layers": [0, 2, 3]}
+        assert (meta["draft_vocab_size"], meta["policy_version"]) == ("32", "0")
+        assert json.loads(meta["drafter_config"]) == {"model_type": "llama"}
+        assert ("lm_head" in file) is (not tied)
+        assert torch.equal(as_float(file, "embed_tokens"), model.model.embed_tokens.weight)
+        assert np.array_equal(file.array("drafter.fc.weight"), weights["fc.weight"])
+        assert file.array("drafter.d2t").tolist() == [0, 3]
+        hook.close()

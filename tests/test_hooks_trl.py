@@ -1,0 +1,279 @@
+"""A real GRPOTrainer with the hook on it, against a receiver that works, and one that fails in every way it can."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hooks_fixtures import VOCAB, Receiver, as_float, free_port, mapped, receiver, tiny_qwen3
+
+from rl_hooks import wire
+from rl_hooks.errors import AuxLayersError, UnsupportedTrainerError
+from rl_hooks.trl import Attachment, attach
+
+pytestmark = [
+    pytest.mark.slow,
+    # TRL calls names that transformers has renamed.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
+]
+AUX = (1, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+@pytest.fixture(name="service")
+def _service() -> Iterator[Receiver]:
+    with receiver() as service:
+        yield service
+
+
+def reward_of_even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
+
+
+def make_trainer(directory: Path, *, steps: int = 3, kind: str = "GRPO", **changes: Any) -> Any:
+    import trl
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, VOCAB))]
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+    rng = np.random.default_rng(0)
+    prompts = [" ".join(f"w{t}" for t in rng.integers(2, VOCAB, rng.integers(2, 7))) for _ in range(32)]
+    rollout_func = changes.pop("rollout_func", None)
+    config = getattr(trl, f"{kind}Config")(
+        output_dir=str(directory),
+        max_steps=steps,
+        per_device_train_batch_size=changes.pop("per_device_train_batch_size", 8),
+        num_generations=4,
+        max_completion_length=12,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        seed=0,
+        gradient_checkpointing=changes.pop("gradient_checkpointing", False),
+        **changes,
+    )
+    extra = {} if rollout_func is None else {"rollout_func": rollout_func}
+    return getattr(trl, f"{kind}Trainer")(
+        model=tiny_qwen3(),
+        reward_funcs=reward_of_even_tokens,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        **extra,
+    )
+
+
+def trained(trainer: Any) -> tuple[list[tuple[float, float]], torch.Tensor]:
+    """Loss and gradient norm of every step, and all final weights."""
+    trainer.train()
+    curve = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+    return curve, torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()])
+
+
+def files_of(service: Receiver, attachment: Attachment, directory: Path) -> list[wire.MappedFile]:
+    assert attachment.flush(30), attachment.stats()
+    files = [mapped(r, directory) for r in service.rollouts()]
+    for file in files:
+        header = wire.check_rollout_header(file.header)
+        wire.check_index(header, *(file.array(n) for n in ("input_ids", "cu_seqlens", "loss_mask")), VOCAB)
+    return files
+
+
+def gap(file: wire.MappedFile, head: torch.Tensor) -> float:
+    """Mean |log p recomputed from the features and this head - log p sent|, nats."""
+    ids, mask = torch.from_numpy(file.array("input_ids").astype(np.int64)), file.array("loss_mask") == 1
+    scores = torch.log_softmax(as_float(file, "last_hidden") @ head.T / file_temperature(file), dim=1)
+    again = scores[:-1].gather(1, ids[1:, None])[:, 0]
+    return float((again - torch.from_numpy(file.array("logprobs").copy())[1:]).abs()[mask[1:]].mean())
+
+
+def file_temperature(file: wire.MappedFile) -> float:
+    return float(file.header.metadata["temperature"])
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_three_steps_deliver_every_rollout_once_with_its_version_and_reward(
+    service: Receiver, tmp_path: Path, kind: str
+) -> None:
+    trainer = make_trainer(tmp_path, kind=kind, temperature=0.8, beta=0.0)
+    attachment = attach(trainer, service.url, run="r", aux_layers=AUX, head_tolerance=0.0, strict=True)
+    initial_head = trainer.model.lm_head.weight.detach().clone()
+    trainer.train()
+    (tmp_path / "files").mkdir()
+    files = files_of(service, attachment, tmp_path / "files")
+    headers = [wire.check_rollout_header(file.header) for file in files]
+    assert [h.policy_version for h in headers] == [0, 1, 2]
+    assert len({i for h in headers for i in h.rollout_ids}) == 24
+    for file, header in zip(files, headers, strict=True):
+        cu, ids, mask = (file.array(n) for n in ("cu_seqlens", "input_ids", "loss_mask"))
+        for i, reward in enumerate(header.rewards or ()):
+            mine = slice(cu[i], cu[i + 1])
+            # The reward rode through TRL's shuffle beside its own tokens.
+            assert reward == pytest.approx(reward_of_even_tokens([ids[mine][mask[mine] == 1].tolist()])[0])
+        assert header.temperature == 0.8
+    assert gap(files[0], initial_head) < 0.05
+    paths = [r.path for r in service.requests]
+    assert paths[0] == "/runs/r"
+    assert paths[1:] == ["/rollouts?run=r", *["/runs/r/head", "/rollouts?run=r"] * 2]
+    heads = [as_float(mapped(r, tmp_path / "files"), "lm_head") for r in service.requests if r.path.endswith("/head")]
+    assert [gap(file, head) < 0.05 for file, head in zip(files[1:], heads, strict=True)] == [True, True]
+    assert gap(files[2], initial_head) > 0.05  # the check tells a stale head
+    stats = attachment.stats()
+    assert (stats["captured_rollouts"], stats["sent"], stats["failures"]) == (24, 6, 0)
+    assert 0.0 < attachment.overhead_seconds < attachment.step_seconds
+    assert attachment.detach()
+    assert "_compute_loss" not in vars(trainer)
+
+
+@pytest.mark.parametrize("trouble", ["works", "down", "reset", "garbage", "slow"])
+def test_training_is_bit_identical_whatever_the_service_does(tmp_path: Path, trouble: str) -> None:
+    expected_curve, expected_weights = trained(make_trainer(tmp_path))
+    with receiver() as service:
+        service.misbehave = "" if trouble == "works" else trouble
+        trainer = make_trainer(tmp_path)
+        url = f"http://127.0.0.1:{free_port()}" if trouble == "down" else service.url
+        attachment = attach(trainer, url, aux_layers=AUX)
+        curve, weights = trained(trainer)
+        assert curve == expected_curve
+        assert len(curve) == 3
+        assert torch.equal(weights, expected_weights)
+        stats = attachment.stats()
+        assert (stats["captured_rollouts"], stats["failures"]) == (24, 0)
+        started = time.monotonic()
+        attachment.detach(0.5)
+        assert time.monotonic() - started < 2.5
+
+
+def test_a_capture_that_fails_at_every_step_leaves_training_bit_identical(service: Receiver, tmp_path: Path) -> None:
+    expected_curve, expected_weights = trained(make_trainer(tmp_path))
+    trainer = make_trainer(tmp_path)
+    attachment = attach(trainer, service.url, aux_layers=AUX)
+    attachment.hook._features.close()  # as if compiled before: no hook ever fires
+    curve, weights = trained(trainer)
+    assert curve == expected_curve
+    assert torch.equal(weights, expected_weights)
+    assert attachment.stats()["failures"] == 3
+    assert attachment.stats()["captured_rollouts"] == 0
+    attachment.detach()
+
+
+@pytest.mark.parametrize(
+    ("changes", "captured", "stale"),
+    [
+        # Two optimizer steps over one generation: the second pass runs under other weights.
+        ({"num_iterations": 2, "gradient_accumulation_steps": 1}, 16, 16),
+        # A generation of two micro-batches, one optimizer step each: only the first is still of its policy.
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 1}, 16, 16),
+        # Two passes in one optimizer step: the weights are the same, but once is enough.
+        ({"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 1}, 32, 32),
+        # Micro-batches of one optimizer step are all of the same policy.
+        ({"gradient_accumulation_steps": 2}, 64, 0),
+    ],
+)
+def test_each_rollout_is_captured_once_and_only_under_the_weights_that_made_it(
+    service: Receiver, tmp_path: Path, changes: dict[str, Any], captured: int, stale: int
+) -> None:
+    trainer = make_trainer(tmp_path, steps=4, **changes)
+    attachment = attach(trainer, service.url, aux_layers=AUX, strict=True)
+    trainer.train()
+    (tmp_path / "files").mkdir()
+    files = files_of(service, attachment, tmp_path / "files")
+    ids = [i for file in files for i in wire.check_rollout_header(file.header).rollout_ids]
+    stats = attachment.stats()
+    assert len(ids) == len(set(ids)) == stats["captured_rollouts"] == captured
+    assert stats["skipped_stale"] == stale
+    attachment.detach()
+
+
+def test_gradient_checkpointing_masked_truncations_and_top_p(service: Receiver, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, gradient_checkpointing=True, mask_truncated_completions=True, top_p=0.9, top_k=20)
+    attachment = attach(trainer, service.url, aux_layers=AUX, strict=True)
+    trainer.train()
+    (tmp_path / "files").mkdir()
+    files = files_of(service, attachment, tmp_path / "files")
+    stats = attachment.stats()
+    assert stats["captured_rollouts"] + stats["skipped_empty"] == 24
+    assert stats["skipped_empty"] > 0  # most completions of this model run into the length limit
+    for file in files:
+        header = wire.check_rollout_header(file.header)
+        assert (header.top_p, header.top_k) == (0.9, 20)
+        ends = file.array("input_ids")[file.array("cu_seqlens")[1:] - 1]
+        assert set(ends.tolist()) <= {0, 1}  # those left ended by themselves
+    attachment.detach()
+
+
+def test_the_samplers_own_log_probabilities_and_tool_masks_are_sent(service: Receiver, tmp_path: Path) -> None:
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        encoded = [trainer.processing_class(p)["input_ids"] for p in prompts]
+        rng = np.random.default_rng(1)
+        completions = [rng.integers(2, VOCAB, int(rng.integers(3, 9))).tolist() for _ in prompts]
+        return {
+            "prompt_ids": encoded,
+            "completion_ids": completions,
+            "logprobs": [[-0.5] * len(c) for c in completions],
+            "env_mask": [[1, 0] + [1] * (len(c) - 2) for c in completions],
+        }
+
+    trainer = make_trainer(tmp_path, steps=1, rollout_func=rollout)
+    attachment = attach(trainer, service.url, aux_layers=AUX, strict=True)
+    trainer.train()
+    (tmp_path / "files").mkdir()
+    (file,) = files_of(service, attachment, tmp_path / "files")
+    mask, logprobs, cu = (file.array(n) for n in ("loss_mask", "logprobs", "cu_seqlens"))
+    assert file.header.metadata["logprobs_source"] == "sampler"
+    assert set(logprobs[mask == 1].tolist()) == {-0.5}
+    assert set(logprobs[mask == 0].tolist()) == {0.0}
+    for begin, end in itertools.pairwise(cu):
+        first = begin + int(mask[begin:end].argmax())
+        assert mask[first : first + 3].tolist() == [1, 0, 1]  # the environment's token is not the policy's
+    attachment.detach()
+
+
+def test_a_trainer_without_the_wrapped_methods_is_refused_when_attaching_by_version() -> None:
+    class Strange:
+        model = state = accelerator = args = None
+
+        def _compute_loss(self) -> None: ...
+
+    with pytest.raises(UnsupportedTrainerError, match=r"Strange of TRL 1\.\d+.*_generate_and_score_completions"):
+        attach(Strange(), "http://127.0.0.1:1")
+
+
+def test_a_shallow_model_is_refused_when_attaching_and_left_as_it_was(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(AuxLayersError, match="aux_layers="):
+        attach(trainer, "http://127.0.0.1:1")
+    assert "_compute_loss" not in vars(trainer)
+    assert not trainer.model.model.norm._forward_hooks
+
+
+def test_registration_is_sent_before_the_first_step_and_describes_the_trainers_model(
+    service: Receiver, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path)
+    attachment = attach(trainer, service.url, run="r", aux_layers=AUX)
+    service.wait(1)
+    file = mapped(service.requests[0], tmp_path)
+    assert json.loads(file.header.metadata["config"])["model_type"] == "qwen3"
+    assert torch.equal(as_float(file, "embed_tokens"), trainer.model.model.embed_tokens.weight)
+    attachment.detach()
