@@ -1,0 +1,94 @@
+"""HTTP adapter for engines that speak draftalign's swap protocol (the example engine, the vLLM plugin).
+
+GET  /drafter/state                          {"version", "loaded", "swaps", "depth", "drafting", "config_fingerprint"?}
+POST /drafter/swap {"path", "version"}       200 {"version", "previous"}, or an error with nothing changed
+GET  /metrics                                vLLM's counters
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rl_hooks.agent_errors import EngineError, SwapRefusedError
+from rl_hooks.counters import Snapshot
+
+#: The engine understood the request and rejected this drafter. Other errors may be about the moment.
+_REFUSALS = frozenset({400, 409, 413, 415, 422})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What the engine says is loaded. `swaps` counts swaps since it started, so a lower one reveals a restart."""
+
+    version: str | None
+    loaded: bool
+    swaps: int
+    config_fingerprint: str | None = None
+
+    @property
+    def serving(self) -> str | None:
+        """The version that proposes tokens now; None if there is none, or one without a name."""
+        return self.version if self.loaded else None
+
+
+class SwapEngine:
+    """One engine. Every method raises EngineError when the engine is down or talks nonsense."""
+
+    def __init__(self, url: str, client: httpx.AsyncClient, *, swap_timeout_seconds: float = 120.0) -> None:
+        self.url = url.rstrip("/")
+        self._client = client
+        self._swap_timeout_seconds = swap_timeout_seconds
+
+    async def state(self) -> EngineState:
+        """What is loaded now."""
+        response = await self._call("GET", "/drafter/state")
+        document = self._object(response)
+        version, loaded, swaps = document.get("version"), document.get("loaded"), document.get("swaps")
+        fingerprint = document.get("config_fingerprint")
+        if not (
+            isinstance(version, str | None)
+            and isinstance(loaded, bool)
+            and type(swaps) is int
+            and isinstance(fingerprint, str | None)
+        ):
+            raise EngineError(
+                f"{self.url}/drafter/state: expected version (string or null), loaded (boolean), swaps (integer), "
+                f"got {str(document)[:200]}"
+            )
+        return EngineState(version, loaded, swaps, fingerprint)
+
+    async def swap(self, path: Path, version: str) -> None:
+        """Load the drafter in `path`. Raises SwapRefusedError if the engine will never take it, else EngineError."""
+        body = {"path": str(path), "version": version}
+        response = await self._call("POST", "/drafter/swap", json=body, timeout=self._swap_timeout_seconds)
+        if (answered := self._object(response).get("version")) != version:
+            raise EngineError(f"{self.url}/drafter/swap: asked for {version}, the engine answered {answered!r}")
+
+    async def snapshot(self) -> Snapshot:
+        """Its counters now."""
+        return Snapshot.parse((await self._call("GET", "/metrics")).text)
+
+    async def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        try:
+            response = await self._client.request(method, self.url + path, **arguments)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{method} {self.url}{path}: {error!r}") from error
+        if response.status_code == 200:
+            return response
+        message = f"{method} {self.url}{path} answered {response.status_code}: {response.text[:400]}"
+        if method == "POST" and response.status_code in _REFUSALS:
+            raise SwapRefusedError(message)
+        raise EngineError(message)
+
+    def _object(self, response: httpx.Response) -> dict[str, Any]:
+        try:
+            document = response.json()
+        except ValueError as error:
+            raise EngineError(f"{response.url}: the answer is not JSON: {response.text[:200]!r}") from error
+        if not isinstance(document, dict):
+            raise EngineError(f"{response.url}: expected a JSON object, got {str(document)[:200]}")
+        return document

@@ -1,0 +1,278 @@
+"""Keeps one engine on the drafter that the service offers, and counts what that drafter achieves there.
+
+One `tick` = scrape, ask what is loaded, book the difference, judge a running canary, swap if something else is wanted.
+The engine's own answer is the truth about what is loaded; what this object remembers only tells whether it changed.
+
+Restart of the agent: `engines/<digest of the URL>.json` in the cache keeps counts and verdicts, so that cumulative
+reports never go backwards and a rejected version stays rejected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_hooks.agent_errors import AgentError, EngineError, MetricsError, SwapRefusedError
+from rl_hooks.agent_metrics import AgentMetrics
+from rl_hooks.canary import Canary, CanaryRule, Verdict
+from rl_hooks.counters import Bucket, Ledger, Snapshot
+from rl_hooks.engines.protocol import EngineState, SwapEngine
+from rl_hooks.release import Release, parse_manifest
+
+log = logging.getLogger("draftalign.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The engine as the last tick left it."""
+
+    version: str | None
+    swaps: int
+
+
+class EngineFollower:
+    """One engine's loop body; `tick` raises EngineError when the engine cannot be reached."""
+
+    def __init__(
+        self, engine: SwapEngine, rule: CanaryRule, metrics: AgentMetrics, cache: Path, clock: Callable[[], float]
+    ) -> None:
+        self.url = engine.url
+        self.ledger = Ledger()
+        self.verdicts: list[tuple[Verdict, int]] = []  # to be reported; with the sequence of the offer judged
+        self._engine = engine
+        self._canary = Canary(rule)
+        self._metrics = metrics
+        self._clock = clock
+        self._memory = cache / "engines" / f"{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
+        self._known: Known | None = None
+        self._snapshot: Snapshot | None = None
+        self._snapshot_at = clock()
+        self._sequence = -1  # of the newest offer that was loaded
+        self._fallback: Release | None = None  # the release of the canary's good version
+        self._loaded_release: Release | None = None
+        self._shape: tuple[str, str] | None = None  # (config fingerprint, d2t digest) that this engine process takes
+        self._rejected: dict[str, int] = {}  # version -> sequence at which its canary failed
+        self._given_up: int | None = None  # sequence that the engine itself refused
+        self._lost = False  # the process that we swapped into is gone
+        self._recall()
+
+    @property
+    def loaded_version(self) -> str | None:
+        """The version that the engine served at the last tick."""
+        return None if self._known is None else self._known.version
+
+    def versions_in_use(self) -> set[str]:
+        """Versions whose files must stay in the cache."""
+        releases = (self._fallback, self._loaded_release)
+        return {release.version for release in releases if release is not None}
+
+    async def tick(self, offer: Release | None) -> bool:
+        """Bring the engine and the books up to date; returns whether a swap took place."""
+        snapshot = await self._scrape()
+        # Asked *after* the scrape: if nothing changed since the last tick, all of the difference is one version's.
+        state = await self._engine.state()
+        self._metrics.contact(self.url)
+        verdict = self._account(snapshot, state)
+        if verdict is not None:
+            self._judge(verdict)
+        wanted = self._wanted(offer)
+        try:
+            if wanted is None or self._given_up == wanted.sequence:
+                return False
+            needed = self._needs(wanted, state)
+            if needed:
+                await self._swap(wanted, state)
+            else:
+                self._adopt(wanted)
+            if wanted is offer:
+                self._sequence = offer.sequence
+            return needed
+        finally:
+            self._publish_metrics()
+            self._store()
+
+    def is_loaded(self, bucket: Bucket) -> bool:
+        """Whether counts may still be added to this bucket soon."""
+        policy = None if self._snapshot is None else self._snapshot.policy_version
+        return bucket.drafter_version == self.loaded_version and bucket.policy_version == policy
+
+    # --- counting
+    async def _scrape(self) -> Snapshot | None:
+        try:
+            return await self._engine.snapshot()
+        except MetricsError as error:
+            # Counting fails loudly, but an engine without counters still deserves a drafter.
+            self._metrics.error(self.url, "metrics")
+            log.error("%s: %s", self.url, error)
+            return None
+
+    def _account(self, snapshot: Snapshot | None, state: EngineState) -> Verdict | None:
+        known, before, seconds = self._known, self._snapshot, self._clock() - self._snapshot_at
+        fallen = before is not None and snapshot is not None and snapshot.has_fallen(before)
+        restarted = fallen or (known is not None and state.swaps < known.swaps)
+        self._known = Known(state.serving, state.swaps)
+        self._snapshot, self._snapshot_at = snapshot, self._clock()
+        if restarted:
+            self._forget_process(state, known)
+        if snapshot is None:
+            return None
+        if restarted:
+            if state.swaps == 0:  # everything since its start is the work of what it started with
+                return self._book(state.serving, snapshot, Snapshot.zero(snapshot), seconds)
+            self.ledger.set_aside(snapshot.rounds)
+        elif before is not None and known == self._known:
+            return self._book(state.serving, snapshot, before, seconds)
+        elif before is not None:
+            log.warning("%s: somebody else changed the drafter from %s to %s", self.url, known, self._known)
+            self._canary.interrupted()
+            self.ledger.set_aside(snapshot.rounds - before.rounds)
+        return None
+
+    def _book(self, version: str | None, snapshot: Snapshot, before: Snapshot, seconds: float) -> Verdict | None:
+        counts = snapshot.since(before, seconds)
+        if version is None:  # a drafter without a name: nobody to credit
+            self.ledger.set_aside(counts.rounds)
+            return None
+        self.ledger.book(version, snapshot.policy_version, counts)
+        return self._canary.count(version, counts, self._clock())
+
+    def _forget_process(self, state: EngineState, known: Known | None) -> None:
+        was = None if known is None else known.version
+        log.warning("%s restarted: it had %s, now has %s after %d swaps", self.url, was, state.serving, state.swaps)
+        self._canary.interrupted()
+        self._shape = self._given_up = self._loaded_release = None
+        self._lost = True
+
+    # --- deciding
+    def _judge(self, verdict: Verdict) -> None:
+        sequence = self._sequence if self._loaded_release is None else self._loaded_release.sequence
+        self.verdicts.append((verdict, sequence))
+        if verdict.passed:
+            self._fallback = self._loaded_release
+            return
+        self._rejected[verdict.version] = sequence
+        log.error(
+            "%s: canary of %s failed: α %.3f over %d rounds, %.3f with %s; swapping back",
+            *(self.url, verdict.version, verdict.alpha, verdict.rounds, verdict.previous_alpha, verdict.previous),
+        )
+
+    def _wanted(self, offer: Release | None) -> Release | None:
+        """What this engine should have: the offer, or the last good release when the offer failed its canary here."""
+        if offer is None:
+            return None
+        rejected_at = self._rejected.get(offer.version)
+        if rejected_at is None or (offer.sequence > rejected_at and offer.manifest.pushed_again):
+            return offer
+        return self._fallback
+
+    def _needs(self, wanted: Release, state: EngineState) -> bool:
+        if state.serving != wanted.version or self._lost:
+            return True
+        # Sequence numbers only grow: the same version under a higher one was pushed again.
+        return 0 <= self._sequence < wanted.sequence
+
+    def _adopt(self, release: Release) -> None:
+        """The engine has what it should have."""
+        if self._loaded_release is None:  # it was there before this agent
+            self._canary.loaded(release.version, exempt=True)
+            self._loaded_release = self._fallback = release
+
+    # --- swapping
+    async def _swap(self, release: Release, state: EngineState) -> None:
+        self._check_shape(release, state)
+        try:
+            await self._engine.swap(release.path, release.version)
+        except SwapRefusedError:
+            self._given_up = release.sequence
+            self._metrics.swap(self.url, "refused")
+            raise
+        except EngineError:
+            self._metrics.swap(self.url, "failed")
+            raise
+        before = self._snapshot
+        after, confirmed = await self._scrape(), await self._engine.state()
+        if confirmed.serving != release.version:
+            self._metrics.swap(self.url, "failed")
+            raise EngineError(f"{self.url} accepted {release.version}, but says that {confirmed.serving} is loaded")
+        if before is not None and after is not None:
+            # From the scrape before to the scrape after: partly the old drafter's work, partly the new one's.
+            self.ledger.set_aside(after.rounds - before.rounds)
+        back = release.version == self._canary.good
+        outcome = (
+            ("restored" if self._lost else "rolled_back") if back and state.serving != release.version else "swapped"
+        )
+        insisted = self._rejected.pop(release.version, None) is not None
+        self._canary.loaded(release.version, exempt=insisted)
+        self._known = Known(confirmed.serving, confirmed.swaps)
+        self._snapshot, self._snapshot_at = after, self._clock()
+        self._shape = (release.manifest.config_fingerprint, release.manifest.d2t_sha256)
+        self._loaded_release = release
+        if self._canary.trial is None:
+            self._fallback = release
+        self._lost = False
+        self._metrics.swap(self.url, outcome)
+        log.info("%s: %s %s (was %s)", self.url, outcome, release.version, state.serving)
+
+    def _check_shape(self, release: Release, state: EngineState) -> None:
+        """Refuse what cannot fit the running process, before it is touched."""
+        manifest = release.manifest
+        expected = state.config_fingerprint or (self._shape[0] if self._shape else None)
+        fault = None
+        if expected is not None and expected != manifest.config_fingerprint:
+            fault = f"its configuration is {manifest.config_fingerprint}, the engine runs {expected}"
+        elif self._shape is not None and self._shape[1] != manifest.d2t_sha256:
+            fault = f"its draft vocabulary is {manifest.d2t_sha256[:12]}, the engine runs {self._shape[1][:12]}"
+        if fault is not None:
+            self._given_up = release.sequence
+            self._metrics.swap(self.url, "refused")
+            raise SwapRefusedError(f"{release.version} cannot be swapped into {self.url}: {fault}; restart the engine")
+
+    # --- remembering
+    def _publish_metrics(self) -> None:
+        self._metrics.loaded(self.url, self.loaded_version)
+        self._metrics.unattributed(self.url, self.ledger.unattributed_rounds)
+        if self.loaded_version is not None:
+            self._metrics.alpha(self.url, self.loaded_version, self.ledger.version_counts(self.loaded_version).alpha)
+
+    def _store(self) -> None:
+        document = {
+            "engine": self.url,
+            "known": None if self._known is None else asdict(self._known),
+            "snapshot": None if self._snapshot is None else asdict(self._snapshot),
+            "sequence": self._sequence,
+            "rejected": self._rejected,
+            "fallback": None
+            if self._fallback is None
+            else {"manifest": asdict(self._fallback.manifest), "path": str(self._fallback.path)},
+            "buckets": self.ledger.dump(),
+        }
+        self._memory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._memory.with_suffix(".tmp")
+        temporary.write_text(json.dumps(document))
+        os.replace(temporary, self._memory)  # noqa: PTH105 - one atomic rename; not fsynced: losing it loses counts only
+
+    def _recall(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                self._restore(json.loads(self._memory.read_text()))
+            except (ValueError, KeyError, TypeError, AgentError) as error:
+                log.warning("%s: ignoring what an earlier agent left in %s: %r", self.url, self._memory, error)
+                self.ledger = Ledger()
+
+    def _restore(self, document: dict[str, Any]) -> None:
+        self.ledger.restore(document["buckets"])
+        known, snapshot = document["known"], document["snapshot"]
+        rejected = {str(version): int(sequence) for version, sequence in document["rejected"].items()}
+        self._snapshot = None if snapshot is None else Snapshot.load(snapshot)
+        self._known = None if known is None else Known(**known)
+        self._rejected = rejected
+        self._sequence = int(document["sequence"])
+        if (fallback := document["fallback"]) is not None and (path := Path(fallback["path"])).is_dir():
+            self._fallback = Release(parse_manifest(fallback["manifest"], fallback["manifest"]["run"]), path)

@@ -1,0 +1,411 @@
+"""Whose rounds are they: attribution around swaps and restarts, reports, and the canary."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_fixtures import Engine, Service, eventually, running_agent, settle
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_hooks.agent_errors import MetricsError
+from rl_hooks.canary import Canary, CanaryRule
+from rl_hooks.counters import ACCEPTED, ACCEPTED_PER_POSITION, DRAFTED, MAX_BUCKETS, ROUNDS, Counts, Ledger, Snapshot
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    peer = Service()
+    yield peer
+    peer.down()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    peer = Engine()
+    yield peer
+    peer.down()
+
+
+def _page(engine: Engine) -> str:
+    return engine._metrics()
+
+
+# --- against real servers
+
+
+def test_rounds_are_booked_under_the_version_that_made_them(service: Service, engine: Engine, tmp_path: Path) -> None:
+    first = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        engine.play(100, 2, requests=4)
+        eventually(lambda: service.last_report(first).get("rounds") == 100)
+        engine.rounds_during_swap = 7  # these belong to no version
+        second = service.publish(2)
+        eventually(lambda: engine.version == second)
+        settle(engine)
+        engine.play(40, 1)
+        eventually(lambda: service.last_report(second).get("rounds") == 40)
+        eventually(lambda: service.last_report(first)["final"])
+        unattributed = agent.followers[engine.url].ledger.unattributed_rounds
+    report = service.last_report(first)
+    assert report == {
+        "run": "default",
+        "reporter": f"agent {engine.url}",
+        "engine": engine.url,
+        "drafter_version": first,
+        "policy_version": None,
+        "rounds": 100,
+        "drafted_tokens": 300,
+        "accepted_tokens": 200,
+        "accepted_per_position": [100, 100, 0],
+        "emitted_tokens": 300,  # the four first tokens came from prefills
+        "window_seconds": report["window_seconds"],
+        "final": True,
+    }
+    assert 0 < report["window_seconds"] < 60
+    assert service.last_report(second)["accepted_tokens"] == 40
+    assert unattributed == 7
+
+
+def test_every_round_of_a_busy_engine_is_booked_once(service: Service, engine: Engine, tmp_path: Path) -> None:
+    versions = []
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        for number in range(1, 5):
+            versions.append(service.publish(number))
+            while engine.version != versions[-1]:
+                engine.play(1, 1)
+            settle(engine)
+            engine.play(5, 1)
+        settle(engine)
+        ledger = agent.followers[engine.url].ledger
+        booked = sum(ledger.version_counts(version).rounds for version in versions)
+        with engine.lock:
+            assert booked + ledger.unattributed_rounds <= engine.counters["drafts"]
+        assert ledger.version_counts(versions[-1]).rounds >= 5
+
+
+def test_counts_are_kept_apart_by_policy_version(service: Service, engine: Engine, tmp_path: Path) -> None:
+    engine.policy_version = 3
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(10, 3)
+        eventually(lambda: service.last_report(version, 3).get("rounds") == 10)
+        engine.policy_version = 4
+        settle(engine)
+        engine.play(20, 1)
+        eventually(lambda: service.last_report(version, 4).get("rounds") == 20)
+        eventually(lambda: service.last_report(version, 3)["final"])
+    assert service.last_report(version, 3)["accepted_tokens"] == 30
+    assert not service.last_report(version, 4)["final"]
+
+
+def test_a_counter_reset_never_gives_negative_or_double_counts(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(100, 2)
+        eventually(lambda: service.last_report(version).get("rounds") == 100)
+        engine.restart()
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(30, 2)
+        eventually(lambda: service.last_report(version).get("rounds") == 130)
+    rounds = [r["rounds"] for r in service.reports if r["drafter_version"] == version]
+    assert rounds == sorted(rounds)
+
+
+def test_reports_go_on_where_they_were_when_the_agent_restarts(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(100, 2)
+        eventually(lambda: service.last_report(version).get("rounds") == 100)
+    engine.play(11, 2)  # while no agent looks; the drafter is the same before and after
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: service.last_report(version).get("rounds") == 111)
+        engine.play(5, 2)
+        eventually(lambda: service.last_report(version).get("rounds") == 116)
+
+
+def test_a_spoilt_memory_is_ignored(service: Service, engine: Engine, tmp_path: Path) -> None:
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+    (memory,) = (tmp_path / "default" / "engines").iterdir()
+    for text in ("", "[]", '{"buckets": 3}', "{"):
+        memory.write_text(text)
+        with running_agent(service, engine, cache=tmp_path):
+            settle(engine)
+            engine.play(1, 1)
+            eventually(lambda: service.last_report(version).get("rounds", 0) >= 1)
+
+
+def test_reports_are_made_good_when_the_service_was_away(service: Service, engine: Engine, tmp_path: Path) -> None:
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        service.down()
+        engine.play(50, 2)
+        settle(engine)
+        service.up()
+        eventually(lambda: service.last_report(version).get("rounds") == 50)
+
+
+def test_a_report_that_the_service_refuses_does_not_stop_the_agent(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    version = service.publish(1)
+    service.acceptance_status = 422
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(50, 2)
+        settle(engine)
+        service.acceptance_status = 200
+        engine.play(1, 2)
+        eventually(lambda: service.last_report(version).get("rounds") == 51)
+
+
+@pytest.mark.parametrize("name", [ROUNDS, ACCEPTED + "{", DRAFTED, ACCEPTED_PER_POSITION])
+def test_a_missing_counter_is_named_and_never_zero(
+    service: Service, engine: Engine, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.hidden_metrics = {name}
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path), caplog.at_level(logging.ERROR, "draftalign.agent"):
+        eventually(lambda: engine.version == version)  # a drafter it gets nevertheless
+        engine.play(10, 1)
+        eventually(lambda: name.rstrip("{") in caplog.text)
+        settle(engine)
+    assert service.reports == []
+
+
+def test_emitted_tokens_are_unknown_where_the_engine_does_not_count_them(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    engine.hidden_metrics = {"vllm:generation_tokens_total"}
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(10, 1)
+        assert eventually(lambda: service.last_report(version))["emitted_tokens"] is None
+
+
+# --- the canary
+
+
+def _trial(service: Service, engine: Engine, alpha_accepted: int) -> tuple[str, str]:
+    """Version 1 accepts three drafts a round; version 2 is loaded and accepts `alpha_accepted`."""
+    first = service.publish(1)
+    eventually(lambda: engine.version == first)
+    settle(engine)
+    engine.play(300, 3)
+    settle(engine)
+    second = service.publish(2)
+    eventually(lambda: engine.version == second)
+    settle(engine)
+    engine.play(199, alpha_accepted)
+    settle(engine)
+    assert engine.version == second  # too early to tell
+    engine.play(1, alpha_accepted)
+    return first, second
+
+
+def test_a_version_that_does_worse_is_swapped_back_and_reported(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    with running_agent(service, engine, cache=tmp_path):
+        first, second = _trial(service, engine, 1)
+        eventually(lambda: engine.version == first)
+        (verdict,) = eventually(service.verdicts)
+        settle(engine, 6)
+        assert engine.swapped == [first, second, first]
+    assert verdict == {
+        "version": second,
+        "previous": first,
+        "alpha": 2.0,
+        "previous_alpha": 4.0,
+        "rounds": 200,
+        "previous_rounds": 300,
+        "outcome": "rolled_back",
+        "sequence": 2,
+    }
+    assert [r["drafter_version"] for r in service.reports if "canary" in r] == [second]
+
+
+def test_a_rejected_version_stays_out_until_a_person_pushes_it_again(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    with running_agent(service, engine, cache=tmp_path):
+        first, second = _trial(service, engine, 1)
+        eventually(lambda: engine.version == first)
+        service.push_again("the drafter seems dead")  # not a person's decision
+        settle(engine, 6)
+        assert engine.version == first
+        engine.restart()
+        eventually(lambda: engine.version == first)
+    with running_agent(service, engine, cache=tmp_path):  # remembered by the next agent
+        settle(engine, 6)
+        assert engine.version == first
+        engine.restart()
+        eventually(lambda: engine.version == first)
+        service.push_again("pushed again by an operator")
+        eventually(lambda: engine.version == second)
+        engine.play(400, 1)
+        settle(engine, 6)
+        assert engine.version == second  # a person insisted
+        third = service.publish(3)
+        eventually(lambda: engine.version == third)
+
+
+def test_a_version_that_holds_its_own_stays(service: Service, engine: Engine, tmp_path: Path) -> None:
+    with running_agent(service, engine, cache=tmp_path):
+        first, second = _trial(service, engine, 3)
+        (verdict,) = eventually(service.verdicts)
+        settle(engine)
+        assert engine.swapped == [first, second]
+    assert verdict["outcome"] == "passed"
+
+
+def test_canary_can_be_switched_off(service: Service, engine: Engine, tmp_path: Path) -> None:
+    with running_agent(service, engine, cache=tmp_path, canary=CanaryRule(rounds=0)):
+        first, second = _trial(service, engine, 0)
+        engine.play(1000, 0)
+        settle(engine)
+    assert engine.swapped == [first, second]
+    assert service.verdicts() == []
+
+
+def _counts(rounds: int, accepted: int) -> Counts:
+    return Counts(rounds, 3 * rounds, rounds * accepted, (), None, 1.0)
+
+
+def test_canary_compares_with_the_last_rounds_of_the_old_version_only() -> None:
+    canary = Canary(CanaryRule(rounds=100))
+    canary.loaded("a", exempt=False)
+    for _ in range(50):
+        canary.count("a", _counts(100, 3), now=0.0)  # long ago, on easier text
+    canary.count("a", _counts(100, 1), now=1.0)
+    canary.loaded("b", exempt=False)
+    verdict = canary.count("b", _counts(100, 1), now=2.0)
+    assert verdict is not None
+    assert verdict.passed
+    assert verdict.previous_alpha == 2.0
+
+
+def test_canary_has_no_verdict_from_a_stale_or_thin_baseline() -> None:
+    canary = Canary(CanaryRule(rounds=100, baseline_max_age_seconds=60.0))
+    canary.loaded("a", exempt=False)
+    canary.count("a", _counts(99, 3), now=0.0)
+    canary.loaded("b", exempt=False)
+    assert canary.trial is None
+    assert canary.good == "b"
+    canary.count("b", _counts(100, 3), now=0.0)
+    canary.loaded("c", exempt=False)
+    stale = canary.count("c", _counts(100, 0), now=61.0)
+    assert stale is not None
+    assert stale.passed
+
+
+def test_a_trial_overtaken_by_a_newer_version_leaves_the_baseline() -> None:
+    canary = Canary(CanaryRule(rounds=100))
+    canary.loaded("a", exempt=False)
+    canary.count("a", _counts(100, 3), now=0.0)
+    canary.loaded("b", exempt=False)
+    assert canary.count("b", _counts(50, 0), now=1.0) is None
+    canary.loaded("c", exempt=False)
+    verdict = canary.count("c", _counts(100, 0), now=2.0)
+    assert verdict is not None
+    assert (verdict.previous, verdict.passed, canary.good) == ("a", False, "a")
+
+
+# --- the ledger by itself
+
+
+def test_vllm_pages_are_read_with_labels_summed() -> None:
+    text = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 1.0e+01
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 60.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 33.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 18.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 5.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="1"} 10.0
+vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="1",model_name="m",position="1"} 1.7e9
+vllm:generation_tokens_total{engine="0",model_name="m"} 60.0
+vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 9.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} 7.0
+vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 7.0
+"""
+    snapshot = Snapshot.parse(text)
+    assert snapshot == Snapshot(20, 60, 33, (18, 10, 5), 60, 7, None)
+    counts = snapshot.since(Snapshot.zero(snapshot), 2.0)
+    assert counts.alpha == pytest.approx(1 + 33 / 20)
+    assert counts.emitted_tokens == 53
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", ROUNDS),
+        (f"{ROUNDS} NaN\n{DRAFTED} 1\n{ACCEPTED} 1\n", "NaN|nan"),
+        (f"{ROUNDS} -1\n{DRAFTED} 1\n{ACCEPTED} 1\n", "non-negative"),
+        (f'{ROUNDS} 1\n{DRAFTED} 1\n{ACCEPTED} 1\n{ACCEPTED_PER_POSITION}{{position="x"}} 1\n', "position"),
+        (f'{ROUNDS} 1\n{DRAFTED} 1\n{ACCEPTED} 1\n{ACCEPTED_PER_POSITION}{{position="1000000"}} 1\n', "position"),
+        (f"{ROUNDS} {{{{\n", "text format"),
+    ],
+)
+def test_nonsense_metrics_are_an_error(text: str, said: str) -> None:
+    with pytest.raises(MetricsError, match=said):
+        Snapshot.parse(text)
+
+
+def test_buckets_are_bounded_and_the_least_recent_goes_first() -> None:
+    ledger = Ledger()
+    for policy in range(MAX_BUCKETS + 5):
+        ledger.book("v", 0, _counts(1, 1))
+        ledger.book("v", policy, _counts(1, 1))
+    kept = {bucket.policy_version for bucket in ledger.buckets()}
+    assert len(kept) == MAX_BUCKETS
+    assert 0 in kept
+    assert 1 not in kept
+
+
+def test_alpha_of_nothing_is_not_a_number() -> None:
+    assert math.isnan(Counts().alpha)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(0, 50), st.integers(0, 3)),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_dumped_books_are_restored_exactly(entries: list[tuple[str, int, int, int]]) -> None:
+    ledger, again = Ledger(), Ledger()
+    for version, policy, rounds, accepted in entries:
+        ledger.book(version, policy, _counts(rounds, accepted))
+    again.restore(ledger.dump())
+    assert [(b.drafter_version, b.policy_version, b.counts) for b in again.buckets()] == [
+        (b.drafter_version, b.policy_version, b.counts) for b in ledger.buckets()
+    ]
+    for version in "ab":
+        assert ledger.version_counts(version).rounds == sum(r for v, _, r, _ in entries if v == version)
