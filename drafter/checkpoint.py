@@ -1,0 +1,313 @@
+"""A drafter on disk, in the layout that SGLang and vLLM load as it stands: model.safetensors and config.json.
+
+Reading is strict, because engines are not: a missing lm_head or d2t, a wrong layer id or an old embedding loads there
+without an error and only shows as a poor α, or worse, as a changed policy. Whatever does not fit raises
+`CheckpointError`. `embed_tokens` is never written and never accepted: engines that share it with the target would
+overwrite the policy's own embedding.
+
+Not here: publishing a directory atomically (the registry does that). Files are complete and synced when `write_drafter`
+returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafter.errors import CheckpointError, DrafterError, VocabularyError
+from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.vocabulary import DraftVocabulary
+
+MODEL_FILE: Final = "model.safetensors"
+CONFIG_FILE: Final = "config.json"
+#: Fields that change what the tensors mean. We support one value each; absent means that value.
+_FIXED: Final[Mapping[str, Any]] = {
+    "num_hidden_layers": 1,
+    "norm_before_residual": False,
+    "norm_output": False,
+    "attention_bias": False,
+    "bias": False,
+    "tie_word_embeddings": False,
+}
+_SIZES: Final = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+)
+_STORAGE: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_MAX_CONFIG_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """What a written file must be when it is read elsewhere."""
+
+    bytes: int
+    sha256: str
+
+
+def write_drafter(
+    directory: Path, drafter: Eagle3Drafter, *, dtype: torch.dtype = torch.float32
+) -> dict[str, FileDigest]:
+    """Write model.safetensors and config.json into an existing `directory`, synced to disk; return their digests.
+
+    `dtype` is the storage of the weights. Refuses a drafter with weights that are not finite, also once rounded.
+    """
+    if dtype not in _STORAGE.values():
+        raise CheckpointError(f"weights are stored as float32, bfloat16 or float16, got {dtype}")
+    expected = tensor_shapes(drafter.config)
+    tensors: dict[str, Tensor] = {}
+    for name, value in drafter.state_dict().items():
+        stored = value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype).contiguous()
+        if tuple(stored.shape) != expected.get(name):
+            raise CheckpointError(
+                f"{name} of this drafter is {tuple(stored.shape)}, its config says {expected.get(name)}"
+            )
+        if stored.is_floating_point() and not bool(torch.isfinite(stored).all()):
+            raise CheckpointError(f"{name} is not finite as {dtype}; go back to the last good weights, do not publish")
+        tensors[name] = stored
+    save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
+    (directory / CONFIG_FILE).write_text(json.dumps(export_config(drafter.config, dtype), indent=2) + "\n")
+    digests = {name: _sync_and_digest(directory / name) for name in (MODEL_FILE, CONFIG_FILE)}
+    _sync(directory)
+    return digests
+
+
+def read_drafter(directory: Path, embed_tokens: Tensor, *, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
+    """Read what `write_drafter` wrote, or another's export in the same layout, with weights as `dtype` on the CPU.
+
+    embed_tokens [V, H] is the target's. Raises `CheckpointError`: names, shapes, dtypes, vocabulary, values.
+    """
+    config = parse_config(_read_config(directory / CONFIG_FILE))
+    tensors = _read_tensors(directory / MODEL_FILE, config)
+    vocabulary = _vocabulary(tensors, config)
+    weights = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    try:
+        # The constructor draws initial weights; a reader must not advance the caller's random numbers.
+        with torch.random.fork_rng(devices=[]):
+            drafter = Eagle3Drafter(config, vocabulary, embed_tokens)
+    except DrafterError as error:
+        raise CheckpointError(f"{directory} does not fit this target: {error}") from error
+    drafter.to(dtype)
+    drafter.embed_tokens = embed_tokens.detach()
+    drafter.load_state_dict(weights)
+    return drafter
+
+
+def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the canonical layout."""
+    H, Ht, D, V = config.hidden_size, config.target_hidden_size, config.draft_vocab_size, config.vocab_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    return {
+        "fc.weight": (H, len(config.aux_layers) * Ht),
+        "midlayer.hidden_norm.weight": (H,),
+        "midlayer.input_layernorm.weight": (H,),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * H),
+        "midlayer.self_attn.k_proj.weight": (keys, 2 * H),
+        "midlayer.self_attn.v_proj.weight": (keys, 2 * H),
+        "midlayer.self_attn.o_proj.weight": (H, queries),
+        "midlayer.post_attention_layernorm.weight": (H,),
+        "midlayer.mlp.gate_proj.weight": (config.intermediate_size, H),
+        "midlayer.mlp.up_proj.weight": (config.intermediate_size, H),
+        "midlayer.mlp.down_proj.weight": (H, config.intermediate_size),
+        "norm.weight": (H,),
+        "lm_head.weight": (D, H),
+        "d2t": (D,),
+        "t2d": (V,),
+    }
+
+
+def export_config(config: DrafterConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The engines' config.json. vLLM reads the top-level layer ids ("entering"); SGLang adds 1 to eagle_config's."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "target_model_type": config.model_type,
+        "hidden_act": "silu",
+        **{name: getattr(config, name) for name in _SIZES},
+        "target_hidden_size": config.target_hidden_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        **_FIXED,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in config.aux_layers],
+        },
+    }
+
+
+def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
+    """Read a drafter's config.json. Raises `CheckpointError` for what this layout does not cover."""
+    for name, value in _FIXED.items():
+        if document.get(name, value) != value:
+            raise CheckpointError(f"config.json: {name} must be {json.dumps(value)}, got {document[name]!r}")
+    sizes = {name: _positive(document, name) for name in _SIZES}
+    eps = document.get("rms_norm_eps")
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        raise CheckpointError(f"config.json: rms_norm_eps must be a small positive number, got {eps!r}")
+    try:
+        return DrafterConfig(
+            **sizes,
+            target_hidden_size=_positive(
+                {"target_hidden_size": sizes["hidden_size"], **document}, "target_hidden_size"
+            ),
+            aux_layers=_aux_layers(document),
+            rope_theta=_rope_theta(document),
+            rms_norm_eps=eps,
+            max_position_embeddings=_positive(document, "max_position_embeddings"),
+            model_type=str(document.get("target_model_type", "llama")),
+        )
+    except CheckpointError:
+        raise
+    except DrafterError as error:
+        raise CheckpointError(f"config.json: {error}") from error
+
+
+def config_fingerprint(config: DrafterConfig, vocabulary: DraftVocabulary) -> str:
+    """Identity (32 hexadecimal digits) of all that an engine cannot swap along with the weights.
+
+    Sizes, layers, rotary base, norm epsilon and the draft vocabulary. `max_position_embeddings` is left out: it is a
+    limit, not a meaning.
+    """
+    fields = {name: value for name, value in asdict(config).items() if name != "max_position_embeddings"}
+    text = json.dumps({**fields, "d2t": vocabulary.digest}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > _MAX_CONFIG_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes; a drafter's config is under {_MAX_CONFIG_BYTES}")
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"a drafter needs {CONFIG_FILE} beside {MODEL_FILE}: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(document).__name__}")
+    return document
+
+
+def _positive(document: Mapping[str, Any], name: str) -> int:
+    value = document.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _aux_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layer ids by what they enter. Both fields, where present, must name the same layers."""
+    layers = document.get("eagle_aux_hidden_state_layer_ids")
+    nested = document.get("eagle_config") or {}
+    outputs = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, Mapping) else None
+    for name, ids in (("eagle_aux_hidden_state_layer_ids", layers), ("the same of eagle_config", outputs)):
+        if ids is not None and not (isinstance(ids, list) and all(type(i) is int and i >= -1 for i in ids)):
+            raise CheckpointError(f"config.json: {name} must be a list of layer numbers, got {ids!r}")
+    if layers is None:
+        raise CheckpointError(
+            "config.json: eagle_aux_hidden_state_layer_ids is missing; name the layers whose inputs the drafter was "
+            "trained on (a drafter fed with other layers still runs, with a worse α)"
+        )
+    if outputs is not None and [i + 1 for i in outputs] != layers:
+        raise CheckpointError(
+            f"config.json: eagle_aux_hidden_state_layer_ids {layers} (entering) and eagle_config's {outputs} (outputs, "
+            "one less) name different layers"
+        )
+    return tuple(layers)
+
+
+def _rope_theta(document: Mapping[str, Any]) -> float:
+    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise CheckpointError(f"config.json: only unscaled rotary positions are supported, got {rope!r}")
+    given = {float(x) for x in (document.get("rope_theta"), rope.get("rope_theta")) if isinstance(x, int | float)}
+    if len(given) != 1 or not 0 < min(given) < float("inf"):
+        raise CheckpointError(
+            f"config.json: one positive rope_theta, the same in rope_parameters, is expected; got {sorted(given)}"
+        )
+    return given.pop()
+
+
+def _read_tensors(path: Path, config: DrafterConfig) -> dict[str, Tensor]:
+    """Load a file after its header has been compared with the config. Values are checked to be finite."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            _check_header({n: (tuple(s.get_shape()), s.get_dtype()) for n, s in found.items()}, config)
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in found}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{name} holds NaN or infinity; this drafter must not be served")
+    return tensors
+
+
+def _check_header(found: Mapping[str, tuple[tuple[int, ...], str]], config: DrafterConfig) -> None:
+    expected = tensor_shapes(config)
+    embeddings = [name for name in found if "embed_tokens" in name]
+    if embeddings:
+        raise CheckpointError(
+            f"{embeddings[0]} must not be in a drafter's file: engines that share it with the target would overwrite "
+            "the policy's embedding. Export without it"
+        )
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"tensors missing: {', '.join(missing) or 'none'}; not part of the layout: {', '.join(extra) or 'none'}. "
+            "Rename to the published names (midlayer.*, fc, norm, lm_head, d2t, t2d)"
+        )
+    for name, (shape, _) in found.items():
+        if shape != expected[name]:
+            raise CheckpointError(f"{name} must be {expected[name]} by its config, got {shape}")
+    kinds = {dtype for name, (_, dtype) in found.items() if name not in ("d2t", "t2d")}
+    if len(kinds) != 1 or not kinds <= _STORAGE.keys():
+        raise CheckpointError(f"weights must share one dtype of {', '.join(_STORAGE)}, got {', '.join(sorted(kinds))}")
+    if (found["d2t"][1], found["t2d"][1]) != ("I64", "BOOL"):
+        raise CheckpointError(f"d2t must be I64 and t2d BOOL, got {found['d2t'][1]} and {found['t2d'][1]}")
+
+
+def _vocabulary(tensors: Mapping[str, Tensor], config: DrafterConfig) -> DraftVocabulary:
+    try:
+        vocabulary = DraftVocabulary.from_d2t(tensors["d2t"], config.vocab_size)
+    except VocabularyError as error:
+        raise CheckpointError(str(error)) from error
+    wrong = torch.nonzero(vocabulary.t2d != tensors["t2d"]).flatten()
+    if wrong.numel():
+        raise CheckpointError(
+            f"d2t and t2d disagree on {wrong.numel()} tokens, first on {int(wrong[0])}: they come from two exports"
+        )
+    return vocabulary
+
+
+def _sync_and_digest(path: Path) -> FileDigest:
+    _sync(path)
+    with path.open("rb") as file:
+        return FileDigest(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
