@@ -10,16 +10,11 @@ harder prompts longer. A fall of α is a shift of the logits. Ticks are drawn fr
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from service.drift import DriftConfig, DriftMonitor
 
