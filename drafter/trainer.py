@@ -1,9 +1,8 @@
 """The drafter's trainer: AdamW on float32 masters, one global denominator per optimizer step, exact resume.
 
 One `step` is one optimizer window: gradients of all its batches are summed and divided by the response tokens of the
-whole window, so how rollouts are cut into batches
-changes nothing. A window whose loss or gradient is not finite changes no
-parameter and no optimizer state; the report says so.
+whole window, so how rollouts are cut into batches changes nothing. A window whose loss or gradient is not finite
+changes no parameter and no optimizer state; the report says so.
 
 State on disk is safetensors and JSON, committed by one rename. Nothing is ever unpickled.
 """
@@ -217,11 +216,11 @@ class DrafterTrainer:
     def load(self, directory: Path) -> None:
         """Continue from a saved state; hyperparameters stay those of this trainer. Raises `CheckpointError`."""
         pointer = self._pointer(directory)
-        if pointer["drafter"] != self._identity():
-            raise CheckpointError(
-                f"{directory} holds the state of another drafter: it has {pointer['drafter']}, "
-                f"this one is {self._identity()}"
-            )
+        identity = self._identity()
+        if pointer["drafter"] != identity:
+            theirs = dict(pointer["drafter"])
+            differing = {k: (theirs.get(k), v) for k, v in identity.items() if theirs.get(k) != v}
+            raise CheckpointError(f"{directory} holds the state of another drafter; (stored, expected): {differing}")
         try:
             tensors = load_file(directory / str(pointer["file"]))
         except (OSError, SafetensorError) as error:

@@ -1,0 +1,320 @@
+"""The trainer: it learns, resumes bit for bit, divides once, survives bad numbers, and its files cannot half-exist."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from drafter_worlds import SHAPES, cast, mask_of, rollouts, world
+
+from drafter.batch import RolloutBatch
+from drafter.errors import CheckpointError, DrafterError
+from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.target import TargetHead
+from drafter.trainer import DrafterTrainer, TrainConfig
+from drafter.vocabulary import DraftVocabulary
+
+CONFIG = TrainConfig(steps_ahead=3, learning_rate=1e-2, weight_decay=0.1, warmup_windows=2)
+
+
+def trainer(config: TrainConfig = CONFIG, *, scrambled: bool = False) -> DrafterTrainer:
+    """Equal trainers, unless scrambled: then all weights differ, so that what a file does not restore is seen."""
+    drafter = world(SHAPES["packed, awkward"], dtype=torch.float32).drafter
+    for parameter in drafter.parameters():
+        parameter.data += scrambled
+    return DrafterTrainer(drafter, config)
+
+
+def batches(count: int) -> tuple[list[RolloutBatch], TargetHead]:
+    head = world(SHAPES["packed, awkward"]).head
+    made = [rollouts(SHAPES["packed, awkward"], head, 1.0, seed) for seed in range(count)]
+    return [cast(b, torch.float32) for b in made], TargetHead(head.float())
+
+
+def parameters(t: DrafterTrainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in t.drafter.named_parameters()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_six_windows_equal_three_saved_loaded_and_three_more(tmp_path: Path) -> None:
+    data, head = batches(6)
+    straight = trainer()
+    for b in data:
+        straight.step(b, head)
+    first = trainer()
+    for b in data[:3]:
+        first.step(b, head)
+    first.save(tmp_path)
+    resumed = trainer(scrambled=True)
+    resumed.load(tmp_path)
+    for b in data[3:]:
+        resumed.step(b, head)
+    assert equal(parameters(straight), parameters(resumed))
+    assert (resumed.windows, resumed.tokens_trained) == (straight.windows, straight.tokens_trained)
+    assert resumed.tokens_trained == sum(b.response_tokens for b in data)
+
+
+def test_how_rollouts_are_cut_into_batches_changes_nothing() -> None:
+    (a, b), head = batches(2)
+    apart, together = trainer(), trainer()
+    one, two = apart.step([a, b], head), together.step(RolloutBatch.concat([a, b]), head)
+    assert one.loss == pytest.approx(two.loss, rel=1e-6)
+    assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-5)
+    assert one.entries_per_step == two.entries_per_step
+    for name, p in parameters(apart).items():
+        # Adam's first steps are the gradient's sign: compare where it is not rounding.
+        torch.testing.assert_close(p, parameters(together)[name], rtol=1e-3, atol=1e-4)
+
+
+def test_the_report_says_what_happened() -> None:
+    (batch,), head = batches(1)
+    t = trainer()
+    report = t.step(batch, head)
+    assert report.skipped is None
+    assert (report.response_tokens, report.tokens) == (batch.response_tokens, batch.tokens)
+    assert report.learning_rate == pytest.approx(0.005)  # first of two warm-up windows
+    weighted = sum(
+        0.8**j * kl * n for j, (kl, n) in enumerate(zip(report.loss_per_step, report.entries_per_step, strict=True))
+    )
+    assert report.loss == pytest.approx(weighted / report.response_tokens, rel=1e-6)
+    assert all(0 < a < 1 for a in report.acceptance_per_step)
+    assert report.seconds > 0
+    assert t.step(batch, head).learning_rate == pytest.approx(0.01)
+
+
+def test_gradients_are_clipped_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    (batch,), head = batches(1)
+    t = trainer(replace(CONFIG, grad_clip=0.01))
+    norms = []
+    step = t._optimizer.step
+
+    def spy() -> object:
+        grads = [p.grad for p in t.drafter.parameters() if p.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(grads)))
+        return step()
+
+    monkeypatch.setattr(t._optimizer, "step", spy)
+    report = t.step(batch, head)
+    assert report.grad_norm > 0.1
+    assert norms == [pytest.approx(0.01, rel=1e-3)]
+
+
+@pytest.mark.parametrize("field", ["aux_hidden", "last_hidden", "logsumexp"])
+def test_numbers_that_are_not_finite_change_nothing_and_are_reported(field: str) -> None:
+    (good, bad), head = batches(2)
+    tensor = getattr(bad, field).clone()
+    tensor[20:24] = float("nan")
+    t, untouched = trainer(), trainer()
+    t.step(good, head)
+    before = parameters(t)
+    report = t.step([good, replace(bad, **{field: tensor})], head)
+    assert report.skipped is not None
+    assert "nan" in report.skipped
+    assert equal(parameters(t), before)
+    assert (t.windows, t.skipped_windows) == (1, 1)
+    untouched.step(good, head)
+    t.step(good, head)
+    untouched.step(good, head)
+    assert equal(parameters(t), parameters(untouched))  # the moments were left alone too
+
+
+def test_a_window_with_nothing_to_learn_is_skipped() -> None:
+    (batch,), head = batches(1)
+    t = trainer()
+    report = t.step(batch.select([2]), head)  # two tokens: no row predicts a second one
+    assert report.skipped is not None
+    assert math.isnan(report.loss)
+    assert t.evaluate(batch.select([2]), head) is None
+
+
+def test_a_frozen_lm_head_stays_and_needs_no_moments(tmp_path: Path) -> None:
+    (batch,), head = batches(1)
+    t = trainer(replace(CONFIG, train_lm_head=False))
+    before = parameters(t)
+    t.step(batch, head)
+    moved = {n for n, p in parameters(t).items() if not torch.equal(p, before[n])}
+    assert moved == set(before) - {"lm_head.weight"}
+    t.save(tmp_path)
+    thawed = trainer(scrambled=True)
+    thawed.load(tmp_path)
+    assert equal(parameters(thawed), parameters(t))
+    assert thawed.step(batch, head).skipped is None
+
+
+def test_bfloat16_parameters_get_float32_masters_that_keep_small_updates() -> None:
+    (batch,), head = batches(1)
+    drafter = world(SHAPES["packed, awkward"]).drafter.to(torch.bfloat16)
+    t = DrafterTrainer(drafter, replace(CONFIG, learning_rate=1e-6, weight_decay=0.0))
+    before = parameters(t)
+    assert {p.dtype for p in before.values()} == {torch.float32}
+    t.step(batch, head)
+    assert not torch.equal(parameters(t)["fc.weight"], before["fc.weight"])
+
+
+def test_bfloat16_computing_agrees_roughly_with_float32() -> None:
+    (batch,), head = batches(1)
+    full, half = trainer(), trainer(replace(CONFIG, compute_dtype="bfloat16"))
+    a, b = full.step(batch, head), half.step(batch, head)
+    assert b.loss == pytest.approx(a.loss, rel=0.05)
+    assert b.grad_norm == pytest.approx(a.grad_norm, rel=0.1)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_crash_while_saving_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (a, b), head = batches(2)
+    t = trainer()
+    t.step(a, head)
+    t.save(tmp_path)
+    saved = parameters(t)
+    t.step(b, head)
+
+    def crash(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            t.save(tmp_path)
+    resumed = trainer(scrambled=True)
+    resumed.load(tmp_path)
+    assert equal(parameters(resumed), saved)
+    t.save(tmp_path)
+    t.save(tmp_path)
+    resumed.load(tmp_path)
+    assert equal(parameters(resumed), parameters(t))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2  # bounded
+
+
+def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    t = trainer()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        t.load(tmp_path)
+    t.save(tmp_path)
+    pointer = json.loads((tmp_path / "trainer.json").read_text())
+    other = DrafterTrainer(world(SHAPES["packed, awkward"], draft=8, dtype=torch.float32).drafter, CONFIG)
+    with pytest.raises(CheckpointError, match="another drafter"):
+        other.load(tmp_path)
+    for change, message in (
+        ({"format": "x"}, "is not a draftalign.trainer.v1"),
+        ({"file": "../state-a.safetensors"}, "outside its directory"),
+        ({"file": "absent.safetensors"}, "cannot be read"),
+    ):
+        (tmp_path / "trainer.json").write_text(json.dumps(pointer | change))
+        with pytest.raises(CheckpointError, match=message):
+            t.load(tmp_path)
+    (tmp_path / "trainer.json").write_text(json.dumps(pointer))
+    state = tmp_path / pointer["file"]
+    state.write_bytes(state.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        t.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps_ahead": 0},
+        {"learning_rate": 0.0},
+        {"learning_rate": float("nan")},
+        {"grad_clip": -1.0},
+        {"loss": "ce"},
+        {"compute_dtype": "float16"},
+    ],
+)
+def test_impossible_settings_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(DrafterError, match=next(iter(change))):
+        replace(CONFIG, **change)  # type: ignore[arg-type]
+
+
+# --- learning -------------------------------------------------------------------------------------------------------
+
+V, H = 40, 32
+
+
+def markov_rollouts(count: int, seed: int) -> tuple[RolloutBatch, TargetHead, torch.Tensor]:
+    """A target that a drafter can learn: the next token's distribution depends on the last token alone."""
+    fixed = torch.Generator().manual_seed(0)
+    embedding = torch.randn(V, H, generator=fixed)
+    head = torch.randn(V, H, generator=fixed) * 0.8
+    state = torch.tanh(embedding @ torch.randn(H, H, generator=fixed) / H**0.5)
+    lift = torch.randn(H, 3 * H, generator=fixed) / H**0.5
+    g = torch.Generator().manual_seed(seed)
+    length = 24
+    ids = torch.randint(V, (count, length), generator=g)
+    probabilities = torch.softmax(state @ head.T, -1)
+    for t in range(1, length):
+        ids[:, t] = torch.multinomial(probabilities[ids[:, t - 1]], 1, generator=g)[:, 0]
+    flat = ids.reshape(-1)
+    last = state[flat]
+    logits = last @ head.T
+    logprobs = torch.zeros(flat.shape)
+    logprobs[1:] = torch.log_softmax(logits[:-1], -1).gather(1, flat[1:, None])[:, 0]
+    batch = RolloutBatch(
+        input_ids=flat,
+        cu_seqlens=torch.arange(0, count * length + 1, length),
+        loss_mask=mask_of(length, 6).repeat(count),
+        aux_hidden=last @ lift,
+        logprobs=logprobs,
+        last_hidden=last,
+        logsumexp=logits.logsumexp(-1),
+    )
+    return batch, TargetHead(head), embedding
+
+
+def learner(vocabulary: DraftVocabulary, embedding: torch.Tensor, learning_rate: float = 1e-2) -> DrafterTrainer:
+    torch.manual_seed(0)
+    config = DrafterConfig(H, H, 2 * H, 4, 2, 8, V, len(vocabulary), (1, 2, 3))
+    drafter = Eagle3Drafter(config, vocabulary, embedding)
+    return DrafterTrainer(drafter, TrainConfig(steps_ahead=3, learning_rate=learning_rate, grad_clip=1.0))
+
+
+def acceptance(t: DrafterTrainer, batch: RolloutBatch, head: TargetHead) -> list[float]:
+    result = t.evaluate(batch, head)
+    assert result is not None
+    return [s / n for s, n in zip(result.acceptance_sums.tolist(), result.entries, strict=True)]
+
+
+def test_a_tiny_drafter_learns_its_target_and_acceptance_rises_on_unseen_rollouts() -> None:
+    held_out, head, embedding = markov_rollouts(32, seed=999)
+    t = learner(DraftVocabulary.full(V), embedding)
+    before = acceptance(t, held_out, head)
+    data = [markov_rollouts(32, seed)[0] for seed in range(16)]
+    losses = [t.step(data[i % 16], head).loss for i in range(100)]
+    after = acceptance(t, held_out, head)
+    assert losses[-1] < losses[0] / 5
+    assert all(b < 0.35 for b in before)
+    assert all(a > 0.8 for a in after)
+
+
+def test_with_a_reduced_vocabulary_acceptance_approaches_the_covered_mass() -> None:
+    batch, head, embedding = markov_rollouts(32, seed=999)
+    counts = torch.bincount(batch.input_ids, minlength=V)
+    vocabulary = DraftVocabulary.build(counts, 24)
+    t = learner(vocabulary, embedding)
+    data = [markov_rollouts(32, seed)[0] for seed in range(16)]
+    for i in range(80):
+        t.step(data[i % 16], head)
+    covered = vocabulary.coverage(counts)
+    for a in acceptance(t, batch, head):
+        assert covered - 0.15 < a < covered + 0.03
+
+
+def test_a_drafter_trained_on_tokens_in_random_order_learns_less() -> None:
+    """In this world the target depends on the last token alone: against the wrong token nothing can be learnt."""
+    held_out, head, embedding = markov_rollouts(32, seed=999)
+    right, wrong = learner(DraftVocabulary.full(V), embedding), learner(DraftVocabulary.full(V), embedding)
+    for seed in range(40):
+        batch = markov_rollouts(32, seed)[0]
+        right.step(batch, head)
+        shuffled = batch.input_ids[torch.randperm(batch.tokens, generator=torch.Generator().manual_seed(seed))]
+        wrong.step(replace(batch, input_ids=shuffled), head)
+    for bad, good in zip(acceptance(wrong, held_out, head), acceptance(right, held_out, head), strict=True):
+        assert bad < good - 0.1
