@@ -24,13 +24,25 @@ ROUNDS: Final = "vllm:spec_decode_num_drafts_total"
 DRAFTED: Final = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_PER_POSITION: Final = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+#: What compares with replay α, from engines that count it; else it follows from the next three.
+EMITTED: Final = "draftalign:spec_decode_emitted_tokens_total"
 GENERATED: Final = "vllm:generation_tokens_total"
 #: Counts a request when its first token leaves; preferred to the next, which counts it when it has finished.
 STARTED: Final = "vllm:time_to_first_token_seconds_count"
 FINISHED: Final = "vllm:request_success_total"
 POLICY_VERSION: Final = "draftalign_policy_version"
 
-_NAMES: Final = (ROUNDS, DRAFTED, ACCEPTED, ACCEPTED_PER_POSITION, GENERATED, STARTED, FINISHED, POLICY_VERSION)
+_NAMES: Final = (
+    ROUNDS,
+    DRAFTED,
+    ACCEPTED,
+    ACCEPTED_PER_POSITION,
+    EMITTED,
+    GENERATED,
+    STARTED,
+    FINISHED,
+    POLICY_VERSION,
+)
 _MAX_POSITIONS: Final = 64
 #: Buckets kept per engine; older ones have been reported as final.
 MAX_BUCKETS: Final = 32
@@ -79,8 +91,7 @@ class Snapshot:
     drafted_tokens: int
     accepted_tokens: int
     accepted_per_position: tuple[int, ...]
-    generated_tokens: int | None
-    first_tokens: int | None
+    emitted_tokens: int | None
     policy_version: int | None
 
     @classmethod
@@ -88,14 +99,12 @@ class Snapshot:
         """Read a /metrics page. Raises MetricsError naming a missing counter: absent is not zero."""
         samples = _samples(text)
         rounds, drafted, accepted = (_total(samples, name) for name in (ROUNDS, DRAFTED, ACCEPTED))
-        first = STARTED if STARTED in samples else FINISHED
         return cls(
             rounds=rounds,
             drafted_tokens=drafted,
             accepted_tokens=accepted,
             accepted_per_position=_per_position(samples),
-            generated_tokens=_total(samples, GENERATED) if GENERATED in samples else None,
-            first_tokens=_total(samples, first) if first in samples else None,
+            emitted_tokens=_emitted(samples),
             policy_version=_gauge(samples, POLICY_VERSION),
         )
 
@@ -107,8 +116,7 @@ class Snapshot:
             0,
             0,
             tuple(0 for _ in like.accepted_per_position),
-            None if like.generated_tokens is None else 0,
-            None if like.first_tokens is None else 0,
+            None if like.emitted_tokens is None else 0,
             like.policy_version,
         )
 
@@ -121,8 +129,6 @@ class Snapshot:
         """Whether a counter is below its earlier value: the engine has restarted."""
         pairs = [(self.rounds, since.rounds), (self.accepted_tokens, since.accepted_tokens)]
         pairs += [(self.drafted_tokens, since.drafted_tokens)]
-        if self.generated_tokens is not None and since.generated_tokens is not None:
-            pairs.append((self.generated_tokens, since.generated_tokens))
         return any(now < before for now, before in pairs)
 
     def since(self, earlier: Snapshot, seconds: float) -> Counts:
@@ -135,15 +141,11 @@ class Snapshot:
             accepted_per_position=tuple(
                 now - (positions[i] if i < len(positions) else 0) for i, now in enumerate(self.accepted_per_position)
             ),
-            emitted_tokens=self._emitted_since(earlier),
+            emitted_tokens=None
+            if self.emitted_tokens is None or earlier.emitted_tokens is None
+            else self.emitted_tokens - earlier.emitted_tokens,
             window_seconds=seconds,
         )
-
-    def _emitted_since(self, earlier: Snapshot) -> int | None:
-        generated = _difference(self.generated_tokens, earlier.generated_tokens)
-        first = _difference(self.first_tokens, earlier.first_tokens)
-        # A request's first token comes from its prefill and belongs to no round.
-        return None if generated is None or first is None else generated - first
 
 
 @dataclass(slots=True)
@@ -218,10 +220,6 @@ def _samples(text: str) -> dict[str, list[Sample]]:
     return samples
 
 
-def _difference(now: int | None, before: int | None) -> int | None:
-    return None if now is None or before is None else now - before
-
-
 def _whole(name: str, value: float) -> int:
     if not math.isfinite(value) or value < 0:
         raise MetricsError(f"{name} is {value}; expected a non-negative number")
@@ -236,6 +234,16 @@ def _total(samples: Mapping[str, list[Sample]], name: str) -> int:
             "still uses this name (a missing counter is never read as 0)"
         )
     return sum(_whole(name, sample.value) for sample in samples[name])
+
+
+def _emitted(samples: Mapping[str, list[Sample]]) -> int | None:
+    if EMITTED in samples:
+        return _total(samples, EMITTED)
+    first = STARTED if STARTED in samples else FINISHED
+    if GENERATED not in samples or first not in samples:
+        return None
+    # A request's first token comes from its prefill and belongs to no round.
+    return _total(samples, GENERATED) - _total(samples, first)
 
 
 def _gauge(samples: Mapping[str, list[Sample]], name: str) -> int | None:

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,7 @@ class EngineFollower:
             return None
 
     def _account(self, snapshot: Snapshot | None, state: EngineState) -> Verdict | None:
+        snapshot = _with_policy(snapshot, state)
         known, before, seconds = self._known, self._snapshot, self._clock() - self._snapshot_at
         fallen = before is not None and snapshot is not None and snapshot.has_fallen(before)
         restarted = fallen or (known is not None and state.swaps < known.swaps)
@@ -211,7 +212,7 @@ class EngineFollower:
         insisted = self._rejected.pop(release.version, None) is not None
         self._canary.loaded(release.version, exempt=insisted)
         self._known = Known(confirmed.serving, confirmed.swaps)
-        self._snapshot, self._snapshot_at = after, self._clock()
+        self._snapshot, self._snapshot_at = _with_policy(after, confirmed), self._clock()
         self._shape = (release.manifest.config_fingerprint, release.manifest.d2t_sha256)
         self._loaded_release = release
         if self._canary.trial is None:
@@ -276,3 +277,10 @@ class EngineFollower:
         self._sequence = int(document["sequence"])
         if (fallback := document["fallback"]) is not None and (path := Path(fallback["path"])).is_dir():
             self._fallback = Release(parse_manifest(fallback["manifest"], fallback["manifest"]["run"]), path)
+
+
+def _with_policy(snapshot: Snapshot | None, state: EngineState) -> Snapshot | None:
+    """Engines tell the policy version in their metrics, or else in their state."""
+    if snapshot is None or snapshot.policy_version is not None:
+        return snapshot
+    return replace(snapshot, policy_version=state.policy_version)

@@ -267,6 +267,7 @@ class Engine(Peer):
         self.refusal: tuple[int, str] | None = None
         self.hidden_metrics: set[str] = set()
         self.policy_version: int | None = None
+        self.policy_in_state = False  # else a gauge
         self.rounds_during_swap = 0
         self._start()
         super().__init__()
@@ -302,6 +303,8 @@ class Engine(Peer):
                 "swaps": self.swaps,
                 "depth": self.depth,
             }
+            if self.policy_in_state:
+                state["policy_version"] = self.policy_version
             if self.fingerprint is not None:
                 state["config_fingerprint"] = self.fingerprint
             self.send_json(handler, 200, state)
@@ -340,7 +343,7 @@ class Engine(Peer):
                 for i, value in enumerate(positions)
             ),
         ]
-        if policy is not None:
+        if policy is not None and not self.policy_in_state:
             lines.append(f"draftalign_policy_version {policy}")
         return "\n".join(line for line in lines if not any(line.startswith(h) for h in self.hidden_metrics)) + "\n"
 

@@ -1,6 +1,6 @@
 """HTTP adapter for engines that speak draftalign's swap protocol (the example engine, the vLLM plugin).
 
-GET  /drafter/state                          {"version", "loaded", "swaps", "depth", "drafting", "config_fingerprint"?}
+GET  /drafter/state                          {"version", "loaded", "swaps", "config_fingerprint"?, "policy_version"?}
 POST /drafter/swap {"path", "version"}       200 {"version", "previous"}, or an error with nothing changed
 GET  /metrics                                vLLM's counters
 """
@@ -28,6 +28,7 @@ class EngineState:
     loaded: bool
     swaps: int
     config_fingerprint: str | None = None
+    policy_version: int | None = None
 
     @property
     def serving(self) -> str | None:
@@ -48,18 +49,19 @@ class SwapEngine:
         response = await self._call("GET", "/drafter/state")
         document = self._object(response)
         version, loaded, swaps = document.get("version"), document.get("loaded"), document.get("swaps")
-        fingerprint = document.get("config_fingerprint")
+        fingerprint, policy = document.get("config_fingerprint"), document.get("policy_version")
         if not (
             isinstance(version, str | None)
             and isinstance(loaded, bool)
             and type(swaps) is int
             and isinstance(fingerprint, str | None)
+            and (policy is None or type(policy) is int)
         ):
             raise EngineError(
                 f"{self.url}/drafter/state: expected version (string or null), loaded (boolean), swaps (integer), "
                 f"got {str(document)[:200]}"
             )
-        return EngineState(version, loaded, swaps, fingerprint)
+        return EngineState(version, loaded, swaps, fingerprint, policy)
 
     async def swap(self, path: Path, version: str) -> None:
         """Load the drafter in `path`. Raises SwapRefusedError if the engine will never take it, else EngineError."""
