@@ -329,6 +329,19 @@ class DriftMonitor:
         return total / weight_sum
 
 
+def paired_difference(tokens: Sequence[float], rounds_new: Sequence[float], rounds_old: Sequence[float]) -> float:
+    """What `hand_over` wants: mean over rollouts of the new drafter's α minus the old one's, on the same rollouts.
+
+    Rollouts without a round under either are passed over; with none left there is no difference to hand over: 0.
+    """
+    found = [
+        token / new - token / old
+        for token, new, old in zip(tokens, rounds_new, rounds_old, strict=True)
+        if new > 0 and old > 0
+    ]
+    return math.fsum(found) / len(found) if found else 0.0
+
+
 def attribute(served: DriftReading, frozen: DriftReading) -> Literal["none", "policy", "drafter"]:
     """Say what an alarm is about, from monitors of the served and of the frozen first drafter on the same rollouts.
 

@@ -34,6 +34,7 @@ from service.drift import (
     LaneReading,
     attribute,
     cusum_limit,
+    paired_difference,
 )
 
 SEED = 20_240_611
@@ -206,6 +207,11 @@ def test_returning_to_a_lesser_drafter_is_a_decision_and_no_alarm() -> None:
     feed(monitor, noise(1500))
     monitor.hand_over(-0.4)
     assert not feed(monitor, noise(500, seed=1, level=2.6)).alarm
+
+
+def test_the_paired_difference_is_in_the_unit_of_the_ticks() -> None:
+    assert paired_difference([8.0, 6.0, 0.0], [2.0, 2.0, 0.0], [4.0, 3.0, 0.0]) == pytest.approx((2.0 + 1.0) / 2)
+    assert paired_difference([], [], []) == 0.0
 
 
 def test_retraining_that_keeps_up_with_the_policy_never_alarms() -> None:
