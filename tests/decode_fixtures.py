@@ -64,35 +64,36 @@ def make_prompts(count: int, vocab_size: int, seed: int = 2) -> list[list[int]]:
 
 
 @torch.no_grad()
-def read_whole(target: Any, ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits [T, V] and features [T, A·H] of one sequence, in one pass without cache or padding."""
-    out = target(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False)
-    return out.logits[0], torch.cat([out.hidden_states[i][0] for i in AUX_LAYERS], dim=-1)
+def read_whole(target: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [B, T, V] and features [B, T, A·H] of whole texts [B, T] in one pass, without cache or padding."""
+    out = target(input_ids=ids, output_hidden_states=True, use_cache=False)
+    return out.logits, torch.cat([out.hidden_states[i] for i in AUX_LAYERS], dim=-1)
 
 
 def log_rollouts(
     target: Any, prompts: list[list[int]], generation: Generation, temperature: float = 1.0
 ) -> RolloutBatch:
     """Pack prompts and responses with features and log-probabilities of separate clean forward passes."""
-    ids, mask, features, logprobs, lengths = [], [], [], [], [0]
-    for prompt, response in zip(prompts, generation.tokens, strict=True):
-        text = prompt + response
-        logits, aux = read_whole(target, text)
+    texts = [prompt + response for prompt, response in zip(prompts, generation.tokens, strict=True)]
+    features, logprobs = [Tensor()] * len(texts), [Tensor()] * len(texts)
+    for length in {len(text) for text in texts}:  # equal lengths together: no padding to get wrong
+        rows = [row for row, text in enumerate(texts) if len(text) == length]
+        ids = torch.tensor([texts[row] for row in rows])
+        logits, aux = read_whole(target, ids)
         law = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
-        own = law[:-1].gather(1, torch.tensor(text[1:])[:, None])[:, 0]
-        ids.append(torch.tensor(text))
-        mask.append(torch.arange(len(text)) >= len(prompt))
-        features.append(aux)
-        logprobs.append(torch.cat([torch.zeros(1), own]))
-        lengths.append(len(text))
+        own = law[:, :-1].gather(2, ids[:, 1:, None])[:, :, 0]
+        for place, row in enumerate(rows):
+            features[row] = aux[place]
+            logprobs[row] = torch.cat([torch.zeros(1), own[place]])
+    masks = [torch.arange(len(text)) >= len(prompt) for prompt, text in zip(prompts, texts, strict=True)]
     return RolloutBatch(
-        input_ids=torch.cat(ids),
-        cu_seqlens=torch.tensor(lengths).cumsum(0),
-        loss_mask=torch.cat(mask),
+        input_ids=torch.tensor([token for text in texts for token in text]),
+        cu_seqlens=torch.tensor([0, *map(len, texts)]).cumsum(0),
+        loss_mask=torch.cat(masks),
         aux_hidden=torch.cat(features),
         logprobs=torch.cat(logprobs),
         temperature=temperature,
-        rollout_ids=tuple(f"r{i}" for i in range(len(prompts))),
+        rollout_ids=tuple(f"r{i}" for i in range(len(texts))),
     )
 
 

@@ -162,8 +162,8 @@ def test_greedy_text_is_the_argmax_of_a_clean_forward_pass(target: Any, trained:
     prompts = make_prompts(25, 64, seed=3)
     fast = generate(target, trained, prompts, max_tokens=20, temperature=0.0)
     for prompt, response in zip(prompts, fast.tokens, strict=True):
-        logits, _ = read_whole(target, prompt + response)
-        assert logits[len(prompt) - 1 : -1].argmax(dim=1).tolist() == response
+        logits, _ = read_whole(target, torch.tensor([prompt + response]))
+        assert logits[0, len(prompt) - 1 : -1].argmax(dim=1).tolist() == response
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
