@@ -7,6 +7,7 @@ rollouts that the engine produced. Live low *and* replay high means: the engine 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ def judge(
     live = 1.0 + accepted_tokens / rounds
     if live > rule.live_alpha:
         return Judgement(True, False, False, f"alive: live α {live:.2f} over {rounds} rounds")
-    if replay_alpha is None:
+    if replay_alpha is None or math.isnan(replay_alpha):
         return Judgement(True, False, False, f"live α {live:.2f}, but no replay α of this version to compare with")
     if replay_alpha <= rule.replay_alpha:
         return Judgement(True, False, False, f"live α {live:.2f} and replay α {replay_alpha:.2f} agree: bad, not dead")

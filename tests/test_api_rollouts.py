@@ -275,7 +275,6 @@ def resident_bytes(pid: int) -> int:
 
 def test_a_128_mib_body_costs_no_memory(valkey: EmbeddedValkey, redis_url: str, tmp_path: Path) -> None:
     """The API as its own process: its resident memory grows by less than 32 MiB while it takes a 128 MiB file."""
-
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     script = (
