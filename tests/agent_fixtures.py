@@ -25,11 +25,11 @@ from rl_hooks.download import REQUIRED_TENSORS
 HIDDEN = 8
 
 
-def drafter_bytes(seed: int, *, poisoned: bool = False, without: str | None = None) -> bytes:
+def drafter_bytes(seed: int, *, poisoned: bool = False, without: str | None = None, hidden: int = HIDDEN) -> bytes:
     """A checkpoint with the canonical names; the tensors' contents do not matter here."""
     rng = np.random.default_rng(seed)
     tensors = {
-        name: wire.Tensor.of(rng.standard_normal((HIDDEN, HIDDEN), dtype=np.float32), "F32")
+        name: wire.Tensor.of(rng.standard_normal((hidden, hidden), dtype=np.float32), "F32")
         for name in sorted(REQUIRED_TENSORS - {"d2t"})
         if name != without
     }
@@ -348,11 +348,18 @@ class Engine(Peer):
         return "\n".join(line for line in lines if not any(line.startswith(h) for h in self.hidden_metrics)) + "\n"
 
 
+def running_agent(
+    service: Service, *engines: Engine, cache: Path, **changes: Any
+) -> contextlib.AbstractContextManager[SwapAgent]:
+    """An agent of the small service."""
+    return start_agent(service.url, *engines, cache=cache, **changes)
+
+
 @contextlib.contextmanager
-def running_agent(service: Service, *engines: Engine, cache: Path, **changes: Any) -> Iterator[SwapAgent]:
+def start_agent(service_url: str, *engines: Engine, cache: Path, **changes: Any) -> Iterator[SwapAgent]:
     """An agent with short times, in a thread of its own."""
     settings: dict[str, Any] = {
-        "service_url": service.url,
+        "service_url": service_url,
         "engine_urls": tuple(engine.url for engine in engines),
         "cache_dir": cache,
         "agent_id": "agent",

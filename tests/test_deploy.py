@@ -1,4 +1,4 @@
-"""What is deployed agrees with the code: commands, settings, metrics, files. promtool runs the rules where it is installed."""
+"""What is deployed agrees with the code: commands, settings, metrics, files. promtool runs the rules if it exists."""
 
 from __future__ import annotations
 
