@@ -209,6 +209,37 @@ def test_returning_to_a_lesser_drafter_is_a_decision_and_no_alarm() -> None:
     assert not feed(monitor, noise(500, seed=1, level=2.6)).alarm
 
 
+def test_a_tick_that_spans_a_publish_is_read_in_the_new_drafters_units() -> None:
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(30))
+    monitor.observe([3.0] * 40, [1.0] * 40)
+    monitor.hand_over(1.0)
+    [reading] = monitor.observe([4.0] * 24, [1.0] * 24)
+    assert reading.value == pytest.approx(4.0)
+
+
+def test_a_lasting_fall_does_not_widen_its_own_limits() -> None:
+    monitor = DriftMonitor(config())
+    before = feed(monitor, noise(3000)).sd
+    after = feed(monitor, noise(500, seed=1, level=2.7))
+    assert after.alarm
+    assert before is not None
+    assert after.sd is not None
+    assert after.sd < 1.1 * before
+
+
+def test_a_short_history_counts_for_what_it_is_worth() -> None:
+    # With n ticks behind it, value - mean has the variance sd² (n + 1) / n: the residual must be scaled back.
+    values = noise(20)
+    monitor = DriftMonitor(config(lanes=(Lane("only", 0.5),)))
+    feed(monitor, values)
+    reading = monitor.tick(2.4)
+    sd = math.sqrt(np.mean(np.diff(values) ** 2) / 2)
+    assert reading.sd == pytest.approx(sd)
+    expected = (np.mean(values) - 2.4) / sd * math.sqrt(20 / 21) - 0.5
+    assert reading.lanes["only"].statistic == pytest.approx(expected)
+
+
 def test_the_paired_difference_is_in_the_unit_of_the_ticks() -> None:
     assert paired_difference([8.0, 6.0, 0.0], [2.0, 2.0, 0.0], [4.0, 3.0, 0.0]) == pytest.approx((2.0 + 1.0) / 2)
     assert paired_difference([], [], []) == 0.0
