@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from drafter.checkpoint import read_drafter
+from drafter.checkpoint import config_fingerprint, read_drafter
 from drafter.model import Eagle3Drafter
 from examples.engine_cache import Target
 from examples.engine_drafting import Draft, Drafting, DraftingMode, draw, log_law, token_logprobs, verify
@@ -235,7 +235,7 @@ class Engine:
         served = self.drafter
         if served is not None and served.vocabulary != candidate.vocabulary:
             raise EngineError("d2t differs from the served drafter's; it must stay the same, restart to change it")
-        if served is not None and served.config != candidate.config:
+        if served is not None and _fingerprint(served) != _fingerprint(candidate):
             raise EngineError(f"expected the served drafter's config {served.config}, got {candidate.config}")
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
@@ -405,3 +405,7 @@ class Engine:
         self._target.cache.move(source, destination, length)
         if self._drafting is not None:
             self._drafting.move(source, destination)
+
+
+def _fingerprint(drafter: Eagle3Drafter) -> str:
+    return config_fingerprint(drafter.config, drafter.vocabulary)

@@ -259,7 +259,7 @@ def _add_drafter(app: FastAPI, engine: Engine) -> None:
             "policy_version": engine.policy_version,
             "aux_layers": list(engine.aux_layers),
             "aux_layers_convention": "entering",
-            "config_fingerprint": None if served is None else config_fingerprint(served.config),
+            "config_fingerprint": None if served is None else config_fingerprint(served.config, served.vocabulary),
         }
 
 

@@ -136,7 +136,7 @@ def _small_policy() -> Any:
         head_dim=16,
         max_position_embeddings=32,
         tie_word_embeddings=True,
-        initializer_range=0.6,
+        initializer_range=0.2,
         bos_token_id=None,
         eos_token_id=None,
     )
