@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -164,6 +164,13 @@ class Peer:
 
     def send_json(self, handler: BaseHTTPRequestHandler, status: int, document: Any, **headers: str) -> None:
         self.send(handler, status, json.dumps(document).encode(), {"Content-Type": "application/json", **headers})
+
+
+class HasUrl(Protocol):
+    """Anything that is served somewhere."""
+
+    @property
+    def url(self) -> str: ...
 
 
 class Service(Peer):
@@ -356,7 +363,7 @@ def running_agent(
 
 
 @contextlib.contextmanager
-def start_agent(service_url: str, *engines: Engine, cache: Path, **changes: Any) -> Iterator[SwapAgent]:
+def start_agent(service_url: str, *engines: HasUrl, cache: Path, **changes: Any) -> Iterator[SwapAgent]:
     """An agent with short times, in a thread of its own."""
     settings: dict[str, Any] = {
         "service_url": service_url,
