@@ -1,0 +1,433 @@
+"""The part of the vLLM plugin inside each worker: stage a drafter beside the engine, then swap it in one call.
+
+A swap is two RPCs. `draftalign_stage` starts a thread that reads and checks the file while the engine goes on;
+`draftalign_apply` is the only moment in which the engine stands still, between two steps, and it is all or nothing:
+if applying fails, the drafter that was served before is put back. Both are called on every worker, so that one rank
+that cannot read its copy stops the swap on all of them.
+
+Reads only what V1 and V2 model runners share (`get_model`, `get_draft_model`), and loads through vLLM's own layerwise
+reload: kernels repack weights (CPU, quantised layers) and CUDA graphs hold addresses, so a plain copy is not enough.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_hooks.engines.vllm_layout import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    DrafterRefusedError,
+    DraftLayout,
+    read_candidate,
+    vocabulary_digest,
+)
+
+log = logging.getLogger("vllm.draftalign")
+
+#: Prefix of an exception's text by which the API process, which only sees texts, knows a refusal.
+REFUSED = "draftalign refused: "
+_MAX_CONFIG_BYTES = 1 << 20
+_SAMPLED_ELEMENTS = 1024
+
+
+@dataclass(slots=True)
+class Staged:
+    """A candidate on its way: filled in by the staging thread."""
+
+    path: str
+    version: str
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    sha256: str = ""
+    refused: str | None = None
+    failed: str | None = None
+    read_seconds: float = 0.0
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is loaded. The tensors stay in host memory, to be put back if the next swap fails half-way."""
+
+    version: str | None
+    sha256: str | None
+    tensors: dict[str, Tensor] | None
+
+
+class DrafterSwap:
+    """The drafter of one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._staged: Staged | None = None
+        self._served = Served(None, None, None)
+        #: What vLLM itself loaded at its start, once it was read.
+        self._initial: dict[str, Tensor] | None = None
+        self._swaps = 0
+        self._stall_seconds = 0.0
+        self._broken: str | None = None
+        self._marks: str | None = None
+        self.draft: nn.Module | None = worker.model_runner.get_draft_model()
+        if self.draft is not None:
+            self._shared = _shared_modules(self.draft, worker.model_runner.get_model())
+            self._marks = self._fingerprint_weights()
+
+    # --- what is asked from outside
+    def stage(self, path: str, version: str) -> None:
+        """Begin to read and check; `staged` tells when it is done. A later call replaces an earlier one."""
+        staged = Staged(path, version)
+        self._staged = staged
+        threading.Thread(target=self._read, args=(staged,), name="draftalign-stage", daemon=True).start()
+
+    def staged(self) -> dict[str, Any]:
+        """Where the last `stage` stands."""
+        staged = self._staged
+        if staged is None:
+            return {"path": None, "done": True, "refused": None, "failed": "nothing is staged", "sha256": ""}
+        return {
+            "path": staged.path,
+            "version": staged.version,
+            "done": staged.done.is_set(),
+            "refused": staged.refused,
+            "failed": staged.failed,
+            "sha256": staged.sha256,
+        }
+
+    def apply(self, version: str, sha256: str) -> dict[str, Any]:
+        """Swap in what was staged. Idempotent: the same bytes under the same version are not loaded twice."""
+        staged = self._staged
+        if staged is None or staged.version != version:
+            raise RuntimeError(f"{version} is not staged here; another swap came between. Ask again")
+        staged.done.wait()
+        if staged.refused is not None:
+            raise DrafterRefusedError(staged.refused)
+        if staged.failed is not None:
+            raise RuntimeError(staged.failed)
+        if self.draft is not None and staged.sha256 != sha256:
+            raise RuntimeError(f"this worker read {staged.sha256} for {version}, another one read {sha256}")
+        previous, self._staged = self._served, None
+        if not (self._intact() and (previous.version, previous.sha256) == (version, sha256)):
+            self._replace(Served(version, sha256, staged.tensors))
+            log.info("draftalign: drafter %s for %s in %.4f s", version, previous.version, self._stall_seconds)
+        return {"previous": previous.version, "version": version}
+
+    def state(self) -> dict[str, Any]:
+        """What is loaded, and whether it is still what was loaded."""
+        config = self._worker.vllm_config.speculative_config
+        document: dict[str, Any] = {
+            "version": self._served.version,
+            "loaded": self.draft is not None and self._intact(),
+            "swaps": self._swaps,
+            "depth": getattr(config, "num_speculative_tokens", 0) or 0,
+            "drafting": str(getattr(config, "draft_sample_method", None) or "greedy"),
+            "method": getattr(config, "method", None),
+            "sha256": self._served.sha256,
+            "last_stall_seconds": self._stall_seconds,
+            "problem": self._broken,
+        }
+        if self.draft is not None:
+            document["shared_modules"] = sorted(self._shared)
+            try:
+                layout, d2t = self._layout(), self._d2t()
+            except DrafterRefusedError as error:
+                document["problem"] = document["problem"] or f"cannot be swapped: {error}"
+            else:
+                document["config_fingerprint"] = layout.fingerprint(d2t)
+                document["d2t_sha256"] = vocabulary_digest(d2t, layout.vocab_size)
+                document["aux_layers"] = list(layout.aux_layers)
+        return document
+
+    # --- staging
+    def _read(self, staged: Staged) -> None:
+        began = time.perf_counter()
+        try:
+            if self.draft is not None:  # on other pipeline ranks there is nothing to read for
+                self._check_engine()
+                layout, d2t = self._layout(), self._d2t()
+                _check_config(Path(staged.path), layout)
+                body = _read_bounded(Path(staged.path) / MODEL_FILE, layout)
+                staged.sha256 = hashlib.sha256(body).hexdigest()
+                staged.tensors = read_candidate(body, layout, d2t, self._dtype())
+                if self._initial is None and self._served.version is None:
+                    self._initial = self._read_initial(layout, d2t)
+        except DrafterRefusedError as error:
+            staged.refused = str(error)
+        except Exception as error:  # noqa: BLE001 - a thread's exception would reach nobody; the caller asks for it
+            staged.failed = f"{type(error).__name__}: {error}"
+        finally:
+            staged.read_seconds = time.perf_counter() - began
+            staged.done.set()
+
+    def _read_initial(self, layout: DraftLayout, d2t: Tensor) -> dict[str, Tensor] | None:
+        """Read the drafter that vLLM started with, so that there is something to put back from the first swap on."""
+        directory = Path(self._worker.vllm_config.speculative_config.draft_model_config.model)
+        try:
+            return read_candidate(_read_bounded(directory / MODEL_FILE, layout), layout, d2t, self._dtype())
+        except (OSError, DrafterRefusedError) as error:
+            log.info("draftalign: %s cannot be kept to go back to: %s", directory, error)
+            return None
+
+    def _layout(self) -> DraftLayout:
+        """The running drafter's layout, with the layers that the target really captures."""
+        config = self._worker.vllm_config.speculative_config.draft_model_config.hf_config
+        captured = _captured_layers(self._worker.model_runner.get_model())
+        return replace(DraftLayout.read(_attributes(config), captured), aux_layers=captured)
+
+    def _d2t(self) -> Tensor:
+        """Offsets int64[D] that the engine holds; zeros where it drafts over the whole vocabulary."""
+        offsets = getattr(self.draft, "draft_id_to_target_id", None)
+        if offsets is None:
+            return torch.zeros(self._layout().draft_vocab_size, dtype=torch.int64)
+        return offsets.detach().to("cpu", torch.int64)  # type: ignore[no-any-return]
+
+    def _dtype(self) -> torch.dtype:
+        dtype = self._worker.vllm_config.speculative_config.draft_model_config.dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"the draft model's dtype is {dtype!r}; this vLLM is unknown to the plugin")
+        return dtype
+
+    def _check_engine(self) -> None:
+        """Refuse engines whose drafter shares a head with the policy, or is built otherwise than the layout says."""
+        assert self.draft is not None  # noqa: S101 - the caller looked
+        others = sorted(set(self._shared) - {"model.embed_tokens"})
+        if others:
+            raise DrafterRefusedError(
+                f"this server's drafter shares {', '.join(others)} with the policy, which a swap would overwrite. "
+                "Start the server with a drafter that brings its own lm_head, not equal to the policy's"
+            )
+        if self._worker.vllm_config.parallel_config.tensor_parallel_size > 1:
+            return  # shards and padding differ by rank; names and shapes were checked against the configuration
+        built, expected = self._built_elements(), self._layout().module_elements()
+        if built.keys() != expected.keys():
+            odd = sorted(built.keys() ^ expected.keys())
+            raise DrafterRefusedError(f"this server's drafter is built of other modules than expected: {odd}")
+        for name, count in expected.items():
+            # The head's rows are padded to a multiple of 64.
+            if built[name] != count and not (name == "lm_head" and built[name] > count):
+                raise DrafterRefusedError(f"the engine holds {built[name]} elements in {name}, expected {count}")
+
+    def _built_elements(self) -> dict[str, int]:
+        """Parameter elements by module as vLLM recorded them when it loaded the drafter, what is shared left out."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        assert self.draft is not None  # noqa: S101
+        counts: dict[str, int] = {}
+        for name, module in self.draft.named_modules():
+            if not name or any(name == s or name.startswith(s + ".") for s in self._shared):
+                continue
+            parameters, _ = get_layerwise_info(module).restore_metadata
+            if parameters:
+                counts[name] = sum(p.numel() for p in parameters.values())
+        return counts
+
+    # --- the swap itself
+    def _replace(self, wanted: Served) -> None:
+        """Load `wanted`; on any failure put back what was there."""
+        if self.draft is None:
+            self._served = wanted
+            self._swaps += 1
+            return
+        began = time.perf_counter()
+        before = self._served
+        try:
+            self._load(wanted.tensors or {})
+        except Exception as error:
+            self._put_back(before, error)
+            raise
+        self._served, self._broken, self._initial = wanted, None, None
+        self._swaps += 1
+        self._marks = self._fingerprint_weights()
+        self._stall_seconds = time.perf_counter() - began
+
+    def _put_back(self, before: Served, error: Exception) -> None:
+        """Restore after a failed load. The policy's output is right in any case: it verifies every draft."""
+        log.exception("draftalign: loading failed; putting %s back", before.version or "the initial drafter")
+        tensors = before.tensors or self._initial
+        try:
+            if tensors is None:
+                raise RuntimeError("no copy of it was kept")  # noqa: TRY301 - one way out for both
+            self._load(tensors)
+            self._marks = self._fingerprint_weights()
+        except Exception as second:  # noqa: BLE001 - reported in the state; the engine must go on
+            self._broken = f"loading failed ({error}), putting back failed ({second}); push a drafter again"
+            self._served, self._marks = Served(None, None, None), None
+
+    @torch.inference_mode()
+    def _load(self, tensors: dict[str, Tensor]) -> None:
+        """Run vLLM's layerwise reload, bracketed; what is shared with the policy is out of reach meanwhile."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        draft, config = self.draft, self._worker.vllm_config
+        assert draft is not None  # noqa: S101
+        weights = list(tensors.items())
+        if getattr(draft, "draft_id_to_target_id", None) is not None:
+            weights.append(("d2t", self._d2t()))  # unchanged, but the reload takes every parameter off the model
+        _synchronize(self._worker)
+        with set_current_vllm_config(config), self._detached():
+            initialize_layerwise_reload(draft)
+            try:
+                draft.load_weights(iter(weights))  # type: ignore[operator]
+                _check_complete(draft)
+            finally:
+                finalize_layerwise_reload(draft, config.speculative_config.draft_model_config)
+        _synchronize(self._worker)
+
+    @contextmanager
+    def _detached(self) -> Iterator[None]:
+        """Take shared modules off the drafter, and put them back whatever happens."""
+        assert self.draft is not None  # noqa: S101
+        homes = []
+        for name, module in self._shared.items():
+            home = self.draft.get_submodule(name.rpartition(".")[0])
+            homes.append((home, name.rpartition(".")[2], module))
+            delattr(*homes[-1][:2])
+        try:
+            yield
+        finally:
+            for home, attribute, module in homes:
+                setattr(home, attribute, module)
+
+    # --- is it still alive?
+    def _intact(self) -> bool:
+        """False when the weights changed since they were loaded: sleep and wake, a refit, a weight sync did that."""
+        return self.draft is None or (self._marks is not None and self._marks == self._fingerprint_weights())
+
+    def _fingerprint_weights(self) -> str:
+        """Digest of up to 1024 elements of each of the drafter's own parameters (on a CPU some are packed away)."""
+        assert self.draft is not None  # noqa: S101
+        digest = hashlib.sha256()
+        for name, parameter in self.draft.named_parameters():
+            if any(name.startswith(shared + ".") for shared in self._shared) or not parameter.numel():
+                continue
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)][:_SAMPLED_ELEMENTS]
+            digest.update(name.encode() + sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _shared_modules(draft: nn.Module, target: nn.Module) -> dict[str, nn.Module]:
+    """The drafter's modules that are the target's own, by name in the drafter.
+
+    By identity of the module or of a parameter, not by address: packed weights on a CPU have none.
+    """
+    modules = {id(module) for module in target.modules()}
+    parameters = {id(parameter) for parameter in target.parameters()}
+    shared: dict[str, nn.Module] = {}
+    for name, module in draft.named_modules(remove_duplicate=False):
+        inside = any(name.startswith(outer + ".") for outer in shared)
+        own = module.parameters(recurse=False)
+        targets = id(module) in modules or any(id(parameter) in parameters for parameter in own)
+        if name and not inside and targets and any(True for _ in module.parameters()):
+            shared[name] = module
+    return shared
+
+
+def _captured_layers(target: nn.Module) -> tuple[int, ...]:
+    """The layers whose input the target hands to the drafter, as it was told at start."""
+    for module in target.modules():
+        layers = getattr(module, "aux_hidden_state_layers", None)
+        if isinstance(layers, list | tuple) and layers:
+            return tuple(int(layer) for layer in layers)
+    raise DrafterRefusedError("the target hands no layers to a drafter: this server does not run EAGLE-3")
+
+
+def _attributes(config: Any) -> dict[str, Any]:
+    """A transformers configuration as the mapping that `DraftLayout.read` takes."""
+    return {name: value for name, value in vars(config).items() if not name.startswith("_")}
+
+
+def _check_config(directory: Path, layout: DraftLayout) -> None:
+    """Refuse a drafter of other sizes or other meaning: same-shaped ones load without a word and only cost α."""
+    path = directory / CONFIG_FILE
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise DrafterRefusedError(f"{CONFIG_FILE} is larger than {_MAX_CONFIG_BYTES} bytes")
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise DrafterRefusedError(f"{CONFIG_FILE} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise DrafterRefusedError(f"{CONFIG_FILE} must hold an object, got {type(document).__name__}")
+    if differences := DraftLayout.read(document, layout.aux_layers).differences(layout):
+        raise DrafterRefusedError("restart the server to change " + "; ".join(differences))
+
+
+def _read_bounded(path: Path, layout: DraftLayout) -> bytes:
+    """The whole file, unless it is far larger than the layout could need."""
+    elements = sum(layout.module_elements().values()) + 2 * layout.draft_vocab_size + layout.vocab_size
+    limit = 8 * elements + (1 << 20)
+    with path.open("rb") as file:
+        body = file.read(limit + 1)
+    if len(body) > limit:
+        raise DrafterRefusedError(f"{MODEL_FILE} has more than {limit} bytes, which this engine's drafter cannot need")
+    return body
+
+
+def _check_complete(draft: nn.Module) -> None:
+    """Raise if vLLM got nothing for some layer: it would keep the old one and only log it."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for name, module in draft.named_modules():
+        info = get_layerwise_info(module)
+        if is_deferred_attention_layer(module) or not info.can_load():
+            continue
+        if any(True for _ in module.parameters(recurse=False)) and info.load_numel <= 0:
+            raise RuntimeError(f"{name or 'the drafter'} got no weights")
+
+
+def _synchronize(worker: Any) -> None:
+    """Wait for the device: with asynchronous scheduling a step may still be running there."""
+    device = getattr(worker, "device", None)
+    if device is not None and torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# --- RPC methods, set on vLLM's WorkerBase by the general plugin
+
+
+def _of(worker: Any) -> DrafterSwap:
+    swap = getattr(worker, "_draftalign_swap", None)
+    if swap is None:
+        swap = worker._draftalign_swap = DrafterSwap(worker)
+    return swap
+
+
+def draftalign_stage(self: Any, path: str, version: str) -> None:
+    """RPC: begin to read the drafter in `path`."""
+    _of(self).stage(path, version)
+
+
+def draftalign_staged(self: Any) -> dict[str, Any]:
+    """RPC: how far that is."""
+    return _of(self).staged()
+
+
+def draftalign_apply(self: Any, version: str, sha256: str) -> dict[str, Any]:
+    """RPC: the swap, between two steps."""
+    try:
+        return _of(self).apply(version, sha256)
+    except DrafterRefusedError as error:
+        raise RuntimeError(REFUSED + str(error)) from error
+
+
+def draftalign_state(self: Any) -> dict[str, Any]:
+    """RPC: what is loaded."""
+    return _of(self).state()
+
+
+RPC_METHODS = (draftalign_stage, draftalign_staged, draftalign_apply, draftalign_state)

@@ -1,0 +1,41 @@
+"""A vLLM server for the tests in this directory; without its environment (`make vllm`) they are not collected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm_process import PYTHON, VllmServer
+
+from drafter.model import Eagle3Drafter
+from engine_fixtures import base_policy, random_drafter, trained_drafter, write
+
+if not PYTHON.exists():
+    collect_ignore_glob = ["test_vllm_server_*.py"]
+
+
+@pytest.fixture(scope="session")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configured directory: `random` (what the server starts with) and `trained`."""
+    directory = tmp_path_factory.mktemp("drafters")
+    write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), directory / "random")
+    write(trained_drafter(), directory / "trained")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def trained() -> Eagle3Drafter:
+    """The drafter in `trained`."""
+    return trained_drafter()
+
+
+@pytest.fixture(scope="session")
+def server(drafters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """One server for the session: a start costs a minute."""
+    started = VllmServer(tmp_path_factory.mktemp("vllm"), drafters / "random", drafters)
+    try:
+        started.wait_until_healthy()
+        yield started
+    finally:
+        started.stop()

@@ -1,0 +1,141 @@
+"""What the tests add to the vLLM server, inside its processes. Never shipped.
+
+* a repair of sampling on a CPU: vLLM 0.32 and 0.33 write the expanded temperatures into a copy that is thrown away
+  (`_ensure_int64` of a float tensor), so every request with a temperature samples garbage while it speculates;
+* a recorder of what the engine's drafter read and answered, for numeric conformance;
+* faults: weights that change behind the engine's back, a load that fails half-way;
+* `POST /test/rpc {"method", "args"}`, so that the server runs without development mode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from fastapi import FastAPI, Request
+from safetensors.torch import save_file
+
+
+def register() -> None:
+    """General plugin: the repair, and RPC methods on the workers."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for method in (start_recording, stop_recording, policy_digest, storage, wipe_drafter, fail_next_load):
+        setattr(WorkerBase, "tests_" + method.__name__, method)
+    _repair_sampling()
+
+
+def _repair_sampling() -> None:
+    import vllm.utils.cpu_triton_utils as kernels
+
+    def expand(
+        output: Any, input_val: Any, cu_num_tokens: Any, replace_from: Any, replace_to: Any, MAX_NUM_TOKENS: Any = None
+    ) -> None:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+        expanded = torch.repeat_interleave(values, counts)
+        output[: expanded.numel()] = expanded.to(output.dtype)
+
+    kernels._expand_kernel_impl = expand
+
+
+# --- recording
+
+
+def start_recording(self: Any) -> None:
+    """Keep every input and output of the drafter from now on."""
+    draft = self.model_runner.get_draft_model()
+    calls: list[tuple[str, dict[str, torch.Tensor]]] = []
+    originals = {"combine": draft.combine_hidden_states, "forward": draft.forward, "logits": draft.compute_logits}
+
+    def combine(hidden_states: torch.Tensor) -> torch.Tensor:
+        fused = originals["combine"](hidden_states)
+        calls.append(("combine", {"aux": hidden_states.clone(), "fused": fused.clone()}))
+        return fused
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        names = ("input_ids", "positions", "hidden_states")
+        given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+        kept = {name: given[name].clone() for name in names}
+        normed, pre = originals["forward"](*args, **kwargs)
+        calls.append(("forward", {**kept, "normed": normed.clone(), "pre": pre.clone()}))
+        return normed, pre
+
+    def logits(hidden_states: torch.Tensor) -> torch.Tensor:
+        answer = originals["logits"](hidden_states)
+        calls.append(("logits", {"hidden_states": hidden_states.clone(), "logits": answer.clone()}))
+        return answer
+
+    draft.combine_hidden_states, draft.forward, draft.compute_logits = combine, forward, logits
+    self.tests_calls = calls
+
+
+def stop_recording(self: Any, path: str) -> int:
+    """Write the calls in order as `000017.forward.positions`, ...; return how many there were."""
+    draft = self.model_runner.get_draft_model()
+    for name in ("combine_hidden_states", "forward", "compute_logits"):
+        delattr(draft, name)  # the instance's attribute hid the class's method
+    tensors = {
+        f"{i:06d}.{kind}.{name}": value.contiguous()
+        for i, (kind, values) in enumerate(self.tests_calls)
+        for name, value in values.items()
+    }
+    save_file(tensors, path)
+    return len(self.tests_calls)
+
+
+# --- looking and breaking
+
+
+def policy_digest(self: Any) -> str:
+    """SHA-256 of all of the policy's parameters that a CPU leaves readable, its embedding among them."""
+    digest = hashlib.sha256()
+    for name, parameter in self.model_runner.get_model().named_parameters():
+        digest.update(name.encode() + parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def storage(self: Any) -> dict[str, int]:
+    """Address of every parameter of the drafter: CUDA graphs would hold these."""
+    return {name: p.data_ptr() for name, p in self.model_runner.get_draft_model().named_parameters()}
+
+
+def wipe_drafter(self: Any) -> None:
+    """What waking from a deep sleep does to a drafter: its weights are gone, nobody is told."""
+    draft = self.model_runner.get_draft_model()
+    with torch.inference_mode():
+        draft.lm_head.weight.zero_()
+        draft.model.norm.weight.zero_()
+
+
+def fail_next_load(self: Any) -> None:
+    """The next load of weights stops half-way: some layers are new, some are not."""
+    draft = self.model_runner.get_draft_model()
+    original = draft.load_weights
+
+    def load_weights(weights: Any) -> None:
+        del draft.load_weights
+        original(pair for i, pair in enumerate(weights) if i < 6)
+        raise RuntimeError("the test broke this load half-way")
+
+    draft.load_weights = load_weights
+
+
+class TestEndpoints:
+    """Endpoint plugin: call a worker method over HTTP."""
+
+    name = "draftalign_tests"
+    required_tasks = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the route."""
+
+        @app.post("/test/rpc")
+        async def rpc(request: Request) -> Any:
+            body = await request.json()
+            return await self._engine.collective_rpc(body["method"], args=tuple(body.get("args", ())))
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Keep the engine's client."""
+        self._engine = engine_client

@@ -1,0 +1,145 @@
+"""A real `vllm serve` in its own environment, as a child process that dies with the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from engine_fixtures import EOS_ID
+from examples.policy import BASE_POLICY
+from hooks_fixtures import free_port
+from rl_hooks.counters import Snapshot
+
+REPOSITORY = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("DRAFTALIGN_VLLM_PYTHON", REPOSITORY / ".venv-vllm/bin/python"))
+DEPTH = 3
+_START_SECONDS = 420.0
+
+#: Not an installed distribution: found by its metadata on PYTHONPATH, in the server's processes only.
+_ENTRY_POINTS = """\
+[vllm.general_plugins]
+draftalign_tests = vllm_test_plugin:register
+[vllm.endpoint_plugins]
+draftalign_tests = vllm_test_plugin:TestEndpoints
+"""
+
+
+class VllmServer:
+    """One server with the shipped policy and the drafter of `drafter`; swaps come from `drafters`."""
+
+    def __init__(self, scratch: Path, drafter: Path, drafters: Path, *, eager: bool = True, **environment: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=120)
+        self.log = scratch / "vllm.log"
+        metadata = scratch / "plugin" / "draftalign_tests-0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: draftalign-tests\nVersion: 0\n")
+        (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
+        self.process = subprocess.Popen(
+            self._command(drafter, eager=eager),
+            env=self._environment(metadata.parent, drafters) | environment,
+            stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # one group: the engine's own processes go when it is killed
+        )
+
+    def _command(self, drafter: Path, *, eager: bool) -> list[str]:
+        speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DEPTH}
+        options = {
+            "--served-model-name": "policy",
+            "--host": "127.0.0.1",
+            "--port": str(self.port),
+            "--dtype": "float32",
+            "--max-model-len": "256",
+            "--max-num-seqs": "8",
+            "--max-num-batched-tokens": "256",
+            "--generation-config": "vllm",
+            "--speculative-config": json.dumps(speculative),
+        }
+        flags = [part for pair in options.items() for part in pair] + (["--enforce-eager"] if eager else [])
+        return [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(BASE_POLICY), *flags]
+
+    @staticmethod
+    def _environment(overlay: Path, drafters: Path) -> dict[str, str]:
+        path = os.pathsep.join([str(overlay), str(Path(__file__).parent / "plugin"), str(REPOSITORY)])
+        return dict(os.environ) | {
+            "PYTHONPATH": path,
+            "VLLM_PLUGINS": "draftalign,draftalign_tests",
+            "DRAFTALIGN_DRAFTER_DIR": str(drafters),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    def wait_until_healthy(self) -> None:
+        """Block until it answers; raise with the end of its log if it will not."""
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            try:
+                if self.client.get("/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        raise RuntimeError(f"vLLM did not start; the end of its log:\n{self.log.read_text()[-6000:]}")
+
+    def stop(self) -> None:
+        """End the whole group of processes."""
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    # --- calls
+    def generate(self, prompt: Sequence[int], *, max_tokens: int = 40, temperature: float = 0.0, **more: Any) -> Any:
+        """Token ids of one completion, raising on any answer but 200."""
+        body = {
+            "model": "policy",
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "return_token_ids": True,
+            "stop_token_ids": [EOS_ID],
+            **more,
+        }
+        answer = self.client.post("/v1/completions", json=body).raise_for_status().json()
+        return answer["choices"][0]["token_ids"]
+
+    def swap(self, path: Path | str, version: str) -> httpx.Response:
+        """Ask for a swap."""
+        return self.client.post("/drafter/swap", json={"path": str(path), "version": version})
+
+    def state(self) -> dict[str, Any]:
+        """What it says it serves."""
+        return self.client.get("/drafter/state").raise_for_status().json()  # type: ignore[no-any-return]
+
+    def rpc(self, method: str, *args: Any) -> Any:
+        """Call a method that the tests' plugin put on the worker."""
+        body = {"method": "tests_" + method, "args": list(args)}
+        return self.client.post("/test/rpc", json=body).raise_for_status().json()[0]
+
+    def counters(self) -> Snapshot:
+        """Its counters now."""
+        return Snapshot.parse(self.client.get("/metrics").raise_for_status().text)
