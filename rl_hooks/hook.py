@@ -72,7 +72,9 @@ class DrafterHook:
 
     `sample_fraction` and `max_tokens_per_step` bound what is sent per policy version and rank. `dtype` is of the
     auxiliary states ("float8_e4m3" halves them, with one scale per token and layer). `head_tolerance`: the relative
-    change of `lm_head` after which it is sent again. `rank` 0 registers the run; the others wait until it exists.
+    change of `lm_head` after which it is sent again. `drafter_version`: asked, at each capture, for the version that
+    drafted these rollouts, where the loop knows it; replay α is then of exactly that drafter. `rank` 0 registers the
+    run; the others wait until it exists.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class DrafterHook:
         queue_bytes: int = 256 << 20,
         timeout_seconds: float = 30.0,
         patience_seconds: float = 120.0,
+        drafter_version: Callable[[], str] | None = None,
         strict: bool = False,
     ) -> None:
         if not 0.0 < sample_fraction <= 1.0 or max_tokens_per_step < 2:
@@ -104,6 +107,7 @@ class DrafterHook:
         self.run, self.strict = run, strict
         self.sample_fraction, self.max_tokens_per_step, self.dtype = sample_fraction, max_tokens_per_step, dtype
         self._model = model
+        self._drafter_version = drafter_version
         self._rank, self._world_size = rank, world_size
         # Made before the hooks are registered: a refused model is left as it was found.
         wait_for_run = frozenset({404}) if rank else frozenset()
@@ -130,6 +134,8 @@ class DrafterHook:
             raise
         self.fingerprint = registration.fingerprint
         self._watch = HeadWatch(head_weight(model), head_tolerance)
+        # Until the first batch has been seen; then None.
+        self._registered_version: int | None = policy_version
         if rank == 0:
             size = sum(tensor.data.nbytes for tensor in registration.tensors.values())
             self.sender.submit_job(Job("PUT", f"/runs/{quote(run, safe='')}", registration.encode, size, keep=True))
@@ -331,7 +337,10 @@ class DrafterHook:
             self.warn_once("sharded", "lm_head is sharded over ranks (FSDP, ZeRO-3), so rollouts cannot be scored")
             self._counts["failures"] += 1
             return
-        if self._rank == 0 and self._watch.moved(head_VH):
+        # A first batch of another version means a resumed run: the service may know it by a head that we never saw.
+        resumed = self._registered_version not in (None, plan.policy_version)
+        self._registered_version = None
+        if self._rank == 0 and (resumed or self._watch.moved(head_VH)):
             self._send_head(head_VH, plan.policy_version)
         staged = self._score(plan, captured, head_VH)
         metadata = wire.rollout_metadata(
@@ -344,6 +353,7 @@ class DrafterHook:
             top_p=plan.top_p,
             top_k=plan.top_k,
             rewards=plan.rewards,
+            drafter_version="" if self._drafter_version is None else self._drafter_version(),
             extra={
                 "rank": str(self._rank),
                 "world_size": str(self._world_size),

@@ -71,14 +71,14 @@ def head_weight(model: nn.Module) -> Tensor:
     if getattr(head, "bias", None) is not None:
         raise UnsupportedModelError("lm_head has a bias, which the rollout file cannot describe")
     weight = head.weight
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
+    if not isinstance(weight, Tensor) or (weight.ndim != 2 and not is_sharded(weight)):
         raise UnsupportedModelError(f"lm_head.weight must be a [V, H] tensor, got {type(weight).__name__}")
     return weight.detach()
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether this rank holds only a part: a DTensor (FSDP2, tensor parallel), or a ZeRO-3 parameter."""
-    return hasattr(weight, "to_local") or hasattr(weight, "ds_id") or weight.numel() == 0
+    """Whether this rank holds only a part: a DTensor (FSDP2, tensor parallel), or what ZeRO-3 leaves, an empty one."""
+    return hasattr(weight, "to_local") or weight.numel() == 0
 
 
 def snapshot(weight: Tensor) -> Tensor:

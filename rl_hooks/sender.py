@@ -175,6 +175,8 @@ class RolloutSender:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start; `queue_bytes` and `queue_items` are now; `last_error` is the latest trouble."""
+        if os.getpid() != self._pid:
+            self._reset()
         with self._changed:
             waiting = len(self._queue) + (self._current is not None)
             return {

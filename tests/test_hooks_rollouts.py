@@ -274,7 +274,7 @@ def test_the_head_is_sent_again_before_the_rollouts_of_a_version_in_which_it_mov
 ) -> None:
     model, batch = tiny(), padded_batch(LENGTHS)
     hook = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), head_tolerance=0.005, strict=True)
-    run_once(hook, model, batch, version=0)
+    run_once(hook, model, batch, version=0)  # as registered
     with torch.no_grad():
         model.lm_head.weight.mul_(1.003)
     run_once(hook, model, batch, version=1)  # within the tolerance
@@ -295,6 +295,16 @@ def test_the_head_is_sent_again_before_the_rollouts_of_a_version_in_which_it_mov
     assert file.header.metadata == {"format": wire.HEAD_FORMAT, "policy_version": "2"}
     assert torch.allclose(as_float(file, "lm_head") * 2.0, model.lm_head.weight)
     assert logprob_gap(mapped(service.requests[4], tmp_path), as_float(file, "lm_head"), TEMPERATURE) < 0.05
+    hook.close()
+
+
+def test_a_run_resumed_at_a_later_version_sends_its_head_before_its_first_rollouts(service: Receiver) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), strict=True)
+    for version in (40, 41):
+        run_once(hook, model, batch, version=version)
+    assert hook.flush(20)
+    assert [r.path for r in service.requests] == ["/runs/r", "/runs/r/head", *["/rollouts?run=r"] * 2]
     hook.close()
 
 
@@ -350,6 +360,32 @@ def test_a_forward_over_other_tokens_is_refused_and_not_sent(service: Receiver) 
         model(batch.input_ids[:, 1:])
     assert hook.flush(20)
     assert (len(service.rollouts()), hook.stats()["failures"]) == (0, 1)
+    hook.close()
+
+
+def test_a_head_that_gets_sharded_after_attaching_stops_the_rollouts_with_one_warning(
+    service: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = tiny(tied=False), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    whole = model.lm_head.weight.data
+    with caplog.at_level(logging.WARNING, "rl_hooks"):
+        for version in range(3):
+            with (
+                torch.no_grad(),
+                hook.capture(
+                    input_ids=batch.input_ids,
+                    attention_mask=batch.attention_mask,
+                    loss_mask=batch.loss_mask,
+                    policy_version=version,
+                ),
+            ):
+                model.lm_head.weight.data = whole  # ZeRO-3 gathers for the forward
+                model(batch.input_ids, attention_mask=batch.attention_mask)
+                model.lm_head.weight.data = torch.empty(0)
+    assert hook.flush(20)
+    assert (len(service.rollouts()), hook.stats()["failures"]) == (0, 3)
+    assert len([r for r in caplog.records if "sharded" in r.message]) == 1
     hook.close()
 
 

@@ -60,7 +60,7 @@ def make_trainer(directory: Path, *, steps: int = 3, kind: str = "GRPO", **chang
         max_steps=steps,
         per_device_train_batch_size=changes.pop("per_device_train_batch_size", 8),
         num_generations=4,
-        max_completion_length=12,
+        max_completion_length=changes.pop("max_completion_length", 12),
         learning_rate=1e-2,
         logging_steps=1,
         save_strategy="no",
