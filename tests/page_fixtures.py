@@ -120,8 +120,9 @@ def serving(runs: Mapping[str, RunSnapshot], *, status: int = 200, port: int = 0
             elif url.path == "/alpha" and status != 200:
                 problem = {"title": "no", "detail": "a token with the scope read is needed"}
                 self._answer(status, "application/problem+json", json.dumps(problem).encode())
+            elif url.path == "/alpha" and (run := parse_qs(url.query).get("run", ["default"])[0]) not in runs:
+                self._answer(404, "application/problem+json", b'{"detail": "no such run"}')
             elif url.path == "/alpha":
-                run = parse_qs(url.query).get("run", [next(iter(runs))])[0]
                 snapshot = runs[run]
                 document = alpha_document(run, snapshot.scores, snapshot.acceptances, snapshot.history, 4)
                 self._answer(200, "application/json", json.dumps(document, allow_nan=False).encode())

@@ -203,3 +203,14 @@ def test_another_run_is_chosen_by_the_address_and_offered_in_the_picker(tmp_path
     assert [a["value"] for tag, a in page.elements if tag == "option"] == ["default", "second"]
     assert not page.hidden("picker")
     assert "policy 4" in page.texts["tiles"]
+
+
+@needs_browser
+def test_without_a_default_run_it_shows_the_one_there_is_or_how_to_begin(tmp_path: Path) -> None:
+    with serving({"mine": sample_run(3)}) as url:
+        assert browse(url, tmp_path).texts["headline"].startswith("Aligned: ")
+    with serving({}) as url:
+        page = browse(url, tmp_path)
+        assert page.texts["headline"] == "Waiting for the first rollouts."
+        assert url in page.texts["snippet"]
+        assert browse(f"{url}/?run=gone", tmp_path).texts["headline"] == "There is no such run here."
