@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,11 @@ from agent_fixtures import (
 )
 from prometheus_client import generate_latest
 
-from rl_hooks.agent import AgentConfig, SwapAgent
+from rl_hooks.agent import AgentConfig, Backoff, SwapAgent
 from rl_hooks.agent_errors import ManifestError
 from rl_hooks.download import strip_embedding
-from rl_hooks.release import parse_manifest
+from rl_hooks.follower import EngineFollower
+from rl_hooks.release import Release, parse_manifest
 from rl_hooks.wire import MappedFile
 
 
@@ -406,6 +410,59 @@ def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], sa
     good = AgentConfig("http://127.0.0.1:1", ("http://127.0.0.1:2",))
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(good, **changes)
+
+
+def test_a_bug_met_once_does_not_leave_the_engine_alone(
+    service: Service, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tick = EngineFollower.tick
+    faults = iter([KeyError("a bug"), ZeroDivisionError()])
+
+    async def faulty(self: EngineFollower, offer: Release | None) -> bool:
+        if (fault := next(faults, None)) is not None:
+            raise fault
+        return await tick(self, offer)
+
+    monkeypatch.setattr(EngineFollower, "tick", faulty)
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        eventually(lambda: engine.version == version)
+        assert 'kind="ZeroDivisionError"' in exposed(agent)
+
+
+def test_pauses_grow_to_a_limit_and_differ() -> None:
+    backoff = Backoff(limit_seconds=8.0, first_seconds=0.25)
+    pauses = [backoff.next_seconds() for _ in range(200)]
+    assert 0.125 <= pauses[0] <= 0.25
+    assert all(4.0 <= pause <= 8.0 for pause in pauses[10:])
+    assert len(set(pauses)) > 100
+    backoff.reset()
+    assert backoff.next_seconds() <= 0.25
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_ends_on_a_signal(service: Service, engine: Engine, tmp_path: Path, number: signal.Signals) -> None:
+    version = service.publish(1)
+    command = [sys.executable, "-m", "service.cli", "agent", "--service", service.url, "--engine", engine.url]
+    command += ["--cache-dir", str(tmp_path), "--report-seconds", "0.1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            eventually(lambda: engine.version == version, seconds=40)
+            settle(engine)
+            process.send_signal(number)
+            _, log = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 0, log
+    assert "Traceback" not in log
+
+
+def test_the_agent_needs_no_torch_and_no_service() -> None:
+    program = (
+        "import sys, rl_hooks.agent; print([m for m in ('torch','fastapi','redis','transformers') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
 
 
 def test_the_service_of_these_tests_speaks_range(service: Service) -> None:
