@@ -131,8 +131,8 @@ def generate(
 ) -> Generation:
     """Continue every prompt until `eos_id` or `max_tokens`, with a drafter or (None) one token at a time.
 
-    `target` is a transformers causal LM in eval mode. Drafts are drawn from the drafter's softmax as it is (it learns
-    the target at its sampling temperature), or are its argmax (`drafting="greedy"`, and always at temperature 0).
+    `target` is a transformers causal LM in eval mode. Drafts are drawn from the drafter's softmax at the same
+    temperature (as engines do), or are its argmax (`drafting="greedy"`, and always at temperature 0).
     """
     if not prompts or any(not prompt for prompt in prompts):
         raise DrafterError("expected one or more prompts of at least one token: generation starts from a prefill")
@@ -156,7 +156,8 @@ def generate(
     ledger.add(latest[:, None], logits, accepted, temperature)
     chain = None
     if drafter is not None and K:
-        chain = _DrafterReader(drafter, greedy=drafting == "greedy" or temperature == 0, generator=generator)
+        draft_temperature = 0.0 if drafting == "greedy" else temperature
+        chain = _DrafterReader(drafter, temperature=draft_temperature, generator=generator)
         chain.read(aux, _followed_by(ids[:, 1:], latest, lengths - 1), columns[: ids.shape[1]], real)
     position = lengths  # of `latest`, which the target has not read yet
 
@@ -233,9 +234,9 @@ class _TargetReader:
 class _DrafterReader:
     """The drafter with its cache of step-0 keys; the keys of later steps live for one chain only."""
 
-    def __init__(self, drafter: Eagle3Drafter, *, greedy: bool, generator: torch.Generator | None) -> None:
+    def __init__(self, drafter: Eagle3Drafter, *, temperature: float, generator: torch.Generator | None) -> None:
         self.drafter = drafter
-        self.greedy = greedy
+        self.temperature = temperature  # of the drafts; 0 takes the best token
         self.generator = generator
         self.weights = drafter.weights()
         self.vocabulary_ids = drafter.to_target(
@@ -285,14 +286,15 @@ class _DrafterReader:
                     embedding, pre, where, keys, values, seen[:, None, :], self.weights
                 )
                 keys, values = torch.cat([_some(keys), key], dim=2), torch.cat([_some(values), value], dim=2)
-            log_q = torch.log_softmax(self.drafter.logits(pre)[:, 0].float(), dim=-1)  # [B, D]
-            if self.greedy:
+            logits = self.drafter.logits(pre)[:, 0].float()
+            log_q = torch.log_softmax(logits / (self.temperature or 1.0), dim=-1)  # [B, D]
+            if self.temperature == 0:
                 choice = log_q.argmax(dim=-1, keepdim=True)
             else:
                 choice = torch.multinomial(log_q.exp(), 1, generator=self.generator)
             drafts.append(self.drafter.to_target(choice))
             laws.append(log_q)
-        return torch.cat(drafts, dim=1), None if self.greedy else torch.stack(laws, dim=1)
+        return torch.cat(drafts, dim=1), None if self.temperature == 0 else torch.stack(laws, dim=1)
 
 
 def _some(tensor: Tensor | None) -> Tensor:

@@ -30,8 +30,8 @@ from drafter.plan import Plan
 from drafter.target import DraftTarget
 from drafter.unroll import Unrolled
 
-#: Logits held at once: 16 MiB of float32, near a CPU's last cache and small beside a GPU's memory.
-CHUNK_ELEMENTS = 1 << 22
+#: Logits held at once: 8 MiB of float32, near a CPU's last cache and small beside a GPU's memory.
+CHUNK_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,9 +104,51 @@ class LayerWeights(NamedTuple):
     lm_head: Tensor  # [D, H]
 
 
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x and one number per row for the backward pass; torch's own keeps several tensors of x's size on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        inverse = torch.rsqrt(torch.linalg.vecdot(wide, wide)[..., None] / x.shape[-1] + eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        unit = (x * inverse).to(x.dtype)
+        slope = grads[0] * weight
+        shared = torch.linalg.vecdot(slope, unit)[..., None] / x.shape[-1]
+        grad_x = torch.addcmul(slope, unit, shared, value=-1).mul_(inverse.to(x.dtype))
+        grad_weight = torch.linalg.vecdot(grads[0].flatten(0, -2), unit.flatten(0, -2), dim=0)
+        return grad_x, grad_weight, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up, keeping only its input."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad.chunk(2, dim=-1)
+        torch.mul(grads[0], F.silu(gate), out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(grads[0] * up, gate))
+        return (grad,)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise: x / rms(x) * weight over the last axis."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    """Normalise: x / rms(x) * weight over the last axis, in at least float32."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -220,8 +262,8 @@ class Eagle3Drafter(nn.Module):
     def finish(self, r: Tensor, attended: Tensor, weights: LayerWeights) -> Tensor:
         """Compute `pre` [.., H] from the residual r [.., H] and the attention output [.., N*hd]."""
         h1 = r + F.linear(attended, weights.o)
-        gate, up = F.linear(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps), weights.gate_up).chunk(2, dim=-1)
-        return h1 + F.linear(F.silu(gate) * up, weights.down)
+        gate_up = F.linear(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps), weights.gate_up)
+        return h1 + F.linear(_SwiGLU.apply(gate_up), weights.down)  # type: ignore[no-untyped-call]
 
     # --- incremental decoding ---------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ Given the token x that was emitted, draft step j of a round that began at row t 
 
 The true path is exactly the path that accepted drafts have, so the training unroll gives every q that live decoding
 would have computed. Tokens outside the draft vocabulary have q = 0. Valid for chains; `logprobs` must be of the
-distribution that tokens were drawn from (temperature, top-p and top-k applied). The drafter's softmax is taken as it
-is, as `drafter.decode` draws from it.
+distribution that tokens were drawn from (temperature, top-p and top-k applied). The drafter's logits
+are divided by the same temperature, as engines divide them, and as the loss does.
 
 Legend: T tokens, R rollouts, N tokens emitted by rounds, K depth, D draft vocabulary, H hidden.
 """
@@ -81,7 +81,7 @@ def conditional_acceptance(
         rows, pre = rows[begins], unrolled.pre[step][begins]
         emitted = rows + 2 + step
         accepted = _acceptance(
-            drafter, unrolled, pre, to_draft[batch.input_ids[emitted]], batch.logprobs[emitted], greedy=greedy
+            drafter, unrolled, pre, to_draft[batch.input_ids[emitted]], batch.logprobs[emitted], greedy, batch.divisor
         )
         result[place[rows + 2], step] = accepted
     return result
@@ -126,7 +126,13 @@ def _groups(batch: RolloutBatch, tokens_at_once: int) -> Iterator[RolloutBatch]:
 
 
 def _acceptance(
-    drafter: Eagle3Drafter, unrolled: Unrolled, pre: Tensor, draft_id: Tensor, log_p: Tensor, *, greedy: bool
+    drafter: Eagle3Drafter,
+    unrolled: Unrolled,
+    pre: Tensor,
+    draft_id: Tensor,
+    log_p: Tensor,
+    greedy: bool,
+    divisor: float,
 ) -> Tensor:
     """Conditional acceptance [n] of the emitted tokens, from `pre` [n, H]; draft_id is -1 outside the vocabulary."""
     weights = unrolled.weights
@@ -135,7 +141,7 @@ def _acceptance(
     for begin in range(0, pre.shape[0], chunk):
         part = slice(begin, begin + chunk)
         normed = rms_norm(pre[part], weights.norm, drafter.config.rms_norm_eps)
-        logits = F.linear(normed, weights.lm_head).float()
+        logits = F.linear(normed, weights.lm_head).float() / divisor
         known = draft_id[part] >= 0
         if greedy:
             # A NaN must not pass for a wrong guess.

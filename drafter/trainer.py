@@ -110,13 +110,24 @@ class DrafterTrainer:
         """Where the drafter lives."""
         return self.drafter.fc.weight.device
 
-    def step(self, batches: RolloutBatch | Sequence[RolloutBatch], head: TargetHead | None) -> StepReport:
-        """One optimizer step on all the batches together. `head` may be None only if all batches carry top entries."""
+    def step(
+        self, batches: RolloutBatch | Sequence[RolloutBatch], head: TargetHead | Sequence[TargetHead] | None
+    ) -> StepReport:
+        """One optimizer step on all the batches together.
+
+        `head`: the policy's head as of each batch's policy version, one per batch, or one for all. It may be None only
+        if all batches carry top entries.
+        """
         started = time.perf_counter()
         window = [batches] if isinstance(batches, RolloutBatch) else list(batches)
+        heads = list(head) if isinstance(head, Sequence) else [head] * len(window)
         response_tokens = sum(b.response_tokens for b in window)
         self._optimizer.zero_grad(set_to_none=True)
-        results = [result for b in window if (result := self._accumulate(b, head, max(response_tokens, 1))) is not None]
+        results = [
+            result
+            for b, h in zip(window, heads, strict=True)
+            if (result := self._accumulate(b, h, max(response_tokens, 1))) is not None
+        ]
         learning_rate = self._learning_rate()
         skipped, loss, norm = self._update(results, learning_rate)
         if skipped is None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -42,6 +43,7 @@ GENERATIONS: Final = 8
 RL_LEARNING_RATE: Final = 1e-3
 WARM_UP_ROLLOUTS: Final = 1024
 RUN: Final = "demo"
+_PATIENCE_SECONDS: Final = 90.0  # with no further step scored
 #: The service's settings, sized for rollouts of thirty tokens. Everything else is the default.
 SERVICE_SETTINGS: Final[Mapping[str, str]] = {
     "DRAFTALIGN_DEPTH": str(DEPTH),
@@ -109,14 +111,15 @@ class EngineClient:
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=120.0, trust_env=False)
 
-    def wait(self, seconds: float = 60.0) -> None:
-        """Return once it answers."""
+    def wait(self, process: subprocess.Popen[bytes] | None, seconds: float = 60.0) -> None:
+        """Return once it answers; ConfigurationError when it ended, or never does."""
         deadline = time.monotonic() + seconds
         while True:
             try:
                 self._http.get("/drafter/state").raise_for_status()
             except httpx.HTTPError:
-                if time.monotonic() > deadline:
+                ended = process is not None and process.poll() is not None
+                if ended or time.monotonic() > deadline:
                     raise ConfigurationError(f"the inference server at {self._http.base_url} does not answer") from None
                 time.sleep(0.1)
             else:
@@ -185,18 +188,20 @@ def _run(config: DemoConfig, state_dir: Path, stack: ExitStack) -> None:
 
     policy, tokenizer = load()
     engine_url = config.engine
+    engine_process = None
     if config.engine == "example":
         engine_port = free_port()
         engine_url = f"http://127.0.0.1:{engine_port}"
         arguments = ["--policy", str(BASE_POLICY), "--port", str(engine_port), "--depth", str(DEPTH)]
-        stack.enter_context(child("engine", ["examples.engine_server", *arguments, "--seed", str(config.seed)]))
+        arguments += ["--seed", str(config.seed)]
+        engine_process = stack.enter_context(child("engine", ["examples.engine_server", *arguments]))
     service_url = f"http://127.0.0.1:{config.port}"
     up = ["service.cli", "up", "--state-dir", str(state_dir), "--port", str(config.port)]
     if config.redis_url:
         up += ["--redis-url", config.redis_url]
     stack.enter_context(child("up", up, {**SERVICE_SETTINGS, "DRAFTALIGN_LOG_LEVEL": "WARNING"}))
     engine = EngineClient(engine_url)
-    engine.wait()
+    engine.wait(engine_process)
     initial = state_dir / "initial-drafter"
     _make_initial_drafter(config, policy, tokenizer, engine, initial)
     agent = ["service.cli", "agent", "--engine", engine_url, "--service", service_url, "--run", RUN]
@@ -292,6 +297,7 @@ class Session:
             disable_tqdm=True,
             use_cpu=True,
             bf16=False,
+            gradient_checkpointing=False,
             seed=self.config.seed,
         )
         trainer = GRPOTrainer(
@@ -358,17 +364,30 @@ class Session:
     def finish(self) -> None:
         """Wait for the worker to have scored every step, then write the table, the plot and the files."""
         self.attachment.flush(30.0)
-        deadline = time.monotonic() + 90.0
+        document: dict[str, Any] = {"points": [], "events": []}
         points: dict[int, dict[str, Any]] = {}
+        moved = time.monotonic()
         with console.status("waiting for the worker to finish the queue"):
-            while time.monotonic() < deadline:
-                document = self.service.get("/alpha", params={"run": RUN}).raise_for_status().json()
-                points = {p["policy_version"]: p for p in document["points"]}
-                if all(version in points for version in self.live):
-                    break
+            while set(self.live) - set(points) and time.monotonic() - moved < _PATIENCE_SECONDS:
                 time.sleep(0.5)
+                document = self.service.get("/alpha", params={"run": RUN}).raise_for_status().json()
+                if len(document["points"]) > len(points):
+                    moved = time.monotonic()
+                points = {p["policy_version"]: p for p in document["points"]}
+        if missing := sorted(set(self.live) - set(points)):
+            console.print(f"[yellow]the worker did not score policy versions {missing}[/yellow]")
         rows = [StepRow.of(v, self.live[v], self.logged.get(v, {}), points.get(v, {})) for v in sorted(self.live)]
-        write_report(self, rows, document)
+        write_report(self, rows, document["events"])
+
+    def service_totals(self) -> dict[str, float]:
+        """The service's counters for this run, by metric name."""
+        text = self.service.get("/metrics").raise_for_status().text
+        return {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if set(sample.labels) == {"run"}
+        }
 
 
 def as_rollouts(prompts: Sequence[Sequence[int]], completions: Sequence[Mapping[str, Any]]) -> list[Rollout]:

@@ -67,11 +67,11 @@ class StepRow:
         )
 
 
-def write_report(session: Session, rows: Sequence[StepRow], document: dict[str, Any]) -> None:
+def write_report(session: Session, rows: Sequence[StepRow], events: Sequence[dict[str, Any]]) -> None:
     """Print the table and write the files."""
     out = session.config.out
     composition, words = _composition(session, rows)
-    summary = _summary(session, rows, document) | {"composition": composition, "explanation": words}
+    summary = _summary(session, rows, events) | {"composition": composition, "explanation": words}
     (out / "steps.jsonl").write_text("".join(json.dumps(_finite(asdict(row))) + "\n" for row in rows))
     (out / "summary.json").write_text(json.dumps(_finite(summary), indent=1) + "\n")
     draw(rows, words, out / "alpha.png")
@@ -102,9 +102,8 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
     return parts, explain(parts, _mean([row.alpha_served for row in rows[-2:]]))
 
 
-def _summary(session: Session, rows: Sequence[StepRow], document: dict[str, Any]) -> dict[str, Any]:
-    events = document.get("events", [])
-    worker = document.get("worker", {})
+def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    totals = session.service_totals()
     first, last = rows[:_EDGE_STEPS], rows[-_EDGE_STEPS:]
     pure = [r for r in rows if r.drafter_versions == 1 and r.alpha_served is not None and r.alpha_live_low is not None]
     agree = [r for r in pure if (r.alpha_live_low or 0) <= (r.alpha_served or 0) <= (r.alpha_live_high or math.inf)]
@@ -125,8 +124,8 @@ def _summary(session: Session, rows: Sequence[StepRow], document: dict[str, Any]
         "live_within_interval": f"{len(agree)} of {len(pure)} steps with one drafter version",
         "versions_published": sum(e.get("event") == "published" for e in events),
         "versions_refused": sum(e.get("event") == "refused" for e in events),
-        "tokens_trained": worker.get("trained_tokens_total"),
-        "train_seconds": worker.get("train_seconds_total"),
+        "tokens_trained": totals.get("draftalign_trained_tokens_total"),
+        "train_seconds": totals.get("draftalign_train_seconds_total"),
         "hook_share_of_step": session.attachment.overhead_seconds / max(session.attachment.step_seconds, 1e-9),
         "hook": stats,
     }

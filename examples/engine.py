@@ -69,9 +69,9 @@ class Engine:
         self.max_model_tokens = int(model.config.max_position_embeddings)
         self._positions = self.max_model_tokens + depth + 1  # room for the drafts of a last round
         self._target = Target(model, aux_layers, max_sequences, self._positions)
-        # Drafters were trained on the embedding of the policy that the run began with, which RL then moves. They are
-        # given that one for good, as the service's replay is.
-        self._embedding = self._target.embedding().detach().clone()
+        # Shared, not copied: drafters read the policy's live embedding, as in vLLM and SGLang. The service's replay
+        # follows it through the heads that the hook sends.
+        self._embedding = self._target.embedding().detach()
         self._drafting: Drafting | None = None
         self._policy_version = policy_version
         self._generator = torch.Generator().manual_seed(seed)

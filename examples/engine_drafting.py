@@ -65,9 +65,8 @@ class Drafting:
         tokens int64 [B, T]; features [B, T, F], known for all tokens but the last; lengths int64 [B] (at least 2).
         """
         pre = self._catch_up(tokens, features, lengths)
-        # The drafter has learnt the target at its sampling temperature: its softmax is taken as it stands, as replay
-        # takes it. Only greedy requests and greedy drafting take its best token.
-        sharpness = torch.zeros_like(temperatures) if mode == "greedy" else (temperatures > 0).float()
+        # Draft logits are divided by the request's temperature, as engines do, and as training and replay do.
+        sharpness = torch.zeros_like(temperatures) if mode == "greedy" else temperatures
         drafted: list[Tensor] = []
         logprobs: list[Tensor] = []
         for step in range(depth):

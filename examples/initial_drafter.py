@@ -53,7 +53,7 @@ def train_initial_drafter(
     rng = np.random.default_rng(seed)
     for step in range(steps):
         chosen = rng.choice(batch.rollouts, size=min(SEQUENCES_PER_STEP, batch.rollouts), replace=False)
-        trainer.step([(batch.select([int(i) for i in chosen]), target)])
+        trainer.step(batch.select([int(i) for i in chosen]), target)
         if report is not None:
             report(step + 1)
     return drafter

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from drafter.acceptance import Replay
 from drafter.batch import RolloutBatch
 from drafter.gate import MIN_ROLLOUTS, Verdict, judge
+from drafter.replay import prompt_groups
 from service.lineage import CANDIDATE, Lineage
 from service.scoring import replay_with
 from service.settings import Settings
@@ -65,6 +67,7 @@ def contest(
             [replay_with(drafter, embed_tokens, batch, settings.depth, settings.drafting) for batch in evidence]
         )
 
+    groups = _prompts(evidence)
     challengers = {version: replay_all(version) for version in versions}
     served = lineage.served()
     if served is not None:
@@ -79,9 +82,23 @@ def contest(
             min_gain=settings.gate_min_gain,
             confidence=settings.gate_confidence,
             min_rollouts=min(settings.gate_rollouts, MIN_ROLLOUTS),
+            groups=groups,
         )
         outcomes.append(Contest(version, verdict, challenger, incumbent))
     return sorted(outcomes, key=lambda c: (c.verdict.promote, c.verdict.low), reverse=True)
+
+
+def _prompts(evidence: Sequence[RolloutBatch]) -> npt.NDArray[np.int64] | None:
+    """The prompt that each rollout answers: rollouts of one prompt are one observation.
+
+    None, which counts rollouts, where the prompts are too few to bound anything: better evidence than none.
+    """
+    parts: list[npt.NDArray[np.int64]] = []
+    seen = 0
+    for batch in evidence:
+        parts.append(prompt_groups(batch) + seen)
+        seen += int(parts[-1].max()) + 1 - seen
+    return np.concatenate(parts) if seen >= MIN_ROLLOUTS else None
 
 
 def _without_drafter(found: Replay) -> Replay:

@@ -263,7 +263,7 @@ class RunWorker:
         for batches in drawn:
             heads = [self._target.at(b.policy_version, device) for b in batches]
             trainer.drafter.embed_tokens = heads[0].embed_tokens
-            report = trainer.step([(b, h.head) for b, h in zip(batches, heads, strict=True)])
+            report = trainer.step(batches, [policy.head for policy in heads])
             self._totals.trained_tokens += report.response_tokens
         seconds = time.perf_counter() - started
         self._totals.train_seconds += seconds

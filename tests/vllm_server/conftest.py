@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine_fixtures import base_policy, random_drafter, trained_drafter, write
 from vllm_process import PYTHON, VllmServer
 
 from drafter.model import Eagle3Drafter
-from engine_fixtures import base_policy, random_drafter, trained_drafter, write
 
 if not PYTHON.exists():
     collect_ignore_glob = ["test_vllm_server_*.py"]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-
 from engine_fixtures import EOS_ID
-from examples.policy import BASE_POLICY
 from hooks_fixtures import free_port
+
+from examples.policy import BASE_POLICY
 from rl_hooks.counters import Snapshot
 
 REPOSITORY = Path(__file__).parents[2]
