@@ -121,6 +121,8 @@ class DrafterTrainer:
         started = time.perf_counter()
         window = [batches] if isinstance(batches, RolloutBatch) else list(batches)
         heads = list(head) if isinstance(head, Sequence) else [head] * len(window)
+        if len(heads) != len(window):
+            raise DrafterError(f"expected one head for all or one per batch ({len(window)}), got {len(heads)}")
         response_tokens = sum(b.response_tokens for b in window)
         self._optimizer.zero_grad(set_to_none=True)
         results = [

@@ -73,6 +73,16 @@ def test_how_rollouts_are_cut_into_batches_changes_nothing() -> None:
         torch.testing.assert_close(p, parameters(together)[name], rtol=1e-3, atol=1e-4)
 
 
+def test_each_batch_is_compared_with_its_own_head() -> None:
+    (a, b), head = batches(2)
+    later = TargetHead(head.lm_head * 1.5, policy_version=1)
+    one, other = trainer().step(a, head), trainer().step(b, later)
+    both = trainer().step([a, b], [head, later])
+    assert both.loss == pytest.approx((one.loss + other.loss) / 2, rel=1e-5)  # equally many response tokens
+    with pytest.raises(DrafterError, match=r"one per batch \(2\), got 1"):
+        trainer().step([a, b], [head])
+
+
 def test_the_report_says_what_happened() -> None:
     (batch,), head = batches(1)
     t = trainer()
