@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -143,9 +144,13 @@ class SwapAgent:
         # Two clients: an engine never sees the service's token.
         async with (
             httpx.AsyncClient(
-                base_url=config.service_url, headers=_authorization(config), timeout=timeout, trust_env=False
+                base_url=config.service_url,
+                headers=_authorization(config),
+                timeout=timeout,
+                trust_env=False,
+                verify=_tls(),
             ) as service,
-            httpx.AsyncClient(timeout=timeout, trust_env=False) as engines,
+            httpx.AsyncClient(timeout=timeout, trust_env=False, verify=_tls()) as engines,
         ):
             tasks = [asyncio.create_task(steps) for steps in self._loops(service, engines)]
             try:
@@ -162,14 +167,14 @@ class SwapAgent:
     def _loops(self, service: httpx.AsyncClient, engines: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
         config = self.config
         loops = [
-            self._for_ever(_SERVICE, partial(self._follow_service, service), config.max_backoff_seconds),
-            self._for_ever("report", partial(self._report, service), config.max_backoff_seconds),
+            self._for_ever(_SERVICE, functools.partial(self._follow_service, service), config.max_backoff_seconds),
+            self._for_ever("report", functools.partial(self._report, service), config.max_backoff_seconds),
         ]
         for url in config.engine_urls:
             follower, event = self._follower(url, engines), self._offered[url]
             # An engine is near and must not be left without a drafter: look again soon.
             limit = min(config.max_backoff_seconds, 2 * config.report_seconds + 1)
-            loops.append(self._for_ever(url, partial(self._follow_engine, follower, event), limit))
+            loops.append(self._for_ever(url, functools.partial(self._follow_engine, follower, event), limit))
         return loops
 
     def _follower(self, url: str, client: httpx.AsyncClient) -> EngineFollower:
@@ -252,6 +257,7 @@ class SwapAgent:
             headers=_authorization(config),
             timeout=config.request_timeout_seconds,
             trust_env=False,
+            verify=_tls(),
         ) as client:
             return fetch_release(client, manifest, config.cache_dir, stopped=self._stopped.is_set)
 
@@ -320,6 +326,12 @@ class SwapAgent:
             raise ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
         bucket.reported = mark
         self.metrics.contact(_SERVICE)
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """One for all clients: reading the certificates takes longer than most downloads of a small drafter."""
+    return httpx.create_ssl_context()
 
 
 def _authorization(config: AgentConfig) -> dict[str, str]:

@@ -165,9 +165,11 @@ class EngineFollower:
         )
 
     def _wanted(self, offer: Release | None) -> Release | None:
-        """What this engine should have: the offer, or the last good release when the offer failed its canary here."""
+        """What this engine should have: the offer, or the last good release when the offer was found bad here."""
         if offer is None:
             return None
+        if self._given_up == offer.sequence:
+            return self._fallback
         rejected_at = self._rejected.get(offer.version)
         if rejected_at is None or (offer.sequence > rejected_at and offer.manifest.pushed_again):
             return offer

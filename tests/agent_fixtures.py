@@ -272,6 +272,7 @@ class Engine(Peer):
         self.tensors: dict[str, set[str]] = {}
         self.fingerprint: str | None = None
         self.refusal: tuple[int, str] | None = None
+        self.refused_versions: set[str] | None = None  # None: all, while there is a refusal
         self.hidden_metrics: set[str] = set()
         self.policy_version: int | None = None
         self.policy_in_state = False  # else a gauge
@@ -321,7 +322,7 @@ class Engine(Peer):
             self.send(handler, 200, self._metrics().encode())
 
     def _swap(self, handler: BaseHTTPRequestHandler, body: dict[str, str]) -> None:
-        if self.refusal is not None:
+        if self.refusal is not None and (self.refused_versions is None or body["version"] in self.refused_versions):
             self.send_json(handler, self.refusal[0], {"title": self.refusal[1]})
             return
         model = wire.MappedFile(Path(body["path"]) / "model.safetensors")

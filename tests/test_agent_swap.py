@@ -325,6 +325,24 @@ def test_an_engine_that_says_no_is_not_asked_again(service: Service, engine: Eng
         eventually(lambda: engine.version == version)
 
 
+def test_an_engine_that_refused_the_newest_gets_the_last_good_one_after_a_restart(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    first = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        with service.lock:
+            second = service.publish(2)
+            engine.refusal, engine.refused_versions = (422, "bad weights"), {second}
+        eventually(lambda: 'outcome="refused"} 1.0' in exposed(agent))
+        settle(engine, 5)
+        assert engine.swapped == [first]
+        engine.restart()
+        eventually(lambda: 'outcome="refused"} 2.0' in exposed(agent))  # a new process may think otherwise
+        eventually(lambda: engine.version == first)
+
+
 def test_an_engine_in_trouble_is_asked_again(service: Service, engine: Engine, tmp_path: Path) -> None:
     engine.refusal = (503, "starting")
     version = service.publish(1)
