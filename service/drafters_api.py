@@ -10,10 +10,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.datastructures import Headers
 from starlette.responses import FileResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from service.context import Context, RunQuery, ServiceContext
-from service.problems import Problem
+from service.problems import Problem, ProblemResponse
 from service.registry import MANIFEST, Manifest
 from service.uploads import parse_body
 
@@ -26,6 +28,30 @@ class CheckpointResponse(FileResponse):
     """A published file in pieces of 1 MiB: a third of the processor time that the default 64 KiB takes."""
 
     chunk_size = 1 << 20
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file; what Starlette says of a bad range in plain text becomes a problem document."""
+
+        async def checked(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in (400, 416):
+                raise _BadRange(message["status"], message["headers"])
+            await send(message)
+
+        try:
+            await super().__call__(scope, receive, checked)
+        except _BadRange as error:
+            wanted = Headers(scope=scope).get("range", "")[:80]
+            problem = Problem(error.status, "bad-range", f"range {wanted!r} does not fit this file", field="Range")
+            if "content-range" in error.headers:
+                problem.headers["Content-Range"] = error.headers["content-range"]
+            await ProblemResponse(problem, scope)(scope, receive, send)
+
+
+class _BadRange(Exception):  # noqa: N818
+    def __init__(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        super().__init__(status)
+        self.status = status
+        self.headers = Headers(raw=headers)
 
 
 def matches(header: str | None, etag: str) -> bool:
@@ -47,15 +73,15 @@ async def get_latest(
     context.run(run)
     known = request.headers.get("if-none-match")
     deadline = time.monotonic() + min(wait, context.settings.long_poll_max_seconds)
+    seen = _pointer_state(context, run)  # before the manifest: a move between the two is then noticed
     manifest = context.registry.latest(run)
-    seen = _pointer_state(context, run)
     while (manifest is None or matches(known, manifest.etag)) and time.monotonic() < deadline:
         if context.stopping.is_set() or await request.is_disconnected():
             break
         await asyncio.sleep(_POLL_SECONDS)
         now = _pointer_state(context, run)
         if now != seen:
-            manifest, seen = context.registry.latest(run), now
+            seen, manifest = now, context.registry.latest(run)
     if manifest is None:
         raise Problem(404, "no-drafter-yet", f"run {run!r} has published no drafter yet; poll again, `wait` helps")
     headers = {"ETag": manifest.etag, "Cache-Control": "no-cache"}

@@ -81,10 +81,17 @@ class Registry:
     def latest(self, run: str) -> Manifest | None:
         """Manifest of the served version, or None before the first publish."""
         pointer = self._pointer(run)
-        if pointer is None:
-            return None
-        manifest = self.get(run, pointer["version"])
-        return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
+        while pointer is not None:
+            try:
+                manifest = self.get(run, pointer["version"])
+            except VersionNotFound:
+                moved = self._pointer(run)  # it may have been pruned just after `latest` moved on
+                if moved == pointer:
+                    raise
+                pointer = moved
+            else:
+                return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
+        return None
 
     def get(self, run: str, version: str) -> Manifest:
         """Manifest of one version as it was published."""

@@ -144,6 +144,13 @@ class EmbeddedValkey:
             process.wait()
         self.socket.unlink(missing_ok=True)
 
+    def kill(self) -> None:
+        """SIGKILL, as a crash would: for tests of what survives."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
     def _log(self) -> str:
         try:
             return " | ".join((self.directory / "valkey.log").read_text(errors="replace").splitlines()[-3:])

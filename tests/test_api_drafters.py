@@ -113,7 +113,12 @@ def test_a_download_resumes_by_range(service: RunningService) -> None:
     assert (same.status_code, same.content) == (206, b"56789")
     other = service.client.get(path, headers={"Range": "bytes=5-9", "If-Range": '"other"'})
     assert (other.status_code, len(other.content)) == (200, 10_000)
-    assert service.client.get(path, headers={"Range": "bytes=10000-"}).status_code == 416
+    for wrong, status in (("bytes=10000-", 416), ("bytes=x-y", 400), ("lines=1-2", 400)):
+        reply = service.client.get(path, headers={"Range": wrong})
+        assert (reply.status_code, reply.json()["field"]) == (status, "Range"), wrong
+        assert reply.headers["content-type"] == "application/problem+json"
+    past = service.client.get(path, headers={"Range": "bytes=10000-"})
+    assert past.headers["content-range"] == "bytes */10000"
 
 
 def test_only_files_of_the_manifest_can_be_had(service: RunningService) -> None:
