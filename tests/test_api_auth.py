@@ -222,3 +222,10 @@ def test_metrics_are_served_for_every_run(service: RunningService) -> None:
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert 'run="second"' in reply.text
     assert 'run="default"' in reply.text
+
+
+def test_the_page_is_served(service: RunningService) -> None:
+    reply = service.client.get("/")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/html")
+    assert "α" in reply.text
