@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from service_fixtures import RunningService
 
 from service.valkey import EmbeddedValkey
-from service_fixtures import RunningService
 
 
 @pytest.fixture(scope="session")
