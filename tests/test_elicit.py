@@ -130,7 +130,7 @@ def test_the_shipped_policy_guesses_mostly_and_is_right_when_it_works_the_sum_ou
     # Sampling error of 1024 prompts is 0.013 on the reward and 0.008 on the fraction.
     assert figures.reward == pytest.approx(0.245, abs=0.045), figures
     assert figures.worked_fraction == pytest.approx(0.065, abs=0.03), figures
-    assert figures.accuracy_given_worked >= 0.9, figures
+    assert figures.accuracy_given_worked >= 0.93, figures
     assert figures.answer_tokens == pytest.approx(15.7, abs=1.0), figures
     assert figures.entropy_nats == pytest.approx(0.82, abs=0.1), figures
 
@@ -165,7 +165,7 @@ def test_the_recipe_learns_the_styles_and_is_reproducible() -> None:
     recipe = policy.Recipe(teach_steps=80, mixture_steps=20, sequences_per_step=32, decay_steps=30)
     model, losses = policy.pretrain(recipe, seed=0)
     # From uniform over the vocabulary to knowing the styles' words (the sums come later, from step 300 on).
-    assert losses[0] == pytest.approx(4.7, abs=0.3)
+    assert losses[0] == pytest.approx(5.1, abs=0.4)
     assert sum(losses[70:80]) / 10 < 1.1
     assert sum(losses[-10:]) / 10 < 1.0
     short = policy.Recipe(teach_steps=3, mixture_steps=1, sequences_per_step=4)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_fixtures import (
     EOS_ID,
     base_policy,
@@ -17,6 +20,7 @@ from engine_fixtures import (
     write,
 )
 
+from drafter.checkpoint import read_drafter
 from drafter.model import Eagle3Drafter
 from drafter.replay import replay
 from examples.elicit import MAX_ANSWER_TOKENS
@@ -106,3 +110,35 @@ def test_the_live_logprobs_are_those_of_a_plain_forward(tmp_path: Path) -> None:
     expected = logits[:-1].gather(1, batch.input_ids[1:, None])[:, 0]
     mask = batch.loss_mask[1:]
     assert (expected[mask] - batch.logprobs[1:][mask]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.4])
+def test_live_alpha_is_replay_alpha_at_other_temperatures(tmp_path: Path, temperature: float) -> None:
+    """Draft logits are divided by the request's temperature, in the engine and in the replay."""
+    model, _ = base_policy()
+    directory = write(trained_drafter(), tmp_path / "drafter")
+    with engine(model, directory, seed=6) as served:
+        done = served.submit(PROMPTS, Sampling(30, temperature)).result(timeout=100)
+    batch = dataclasses.replace(batch_of(model, rollouts(PROMPTS, done)), temperature=temperature)
+    tokens, rounds = _live(done)
+    low, high = replay(trained_drafter(), batch, depth=4).live_interval(0.999)
+    assert low <= tokens / rounds <= high
+    untempered = replay(trained_drafter(), dataclasses.replace(batch, temperature=1.0), depth=4).live_interval(0.999)
+    assert not untempered[0] <= tokens / rounds <= untempered[1], "the test must be able to tell temperatures apart"
+
+
+def test_drafters_read_the_policys_live_embedding(tmp_path: Path) -> None:
+    """As in vLLM and SGLang: after a policy update live α is the replay of the drafter on the new embedding."""
+    model = copy.deepcopy(base_policy()[0])
+    directory = write(trained_drafter(), tmp_path / "drafter")
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    noise = torch.randn(weights["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(0))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] += 0.3 * weights[name].std() * noise
+    with engine(model, directory, seed=8) as served:
+        served.update_policy(weights, version=1)
+        done = served.submit(PROMPTS, Sampling(30)).result(timeout=100)
+    tokens, rounds = _live(done)
+    batch = batch_of(model, rollouts(PROMPTS, done))
+    new = replay(read_drafter(directory, model.get_input_embeddings().weight), batch, depth=4).live_interval(0.999)
+    assert new[0] <= tokens / rounds <= new[1]
