@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -44,13 +45,14 @@ class VllmServer:
         metadata.mkdir(parents=True)
         (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: draftalign-tests\nVersion: 0\n")
         (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
-        self.process = subprocess.Popen(
-            self._command(drafter, eager=eager),
-            env=self._environment(metadata.parent, drafters) | environment,
-            stdout=self.log.open("wb"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # one group: the engine's own processes go when it is killed
-        )
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self._command(drafter, eager=eager),
+                env=self._environment(metadata.parent, drafters) | environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # one group: the engine's own processes go when it is killed
+            )
 
     def _command(self, drafter: Path, *, eager: bool) -> list[str]:
         speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DEPTH}
@@ -102,14 +104,10 @@ class VllmServer:
         self.client.close()
         if self.process.poll() is None:
             self.process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
     # --- calls

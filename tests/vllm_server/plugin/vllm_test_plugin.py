@@ -136,6 +136,6 @@ class TestEndpoints:
             body = await request.json()
             return await self._engine.collective_rpc(body["method"], args=tuple(body.get("args", ())))
 
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002 - vLLM's protocol
         """Keep the engine's client."""
         self._engine = engine_client
