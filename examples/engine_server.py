@@ -22,7 +22,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -297,7 +297,10 @@ def main() -> None:
         engine.swap_drafter(arguments.drafter, arguments.drafter_version)
     app = create_app(engine, model_name=arguments.policy.name, allow_faults=arguments.allow_faults)
     print(f"serving {arguments.policy} on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    # uvicorn raises the signal again once it has shut down; for Ctrl-C that is a traceback nobody needs.
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
 
 
 def _listen(parser: argparse.ArgumentParser, port: int) -> socket.socket:
@@ -306,6 +309,7 @@ def _listen(parser: argparse.ArgumentParser, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
+        listener.listen(128)  # clients who come before the engine is ready wait, and are not turned away
     except OSError as error:
         parser.error(f"cannot listen on 127.0.0.1:{port}: {error.strerror}; choose another --port")
     return listener

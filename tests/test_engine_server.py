@@ -211,4 +211,4 @@ def test_the_process_serves_says_where_and_goes_on_a_signal(tmp_path: Path) -> N
                 assert f"cannot listen on 127.0.0.1:{port}" in taken.stderr
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(timeout=30)
+            assert process.wait(timeout=30) == 0
