@@ -1,0 +1,297 @@
+"""The documentation is tested: what can be set, called or scraped is in it, and what it points to exists."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from fastapi import FastAPI
+from pydantic import SecretStr
+
+from rl_hooks.agent import AgentConfig
+from rl_hooks.agent_metrics import AgentMetrics
+from rl_hooks.canary import CanaryRule
+from service.api import create_app
+from service.auth import allowed_scopes
+from service.cli import app as command_line
+from service.settings import Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("drafter", "rl_hooks", "service")
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "deploy" / "README.md"])
+
+
+@functools.cache
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def all_pages() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
+
+
+@functools.cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def sources() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# --- settings, commands, options ------------------------------------------------------------------------------------
+
+
+def shown(default: object) -> str:
+    """How a default is written in docs/settings.md."""
+    if default is None:
+        return "unset"
+    if isinstance(default, SecretStr):
+        return "empty"
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """First cell, without its backticks -> the other cells, of every table row."""
+    table: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("| "):
+            first, *others = (cell.strip() for cell in line.strip().strip("|").split(" | "))
+            for name in re.findall(r"`([^`]+)`", first):
+                table[name] = others
+    return table
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_every_setting_is_documented_with_its_default(name: str) -> None:
+    cells = rows(page("docs/settings.md"))[f"DRAFTALIGN_{name.upper()}"]
+    assert cells[0] == shown(Settings.model_fields[name].default)
+    assert len(cells[1]) > 10, "say what it does and when to change it"
+
+
+def test_no_setting_is_documented_that_does_not_exist() -> None:
+    documented = {name for name in rows(page("docs/settings.md")) if name.startswith("DRAFTALIGN_")}
+    own = {"DRAFTALIGN_LOG_LEVEL", "DRAFTALIGN_TOKEN", "DRAFTALIGN_DRAFTER_DIR", "DRAFTALIGN_SWAP_TOKEN"}
+    assert documented - own == {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields}
+
+
+def test_every_variable_that_the_code_names_is_documented() -> None:
+    named = {n for path in sources() for n in re.findall(r"DRAFTALIGN_[A-Z_]*[A-Z]", path.read_text("utf-8"))}
+    named.discard("DRAFTALIGN_X")  # stands for any
+    assert named
+    assert [name for name in sorted(named) if name not in page("docs/settings.md")] == []
+
+
+@pytest.mark.parametrize("kind", [AgentConfig, CanaryRule])
+def test_every_field_of_the_agent_is_documented(kind: Any) -> None:
+    text = page("docs/settings.md")
+    for field in dataclasses.fields(kind):
+        assert f"`{field.name}`" in text, field.name
+        if isinstance(field.default, (int, float, str)) and field.default:
+            assert f"`{field.default}`" in text, field.name
+
+
+def parameters(path: str, function: str) -> Iterator[str]:
+    """Names of a function's keyword-only parameters."""
+    for node in ast.walk(syntax(ROOT / path)):
+        if isinstance(node, ast.ClassDef) and node.name == function.partition(".")[0]:
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == function.partition(".")[2]:
+                    yield from (argument.arg for argument in method.args.kwonlyargs)
+
+
+def test_every_option_of_the_hook_is_documented() -> None:
+    # Read from the source: importing the hook costs torch.
+    options = list(parameters("rl_hooks/hook.py", "DrafterHook.__init__"))
+    arguments = list(parameters("rl_hooks/hook.py", "DrafterHook.capture"))
+    assert len(options) > 10
+    assert len(arguments) > 5
+    assert [name for name in options if f"`{name}`" not in page("docs/settings.md")] == []
+    assert [name for name in arguments if f"`{name}`" not in page("docs/trainers.md")] == []
+
+
+def test_every_command_and_option_is_documented() -> None:
+    commands = typer.main.get_command(command_line).commands  # type: ignore[attr-defined]
+    assert commands
+    for name, command in commands.items():
+        options = rows(page("docs/settings.md"))[f"draftalign {name}"][0].strip("`").split()
+        wanted = {text for p in command.params for text in (*p.opts, *p.secondary_opts)}
+        assert set(options) == wanted, name
+
+
+# --- calls and metrics ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def api() -> FastAPI:
+    # Never started: nothing is bound, and Redis is not asked.
+    return create_app(Settings(redis_url=SecretStr("redis://127.0.0.1:1/0")))
+
+
+def calls() -> list[tuple[str, str]]:
+    return [(method.upper(), path) for path, methods in api().openapi()["paths"].items() for method in methods]
+
+
+def anonymous(call: str) -> str:
+    """Parameters by position: `/rollouts/{id}` and `/rollouts/{rollout_id}` are the same call."""
+    return re.sub(r"\{[^}]*\}", "{}", call)
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/operating.md"])
+def test_every_call_of_the_api_is_in_the_tables(document: str) -> None:
+    text = anonymous(page(document))
+    missing = []
+    for method, path in calls():
+        wanted = anonymous(path)
+        # The README lists what operators read by path alone.
+        if f"{method} {wanted}" not in text and f"`{wanted}`" not in text:
+            missing.append(f"{method} {path}")
+    assert missing == []
+
+
+def test_the_scopes_in_the_table_are_those_that_are_checked() -> None:
+    table = rows(page("docs/operating.md"))
+    documented = {anonymous(call): cells[0] for call, cells in table.items()}
+    for method, path in calls():
+        if path in ("/healthz", "/readyz"):
+            continue
+        scopes = " or ".join(sorted(allowed_scopes(method, path)))
+        assert documented[anonymous(f"{method} {path}")] == scopes, (method, path)
+
+
+def test_every_metric_is_documented() -> None:
+    tree = syntax(ROOT / "service" / "metrics.py")
+    literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    names = {text for text in literals if re.fullmatch(r"draftalign_[a-z_]*[a-z]", text)}
+    prefixes = {text for text in literals if re.fullmatch(r"draftalign_[a-z_]*_", text)}
+    assert len(names) > 15
+    documented = set(re.findall(r"draftalign_[a-z_]+", page("docs/metrics.md")))
+    assert names - documented == set()
+    assert [p for p in prefixes if not any(name.startswith(p) for name in documented)] == []
+
+
+def test_every_metric_of_the_agent_is_documented() -> None:
+    families = list(AgentMetrics().registry.collect())
+    names = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
+    assert names
+    assert [name for name in sorted(names) if f"`{name}{{" not in page("docs/engines.md")] == []
+
+
+# --- links, proofs, sizes -------------------------------------------------------------------------------------------
+
+
+def heading_anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(path: Path) -> list[str]:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_every_relative_link_leads_somewhere(path: Path) -> None:
+    broken = []
+    for link in links(path):
+        target, _, anchor = link.partition("#")
+        file = (path.parent / target).resolve() if target else path
+        if not file.exists() or (anchor and anchor not in heading_anchors(file)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, waiting = set[Path](), [ROOT / "README.md"]
+    while waiting:
+        path = waiting.pop()
+        if path in reached or not path.is_file():
+            continue
+        reached.add(path)
+        if path.suffix == ".md":
+            waiting += [(path.parent / link.partition("#")[0]).resolve() for link in links(path)]
+    assert [name_of(path) for path in PAGES if path.parent.name == "docs" and path not in reached] == []
+
+
+def test_every_test_and_file_that_the_pages_name_exists() -> None:
+    tests = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    functions = {name for path in tests for name in re.findall(r"def (test_\w+)\(", path.read_text("utf-8"))}
+    modules = {path.stem for path in tests}
+    named = set(re.findall(r"\b(test_[a-z0-9_]+)\b", all_pages()))
+    assert len(named) > 40
+    assert sorted(named - functions - modules) == []
+    files = set(re.findall(r"`((?:drafter|rl_hooks|service|examples|tests|deploy)/[\w/.]+\.\w+)", all_pages()))
+    assert sorted(file for file in files if not (ROOT / file).exists()) == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(page("README.md").splitlines()) < 200
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_pages_do_not_sell(path: Path) -> None:
+    sold = r"\b(blazing|seamless\w*|cutting-edge|effortless\w*|state-of-the-art|world-class|game-chang\w+|leverag\w+)\b"
+    assert re.findall(sold, path.read_text(encoding="utf-8").lower()) == []
+
+
+# --- docstrings -----------------------------------------------------------------------------------------------------
+
+
+def undocumented(node: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
+    """Public names of a module or class, and it itself, that lack a docstring."""
+    if ast.get_docstring(node) is None:
+        yield name
+    for child in node.body:
+        if not isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or child.name.startswith("_"):
+            continue
+        if isinstance(child, ast.ClassDef):
+            yield from undocumented(child, f"{name}.{child.name}")
+        elif ast.get_docstring(child) is None:
+            yield f"{name}.{child.name}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_every_public_name_has_a_docstring(path: Path) -> None:
+    assert list(undocumented(syntax(path), name_of(path))) == []
+
+
+def test_the_docstring_check_notices_what_is_missing() -> None:
+    tree = ast.parse('"""m"""\nclass A:\n  """a"""\n  def b(self): ...\n  def _c(self): ...\ndef d():\n  """d"""\n')
+    assert list(undocumented(tree, "m")) == ["m.A.b"]
+
+
+# --- exported names -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_an_export_list_is_sorted_and_names_what_exists(path: Path) -> None:
+    tree = syntax(path)
+    lists = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+    for exported in (ast.literal_eval(value) for value in lists):
+        assert list(exported) == sorted(exported)
+        defined = {name for node in tree.body for name in defined_names(node)}
+        assert set(exported) - defined == set()
+
+
+def defined_names(node: ast.stmt) -> Iterator[str]:
+    match node:
+        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            yield node.name
+        case ast.ImportFrom() | ast.Import():
+            yield from (alias.asname or alias.name for alias in node.names)
+        case ast.Assign():
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        case ast.AnnAssign():
+            yield ast.unparse(node.target)
