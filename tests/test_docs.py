@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,15 @@ from pydantic import SecretStr
 from rl_hooks.agent import AgentConfig
 from rl_hooks.agent_metrics import AgentMetrics
 from rl_hooks.canary import CanaryRule
+from service.acceptance_api import AcceptanceReport
+from service.alpha import drafter_sums
 from service.api import create_app
 from service.auth import allowed_scopes
 from service.cli import app as command_line
+from service.layout import Layout
+from service.queue import COUNTERS, Keys
 from service.settings import Settings
+from service.store import StoreKeys
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("drafter", "rl_hooks", "service")
@@ -187,6 +192,68 @@ def test_every_metric_of_the_agent_is_documented() -> None:
     names = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
     assert names
     assert [name for name in sorted(names) if f"`{name}{{" not in page("docs/engines.md")] == []
+
+
+# --- what is stored -------------------------------------------------------------------------------------------------
+
+
+def dict_keys(path: str, function: str) -> set[str]:
+    """String keys of the dictionaries that a function or method builds."""
+    found = {
+        key.value
+        for node in ast.walk(syntax(ROOT / path))
+        if isinstance(node, ast.FunctionDef) and node.name == function
+        for table in ast.walk(node)
+        if isinstance(table, ast.Dict)
+        for key in table.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    }
+    assert found, (path, function)
+    return found
+
+
+def missing_words(words: Iterable[str], document: str) -> list[str]:
+    text = set(re.findall(r"\w+", page(document)))
+    return sorted(word for word in words if word not in text)
+
+
+def test_every_redis_key_is_documented() -> None:
+    keys = [value for kind in (Keys, StoreKeys) for value in vars(kind("r")).values() if value != Keys("r").prefix]
+    keys += [Keys.RUNS, Keys("r").batch("<batch_id>"), Keys("r").rollout("<rollout_id>"), f"{Keys('r').prefix}lease"]
+    assert len(keys) > 10
+    named = [f"`{key.replace('{r}', '{run}')}`" for key in keys]
+    assert [key for key in named if key not in page("docs/architecture.md")] == []
+
+
+def test_no_other_redis_key_is_built_from_the_prefix() -> None:
+    built = {
+        suffix
+        for path in (ROOT / "service").rglob("*.py")
+        for suffix in re.findall(r"prefix(?:\}| \+ \")([a-z_]+)", path.read_text("utf-8"))
+    }
+    known = {"queue", "counters", "dead", "batch", "rollout", "lease"}
+    assert built == known | {"scores", "acceptance", "worker", "latest_head", "judged"}
+
+
+def test_every_counter_and_field_that_is_stored_is_documented() -> None:
+    document = "docs/architecture.md"
+    assert missing_words(COUNTERS, document) == []
+    assert missing_words(AcceptanceReport.model_fields, document) == []
+    assert missing_words(drafter_sums([], []), document) == []
+    assert missing_words(dict_keys("service/scoring.py", "score"), document) == []
+    for function in ("_test", "_record", "_publish_gauges", "save"):
+        # statistic and limit are one level deeper; docs/metrics.md has them.
+        stored = dict_keys("service/run_worker.py", function) - {"statistic", "limit"}
+        assert missing_words(stored, document) == [], function
+
+
+def test_every_path_of_the_state_directory_is_documented() -> None:
+    layout, tree = Layout(Path("/state")), page("docs/architecture.md")
+    of_run = (layout.run_json, layout.target, layout.heads, layout.drafters, layout.latest)
+    of_run += (layout.history, layout.registry_lock, layout.worker, layout.spool)
+    paths = [layout.spool_tmp, layout.valkey, *(path_of("RUN") for path_of in of_run)]
+    named = [str(path.relative_to("/state")).replace("RUN", "<run>") for path in paths]
+    assert [name for name in named if name not in tree] == []
 
 
 # --- links, proofs, sizes -------------------------------------------------------------------------------------------
