@@ -5,20 +5,27 @@ A checkpoint is complete or invisible: everything is written and fsynced in a te
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from drafter.checkpoint import read_drafter, write_drafter
 from drafter.model import Eagle3Drafter
 from drafter.trainer import DrafterTrainer
+from service.errors import WorkerError
 
 _PREFIX = "checkpoint-"
+
+
+class CheckpointSuperseded(WorkerError):  # noqa: N818 - reads as what happened
+    """Another worker has written a checkpoint since this one last did."""
 
 
 class WorkerCheckpoint:
@@ -26,28 +33,42 @@ class WorkerCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        newest = self.newest()
+        self._mine = newest.name if newest else None  # what this object read or wrote last
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
         return max(self._directory.glob(f"{_PREFIX}*"), default=None, key=lambda p: p.name)
 
     def save(self, trainer: DrafterTrainer, state: Mapping[str, Any]) -> None:
-        """Write the next checkpoint durably, then remove the one before."""
-        before = self.newest()
-        number = 1 + (int(before.name.removeprefix(_PREFIX)) if before else 0)
-        temporary = self._directory / ".writing"
-        shutil.rmtree(temporary, ignore_errors=True)
+        """Write the next checkpoint durably, then remove those before.
+
+        Raises OSError when the disk takes no more, and `CheckpointSuperseded`, writing nothing, when another worker
+        has written one meanwhile: its state is newer.
+        """
+        number = 1 + (int(self._mine.removeprefix(_PREFIX)) if self._mine else 0)
+        temporary = self._directory / f".writing-{os.getpid()}"
+        for leftover in self._directory.glob(".writing*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         for part in ("trainer", "drafter"):
             (temporary / part).mkdir(parents=True)
-        trainer.save(temporary / "trainer")
-        write_drafter(temporary / "drafter", trainer.drafter)
+        with full_disk_as_os_error():
+            trainer.save(temporary / "trainer")
+            write_drafter(temporary / "drafter", trainer.drafter)
         (temporary / "state.json").write_text(json.dumps(state))
         for path in [*temporary.rglob("*"), temporary]:
             _sync(path)
-        temporary.rename(self._directory / f"{_PREFIX}{number:09d}")
+        newest = self.newest()
+        if (newest.name if newest else None) != self._mine:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointSuperseded(f"another worker wrote {newest} after {self._mine}; its state is newer")
+        mine = self._directory / f"{_PREFIX}{number:09d}"
+        temporary.rename(mine)
+        self._mine = mine.name
         _sync(self._directory)
-        if before is not None:
-            shutil.rmtree(before)
+        for before in self._directory.glob(f"{_PREFIX}*"):  # also one that an earlier life could not remove
+            if before.name != self._mine:
+                shutil.rmtree(before, ignore_errors=True)
 
     def drafter(self, embed_tokens: Tensor) -> Eagle3Drafter:
         """The candidate, as the newest checkpoint holds it."""
@@ -64,6 +85,15 @@ class WorkerCheckpoint:
         if newest is None:
             raise FileNotFoundError(f"{self._directory} holds no checkpoint")
         return newest
+
+
+@contextlib.contextmanager
+def full_disk_as_os_error() -> Iterator[None]:
+    """Raise what safetensors meets while it writes as the OSError that it was."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"could not be written: {error}") from error
 
 
 def _sync(path: Path) -> None:

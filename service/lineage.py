@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import shutil
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +18,8 @@ from drafter.checkpoint import config_fingerprint, read_drafter, write_drafter
 from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
+from service.checkpoint import full_disk_as_os_error
+from service.errors import WorkerError
 from service.layout import Layout
 from service.registry import Manifest, Registry
 from service.settings import Settings
@@ -49,6 +54,8 @@ class Lineage:
         if manifest is None and self._target.initial_drafter is not None:
             manifest = self._publish_initial()
         if manifest is None:
+            # A config that no drafter can be sized by is refused now, not once rollouts have been gathered.
+            DrafterConfig.from_target(self._target.config, self._target.aux_layers, 1)
             return False
         self.take_up(self._read(manifest.version))
         return True
@@ -68,11 +75,26 @@ class Lineage:
         """Publish what came with PUT /runs as the run's first version."""
         tensors = self._target.initial_drafter
         config = self._target.initial_drafter_config
+        with self._staged() as staged:
+            with full_disk_as_os_error():
+                save_file(tensors or {}, staged / "model.safetensors")
+            (staged / "config.json").write_text(json.dumps(config, indent=1))
+            drafter = read_drafter(staged, self._target.embed_tokens)  # refuses what no engine could serve
+            if drafter.config.aux_layers != self._target.aux_layers:
+                raise WorkerError(
+                    f"the initial drafter reads layers {list(drafter.config.aux_layers)} (entering), the run captures "
+                    f"{list(self._target.aux_layers)}; register the run with the drafter's layers"
+                )
+            return self._announce(drafter, staged, self._target.policy_version, None, "initial drafter", None)
+
+    @contextlib.contextmanager
+    def _staged(self) -> Iterator[Path]:
+        """A staging directory, deleted unless it was published."""
         staged = self._registry.stage(self._run)
-        save_file(tensors or {}, staged / "model.safetensors")
-        (staged / "config.json").write_text(json.dumps(config, indent=1))
-        drafter = read_drafter(staged, self._target.embed_tokens)  # refuses what no engine could serve
-        return self._announce(drafter, staged, self._target.policy_version, None, "initial drafter", None)
+        try:
+            yield staged
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
 
     def take_up(self, drafter: Eagle3Drafter) -> DrafterTrainer:
         """Make a drafter the candidate, with a fresh trainer."""
@@ -132,11 +154,12 @@ class Lineage:
         if version != CANDIDATE:
             return self._registry.rollback(self._run, version, f"re-selected from the archive: {reason}")
         parent = self.served()
-        staged = self._registry.stage(self._run)
-        write_drafter(staged, self.candidate)
-        manifest = self._announce(
-            self.candidate, staged, policy_version, parent.version if parent else None, reason, evidence
-        )
+        with self._staged() as staged:
+            with full_disk_as_os_error():
+                write_drafter(staged, self.candidate)
+            manifest = self._announce(
+                self.candidate, staged, policy_version, parent.version if parent else None, reason, evidence
+            )
         first = self._registry.versions(self._run)[0]
         self._registry.prune(self._run, self._settings.keep_versions, protect={first})
         return manifest

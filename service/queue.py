@@ -132,17 +132,18 @@ class RolloutQueue:
             self.ensure_group()  # the server was emptied under us
         return entries
 
-    def own_pending(self, consumer: str) -> list[Entry]:
+    def own_pending(self, consumer: str, after: str | None = None) -> list[Entry]:
         """Entries that this consumer name held when it last died, oldest first; counts as a delivery of each.
 
-        If one of them is a suspect it is returned alone: call again until the list is empty.
+        If one of them is a suspect it is returned alone: call again until the list is empty, with `after` = the last
+        entry's id where earlier ones may be in hand still.
         """
         entries: list[Entry] = []
         while True:
             pending = self._redis.xpending_range(
                 self._keys.queue,
                 GROUP,
-                "-" if not entries else f"({entries[-1].entry_id}",
+                f"({entries[-1].entry_id}" if entries else f"({after}" if after else "-",
                 "+",
                 1,
                 consumername=consumer,

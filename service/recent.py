@@ -6,6 +6,7 @@ kept as the files they came in (`runs/<run>/worker/recent/`); the newest `capaci
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from drafter.batch import RolloutBatch, load_batch
+from rl_hooks.wire import WireError
+
+log = logging.getLogger("draftalign.worker")
 
 
 def is_held_out(rollout_id: str, one_in: int) -> bool:
@@ -50,6 +54,7 @@ class RecentRollouts:
 
     def add(self, path: Path, batch: RolloutBatch) -> KeptBatch:
         """Take in a batch whose file still lies in the spool; `settle` moves it here."""
+        self._kept = [k for k in self._kept if k.name != path.name]  # a redelivered one takes its own place
         kept = self._keep(path.name, batch)
         self._unsettled[path.name] = path
         while len(self._kept) > 1 and sum(k.batch.tokens for k in self._kept) > self._capacity_tokens:
@@ -81,13 +86,22 @@ class RecentRollouts:
         """Load what a checkpoint listed, from here or, if the crash came before `settle`, from the spool."""
         for name in names:
             path = next((p for p in (self._directory / name, spool / name) if p.exists()), None)
-            if path is not None:
+            if path is None:
+                continue
+            try:
                 self._keep(name, load_batch(path))
-                if path.parent == spool:
-                    self._unsettled[name] = path
+            except WireError as error:  # torn by loss of power; what was learnt from it is in the checkpoint
+                log.warning("%s is left out of the recent rollouts: %s", name, error)
+                continue
+            if path.parent == spool:
+                self._unsettled[name] = path
         for stray in self._directory.iterdir():
             if stray.name not in names:
                 stray.unlink()
+
+    def oldest_policy_version(self) -> int | None:
+        """Of all that is kept; None when nothing is."""
+        return min((kept.policy_version for kept in self._kept), default=None)
 
     def held_out(self, rollouts: int) -> list[RolloutBatch]:
         """Held-out rollouts of the newest policies, newest batch first, until at least `rollouts` are together."""

@@ -4,7 +4,8 @@ Invariants
 * A batch is scored before it is trained on.
 * Entries are acknowledged only after a checkpoint that holds their effect, so a worker killed at any line goes on from
   its last checkpoint and sees the rest again: each rollout's effect is in the optimizer exactly once.
-* What is served changes only through the gate, an archived version that proved better, or a person.
+* What is served changes only through the gate, an archived version that proved better, or a person. A candidate is
+  published after the checkpoint that holds it, or a redelivered batch would be scored by what was trained on it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from rl_hooks.wire import MappedFile, WireError
 from service.checkpoint import WorkerCheckpoint
 from service.controller import Action, Controller, Decision, Economy
 from service.drift import DriftMonitor, DriftReading, DriftState
+from service.errors import WorkerError
 from service.layout import Layout
 from service.lineage import CANDIDATE, Lineage
 from service.promotion import Contest, contest
@@ -39,6 +41,12 @@ log = logging.getLogger("draftalign.worker")
 
 #: One consumer name per run: a restarted worker finds its own unfinished entries at once.
 CONSUMER = "worker"
+#: A batch so many policy versions late still finds its head, where `max_policy_lag` does not say how late one may be.
+_LATE_VERSIONS = 64
+
+
+class LeaseLost(WorkerError):  # noqa: N818 - reads as what happened
+    """Another worker has this run now; what this one still holds of it must not be written down."""
 
 
 @dataclass
@@ -57,8 +65,18 @@ class Totals:
 class RunWorker:
     """Everything that happens to one run."""
 
-    def __init__(self, settings: Settings, layout: Layout, queue: RolloutQueue, store: Store, run: str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        layout: Layout,
+        queue: RolloutQueue,
+        store: Store,
+        run: str,
+        *,
+        holds_lease: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.run = run
+        self._holds_lease = holds_lease
         self._settings = settings
         self._layout = layout
         self._queue = queue
@@ -78,38 +96,61 @@ class RunWorker:
         self._totals = Totals()
         self._counts = torch.zeros(self._target.embed_tokens.shape[0], dtype=torch.int64)  # [V], until a vocabulary is
         self._waiting: list[tuple[Entry, RolloutBatch]] = []  # batches seen before the vocabulary exists
+        self._in_hand: list[Entry] = []  # of the cycle that runs now
         self._done: list[tuple[Entry, EndState]] = []  # processed, to be acknowledged by the next checkpoint
-        self._applied: set[str] = set()  # batches whose effect the last checkpoint holds
+        self._unsent: dict[str, dict[str, Any]] = {}  # score records that Redis has not taken yet, by batch
+        self._applied: set[str] = set()  # unacknowledged batches whose effect the last checkpoint holds
         self._drafter_of: dict[str, str] = {}  # entry -> version that served its rollouts, where the trainer knew
         self._versions_seen: list[tuple[float, int]] = []  # (arrival seconds, policy version)
         self._last_checkpoint = time.monotonic()
         self._backlog = True  # until nothing is left of what an earlier life of this worker had in hand
+        self._backlog_after: str | None = None  # the last entry taken up again
         queue.ensure_group()
         self._resume()
 
     @property
     def pending(self) -> list[str]:
         """Entries in hand, for the heartbeat."""
-        return [entry.entry_id for entry, _ in self._done] + [entry.entry_id for entry, _ in self._waiting]
+        held = [*self._in_hand, *(entry for entry, _ in self._done), *(entry for entry, _ in self._waiting)]
+        return list(dict.fromkeys(entry.entry_id for entry in held))
 
     # --- start
     def _resume(self) -> None:
         if self._checkpoint.newest() is None:
             self._lineage.begin()
+            self._know_vocabulary()
             return
         state = self._checkpoint.restore(self._lineage.take_up(self._checkpoint.drafter(self._target.embed_tokens)))
         self._controller = Controller.from_json(state["controller"])
         self._drift = DriftMonitor(state=DriftState.from_json(state["drift"]))
         self._totals = Totals(**state["totals"])
         self._applied = set(state["applied"])
+        self._know_vocabulary()
         self._recent.restore(state["recent"], self._layout.spool(self.run))
+        self._recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self._totals.batches,
                  self._totals.trained_tokens)  # fmt: skip
+
+    def _know_vocabulary(self) -> None:
+        """Heads that lack rows of the draft vocabulary are of no use from now on."""
+        if self._lineage.trainer is not None:
+            self._target.require_rows(self._lineage.candidate.vocabulary.ids)
 
     # --- one turn
     def cycle(self) -> bool:
         """Do one claim's worth of work; False when there was nothing to do."""
-        entries = self._claim()
+        if self.pending:  # what is in hand must not look abandoned to the claim, however long Redis was away
+            self._queue.heartbeat(CONSUMER, self.pending)
+        try:
+            entries = self._in_hand = self._claim()
+            self._work_on(entries)
+        finally:
+            self._in_hand = []
+        return bool(entries)
+
+    def _work_on(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:  # all before any is admitted: the newest of a claim makes others stale
+            self._note_arrival(entry)
         fresh: list[tuple[Entry, RolloutBatch]] = []
         for entry in entries:
             batch = self._admit(entry)
@@ -117,21 +158,25 @@ class RunWorker:
                 fresh.append((entry, batch))
         if self._lineage.trainer is None:
             fresh = self._gather_vocabulary(fresh)
-        if fresh:
-            self._learn_from(fresh)
-        due = time.monotonic() - self._last_checkpoint >= self._settings.checkpoint_seconds
+        suspects = [pair for pair in fresh if pair[0].suspect]
         # A suspect is not left unacknowledged while others are worked on: its next death would count against them.
-        if self._done and (due or self._backlog or any(entry.suspect for entry in entries)):
+        for group in [[pair for pair in fresh if not pair[0].suspect], *([pair] for pair in suspects)]:
+            self._learn_from(group)
+            if self._done and suspects:
+                self.save()
+        due = time.monotonic() - self._last_checkpoint >= self._settings.checkpoint_seconds
+        if self._done and (due or self._backlog):
             self.save()
-        return bool(entries)
 
     def _claim(self) -> list[Entry]:
         """What an earlier life of this worker left unfinished, then what is new."""
         if self._backlog:
-            entries = self._queue.own_pending(CONSUMER)
-            self._backlog = bool(entries)
+            entries = self._queue.own_pending(CONSUMER, self._backlog_after)
             if entries:
+                self._backlog_after = entries[-1].entry_id
                 return entries
+            self._backlog = False
+            self._applied.clear()  # each of them came again, and was acknowledged
         return self._queue.claim(
             CONSUMER, self._settings.claim_tokens, min_idle_seconds=self._settings.claim_idle_seconds
         )
@@ -140,8 +185,8 @@ class RunWorker:
         """Load and screen one entry; None when it ended here (duplicate effect, stale, dead)."""
         if entry.batch_id in self._applied:
             self._queue.ack(entry, "trained")
+            self._applied.discard(entry.batch_id)
             return None
-        self._note_arrival(entry)
         newest = max(v for _, v in self._versions_seen)
         lag = self._settings.max_policy_lag
         if lag is not None and newest - entry.policy_version_max > lag:
@@ -154,7 +199,7 @@ class RunWorker:
             batch = load_batch(path)
             screen(batch)
         except FileNotFoundError:
-            self._bury(entry, "its file is gone from the spool")
+            self._bury(entry, "blob_missing")
             return None
         except (WireError, BatchRejected) as error:
             self._bury(entry, str(error))
@@ -183,52 +228,58 @@ class RunWorker:
         for _, batch in fresh:
             self._counts += torch.bincount(batch.input_ids[batch.loss_mask], minlength=self._counts.numel())
         self._waiting += fresh
+        # To wait does no harm: a worker that is killed meanwhile was not killed by them.
+        self._queue.release(CONSUMER, [entry for entry, _ in fresh])
         if int(self._counts.sum()) < self._settings.vocab_min_tokens:
             return []
         self._lineage.begin_from_scratch(self._counts)
+        self._know_vocabulary()
         waiting, self._waiting = self._waiting, []
+        # From here on their delivery counts again.
+        self._queue.release(CONSUMER, [replace(entry, deliveries=entry.deliveries + 1) for entry, _ in waiting])
         return waiting
 
     # --- test, train, judge
     def _learn_from(self, fresh: Sequence[tuple[Entry, RolloutBatch]]) -> None:
-        newest: list[KeptBatch] = []
-        decision = Decision(Action.IDLE, "nothing to train on")
-        scored: list[tuple[Entry, Scores]] = []
-        for entry, batch in fresh:
-            scores = self._test(entry, batch)
-            if scores is None:
-                continue
-            newest.append(self._recent.add(self._layout.blob(self.run, entry.blob), batch))
-            scored.append((entry, scores))
-            self._done.append((entry, "trained"))
-        if scored:
-            decision = self._controller.decide(self._economy, scored[-1][1].alpha("served"))
-            seconds = 0.0 if decision.action is Action.IDLE else self._train(newest)
-            outcome = self._judge(
-                newest,
-                scored[-1][1].record["best_version"],
-                trained=decision.action is not Action.IDLE,
-                train_seconds=seconds,
-            )
-            self._record(scored, decision, seconds, outcome)
+        tested = [(entry, batch, scores) for entry, batch in fresh if (scores := self._test(entry, batch)) is not None]
+        if not tested:
+            return
+        newest = [self._recent.add(self._layout.blob(self.run, entry.blob), batch) for entry, batch, _ in tested]
+        scored = [(entry, scores) for entry, _, scores in tested]
+        decision = self._controller.decide(self._economy, scored[-1][1].alpha("served"))
+        trained = decision.action is not Action.IDLE
+        seconds = self._train(newest) if trained else 0.0
+        self._done += [
+            (entry, "trained" if kept.train else "held_out") for (entry, _), kept in zip(scored, newest, strict=True)
+        ]
+        self._record(scored, decision, seconds)
+        best_version = scored[-1][1].record["best_version"]
+        outcome = self._judge(newest, best_version, trained=trained, train_seconds=seconds)
+        self._report(scored[-1][1], decision, outcome)
 
     def _test(self, entry: Entry, batch: RolloutBatch) -> Scores | None:
         """Score a batch and check its features against its log-probabilities; None when it is dead."""
         policy = self._target.at(batch.policy_version, torch.device(self._settings.device))
-        gap, checked = policy.head.logprob_gap(batch)
+        drafter_version = self._drafter_of.pop(entry.entry_id, "")
+        # Top entries instead of hidden states leave nothing to recompute.
+        gap, checked = (math.nan, 0) if batch.last_hidden is None else policy.head.logprob_gap(batch)
         if checked and not gap <= self._settings.logprob_gap_nats:
             self._bury(entry, self._gap_reason(gap))
             return None
         served = self._lineage.served()
         current = served.version if served else None
-        by = self._lineage.known(self._drafter_of.pop(entry.entry_id, "")) or current
-        scores = score(
-            batch,
-            self._lineage.roles(by, current),
-            policy.embed_tokens,
-            depth=self._settings.depth,
-            drafting=self._settings.drafting,
-        )
+        by = self._lineage.known(drafter_version) or current
+        try:
+            scores = score(
+                batch,
+                self._lineage.roles(by, current),
+                policy.embed_tokens,
+                depth=self._settings.depth,
+                drafting=self._settings.drafting,
+            )
+        except BatchRejected as error:
+            self._bury(entry, str(error))
+            return None
         scores.record.update(
             {
                 "batch_id": entry.batch_id,
@@ -251,6 +302,9 @@ class RunWorker:
         if trainer is None:
             raise RuntimeError("the lineage has not begun")
         started = time.perf_counter()
+        # A backlog does not lengthen the work: what the newest policy wrote counts, the rest only joins the mix.
+        latest = max(kept.policy_version for kept in newest)
+        newest = [kept for kept in newest if kept.policy_version == latest]
         tokens = sum(kept.batch.tokens for kept in newest)
         steps = max(1, round(self._settings.train_passes * tokens / self._settings.train_step_tokens))
         drawn = self._recent.train_steps(
@@ -264,7 +318,8 @@ class RunWorker:
             heads = [self._target.at(b.policy_version, device) for b in batches]
             trainer.drafter.embed_tokens = heads[0].embed_tokens
             report = trainer.step(batches, [policy.head for policy in heads])
-            self._totals.trained_tokens += report.response_tokens
+            if report.skipped is None:
+                self._totals.trained_tokens += report.response_tokens
         seconds = time.perf_counter() - started
         self._totals.train_seconds += seconds
         return seconds
@@ -285,6 +340,9 @@ class RunWorker:
         outcomes = contest(self._settings, self._lineage, evidence, policy.embed_tokens, versions)
         winner = outcomes[0]
         if winner.verdict.promote:
+            self._keep_lease()
+            if winner.version == CANDIDATE:
+                self.save()
             self._lineage.promote(winner.version, policy_version, winner.verdict.reason, winner.facts)
             self._totals.published += 1
             self._drift.hand_over(winner.paired_difference)
@@ -302,23 +360,29 @@ class RunWorker:
             )
         return winner
 
-    def _record(
-        self, scored: Sequence[tuple[Entry, Scores]], decision: Decision, seconds: float, outcome: Contest | None
-    ) -> None:
+    def _record(self, scored: Sequence[tuple[Entry, Scores]], decision: Decision, seconds: float) -> None:
         for entry, scores in scored:
             scores.record.update({"action": decision.action.value, "train_seconds": seconds / len(scored)})
-            self._store.put_score(entry.batch_id, scores.record)
+            self._unsent[entry.batch_id] = scores.record
             self._totals.batches += 1
             self._watch(scores.replays.get("served"))
             for name, found in scores.replays.items():
                 sums = found.total()
                 self._totals.rounds[name] = self._totals.rounds.get(name, 0.0) + float(sums["rounds"])
                 self._totals.round_tokens[name] = self._totals.round_tokens.get(name, 0.0) + float(sums["tokens"])
-        alpha = scored[-1][1].alpha("served")
+        self._send_scores()
+
+    def _send_scores(self) -> None:
+        for batch_id in list(self._unsent):
+            self._store.put_score(batch_id, self._unsent[batch_id])
+            del self._unsent[batch_id]
+
+    def _report(self, newest: Scores, decision: Decision, outcome: Contest | None) -> None:
+        alpha = newest.alpha("served")
         log.info(
             "%s: policy %d  served α %s  %s: %s%s",
             self.run,
-            scored[-1][1].record["policy_version"],
+            newest.record["policy_version"],
             "-" if alpha is None else f"{alpha:.3f}",
             decision.action.value,
             decision.reason,
@@ -357,7 +421,10 @@ class RunWorker:
         """Write a checkpoint and acknowledge what it holds."""
         if self._lineage.trainer is None:
             return
-        self._applied = {entry.batch_id for entry, _ in self._done}
+        self._keep_lease()
+        self._send_scores()  # first: what a checkpoint holds is not scored again
+        done = {entry.batch_id for entry, _ in self._done}
+        self._applied |= done
         self._checkpoint.save(
             self._lineage.trainer,
             {
@@ -371,8 +438,23 @@ class RunWorker:
         self._recent.settle()
         for entry, state in self._done:
             self._queue.ack(entry, state)
+        self._applied -= done
         self._done.clear()
         self._last_checkpoint = time.monotonic()
+        self._forget_heads()
+
+    def _keep_lease(self) -> None:
+        if not self._holds_lease():
+            raise LeaseLost("its lease is gone")
+
+    def _forget_heads(self) -> None:
+        """Delete heads that neither a kept batch nor one still to come can need."""
+        kept = self._recent.oldest_policy_version()
+        if kept is None or not self._versions_seen:
+            return
+        lag = self._settings.max_policy_lag
+        still_to_come = self._versions_seen[-1][1] - (_LATE_VERSIONS if lag is None else lag)
+        self._target.forget_before(min(kept, still_to_come))
 
     def close(self) -> None:
         """Checkpoint before an orderly stop, and say that what is still in hand did no harm."""

@@ -8,6 +8,8 @@ live embedding with the drafter, so the worker must move with it.
 from __future__ import annotations
 
 import json
+import logging
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,10 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafter.errors import TargetHeadError
 from drafter.target import TargetHead
-from rl_hooks.wire import MappedFile
+from rl_hooks.wire import MappedFile, WireError
 from service.errors import WorkerError
 from service.layout import Layout
+
+log = logging.getLogger("draftalign.worker")
 
 _KEPT_HEADS = 8
 
@@ -55,7 +60,10 @@ class Target:
         self.draft_vocab_size = int(metadata["draft_vocab_size"]) if "draft_vocab_size" in metadata else None
         self.embed_tokens = read_tensor(self._file, "embed_tokens")  # [V, Ht]
         self.tied = "lm_head" not in self._file
-        self._heads: dict[int, PolicyHead] = {}
+        self._heads: OrderedDict[int, PolicyHead] = OrderedDict()  # least recently used first
+        self._useless: set[int] = set()  # versions whose head cannot be used
+        self._required: Tensor | None = None  # token ids whose rows a head must have
+        self._embed_on: dict[torch.device, Tensor] = {}
 
     @classmethod
     def open(cls, layout: Layout, run: str) -> Self:
@@ -85,13 +93,29 @@ class Target:
 
     def at(self, policy_version: int, device: torch.device) -> PolicyHead:
         """The newest head that is not newer than `policy_version`."""
-        available = [v for v in self._received() if v <= policy_version]
-        version = max(available, default=-1)
+        for version in sorted((v for v in self._received() if v <= policy_version), reverse=True):
+            if version in self._useless:
+                continue
+            try:
+                return self._cached(version, device)
+            except (WireError, TargetHeadError) as error:
+                log.warning("run %s: the head of policy version %d is not used: %s", self._run, version, error)
+                self._useless.add(version)
+        return self._cached(-1, device)
+
+    def _cached(self, version: int, device: torch.device) -> PolicyHead:
         if version not in self._heads:
             self._heads[version] = self._load(version, device)
             while len(self._heads) > _KEPT_HEADS:
-                del self._heads[min(self._heads)]
+                self._heads.popitem(last=False)
+        self._heads.move_to_end(version)
         return self._heads[version]
+
+    def require_rows(self, ids: Tensor) -> None:
+        """From now on use only heads that hold the rows of these token ids: the draft vocabulary's."""
+        self._required = ids
+        self._heads.clear()
+        self._useless.clear()
 
     def forget_before(self, policy_version: int) -> None:
         """Delete received heads that no batch of `policy_version` or later can need."""
@@ -105,12 +129,22 @@ class Target:
     def _load(self, version: int, device: torch.device) -> PolicyHead:
         if version < 0:
             head = TargetHead(self.lm_head().to(device), self.policy_version)
-            return PolicyHead(self.policy_version, self.embed_tokens.to(device), head)
+            return PolicyHead(self.policy_version, self._embedding(device), head)
         file = MappedFile(self._layout.head(self._run, version))
         rows = read_tensor(file, "lm_head").to(device)
         ids = torch.from_numpy(np.array(file.array("ids"))).long() if "ids" in file else None
-        embed = rows if self.tied and ids is None else self.embed_tokens.to(device)
+        if ids is not None and self._required is not None:
+            missing = int((~torch.isin(self._required, ids)).sum())
+            if missing:
+                raise TargetHeadError(f"{missing} of {self._required.numel()} draft tokens have no row in it")
+        embed = rows if self.tied and ids is None else self._embedding(device)
         return PolicyHead(version, embed, TargetHead(rows, version, ids))
+
+    def _embedding(self, device: torch.device) -> Tensor:
+        """The registered embedding on a device, one copy for all heads."""
+        if device not in self._embed_on:
+            self._embed_on[device] = self.embed_tokens.to(device)
+        return self._embed_on[device]
 
 
 def _as_stored(file: MappedFile, name: str) -> Tensor:

@@ -6,6 +6,7 @@ by the heartbeat thread; a second worker waits for it and takes over when the fi
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 import threading
@@ -21,10 +22,11 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from drafter.errors import DrafterError
+from service.checkpoint import CheckpointSuperseded
 from service.errors import ConfigurationError, ServiceError
 from service.layout import Layout
 from service.queue import Keys, RolloutQueue
-from service.run_worker import CONSUMER, RunWorker
+from service.run_worker import CONSUMER, LeaseLost, RunWorker
 from service.settings import Settings
 from service.store import Store
 
@@ -35,6 +37,8 @@ _BEAT_SECONDS = 3.0
 _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
 _LOOK_FOR_RUNS_SECONDS = 1.0
+#: A run that cannot be worked on is tried again after this.
+_REFUSED_SECONDS = 60.0
 
 
 class Worker:
@@ -49,41 +53,62 @@ class Worker:
         self._name = uuid.uuid4().hex
         self._lost: set[str] = set()  # runs whose lease another worker took while this one was stopped
         self._looked = 0.0
-        self._stop = threading.Event()
+        # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
+        self._stopping = False
 
     def stop(self) -> None:
         """Finish the batch in hand, checkpoint, and return from `serve`."""
-        self._stop.set()
+        self._stopping = True
 
     def serve(self) -> None:
         """Work until `stop`. Redis going away is waited out; nothing in hand is lost by it."""
         beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         beat.start()
-        while not self._stop.is_set():
+        while not self._stopping:
             try:
                 if not self._turn():
-                    self._stop.wait(_IDLE_SECONDS)
+                    self._pause(_IDLE_SECONDS)
             except RedisError as error:
                 log.warning("Redis does not answer (%s); trying again", error)
-                self._stop.wait(_RETRY_SECONDS)
+                self._pause(_RETRY_SECONDS)
             except OSError as error:
                 log.error("%s; nothing was acknowledged, trying again", error)
-                self._stop.wait(10 * _RETRY_SECONDS)
+                self._pause(10 * _RETRY_SECONDS)
         self._close()
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, but not beyond a `stop`."""
+        deadline = time.monotonic() + seconds
+        while not self._stopping and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _IDLE_SECONDS))
 
     def _turn(self) -> bool:
         self._find_runs()
         worked = False
         for run in list(self._runs):
-            if self._stop.is_set():
+            if self._stopping:
                 break
             if run in self._lost:
-                log.warning("run %s is another worker's now", run)
-                self._lost.discard(run)
-                del self._runs[run]  # without a checkpoint: theirs is newer
+                self._drop(run, "the lease is gone")
                 continue
-            worked |= self._runs[run].cycle()
+            try:
+                worked |= self._runs[run].cycle()
+            except (LeaseLost, CheckpointSuperseded) as error:
+                self._drop(run, str(error))
+            except (ServiceError, DrafterError) as error:
+                self._refuse(run, error)  # one run's trouble is not the others'
         return worked
+
+    def _drop(self, run: str, reason: str) -> None:
+        """Leave a run to another worker, without a checkpoint: theirs is newer."""
+        log.warning("run %s is another worker's now: %s", run, reason)
+        self._lost.discard(run)
+        del self._runs[run]
+
+    def _refuse(self, run: str, error: Exception) -> None:
+        log.error("run %s: %s", run, error)
+        self._runs.pop(run, None)
+        self._refused[run] = time.monotonic() + _REFUSED_SECONDS
 
     def _find_runs(self) -> None:
         now = time.monotonic()
@@ -95,12 +120,16 @@ class Worker:
                 continue
             try:
                 self._runs[run] = RunWorker(
-                    self._settings, self._layout, RolloutQueue(self._redis, run), Store(self._redis, run), run
+                    self._settings,
+                    self._layout,
+                    RolloutQueue(self._redis, run),
+                    Store(self._redis, run),
+                    run,
+                    holds_lease=functools.partial(self._lease, run),
                 )
                 log.info("serving run %s", run)
             except (ServiceError, DrafterError) as error:
-                log.error("run %s: %s", run, error)
-                self._refused[run] = now + 60.0
+                self._refuse(run, error)
 
     def _lease_key(self, run: str) -> str:
         return f"{Keys(run).prefix}lease"
@@ -118,7 +147,8 @@ class Worker:
 
     def _beat(self) -> None:
         """Renew leases, holds on entries and the sign of life, also while a long training step runs."""
-        while not self._stop.wait(_BEAT_SECONDS):
+        while not self._stopping:
+            time.sleep(_BEAT_SECONDS)
             for run, worker in list(self._runs.items()):
                 try:
                     if not self._lease(run):
@@ -133,8 +163,9 @@ class Worker:
         for run, worker in self._runs.items():
             try:
                 worker.close()
-                self._redis.delete(self._lease_key(run))
-            except (RedisError, OSError) as error:
+                if self._lease(run):
+                    self._redis.delete(self._lease_key(run))
+            except (RedisError, OSError, ServiceError, DrafterError) as error:
                 log.warning("%s: not closed in order (%s); its entries will be delivered again", run, error)
 
 
