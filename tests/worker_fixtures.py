@@ -1,0 +1,479 @@
+"""A tiny world for the worker: a Markov policy whose next token a drafter can learn, its files, and worker processes.
+
+`World` makes run, head and rollout files and puts them where the API would. `Nest` starts workers as processes: it is
+one Python that has imported torch, and forks, so that killing a dozen workers costs a dozen forks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import redis.asyncio
+import torch
+from redis import Redis
+from torch import Tensor
+
+from drafter.batch import load_batch
+from drafter.checkpoint import export_config
+from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.target import TargetHead
+from drafter.trainer import DrafterTrainer, TrainConfig
+from drafter.vocabulary import DraftVocabulary
+from rl_hooks import wire
+from rl_hooks.features import as_wire
+from service.layout import Layout
+from service.queue import AsyncRolloutQueue, Batch, RolloutQueue
+from service.run_worker import RunWorker
+from service.runs import commit_run, read_run_header
+from service.settings import Settings
+from service.spool import Spool
+from service.store import Store
+
+VOCAB, HIDDEN, DRAFT, LAYERS = 40, 16, 32, (2, 4, 5)
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+}
+FINGERPRINT = wire.target_fingerprint(CONFIG, LAYERS)
+#: Every batch its own claim, a checkpoint after each, no promotion that would change what is served meanwhile.
+ONE_BY_ONE: dict[str, Any] = {
+    "claim_tokens": 1,
+    "checkpoint_seconds": 0.0,
+    "worker_cost": 0.0,
+    "gate_min_gain": 1e6,
+    "learning_rate": 1e-3,
+    "train_step_tokens": 64,
+    "train_passes": 1.0,
+    "recent_tokens": 400,
+    "vocab_min_tokens": 1,
+    "draft_vocab_size": DRAFT,
+    "holdout_one_in": 4,
+}
+
+
+def settings(state_dir: Path, redis_url: str, **changes: Any) -> Settings:
+    """Settings of a worker on `state_dir`; ONE_BY_ONE unless changed."""
+    return Settings(**{"state_dir": state_dir, "redis_url": redis_url, **ONE_BY_ONE, **changes})
+
+
+def joined(parts: Sequence[bytes | memoryview]) -> bytes:
+    return b"".join(bytes(part) for part in parts)
+
+
+@dataclass
+class World:
+    """A policy in which `last_hidden` after token x is `states[x]`, so the next token depends on x alone.
+
+    `heads[v]` is the head in force from policy version v on; sampling always uses the newest not newer than asked.
+    """
+
+    tied: bool = False
+    seed: int = 0
+    heads: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(self.seed)
+        self.embed = torch.randn(VOCAB, HIDDEN, generator=g)
+        self.states = torch.randn(VOCAB, HIDDEN, generator=g).bfloat16()
+        self.aux = torch.randn(VOCAB, len(LAYERS) * HIDDEN, generator=g).bfloat16()
+        first = self.embed if self.tied else torch.randn(VOCAB, HIDDEN, generator=g)
+        self.heads = {0: first, **self.heads}
+
+    def head_at(self, policy_version: int) -> Tensor:
+        return self.heads[max(v for v in self.heads if v <= policy_version)]
+
+    def move_head(self, policy_version: int, seed: int = 1) -> Tensor:
+        """A new head from this policy version on."""
+        g = torch.Generator().manual_seed(1000 + seed)
+        self.heads[policy_version] = torch.randn(VOCAB, HIDDEN, generator=g)
+        return self.heads[policy_version]
+
+    # --- files
+    def run_file(self, *, drafter: Eagle3Drafter | None = None, metadata: dict[str, str] | None = None,
+                 drafter_config: dict[str, Any] | None = None) -> bytes:  # fmt: skip
+        """Body of PUT /runs/{run}."""
+        meta = {
+            "format": wire.RUN_FORMAT,
+            "config": json.dumps(CONFIG),
+            "aux_layers": json.dumps({"convention": "entering", "layers": LAYERS}),
+            "target_fingerprint": FINGERPRINT,
+            "policy_version": "0",
+        }
+        tensors = {"embed_tokens": as_wire(self.embed)}
+        if not self.tied:
+            tensors["lm_head"] = as_wire(self.heads[0])
+        if drafter is not None:
+            tensors |= {f"drafter.{n}": as_wire(t.detach()) for n, t in drafter.state_dict().items()}
+            meta["drafter_config"] = json.dumps(drafter_config or export_config(drafter.config))
+        return joined(wire.encode(tensors, meta | (metadata or {})))
+
+    def head_file(self, policy_version: int) -> bytes:
+        """Body of PUT /runs/{run}/head."""
+        meta = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version)}
+        return joined(wire.encode({"lm_head": as_wire(self.heads[policy_version])}, meta))
+
+    def rollout_file(
+        self,
+        name: str,
+        *,
+        policy_version: int = 0,
+        rollouts: int = 8,
+        lengths: Sequence[int] | None = None,
+        temperature: float = 1.0,
+        change: Callable[[dict[str, Tensor]], None] | None = None,
+        top_k_only: bool = False,
+        **metadata: Any,
+    ) -> bytes:
+        """One batch of sampled rollouts named `<name>/<i>`; `change` may spoil its tensors."""
+        rng = np.random.default_rng([self.seed, *name.encode()])
+        lengths = lengths or [int(n) for n in rng.integers(10, 20, rollouts)]
+        head = self.head_at(policy_version)
+        logits = self.states.float() @ head.T / temperature  # [V, V]: of the next token, by the last one
+        law = torch.softmax(logits.double(), -1).numpy()
+        ids: list[int] = []
+        for length in lengths:
+            token = int(rng.integers(VOCAB))
+            for _ in range(length):
+                ids.append(token)
+                token = int(rng.choice(VOCAB, p=law[token] / law[token].sum()))
+        bounds = np.cumsum([0, *lengths])
+        x = torch.tensor(ids)
+        mask = torch.ones(len(ids), dtype=torch.uint8)
+        logprobs = torch.zeros(len(ids))
+        logprobs[1:] = torch.log_softmax(logits, -1)[x[:-1], x[1:]]
+        for start in bounds[:-1]:  # a prompt of three tokens
+            mask[start : start + 3] = 0
+            logprobs[start : start + 3] = 0.0
+        tensors = {
+            "input_ids": x.int(),
+            "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
+            "loss_mask": mask,
+            "aux_hidden": self.aux[x],
+            "last_hidden": self.states[x],
+            "logprobs": logprobs,
+            "logsumexp": torch.logsumexp(logits, -1)[x],
+        }
+        if top_k_only:
+            del tensors["last_hidden"], tensors["logsumexp"]
+            top = torch.log_softmax(logits, -1)[x].topk(8)
+            tensors |= {"top_ids": top.indices.int(), "top_logprobs": top.values.half()}
+        if change is not None:
+            change(tensors)
+        facts: dict[str, Any] = {
+            "run": "default",
+            "policy_version": policy_version,
+            "rollout_ids": [f"{name}/{i}" for i in range(len(lengths))],
+            "target_fingerprint": FINGERPRINT,
+            "aux_layers": LAYERS,
+            "temperature": temperature,
+        }
+        return joined(
+            wire.encode({k: as_wire(v) for k, v in tensors.items()}, wire.rollout_metadata(**facts | metadata))
+        )
+
+    # --- drafters
+    def drafter(self, seed: int = 0, *, vocabulary: Tensor | None = None) -> Eagle3Drafter:
+        """A random drafter."""
+        ids = torch.arange(DRAFT) if vocabulary is None else vocabulary
+        torch.manual_seed(seed)
+        drafter = Eagle3Drafter(
+            DrafterConfig.from_target(CONFIG, LAYERS, ids.numel()), DraftVocabulary(ids, VOCAB), self.embed
+        )
+        drafter.init_from_target(self.heads[0][ids])
+        return drafter
+
+    def trained_drafter(self, tmp_path: Path, steps: int = 60, policy_version: int = 0) -> Eagle3Drafter:
+        """A drafter that knows this world well."""
+        drafter = self.drafter()
+        path = tmp_path / "schooling.safetensors"
+        path.write_bytes(self.rollout_file("schooling", policy_version=policy_version, rollouts=48))
+        batch = load_batch(path)
+        trainer = DrafterTrainer(drafter, TrainConfig(learning_rate=1e-2))
+        for _ in range(steps):
+            trainer.step(batch, TargetHead(self.head_at(policy_version)))
+        return drafter
+
+
+class Bench:
+    """A state directory and a Redis, with what the API does to them done directly."""
+
+    def __init__(self, state_dir: Path, redis_url: str, world: World | None = None, **changes: Any) -> None:
+        self.world = world or World()
+        self.redis_url = redis_url
+        self.settings = settings(state_dir, redis_url, **changes)
+        self.layout = Layout(state_dir)
+        self.redis: Any = Redis.from_url(redis_url)
+        self.spool = Spool(self.layout)
+        self.posted: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.redis.close()
+
+    @property
+    def queue(self) -> RolloutQueue:
+        return RolloutQueue(self.redis, "default")
+
+    @property
+    def store(self) -> Store:
+        return Store(self.redis, "default")
+
+    def register(self, body: bytes | None = None, run: str = "default") -> None:
+        body = self.world.run_file() if body is None else body
+        record = read_run_header(run, wire.parse_header(body))
+        with self.spool.upload() as upload:
+            upload.write(body)
+            commit_run(self.layout, record, upload)
+        RolloutQueue(self.redis, run).ensure_group()
+
+    def put_head(self, policy_version: int) -> None:
+        self.layout.head("default", policy_version).write_bytes(self.world.head_file(policy_version))
+
+    def post(self, name: str, **options: Any) -> str:
+        """Queue one batch of the world; returns its id."""
+        return self.post_file(self.world.rollout_file(name, **options))
+
+    def post_file(self, body: bytes) -> str:
+        header = wire.check_rollout_header(wire.parse_header(body))
+        blob = self.spool.new_blob(header.batch_id)
+        self.layout.blob(header.run, blob).parent.mkdir(parents=True, exist_ok=True)
+        self.layout.blob(header.run, blob).write_bytes(body)
+        batch = Batch(
+            header.batch_id,
+            blob,
+            len(body),
+            header.tokens,
+            header.rollouts,
+            header.policy_version,
+            header.policy_version_max,
+            header.rollout_ids,
+        )
+        outcome = asyncio.run(self._enqueue(header.run, batch))
+        assert outcome == "accepted"
+        self.posted.append(header.batch_id)
+        return header.batch_id
+
+    async def _enqueue(self, run: str, batch: Batch) -> str:
+        client = redis.asyncio.Redis.from_url(self.redis_url)
+        try:
+            outcome = await AsyncRolloutQueue(client, run).enqueue(
+                batch, max_items=10_000, max_bytes=1 << 34, overflow="reject"
+            )
+        finally:
+            await client.aclose()
+        return outcome.outcome
+
+    def worker(self, **changes: Any) -> RunWorker:
+        """The run's worker in this process."""
+        chosen = self.settings.model_copy(update=changes)
+        return RunWorker(chosen, self.layout, self.queue, self.store, "default")
+
+    def drain(self, worker: RunWorker) -> None:
+        """Cycle until nothing is left to do."""
+        for _ in range(200):
+            if not worker.cycle():
+                return
+        raise AssertionError("the worker never ran out of work")
+
+    def state(self, batch_id: str) -> str:
+        record = self.queue.batch(batch_id)
+        return "unknown" if record is None else record["state"]
+
+    def reason(self, batch_id: str) -> str:
+        record = self.queue.batch(batch_id)
+        return "unknown" if record is None else record["reason"]
+
+    def spooled(self) -> list[str]:
+        return sorted(p.name for p in self.layout.spool("default").iterdir())
+
+    def checkpoint(self) -> Path:
+        """The newest worker checkpoint."""
+        return max(self.layout.worker("default").glob("checkpoint-*"), key=lambda p: p.name)
+
+    def totals(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.checkpoint() / "state.json").read_text())["totals"]
+        return found
+
+    def trainer_counts(self) -> dict[str, int]:
+        pointer = json.loads((self.checkpoint() / "trainer" / "trainer.json").read_text())
+        return {k: pointer[k] for k in ("windows", "skipped_windows", "tokens_trained")}
+
+    def wait(self, condition: Callable[[], object], seconds: float = 30.0) -> None:
+        """Poll until `condition`."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing happened in {seconds} s"
+            time.sleep(0.02)
+
+
+# --- worker processes ------------------------------------------------------------------------------------------------
+
+
+class Nest:
+    """A process that forks workers on demand."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)},
+            )
+        self._pids: list[int] = []
+
+    def start(self, bench: Bench, **options: Any) -> int:
+        """Start a worker; returns its process id. Options: see `_become_worker`."""
+        given = json.loads(bench.settings.model_dump_json()) | {"redis_url": bench.redis_url, "tokens": ""}
+        given |= options.pop("settings", {})
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"settings": given, **options}).encode() + b"\n")
+        self._process.stdin.flush()
+        ready, _, _ = select.select([self._process.stdout], [], [], 60.0)
+        assert ready, f"no worker was forked; see {self.log}"
+        pid = int(self._process.stdout.readline())
+        self._pids.append(pid)
+        return pid
+
+    def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            wait_until_gone(pid)
+
+    def close(self) -> None:
+        for pid in self._pids:
+            if alive(pid):
+                self.kill(pid)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._process.stdout.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pid: int, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there after {seconds} s"
+        time.sleep(0.01)
+
+
+def _nest() -> None:
+    """Fork a worker for every line of options on standard input; answer with its process id."""
+    import service.worker  # noqa: F401 - imported once, before the forks
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                _become_worker(**json.loads(line))
+                status = 0
+            except BaseException:  # noqa: BLE001 - a fork must never fall back into its parent's loop
+                import traceback
+
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(status)
+        sys.stdout.write(f"{pid}\n")
+        sys.stdout.flush()
+
+
+def _become_worker(
+    settings: dict[str, Any],
+    lease_seconds: float = 0.5,
+    beat_seconds: float = 0.1,
+    dies_of: str = "",
+    largest_file: int = 0,
+    largest_file_while: str = "",
+) -> None:
+    """Run a worker with short leases.
+
+    `dies_of`: a rollout id that kills it on sight, as a fault in native code would. `largest_file`: bytes beyond which
+    a write fails, while the path `largest_file_while` exists (a disk that is full, and then is not).
+    """
+    import logging
+    import resource
+
+    import drafter.batch
+    import service.run_worker
+    import service.worker
+
+    logging.basicConfig(level="INFO", stream=sys.stderr, format=f"{os.getpid()} %(levelname)s %(message)s", force=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    service.worker._LEASE_SECONDS = lease_seconds
+    service.worker._BEAT_SECONDS = beat_seconds
+    service.worker._LOOK_FOR_RUNS_SECONDS = 0.05
+    service.worker._RETRY_SECONDS = 0.05
+    if dies_of:
+        admitted = drafter.batch.screen
+
+        def screen(batch: Any) -> None:
+            if dies_of in batch.rollout_ids:
+                os.kill(os.getpid(), signal.SIGKILL)
+            admitted(batch)
+
+        vars(service.run_worker)["screen"] = screen
+    if largest_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+
+        def lift() -> None:
+            while Path(largest_file_while).exists():
+                time.sleep(0.02)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+        threading.Thread(target=lift, daemon=True).start()
+    service.worker.run_worker(Settings(**settings))
+
+
+@contextlib.contextmanager
+def nest(log: Path) -> Iterator[Nest]:
+    """A nest that is emptied at the end."""
+    found = Nest(log)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+if __name__ == "__main__":
+    _nest()
