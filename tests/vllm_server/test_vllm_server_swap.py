@@ -2,99 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-from engine_fixtures import base_policy, elicit_prompts, odd_prompts
-from safetensors.torch import load_file, save_file
+from engine_fixtures import base_policy, elicit_prompts
 from torch import Tensor
+from vllm_load import PROMPTS, Load, alpha, edited
 from vllm_process import DEPTH, VllmServer
 
 from drafter.checkpoint import config_fingerprint, read_drafter
 from drafter.model import Eagle3Drafter
-from rl_hooks.counters import Snapshot
 
 pytestmark = pytest.mark.timeout(600)
-
-PROMPTS = elicit_prompts(10, seed=3) + odd_prompts(10, seed=3)
-_EDITS = 0
-
-
-class Load:
-    """Four clients that ask for the same greedy texts again and again."""
-
-    def __init__(self, server: VllmServer) -> None:
-        self.server = server
-        self.texts: dict[int, set[tuple[int, ...]]] = {i: set() for i in range(len(PROMPTS))}
-        self.failures: list[BaseException] = []
-        self.served = 0
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-
-    def _ask(self, start: int) -> None:
-        index = start
-        while not self._stop.is_set():
-            index = (index + 1) % len(PROMPTS)
-            try:
-                text = tuple(self.server.generate(PROMPTS[index], max_tokens=48))
-            except BaseException as error:  # noqa: BLE001 - counted; the test asserts that there are none
-                self.failures.append(error)
-                continue
-            with self._lock:
-                self.texts[index].add(text)
-                self.served += 1
-
-    @contextmanager
-    def running(self) -> Iterator[Load]:
-        """Clients run while the block does."""
-        with ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(self._ask, i * 5) for i in range(4)]
-            try:
-                yield self
-            finally:
-                self._stop.set()
-        for future in asked:
-            future.result()
-
-    def wait_for(self, more: int) -> None:
-        """Until `more` further requests were served."""
-        goal = self.served + more
-        while self.served < goal:
-            assert not self.failures, self.failures[0]
-            threading.Event().wait(0.02)
-
-
-def alpha(server: VllmServer, prompts: list[list[int]]) -> float:
-    before = server.counters()
-    for prompt in prompts:
-        server.generate(prompt)
-    return alpha_between(before, server.counters())
-
-
-def alpha_between(before: Snapshot, after: Snapshot) -> float:
-    return 1 + (after.accepted_tokens - before.accepted_tokens) / (after.rounds - before.rounds)
-
-
-def edited(drafters: Path, change: Callable[[dict[str, Tensor]], None], **config: object) -> Path:
-    """A copy of the trained drafter with some tensors or fields changed."""
-    global _EDITS  # noqa: PLW0603 - a fresh name for each
-    _EDITS += 1
-    directory = drafters / f"edited-{_EDITS}"
-    shutil.copytree(drafters / "trained", directory)
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
-    document = json.loads((directory / "config.json").read_text()) | config
-    (directory / "config.json").write_text(json.dumps(document))
-    return directory
 
 
 def nothing(_: dict[str, Tensor]) -> None:
@@ -151,7 +73,6 @@ REFUSALS = [
 
 def test_swaps_under_load_fail_no_request_and_change_no_text(server: VllmServer, drafters: Path) -> None:
     embedding, addresses = server.rpc("policy_digest"), server.rpc("storage")
-    alone = [tuple(server.generate(prompt, max_tokens=48)) for prompt in PROMPTS]
     swaps = server.state()["swaps"]
     load = Load(server)
     with load.running():
@@ -162,7 +83,7 @@ def test_swaps_under_load_fail_no_request_and_change_no_text(server: VllmServer,
         load.wait_for(12)
     assert load.failures == []
     assert load.served >= 84
-    assert [texts - {alone[i]} for i, texts in load.texts.items()] == [set()] * len(PROMPTS)
+    assert load.changed == {}
     state = server.state()
     assert (state["version"], state["loaded"], state["swaps"] - swaps) == ("under-load-5", True, 6)
     assert server.rpc("policy_digest") == embedding
