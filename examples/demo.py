@@ -40,7 +40,7 @@ console = Console()
 DEPTH: Final = 4
 PROMPTS_PER_STEP: Final = 8
 GENERATIONS: Final = 8
-RL_LEARNING_RATE: Final = 1e-3
+RL_LEARNING_RATE: Final = 5e-4
 WARM_UP_ROLLOUTS: Final = 1024
 RUN: Final = "demo"
 _PATIENCE_SECONDS: Final = 90.0  # with no further step scored
@@ -49,11 +49,12 @@ SERVICE_SETTINGS: Final[Mapping[str, str]] = {
     "DRAFTALIGN_DEPTH": str(DEPTH),
     "DRAFTALIGN_HOLDOUT_ONE_IN": "4",
     "DRAFTALIGN_TRAIN_PASSES": "8",
-    "DRAFTALIGN_TRAIN_STEP_TOKENS": "1800",
-    "DRAFTALIGN_CLAIM_TOKENS": "4000",
-    "DRAFTALIGN_LEARNING_RATE": "1e-3",
+    "DRAFTALIGN_TRAIN_STEP_TOKENS": "900",
+    "DRAFTALIGN_CLAIM_TOKENS": "8000",
+    "DRAFTALIGN_LEARNING_RATE": "3e-3",
     "DRAFTALIGN_RECENT_TOKENS": "8000",
     "DRAFTALIGN_CHECKPOINT_SECONDS": "5",
+    "DRAFTALIGN_WORKER_COST": "0.02",
 }
 
 
@@ -61,7 +62,7 @@ SERVICE_SETTINGS: Final[Mapping[str, str]] = {
 class DemoConfig:
     """What the command line gave."""
 
-    steps: int = 60
+    steps: int = 100
     seed: int = 0
     out: Path = Path("demo-out")
     port: int = 8400

@@ -22,7 +22,7 @@ from drafter.vocabulary import DraftVocabulary
 from examples.policy import AUX_LAYERS
 
 #: Fewer than the policy's words, so that the reduced draft vocabulary (d2t, t2d) is exercised for real.
-DRAFT_VOCAB_SIZE: Final = 96
+DRAFT_VOCAB_SIZE: Final = 84
 STEPS: Final = 150
 SEQUENCES_PER_STEP: Final = 40
 LEARNING_RATE: Final = 1e-3

@@ -83,7 +83,7 @@ class Settings(BaseSettings):
     gate_confidence: float = Field(
         0.95, gt=0.5, lt=1, description="Confidence of the bound that a candidate must pass."
     )
-    gate_min_gain: float = Field(0.0, ge=0, description="Gain in α that the bound must exceed.")
+    gate_min_gain: float = Field(0.0, ge=0, description="Relative gain in α that the bound must exceed.")
     logprob_gap_nats: float = Field(
         0.25, gt=0, description="Mean |log p sent - log p recomputed from the features| above which a batch is dead."
     )
