@@ -149,7 +149,7 @@ def read_candidate(body: bytes, layout: DraftLayout, d2t: Tensor, dtype: torch.d
         tensors = load(body)
     except SafetensorError as error:
         raise DrafterRefusedError(f"{MODEL_FILE} is damaged: {error}; fetch it again") from error
-    _check_vocabulary(tensors.pop("d2t"), tensors.pop("t2d", None), d2t, layout)
+    _check_vocabulary(tensors.pop("d2t", torch.zeros_like(d2t)), tensors.pop("t2d", None), d2t, layout)
     weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     for name, weight in weights.items():
         # As the engine will hold it: a float32 weight can be finite and still overflow float16.
@@ -196,7 +196,9 @@ def _check_header(found: Mapping[str, tuple[tuple[int, ...], str]], layout: Draf
             "embedding it would overwrite. Export without it"
         )
     expected = {**layout.shapes(), "d2t": (layout.draft_vocab_size,), "t2d": (layout.vocab_size,)}
-    missing = sorted(expected.keys() - found.keys() - {"t2d"})
+    # A drafter over the whole vocabulary has no offsets: vLLM will not even start with a file that brings some.
+    optional = {"t2d", "d2t"} if layout.draft_vocab_size == layout.vocab_size else {"t2d"}
+    missing = sorted(expected.keys() - found.keys() - optional)
     extra = sorted(found.keys() - expected.keys())
     if missing or extra:
         raise DrafterRefusedError(

@@ -139,6 +139,7 @@ class DrafterSwap:
         if self.draft is not None:
             document["shared_modules"] = sorted(self._shared)
             try:
+                self._check_engine()
                 layout, d2t = self._layout(), self._d2t()
             except DrafterRefusedError as error:
                 document["problem"] = document["problem"] or f"cannot be swapped: {error}"

@@ -82,6 +82,15 @@ def test_a_mask_that_contradicts_the_offsets_is_refused() -> None:
     assert candidate(save(body)).keys()
 
 
+@pytest.mark.parametrize("offsets", [False, True])
+def test_a_drafter_over_the_whole_vocabulary_needs_no_offsets(offsets: bool) -> None:
+    whole = replace(LAYOUT, draft_vocab_size=40)
+    body = tensors() | {"lm_head.weight": torch.randn(40, 16)}
+    del body["d2t"], body["t2d"]
+    zeros = torch.zeros(40, dtype=torch.int64)
+    assert read_candidate(save(body | ({"d2t": zeros} if offsets else {})), whole, zeros, torch.float32).keys()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
