@@ -43,5 +43,7 @@ unit: $(VENV)/.ready ## The tests (ARGS="-k replay")
 format: $(VENV)/.ready ## Rewrite to the style
 	@$(BIN)/ruff check --fix-only --quiet . ; $(BIN)/ruff format .
 
+include make/vllm.mk
+
 clean: ## Remove what was made here, the demo's output excepted
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info .draftalign

@@ -62,7 +62,7 @@ SERVICE_SETTINGS: Final[Mapping[str, str]] = {
 class DemoConfig:
     """What the command line gave."""
 
-    steps: int = 100
+    steps: int = 150
     seed: int = 0
     out: Path = Path("demo-out")
     port: int = 8400

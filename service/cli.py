@@ -89,7 +89,7 @@ def agent(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=2, help="RL steps.")] = 100,
+    steps: Annotated[int, typer.Option(min=2, help="RL steps.")] = 150,
     seed: Annotated[int, typer.Option(help="Seed of the RL run, its prompts and the initial drafter.")] = 0,
     out: Annotated[Path, typer.Option(help="Directory for steps.jsonl, summary.json and alpha.png.")] = Path(
         "demo-out"

@@ -31,6 +31,8 @@ log = logging.getLogger("draftalign.worker")
 CANDIDATE: Final = "candidate"
 
 _CACHED_VERSIONS = 4
+#: One archived version, in turn, is scored with every so many batches: enough to notice that an old one fits again.
+_ARCHIVE_EVERY = 8
 
 
 class Lineage:
@@ -129,9 +131,9 @@ class Lineage:
             if version is not None:
                 roles[role] = (version, self.version(version))
         archive = [v for v in versions[1:] if v not in (served, latest)]
-        if archive:  # one archived version a batch, in turn: the archive is cheap to keep an eye on
-            self._archive_turn += 1
-            version = archive[self._archive_turn % len(archive)]
+        self._archive_turn += 1
+        if archive and self._archive_turn % _ARCHIVE_EVERY == 0:
+            version = archive[self._archive_turn // _ARCHIVE_EVERY % len(archive)]
             roles["archive"] = (version, self.version(version))
         return roles
 
