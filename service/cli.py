@@ -24,6 +24,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+#: Variables that other parts read: logging, the agent's and the engine plugin's tokens, child processes.
+_OTHER_VARIABLES = {
+    *("DRAFTALIGN_LOG_LEVEL", "DRAFTALIGN_TOKEN", "DRAFTALIGN_CHILD", "DRAFTALIGN_PARENT"),
+    *("DRAFTALIGN_DRAFTER_DIR", "DRAFTALIGN_SWAP_TOKEN"),
+}
+
 StateDir = Annotated[Path | None, typer.Option(help="Where spool, registry and checkpoints live.")]
 Port = Annotated[int | None, typer.Option(help="TCP port of the API.")]
 RedisUrl = Annotated[str | None, typer.Option(help="Redis or Valkey to use; unset starts an embedded Valkey.")]
@@ -32,7 +38,10 @@ RedisUrl = Annotated[str | None, typer.Option(help="Redis or Valkey to use; unse
 def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -> Settings:
     given = {"state_dir": state_dir, "port": port, "redis_url": redis_url}
     settings = Settings(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
-    logging.getLogger("draftalign").info("settings: %s", settings)
+    log = logging.getLogger("draftalign")
+    if unknown := unknown_variables():
+        log.warning("no setting is called %s; see docs/settings.md for the names", ", ".join(unknown))
+    log.info("settings: %s", settings)
     return settings
 
 
@@ -105,6 +114,12 @@ def demo(
     from examples.demo import DemoConfig, run_demo
 
     run_demo(DemoConfig(steps=steps, seed=seed, out=out, port=port, redis_url=redis_url, engine=engine, keep=keep))
+
+
+def unknown_variables() -> list[str]:
+    """Names in the environment that look like settings and are none: most likely misspelt."""
+    known = {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields} | _OTHER_VARIABLES
+    return sorted(name for name in os.environ if name.startswith("DRAFTALIGN_") and name not in known)
 
 
 def port_is_free(host: str, port: int) -> bool:

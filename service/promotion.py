@@ -14,6 +14,7 @@ from drafter.acceptance import Replay
 from drafter.batch import RolloutBatch
 from drafter.gate import MIN_ROLLOUTS, Verdict, judge
 from drafter.replay import prompt_groups
+from service.drift import paired_difference
 from service.lineage import CANDIDATE, Lineage
 from service.scoring import replay_with
 from service.settings import Settings
@@ -44,9 +45,8 @@ class Contest:
     @property
     def paired_difference(self) -> float:
         """Mean over rollouts of the challenger's α minus the incumbent's: what the drift baseline moves by."""
-        counted = self.incumbent.rounds > 0
-        tokens = self.challenger.tokens[counted]
-        return float(np.mean(tokens / self.challenger.rounds[counted] - tokens / self.incumbent.rounds[counted]))
+        challenger, incumbent = self.challenger, self.incumbent
+        return paired_difference(challenger.tokens.tolist(), challenger.rounds.tolist(), incumbent.rounds.tolist())
 
 
 def contest(

@@ -25,7 +25,7 @@ from drafter.errors import BatchRejected
 from rl_hooks.wire import MappedFile, WireError
 from service.checkpoint import WorkerCheckpoint
 from service.controller import Action, Controller, Decision, Economy
-from service.drift import DriftMonitor, DriftReading, DriftState
+from service.drift import DriftError, DriftMonitor, DriftReading, DriftState
 from service.errors import WorkerError
 from service.layout import Layout
 from service.lineage import CANDIDATE, Lineage
@@ -122,7 +122,7 @@ class RunWorker:
             return
         state = self._checkpoint.restore(self._lineage.take_up(self._checkpoint.drafter(self._target.embed_tokens)))
         self._controller = Controller.from_json(state["controller"])
-        self._drift = DriftMonitor(state=DriftState.from_json(state["drift"]))
+        self._drift = _drift_monitor(state["drift"])
         self._totals = Totals(**state["totals"])
         self._applied = set(state["applied"])
         self._know_vocabulary()
@@ -292,7 +292,7 @@ class RunWorker:
     def _gap_reason(self, gap: float) -> str:
         return (
             f"log-probabilities disagree with the features by {gap:.3g} nats on average (limit "
-            f"{self._settings.logprob_gap_nats:g}): a state taken before the final norm, a wrong layer order, a stale "
+            f"{self._settings.logprob_gap_nats:g}): a state taken before the final norm, a stale "
             "head, a wrong temperature or a shifted mask; compare logprobs[t] with last_hidden[t-1] @ lm_head"
         )
 
@@ -458,8 +458,22 @@ class RunWorker:
 
     def close(self) -> None:
         """Checkpoint before an orderly stop, and say that what is still in hand did no harm."""
-        self.save()
-        self._queue.release(CONSUMER, [entry for entry, _ in self._waiting])
+        try:
+            self.save()
+        except OSError:  # a full disk, say: not the batches' doing either
+            self._queue.release(CONSUMER, [entry for entry, _ in self._done])
+            raise
+        finally:
+            self._queue.release(CONSUMER, [entry for entry, _ in self._waiting])
+
+
+def _drift_monitor(state: str) -> DriftMonitor:
+    """The monitor as it was; a fresh one where its state is of another kind: no reason to refuse a run."""
+    try:
+        return DriftMonitor(state=DriftState.from_json(state))
+    except DriftError as error:
+        log.warning("the drift monitor starts afresh: %s", error)
+        return DriftMonitor()
 
 
 def _plain(totals: Totals) -> dict[str, Any]:

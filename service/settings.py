@@ -57,7 +57,6 @@ class Settings(BaseSettings):
         "probabilistic", description="How the engines sample drafts; replay α must assume the same."
     )
     holdout_one_in: int = Field(8, ge=2, description="One rollout in so many is never trained on: the gate's evidence.")
-    batch_max_tokens: int = Field(8192, gt=0, description="Token budget of one claimed batch.")
     claim_idle_seconds: float = Field(60.0, gt=0, description="An entry not heartbeat for so long is taken over.")
 
     dead_min_rounds: int = Field(200, ge=1, description="Live rounds needed before a drafter may be called dead.")

@@ -118,9 +118,15 @@ class AsyncStore:
 
     async def raise_latest_head(self, policy_version: int) -> int:
         """Note that a head was received; returns the highest policy version so far."""
-        highest = max(policy_version, await self.latest_head() or 0)
-        await self._redis.set(self._keys.latest_head, highest)
-        return highest
+        return int(await self._redis.eval(_RAISE, 1, self._keys.latest_head, policy_version))
+
+
+#: Compare and set in one step: several API replicas may receive heads at once.
+_RAISE = """
+local highest = math.max(tonumber(redis.call('GET', KEYS[1]) or '0'), tonumber(ARGV[1]))
+redis.call('SET', KEYS[1], string.format('%.0f', highest))
+return highest
+"""
 
 
 def acceptance_key(record: Mapping[str, Any]) -> str:
