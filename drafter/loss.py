@@ -1,13 +1,22 @@
-"""Forward KL from target to drafter over all steps, fused with lm_head, in chunks of target rows.
+"""Distance from drafter to target over all steps, fused with lm_head, in chunks of target rows.
 
 Per supervised entry (row t, step j), with p the target's *true* probabilities on the draft vocabulary, m = sum p its
 mass there and q = softmax(lm_head(norm(pre)) / tau):
 
     kl = sum_v p log(p / (m q)) = m KL(p/m || q) >= 0      d kl / d logits = (m q - p) / tau
-    acceptance = sum_v min(p, q)                           probability that rejection sampling keeps the draft
+    a = sum_v min(p, q)                                    d a / d logits = q (b - sum b q) / tau, b = [q < p]
 
-The loss is sum_j step_decay**j sum_entries kl / denominator, where the *caller's* denominator is the number of response
-tokens in the whole optimizer window, across ranks. Peers divide by other counts, so learning rates do not transfer.
+a is the probability that rejection sampling keeps the draft, 1 - a the total variation where m = 1. What is minimised:
+
+    "kl"     kl
+    "lk"     w kl + (1 - w) (1 - a), w = exp(-3 a) held constant: KL while the two are far apart, total variation near
+    "nla"    -log a: the gradient of total variation, divided by a where it would otherwise vanish
+    "alpha"  the chain as a whole: `drafter.chain_loss`
+
+"lk" and "nla" are the hybrid and the plain objective of LK losses (arXiv 2602.23881; per entry, as in speculators 0.9).
+The loss is sum_j step_decay**j sum_entries value / denominator, where the *caller's* denominator is the number of
+response tokens in the whole optimizer window, across ranks. Peers divide by other counts, so learning rates do not
+transfer.
 
 Neither [E, D] nor [T, V] is ever held: chunks walk the target rows, one target softmax serves every step that looks at
 it, and the gradients for hidden states and lm_head are formed in the forward pass.
@@ -19,12 +28,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
+from drafter.errors import DrafterError
 from drafter.model import Eagle3Drafter, rms_norm
 from drafter.plan import Plan
 from drafter.target import DraftTarget
@@ -32,6 +42,12 @@ from drafter.unroll import Unrolled
 
 #: Logits held at once: 8 MiB of float32, near a CPU's last cache and small beside a GPU's memory.
 CHUNK_ELEMENTS = 1 << 21
+#: Losses per entry. "alpha" couples the steps of a row and has a module of its own.
+EntryLoss = Literal["kl", "lk", "nla"]
+#: How soon "lk" turns from KL to total variation: the authors' best setting.
+_LK_ETA: Final = 3.0
+#: Acceptance below which "nla" stops growing: float32 cannot tell it from no overlap at all.
+_LEAST_ACCEPTANCE: Final = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +67,12 @@ def draft_loss(
     *,
     denominator: float,
     step_decay: float = 1.0,
+    kind: EntryLoss = "kl",
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> DraftLoss:
-    """Weighted KL over every entry of the unroll. Gradients reach `pre`, norm and, unless it is frozen, lm_head."""
+    """Weighted loss over every entry of the unroll. Gradients reach `pre`, norm and, unless it is frozen, lm_head."""
+    if kind not in get_args(EntryLoss):
+        raise DrafterError(f"a loss per entry is one of {', '.join(get_args(EntryLoss))}, got {kind!r}")
     weights, plan = unrolled.weights, unrolled.plan
     wide = torch.promote_types(weights.lm_head.dtype, torch.float32)
     step_weights = torch.tensor(
@@ -61,8 +80,8 @@ def draft_loss(
     )
     ordered = torch.cat(unrolled.pre).index_select(0, plan.order)
     hidden = rms_norm(ordered, weights.norm, drafter.config.rms_norm_eps)
-    loss, kl_sums, acceptance_sums = _FusedKL.apply(  # type: ignore[no-untyped-call]
-        hidden, weights.lm_head, target, plan, step_weights, chunk_elements, torch.is_grad_enabled()
+    loss, kl_sums, acceptance_sums = _FusedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weights.lm_head, target, plan, step_weights, kind, chunk_elements, torch.is_grad_enabled()
     )
     return DraftLoss(loss, kl_sums, acceptance_sums, plan.entries)
 
@@ -78,7 +97,7 @@ def _chunks(plan: Plan, size: int, chunk_elements: int) -> Iterator[tuple[int, i
             begin = end
 
 
-class _FusedKL(torch.autograd.Function):
+class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -87,6 +106,7 @@ class _FusedKL(torch.autograd.Function):
         target: DraftTarget,
         plan: Plan,
         step_weights: Tensor,
+        kind: EntryLoss,
         chunk_elements: int,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +116,7 @@ class _FusedKL(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_head = torch.zeros_like(lm_head, dtype=wide) if want_head else None
         kl = hidden.new_zeros(hidden.shape[0], dtype=wide)
-        acceptance = torch.zeros_like(kl)
+        acceptance, value = torch.zeros_like(kl), torch.zeros_like(kl)
         row_weights = step_weights.index_select(0, plan.entry_step)
         for begin, end in _chunks(plan, lm_head.shape[0], chunk_elements):
             entries = slice(plan.target_starts[begin], plan.target_starts[end])
@@ -112,9 +132,15 @@ class _FusedKL(torch.autograd.Function):
             kl[entries] = own - (p * logq).sum(-1)
             q = logq.exp_()
             acceptance[entries] = torch.minimum(p, q).sum(-1)
+            value[entries], by_kl, by_acceptance = _value(kind, kl[entries], acceptance[entries])
             if grad_hidden is None and grad_head is None:
                 continue
-            slope = q.mul_(mass[:, None]).sub_(p).mul_(row_weights[entries, None] / target.divisor).to(h.dtype)
+            scale = row_weights[entries] / target.divisor
+            slope = (
+                q.mul_(mass[:, None]).sub_(p).mul_(scale[:, None])
+                if by_acceptance is None
+                else _mixed_slope(p, q, mass, by_kl * scale, by_acceptance * scale)
+            ).to(h.dtype)
             if grad_hidden is not None:
                 torch.mm(slope, lm_head, out=grad_hidden[entries])
             if grad_head is not None:
@@ -124,13 +150,35 @@ class _FusedKL(torch.autograd.Function):
         kl_sums = sums.index_add(0, plan.entry_step, kl)
         acceptance_sums = sums.index_add(0, plan.entry_step, acceptance)
         ctx.mark_non_differentiable(kl_sums, acceptance_sums)
-        return (kl * row_weights).sum(), kl_sums, acceptance_sums
+        return (value * row_weights).sum(), kl_sums, acceptance_sums
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         scaled = [None if g is None else g * grads[0].to(g.dtype) for g in (grad_hidden, grad_head)]
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
+
+
+def _value(kind: EntryLoss, kl: Tensor, acceptance: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss of entries [E], and its derivatives by their kl and acceptance (None: it has none)."""
+    if kind == "lk":
+        weight = torch.exp(-_LK_ETA * acceptance)
+        return weight * kl + (1 - weight) * (1 - acceptance), weight, weight - 1
+    if kind == "nla":
+        floor = acceptance.clamp(min=_LEAST_ACCEPTANCE)
+        return -floor.log(), torch.zeros_like(kl), -1 / floor
+    return kl, torch.ones_like(kl), None
+
+
+def acceptance_slope(p: Tensor, q: Tensor) -> Tensor:
+    """Derivative of sum_v min(p, q) by the drafter's tempered logits, [E, D]."""
+    below = torch.where(q < p, q, 0)
+    return below - q * below.sum(-1, keepdim=True)
+
+
+def _mixed_slope(p: Tensor, q: Tensor, mass: Tensor, by_kl: Tensor, by_acceptance: Tensor) -> Tensor:
+    """Derivative by the tempered logits, given those by kl and acceptance [E]."""
+    return (q * mass[:, None] - p) * by_kl[:, None] + acceptance_slope(p, q) * by_acceptance[:, None]
 
 
 @torch.no_grad()

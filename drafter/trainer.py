@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -24,11 +24,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
+from drafter.chain_loss import chain_loss
 from drafter.errors import CheckpointError, DrafterError
 from drafter.loss import DraftLoss, draft_loss
 from drafter.model import Eagle3Drafter
 from drafter.target import TargetHead, draft_target
 from drafter.unroll import make_plan, unroll
+
+#: What training minimises; `drafter.loss` and `drafter.chain_loss` give the formulas.
+Loss = Literal["kl", "lk", "nla", "alpha"]
 
 _FORMAT = "draftalign.trainer.v1"
 _POINTER = "trainer.json"
@@ -46,16 +50,16 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     grad_clip: float = 0.5  # total norm; 0 turns clipping off
-    step_decay: float = 0.8  # step j weighs step_decay**j
-    loss: Literal["kl"] = "kl"
+    step_decay: float = 0.8  # step j weighs step_decay**j; "alpha" has its own weights
+    loss: Loss = "kl"
     train_lm_head: bool = True
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
 
     def __post_init__(self) -> None:
         if self.steps_ahead < 1:
             raise DrafterError(f"steps_ahead must be at least 1, got {self.steps_ahead}")
-        if self.loss != "kl":
-            raise DrafterError(f"loss must be 'kl', got {self.loss!r}")
+        if self.loss not in get_args(Loss):
+            raise DrafterError(f"loss must be one of {', '.join(get_args(Loss))}, got {self.loss!r}")
         if self.compute_dtype not in ("float32", "bfloat16", "float64"):
             raise DrafterError(f"compute_dtype must be float32, bfloat16 or float64, got {self.compute_dtype!r}")
         for name in ("learning_rate", "step_decay", "epsilon"):
@@ -70,8 +74,8 @@ class TrainConfig:
 class StepReport:
     """What one optimizer window did. Per-step figures are means over that step's supervised rows (nan: none)."""
 
-    loss: float  # weighted KL in nats per response token of the window
-    loss_per_step: tuple[float, ...]
+    loss: float  # what was minimised, per response token of the window; "kl": weighted, in nats
+    loss_per_step: tuple[float, ...]  # KL in nats, whichever loss was minimised
     acceptance_per_step: tuple[float, ...]  # sum_v min(p, q) with the target's true p
     entries_per_step: tuple[int, ...]
     response_tokens: int
@@ -165,7 +169,16 @@ class DrafterTrainer:
         unrolled = unroll(self.drafter, plan, batch.input_ids, batch.aux_hidden, dtype=self._dtype)
         wide = torch.promote_types(self._dtype, torch.float32)
         target = draft_target(batch, plan, self.drafter.vocabulary, head, wide)
-        return draft_loss(self.drafter, unrolled, target, denominator=denominator, step_decay=self.config.step_decay)
+        if self.config.loss == "alpha":
+            return chain_loss(self.drafter, unrolled, target, denominator=denominator)
+        return draft_loss(
+            self.drafter,
+            unrolled,
+            target,
+            denominator=denominator,
+            step_decay=self.config.step_decay,
+            kind=self.config.loss,
+        )
 
     def _accumulate(self, batch: RolloutBatch, head: TargetHead | None, denominator: int) -> DraftLoss | None:
         result = self._loss(batch, head, denominator)

@@ -70,7 +70,8 @@ class Lineage:
         config = DrafterConfig.from_target(self._target.config, self._target.aux_layers, len(vocabulary))
         torch.manual_seed(self._settings.seed)
         drafter = Eagle3Drafter(config, vocabulary, self._target.embed_tokens)
-        drafter.init_from_target(self._target.lm_head()[vocabulary.ids])
+        # A scale is part of what the drafter learns; a soft cap is left for training to find.
+        drafter.init_from_target(self._target.lm_head()[vocabulary.ids] * self._target.logit_map.scale)
         self.take_up(drafter)
 
     def _publish_initial(self) -> Manifest:
@@ -100,7 +101,9 @@ class Lineage:
 
     def take_up(self, drafter: Eagle3Drafter) -> DrafterTrainer:
         """Make a drafter the candidate, with a fresh trainer."""
-        config = TrainConfig(steps_ahead=self._settings.depth, learning_rate=self._settings.learning_rate)
+        config = TrainConfig(
+            steps_ahead=self._settings.depth, learning_rate=self._settings.learning_rate, loss=self._settings.loss
+        )
         self.trainer = DrafterTrainer(drafter.to(self._device), config)
         return self.trainer
 

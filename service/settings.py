@@ -75,6 +75,9 @@ class Settings(BaseSettings):
     train_passes: float = Field(2.0, gt=0, description="Times that a new training token is trained on, on average.")
     train_step_tokens: int = Field(16_384, gt=0, description="Tokens of one optimizer step.")
     learning_rate: float = Field(1e-4, gt=0, description="AdamW learning rate, constant.")
+    loss: Literal["kl", "lk", "nla", "alpha"] = Field(
+        "kl", description="What training minimises: distance per draft, or drafts lost by whole chains."
+    )
     recent_tokens: int = Field(262_144, gt=0, description="Tokens of recent rollouts that are kept and mixed in.")
     gate_rollouts: int = Field(
         32, ge=2, description="Held-out rollouts of the newest policies that the gate compares on."

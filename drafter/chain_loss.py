@@ -1,0 +1,185 @@
+"""The "alpha" loss: expected acceptance length of whole chains, fused with lm_head, in chunks of rows.
+
+A row t whose steps 0..n-1 are all supervised is one chain of n drafts. With a_j = sum_v min(p_j, q_j) the probability
+that draft j is kept once it is reached, the chain is expected to keep
+
+    L_t = sum_{j < n} prod_{i <= j} a_i         d L_t / d a_i = prod_{k < i} a_k (1 + a_{i+1} (1 + a_{i+2} (...)))
+
+drafts, and the loss is sum_t (n - L_t) / denominator: drafts lost per response token, 0 when every draft is kept. Steps
+need no weights of their own, the chain weighs them; a step beyond a gap (tool output inside the chain) is not part of
+it. Greedy decoding (temperature 0) is treated like temperature 1, as everywhere.
+
+The gradient at one step needs the acceptances of the row's other steps. So chunks walk *rows*, all steps of a row in
+one chunk: its a_j are known before its gradient is formed, in the same pass, and neither [E, D] nor [T, V] is ever
+held. Neighbouring chunks form the softmax of K-1 target rows twice; that is all it costs over the loss of single steps.
+
+Legend: E entries (all steps), U target rows, D draft vocabulary, H hidden, K steps, C chains of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+
+from drafter.loss import CHUNK_ELEMENTS, DraftLoss, acceptance_slope
+from drafter.model import Eagle3Drafter, rms_norm
+from drafter.plan import Plan
+from drafter.target import DraftTarget
+from drafter.unroll import Unrolled
+
+
+@dataclass(frozen=True, eq=False)
+class _Chains:
+    """Entries of a plan in the order of their rows, and where each row's begin."""
+
+    order: Tensor  # int64[E] into the steps' entries, concatenated
+    step: Tensor  # int64[E]
+    row: Tensor  # int64[E]: number of the row among those with entries
+    target_index: Tensor  # int64[E] into the U target rows
+    starts: tuple[int, ...]  # one more than there are rows
+    first_target: tuple[int, ...]  # per row: the lowest of its target rows, and one past the highest
+    last_target: tuple[int, ...]
+
+    def chunks(self, limit: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows with at most `limit` entries; at least one row each."""
+        begin = 0
+        for end in range(1, len(self.starts)):
+            last = end == len(self.starts) - 1
+            if last or self.starts[end + 1] - self.starts[begin] > limit:
+                yield begin, end
+                begin = end
+
+
+def _chains(plan: Plan) -> _Chains:
+    rows, device = torch.cat(plan.rows).cpu(), plan.order.device
+    step = torch.cat([torch.full((n,), j) for j, n in enumerate(plan.entries)])
+    order = torch.argsort(rows, stable=True)  # steps were concatenated in order, so they ascend within a row
+    target_index = torch.empty_like(rows)
+    target_index[plan.order.cpu()] = plan.target_index.cpu()
+    target_index = target_index[order]
+    _, row, counts = torch.unique_consecutive(rows[order], return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0)
+    return _Chains(
+        order=order.to(device),
+        step=step[order].to(device),
+        row=row.to(device),
+        target_index=target_index.to(device),
+        starts=(0, *ends.tolist()),
+        # Within a row, later steps look at later target rows.
+        first_target=tuple(target_index[ends - counts].tolist()),
+        last_target=tuple((target_index[ends - 1] + 1).tolist()),
+    )
+
+
+def chain_loss(
+    drafter: Eagle3Drafter,
+    unrolled: Unrolled,
+    target: DraftTarget,
+    *,
+    denominator: float,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> DraftLoss:
+    """Drafts that whole chains are expected to lose. Gradients reach `pre`, norm and, unless frozen, lm_head.
+
+    Holds logits of at most `chunk_elements`, or of one row's K steps where those are more.
+    """
+    weights, plan = unrolled.weights, unrolled.plan
+    chains = _chains(plan)
+    ordered = torch.cat(unrolled.pre).index_select(0, chains.order)
+    hidden = rms_norm(ordered, weights.norm, drafter.config.rms_norm_eps)
+    loss, kl_sums, acceptance_sums = _FusedChain.apply(  # type: ignore[no-untyped-call]
+        hidden, weights.lm_head, target, chains, plan.steps, denominator, chunk_elements, torch.is_grad_enabled()
+    )
+    return DraftLoss(loss, kl_sums, acceptance_sums, plan.entries)
+
+
+def chain_length(a_CK: Tensor, present_CK: Tensor) -> tuple[Tensor, Tensor]:
+    """Expected drafts lost [C] of chains with acceptances `a`, and its derivative by each acceptance [C, K].
+
+    `present` says which steps are supervised; only those before the first missing one count.
+
+    >>> lost, slope = chain_length(torch.tensor([[0.5, 0.5]]), torch.ones(1, 2, dtype=torch.bool))
+    >>> lost, slope  # 2 - (0.5 + 0.25); -(1 + 0.5), -0.5
+    (tensor([1.2500]), tensor([[-1.5000, -0.5000]]))
+    """
+    inside = present_CK.to(a_CK.dtype).cumprod(dim=1)
+    a = a_CK * inside
+    survived = a.cumprod(dim=1)
+    before = torch.cat([torch.ones_like(a[:, :1]), survived[:, :-1]], dim=1)
+    tail = torch.ones_like(a)
+    for step in range(a.shape[1] - 2, -1, -1):
+        tail[:, step] += a[:, step + 1] * tail[:, step + 1]
+    return (inside - survived).sum(dim=1), -before * tail * inside
+
+
+class _FusedChain(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        target: DraftTarget,
+        chains: _Chains,
+        steps: int,
+        denominator: float,
+        chunk_elements: int,
+        grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(lm_head.dtype, torch.float32)
+        want_hidden = grad_enabled and ctx.needs_input_grad[0]
+        want_head = grad_enabled and ctx.needs_input_grad[1]
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_head = torch.zeros_like(lm_head, dtype=wide) if want_head else None
+        loss = hidden.new_zeros((), dtype=wide)
+        sums = hidden.new_zeros(2, steps, dtype=wide)  # kl, acceptance
+        for begin, end in chains.chunks(max(1, chunk_elements // lm_head.shape[0])):
+            entries = slice(chains.starts[begin], chains.starts[end])
+            step, chain = chains.step[entries], chains.row[entries] - begin
+            p, own, mass = _target(target, chains, begin, end, wide)
+
+            h = hidden[entries]
+            logq = F.log_softmax(F.linear(h, lm_head).to(wide).div_(target.divisor), dim=-1)
+            kl = own - (p * logq).sum(-1)
+            q = logq.exp_()
+            acceptance = torch.minimum(p, q).sum(-1)
+            sums.index_add_(1, step, torch.stack([kl, acceptance]))
+            a = acceptance.new_zeros(end - begin, steps).index_put_((chain, step), acceptance)
+            present = torch.zeros_like(a, dtype=torch.bool).index_put_((chain, step), torch.ones_like(mass) > 0)
+            lost, by_acceptance = chain_length(a, present)
+            loss += lost.sum() / denominator
+            if grad_hidden is None and grad_head is None:
+                continue
+            scale = by_acceptance[chain, step] / (denominator * target.divisor)
+            slope = acceptance_slope(p, q).mul_(scale[:, None]).to(h.dtype)
+            if grad_hidden is not None:
+                torch.mm(slope, lm_head, out=grad_hidden[entries])
+            if grad_head is not None:
+                grad_head += slope.t() @ h
+        ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(lm_head.dtype))
+        kl_sums, acceptance_sums = sums.unbind(0)
+        kl_sums, acceptance_sums = kl_sums.clone(), acceptance_sums.clone()
+        ctx.mark_non_differentiable(kl_sums, acceptance_sums)
+        return loss, kl_sums, acceptance_sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        scaled = [None if g is None else g * grads[0].to(g.dtype) for g in (grad_hidden, grad_head)]
+        return (*scaled, None, None, None, None, None, None)
+
+
+def _target(
+    target: DraftTarget, chains: _Chains, begin: int, end: int, wide: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For a chunk's entries: p [E, D], the part of kl that is the target's own, and p's mass."""
+    low, high = chains.first_target[begin], max(chains.last_target[begin:end])
+    p = target.logprobs(low, high, wide).exp()
+    mass = p.sum(-1)
+    own = torch.special.entr(mass) - torch.special.entr(p).sum(-1)  # sum p log p - m log m
+    pick = chains.target_index[chains.starts[begin] : chains.starts[end]] - low
+    return p.index_select(0, pick), own.index_select(0, pick), mass.index_select(0, pick)
