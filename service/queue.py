@@ -11,7 +11,7 @@ commands only. Keys and counters: docs/architecture.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -132,18 +132,19 @@ class RolloutQueue:
             self.ensure_group()  # the server was emptied under us
         return entries
 
-    def own_pending(self, consumer: str, after: str | None = None) -> list[Entry]:
+    def own_pending(self, consumer: str, skip: Collection[str] = ()) -> list[Entry]:
         """Entries that this consumer name held when it last died, oldest first; counts as a delivery of each.
 
-        If one of them is a suspect it is returned alone: call again until the list is empty, with `after` = the last
-        entry's id where earlier ones may be in hand still.
+        If one of them is a suspect it is returned alone: call again until the list is empty. `skip`: ids of entries
+        that are in hand now and stay as they are.
         """
         entries: list[Entry] = []
+        last = ""
         while True:
             pending = self._redis.xpending_range(
                 self._keys.queue,
                 GROUP,
-                f"({entries[-1].entry_id}" if entries else f"({after}" if after else "-",
+                f"({last}" if last else "-",
                 "+",
                 1,
                 consumername=consumer,
@@ -152,7 +153,9 @@ class RolloutQueue:
                 return entries
             if entries and int(pending[0]["times_delivered"]) >= MAX_DELIVERIES - 1:
                 return entries
-            entry_id = _text(pending[0]["message_id"])
+            entry_id = last = _text(pending[0]["message_id"])
+            if entry_id in skip:
+                continue
             claimed = self._redis.xclaim(self._keys.queue, GROUP, consumer, 0, [entry_id])
             if not claimed or claimed[0][0] is None:  # deleted from the stream: nothing left to do but forget it
                 self._redis.xack(self._keys.queue, GROUP, entry_id)

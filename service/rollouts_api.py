@@ -169,11 +169,20 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> En
     )
     for dropped in outcome.dropped:
         spool.delete(run, dropped)
-    if outcome.outcome != "accepted":
+    if outcome.outcome != "accepted" and not await _is_named(context, run, batch):
         spool.delete(run, batch.blob)
     if outcome.outcome == "full":
         raise _queue_full(context, run, outcome.state)
     return outcome
+
+
+async def _is_named(context: ServiceContext, run: str, batch: Batch) -> bool:
+    """Whether the batch's entry names this very file.
+
+    It does where Redis took the entry, its answer was lost, and the client's second try met it as a duplicate.
+    """
+    known = await context.queue(run).batch(batch.batch_id)
+    return known is not None and known["blob"] == batch.blob
 
 
 @router.get("/rollouts/{rollout_id:path}")

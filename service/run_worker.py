@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from redis.exceptions import RedisError
 
 from drafter.acceptance import Replay
 from drafter.batch import RolloutBatch, load_batch, screen
@@ -104,7 +105,7 @@ class RunWorker:
         self._versions_seen: list[tuple[float, int]] = []  # (arrival seconds, policy version)
         self._last_checkpoint = time.monotonic()
         self._backlog = True  # until nothing is left of what an earlier life of this worker had in hand
-        self._backlog_after: str | None = None  # the last entry taken up again
+        self._blameless = False  # the backlog comes from Redis having been away, not from a death
         queue.ensure_group()
         self._resume()
 
@@ -144,6 +145,11 @@ class RunWorker:
         try:
             entries = self._in_hand = self._claim()
             self._work_on(entries)
+        except RedisError:
+            # Entries may be ours that never came with an answer, or that were dropped half way: look for them.
+            self._blameless = self._blameless or not self._backlog
+            self._backlog = True
+            raise
         finally:
             self._in_hand = []
         return bool(entries)
@@ -169,13 +175,14 @@ class RunWorker:
             self.save()
 
     def _claim(self) -> list[Entry]:
-        """What an earlier life of this worker left unfinished, then what is new."""
+        """What an earlier life of this worker, or a failing Redis, left unfinished; then what is new."""
         if self._backlog:
-            entries = self._queue.own_pending(CONSUMER, self._backlog_after)
+            entries = self._queue.own_pending(CONSUMER, skip=self.pending)
             if entries:
-                self._backlog_after = entries[-1].entry_id
+                if self._blameless:
+                    self._queue.release(CONSUMER, entries)
                 return entries
-            self._backlog = False
+            self._backlog = self._blameless = False
             self._applied.clear()  # each of them came again, and was acknowledged
         return self._queue.claim(
             CONSUMER, self._settings.claim_tokens, min_idle_seconds=self._settings.claim_idle_seconds

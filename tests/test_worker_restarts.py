@@ -323,3 +323,28 @@ def test_a_worker_without_its_lease_neither_checkpoints_nor_publishes(bench: Ben
     assert states(bench) == ["queued"] * 4
     assert Registry(bench.layout).latest("default") is None
     assert not list(bench.layout.worker("default").glob("checkpoint-*"))
+
+
+def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_once_and_unblamed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five times: without the release they would be dead, without the second look they would wait for a minute."""
+    start(bench)
+    bench.post("a")
+    bench.post("b")
+    worker = bench.worker(claim_tokens=10_000, checkpoint_seconds=1e9)
+    for _ in range(5):
+        with monkeypatch.context() as patch:
+
+            def away(*_: Any) -> None:
+                raise RedisConnectionError("away")
+
+            patch.setattr(RunWorker, "_admit", away)
+            with pytest.raises(RedisConnectionError):
+                worker.cycle()
+    bench.drain(worker)
+    assert states(bench) == ["trained", "trained"]
+    assert bench.totals()["batches"] == 2
+    bench.post("c")
+    worker.cycle()
+    assert states(bench)[2] == "queued", "afterwards checkpoints are as rare as before"

@@ -263,20 +263,22 @@ class Bench:
         blob = self.spool.new_blob(header.batch_id)
         self.layout.blob(header.run, blob).parent.mkdir(parents=True, exist_ok=True)
         self.layout.blob(header.run, blob).write_bytes(body)
-        batch = Batch(
+        outcome = asyncio.run(self._enqueue(header.run, self._spooled(header, blob, len(body))))
+        assert outcome == "accepted"
+        self.posted.append(header.batch_id)
+        return header.batch_id
+
+    def _spooled(self, header: wire.RolloutHeader, blob: str, size: int) -> Batch:
+        return Batch(
             header.batch_id,
             blob,
-            len(body),
+            size,
             header.tokens,
             header.rollouts,
             header.policy_version,
             header.policy_version_max,
             header.rollout_ids,
         )
-        outcome = asyncio.run(self._enqueue(header.run, batch))
-        assert outcome == "accepted"
-        self.posted.append(header.batch_id)
-        return header.batch_id
 
     async def _enqueue(self, run: str, batch: Batch) -> str:
         client = redis.asyncio.Redis.from_url(self.redis_url)
@@ -369,10 +371,15 @@ class Nest:
         if number in (signal.SIGKILL, signal.SIGTERM):
             wait_until_gone(pid)
 
-    def close(self) -> None:
+    def kill_all(self) -> None:
+        """Kill every worker that still runs."""
         for pid in self._pids:
             if alive(pid):
                 self.kill(pid)
+        self._pids.clear()
+
+    def close(self) -> None:
+        self.kill_all()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
