@@ -43,7 +43,7 @@ GENERATIONS: Final = 8
 RL_LEARNING_RATE: Final = 5e-4
 WARM_UP_ROLLOUTS: Final = 1024
 RUN: Final = "demo"
-_PATIENCE_SECONDS: Final = 90.0  # with no further step scored
+_PATIENCE_SECONDS: Final = 180.0  # with no further step scored
 #: The service's settings, sized for rollouts of thirty tokens. Everything else is the default.
 SERVICE_SETTINGS: Final[Mapping[str, str]] = {
     "DRAFTALIGN_DEPTH": str(DEPTH),

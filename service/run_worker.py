@@ -402,9 +402,14 @@ class RunWorker:
         if served is None:
             return
         for reading in self._drift.observe(served.tokens.tolist(), served.rounds.tolist()):
-            self._drift_reading = reading
-            if reading.alarm:
-                log.warning("%s: α of the served drafter drifts down: %s", self.run, reading)
+            before, self._drift_reading = self._drift_reading, reading
+            if reading.alarm and not (before is not None and before.alarm):
+                level = 0.0 if reading.baseline is None else reading.baseline
+                log.warning(
+                    "%s: α of the served drafter drifts down: %.2f, baseline %.2f", self.run, reading.value, level
+                )
+            elif before is not None and before.alarm and not reading.alarm:
+                log.warning("%s: α of the served drafter is back: %.2f", self.run, reading.value)
 
     def _publish_gauges(self, decision: Decision) -> None:
         lanes = {} if self._drift_reading is None else self._drift_reading.lanes

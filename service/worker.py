@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import signal
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +53,7 @@ class Worker:
         self._layout = Layout(settings.state_dir)
         self._runs: dict[str, RunWorker] = {}
         self._refused: dict[str, float] = {}  # run -> when to try it again
-        self._name = uuid.uuid4().hex
+        self._name = f"{_machine()}/{os.getpid()}/{uuid.uuid4().hex}"
         self._lost: set[str] = set()  # runs whose lease another worker took while this one was stopped
         self._looked = 0.0
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
@@ -138,9 +141,13 @@ class Worker:
         """Take or renew the lease on a run."""
         key, milliseconds = self._lease_key(run), int(_LEASE_SECONDS * 1000)
         holder = self._redis.get(key)
-        if holder is None:
+        name = holder.decode() if isinstance(holder, bytes) else holder
+        if name is not None and name != self._name and _died_here(name):
+            self._redis.delete(key)  # a worker killed on this machine: no need to wait for its lease to expire
+            name = None
+        if name is None:
             return bool(self._redis.set(key, self._name, nx=True, px=milliseconds))
-        if (holder.decode() if isinstance(holder, bytes) else holder) != self._name:
+        if name != self._name:
             return False
         self._redis.pexpire(key, milliseconds)
         return True
@@ -167,6 +174,22 @@ class Worker:
                     self._redis.delete(self._lease_key(run))
             except (RedisError, OSError, ServiceError, DrafterError) as error:
                 log.warning("%s: not closed in order (%s); its entries will be delivered again", run, error)
+
+
+def _machine() -> str:
+    """Identity of this boot of this machine (or container): process ids mean something within it only."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}-{boot}-{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return uuid.uuid4().hex  # unknown: then nobody is ever taken for dead
+
+
+def _died_here(name: str) -> bool:
+    """Whether the lease's holder was a process of this machine that is no more."""
+    machine, _, rest = name.partition("/")
+    pid = rest.partition("/")[0]
+    return machine == _machine() and pid.isdigit() and not Path(f"/proc/{pid}").exists()
 
 
 def connect(url: str) -> Redis:

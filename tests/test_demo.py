@@ -1,0 +1,121 @@
+"""The whole loop in its short form: real RL, a real engine, the service as processes; the worker is killed half-way."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.demo import free_port
+
+STEPS = 60
+FIELDS = {
+    *("step", "policy_version", "drafter_version", "reward", "entropy"),
+    *("alpha_live", "alpha_served", "alpha_frozen", "alpha_ngram", "regret"),
+}
+
+
+def child_of(state_dir: Path, name: str) -> int | None:
+    """Process id of the service's child `name` that works on `state_dir`, by its environment."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        wanted = {f"DRAFTALIGN_CHILD={name}".encode(), f"DRAFTALIGN_STATE_DIR={state_dir}".encode()}
+        if wanted <= set(environment):
+            return int(entry.name)
+    return None
+
+
+def left_over(out: Path) -> list[str]:
+    """Command lines of processes that still mention the demo's directory."""
+    lines = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if str(out) in line and "pytest" not in line:
+                lines.append(line)
+    return lines
+
+
+def mean(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+@pytest.mark.demo
+@pytest.mark.timeout(900)
+def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: Path) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    argv = ["-m", "service.cli", "demo", "--steps", str(STEPS), "--seed", "3", "--out", str(out)]
+    with log.open("wb") as sink:
+        demo = subprocess.Popen(
+            [sys.executable, *argv, "--port", str(free_port())], stdout=sink, stderr=subprocess.STDOUT
+        )
+        killed = False
+        while demo.poll() is None:
+            time.sleep(0.2)
+            if not killed and b"step  20 " in log.read_bytes():
+                worker = child_of(out / "state", "worker")
+                assert worker is not None
+                os.kill(worker, signal.SIGKILL)
+                killed = True
+    text = log.read_text(errors="replace")
+    assert demo.returncode == 0, text[-4000:]
+    assert killed
+    assert "worker ended" in text  # the supervisor said so
+
+    rows = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert all(row.keys() >= FIELDS for row in rows)
+    assert all(row["alpha_served"] is not None for row in rows), "a step was lost when the worker was killed"
+
+    # RL is real: the policy learns. The aligned drafter follows; the frozen one does not.
+    assert mean(rows[-5:], "reward") > mean(rows[:5], "reward") + 0.2
+    assert mean(rows[-5:], "alpha_served") > mean(rows[-5:], "alpha_frozen") + 0.1
+    assert all(1.0 <= row[name] <= 5.0 for row in rows for name in ("alpha_live", "alpha_served", "alpha_frozen"))
+
+    # Live α and replay α are the same quantity: rollouts that one drafter version served, within sampling error.
+    pure = [row for row in rows if row["drafter_versions"] == 1]
+    inside = [row for row in pure if row["alpha_live_low"] <= row["alpha_served"] <= row["alpha_live_high"]]
+    assert len(inside) >= 0.85 * len(pure)
+    assert math.isclose(mean(pure, "alpha_live"), mean(pure, "alpha_served"), rel_tol=0.03)
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["versions_published"] >= 2
+    assert summary["tokens_trained"] > 0
+    assert "does not always fall" in summary["explanation"]
+    assert (out / "alpha.png").stat().st_size > 10_000
+    assert not (out / "state").exists()
+    assert left_over(out) == []
+
+
+def test_a_taken_port_is_said_in_one_line(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = subprocess.run(
+            [sys.executable, "-m", "service.cli", "demo", "--out", str(tmp_path / "out"), "--port", str(port)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert found.returncode != 0
+    assert f"port {port} is taken" in found.stderr
+    assert "Traceback" not in found.stderr
