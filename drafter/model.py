@@ -72,6 +72,8 @@ class DrafterConfig:
             raise DrafterError(f"the target's config lacks {', '.join(missing)}; send its whole transformers config")
         heads = int(config["num_attention_heads"])
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        # Gemma gives one set per kind of attention; the drafter's is full.
+        rope = rope.get("full_attention") or rope
         return cls(
             hidden_size=int(config["hidden_size"]),
             target_hidden_size=int(config["hidden_size"]),

@@ -1,8 +1,9 @@
 """The target's side of the loss: its true probabilities on the draft vocabulary, and a check of the features' honesty.
 
-p(v) = exp(W[v].h / tau - logsumexp) with the *full-vocabulary* normaliser that came with the rollouts, so the slice's
-sum is the target's mass on the draft vocabulary, at most 1. Rows whose target leaves the draft vocabulary thereby weigh
-little in the loss and count as misses in the acceptance, as they will in decoding.
+p(v) = exp(f(W[v].h) / tau - logsumexp) with the *full-vocabulary* normaliser that came with the rollouts, so the
+slice's sum is the target's mass on the draft vocabulary, at most 1. f is what the target does to its logits after
+lm_head (a scale, a soft cap: `rl_hooks.wire.LogitMap`); for most targets nothing. Rows whose target leaves the draft
+vocabulary thereby weigh little in the loss and count as misses in the acceptance, as they will in decoding.
 
 Legend: T tokens, U target rows, V target vocabulary, D draft vocabulary, Ht target hidden size, k top entries.
 """
@@ -19,14 +20,18 @@ from drafter.batch import RolloutBatch
 from drafter.errors import TargetHeadError
 from drafter.plan import Plan
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.wire import LogitMap
 
 _GAP_CHUNK_ROWS = 4096
+_PLAIN = LogitMap()
 
 
 class TargetHead:
     """The policy's lm_head as of `policy_version`: whole [V, Ht], or only the rows of the target tokens `ids`."""
 
-    def __init__(self, lm_head: Tensor, policy_version: int = 0, ids: Tensor | None = None) -> None:
+    def __init__(
+        self, lm_head: Tensor, policy_version: int = 0, ids: Tensor | None = None, logit_map: LogitMap = _PLAIN
+    ) -> None:
         if lm_head.ndim != 2:
             raise TargetHeadError(f"lm_head must be [tokens, hidden], got shape {tuple(lm_head.shape)}")
         if not bool(torch.isfinite(lm_head).all()):
@@ -35,6 +40,7 @@ class TargetHead:
             raise TargetHeadError(f"expected one distinct id for each of the {lm_head.shape[0]} rows")
         self.lm_head = lm_head.detach()
         self.policy_version = policy_version
+        self.logit_map = logit_map
         self._ids = None if ids is None else ids.to("cpu", torch.int64)
         self._slices: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
 
@@ -70,7 +76,7 @@ class TargetHead:
         return self._slices[key]
 
     def token_logprobs(self, batch: RolloutBatch) -> Tensor:
-        """Recomputed log p of every token, f32[T]: W[x[t]].last_hidden[t-1] / tau - logsumexp[t-1].
+        """Recomputed log p of every token, f32[T]: f(W[x[t]].last_hidden[t-1]) / tau - logsumexp[t-1].
 
         nan where a token is the first of its rollout or its row is not held. Compare with `batch.logprobs`.
         """
@@ -85,8 +91,8 @@ class TargetHead:
         for t in torch.split(known, _GAP_CHUNK_ROWS):
             rows = self.lm_head[places[t].to(self.lm_head.device)].to(batch.last_hidden.device, torch.float32)
             t = t.to(batch.last_hidden.device)
-            logits = (rows * batch.last_hidden[t - 1].float()).sum(-1) / batch.divisor
-            out[t] = logits - batch.logsumexp[t - 1].float()
+            logits = self.logit_map.apply((rows * batch.last_hidden[t - 1].float()).sum(-1))
+            out[t] = logits / batch.divisor - batch.logsumexp[t - 1].float()
         return out
 
     def logprob_gap(self, batch: RolloutBatch) -> tuple[float, int]:
@@ -117,12 +123,14 @@ class DraftTarget:
     logsumexp: Tensor | None = None  # [U]
     top_draft_ids: Tensor | None = None  # int64[U, k], -1 outside the draft vocabulary
     top_logprobs: Tensor | None = None  # [U, k]
+    logit_map: LogitMap = _PLAIN  # of hidden @ head_rows
 
     def logprobs(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """Form log p [end-begin, D] of target rows [begin, end): -inf where top entries say nothing."""
         if self.hidden is not None and self.head_rows is not None and self.logsumexp is not None:
             logits = F.linear(self.hidden[begin:end].to(self.head_rows.dtype), self.head_rows).to(dtype)
-            return logits.div_(self.divisor).sub_(self.logsumexp[begin:end, None])
+            mapped: Tensor = self.logit_map.apply(logits)
+            return mapped.div_(self.divisor).sub_(self.logsumexp[begin:end, None])
         if self.top_draft_ids is None or self.top_logprobs is None:
             raise TargetHeadError("a target needs last_hidden with head rows, or top entries")
         ids, values = self.top_draft_ids[begin:end], self.top_logprobs[begin:end].to(dtype)
@@ -151,6 +159,7 @@ def draft_target(
             hidden=batch.last_hidden.index_select(0, rows),
             head_rows=head.rows(vocabulary, device, dtype),
             logsumexp=batch.logsumexp.index_select(0, rows).to(dtype),
+            logit_map=head.logit_map,
         )
     if batch.top_ids is None or batch.top_logprobs is None:
         raise TargetHeadError("this batch carries neither last_hidden with logsumexp nor top_ids with top_logprobs")

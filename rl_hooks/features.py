@@ -27,11 +27,19 @@ FeatureDtype = Literal["bfloat16", "float8_e4m3"]
 _E4M3_MAX: Final = 448.0
 #: Logits held at once while normalisers are computed: 2^25 floats are 128 MiB.
 _LOGITS_AT_ONCE: Final = 1 << 25
+_PLAIN: Final = wire.LogitMap()
 
 
 @torch.no_grad()
-def score_rows(last_NH: Tensor, head_VH: Tensor, next_ids_N: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return (logsumexp [N], log p of `next_ids` [N]), float32, of softmax(last @ head^T / temperature).
+def score_rows(
+    last_NH: Tensor,
+    head_VH: Tensor,
+    next_ids_N: Tensor,
+    *,
+    temperature: float,
+    logit_map: wire.LogitMap = _PLAIN,
+) -> tuple[Tensor, Tensor]:
+    """Return (logsumexp [N], log p of `next_ids` [N]), float32, of softmax(logit_map(last @ head^T) / temperature).
 
     Temperature 0 (greedy) is scored at 1, as the rollout file says. At most 128 MiB of logits exist at a time.
     """
@@ -44,7 +52,8 @@ def score_rows(last_NH: Tensor, head_VH: Tensor, next_ids_N: Tensor, *, temperat
     with torch.autocast(last_NH.device.type, enabled=False):
         for begin in range(0, N, step):
             rows = slice(begin, begin + step)
-            logits = (last_NH[rows].to(head_VH.dtype) @ head_VH.T).float() / scale  # [step, V]
+            product = (last_NH[rows].to(head_VH.dtype) @ head_VH.T).float()  # [step, V]
+            logits = logit_map.apply(product).div_(scale)
             logsumexp_N[rows] = torch.logsumexp(logits, dim=-1)
             logprob_N[rows] = logits.gather(1, next_ids_N[rows, None])[:, 0] - logsumexp_N[rows]
     return logsumexp_N, logprob_N

@@ -73,8 +73,9 @@ class DrafterHook:
     `sample_fraction` and `max_tokens_per_step` bound what is sent per policy version and rank. `dtype` is of the
     auxiliary states ("float8_e4m3" halves them, with one scale per token and layer). `head_tolerance`: the relative
     change of `lm_head` after which it is sent again. `drafter_version`: asked, at each capture, for the version that
-    drafted these rollouts, where the loop knows it; replay α is then of exactly that drafter. `rank` 0 registers the
-    run; the others wait until it exists.
+    drafted these rollouts, where the loop knows it; replay α is then of exactly that drafter. `logit_map`: what the
+    model does to its logits after lm_head, where its type is not known here. `rank` 0 registers the run; the others
+    wait until it exists.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class DrafterHook:
         timeout_seconds: float = 30.0,
         patience_seconds: float = 120.0,
         drafter_version: Callable[[], str] | None = None,
+        logit_map: wire.LogitMap | None = None,
         strict: bool = False,
     ) -> None:
         if not 0.0 < sample_fraction <= 1.0 or max_tokens_per_step < 2:
@@ -128,11 +130,13 @@ class DrafterHook:
                 policy_version=policy_version,
                 draft_vocab_size=draft_vocab_size,
                 initial_drafter=initial_drafter,
+                logit_map=logit_map,
             )
         except BaseException:
             self._features.close()
             raise
         self.fingerprint = registration.fingerprint
+        self._logit_map = registration.logit_map
         self._watch = HeadWatch(head_weight(model), head_tolerance)
         # Until the first batch has been seen; then None.
         self._registered_version: int | None = policy_version
@@ -376,7 +380,13 @@ class DrafterHook:
         device = captured.last.device
         at = _to_device(scored, device)
         next_ids = _to_device(plan.index.input_ids[scored + 1].astype(np.int64), device)
-        lse, logp = score_rows(captured.last.index_select(0, at), head_VH, next_ids, temperature=plan.temperature)
+        lse, logp = score_rows(
+            captured.last.index_select(0, at),
+            head_VH,
+            next_ids,
+            temperature=plan.temperature,
+            logit_map=self._logit_map,
+        )
         logsumexp_N = torch.zeros(len(mask), dtype=torch.float32, device=device).index_copy_(0, at, lse)
         logprob_N = torch.zeros_like(logsumexp_N).index_copy_(0, at + 1, logp)
         return StagedRollouts(plan.index, captured, logsumexp_N, logprob_N, dtype=self.dtype)

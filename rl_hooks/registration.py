@@ -3,9 +3,13 @@
 `PUT /runs/{run}` and `PUT /runs/{run}/head` carry safetensors files (`wire.RUN_FORMAT`, `wire.HEAD_FORMAT`). The
 tensors are copied to the host here, because the trainer goes on changing them; the copies live until they are sent.
 
-The service recomputes log p from `last_hidden @ lm_head^T / temperature`. So a head with anything more in it (a bias,
-soft-capped or scaled logits, LoRA factors) is refused, and a sharded one (FSDP's DTensor, ZeRO-3) cannot be read:
-gathering it is a collective, which a hook on one rank must never start.
+The service recomputes log p from `logit_map(last_hidden @ lm_head^T) / temperature`. What a known model does to its
+logits (a scale, a soft cap) goes along as a `wire.LogitMap`; a head with anything more in it (a bias, LoRA factors) is
+refused, and a sharded one (FSDP's DTensor, ZeRO-3) cannot be read: gathering it is a collective, which a hook on one
+rank must never start.
+
+The embedding goes as the table itself, without the factor that Gemma and Granite multiply it by: an engine's drafter
+shares the table and not the factor (docs/targets.md).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +29,78 @@ from rl_hooks.features import as_wire
 
 #: Heads up to this size travel in their own precision; larger float32 ones as bfloat16.
 _EXACT_BYTES: Final = 64 << 20
-#: Config fields that change the logits after the product with the head, and the value that leaves them alone.
-_LOGIT_FIELDS: Final[Mapping[str, float]] = {
-    "final_logit_softcapping": 0.0,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-    "output_multiplier": 1.0,
-}
+
+
+class _LogitRule(NamedTuple):
+    """How models of these classes read a config field; others may carry it and read it otherwise, or not at all."""
+
+    field: str
+    neutral: float  # the value that leaves logits alone
+    operation: Literal["softcap", "multiply", "divide"] | None = None
+    classes: tuple[str, ...] = ()
+
+
+#: By the class that computes the logits: Gemma3ForConditionalGeneration ignores the field that Gemma3ForCausalLM reads.
+_LOGIT_RULES: Final = (
+    _LogitRule(
+        "final_logit_softcapping",
+        0.0,
+        "softcap",
+        (
+            "Gemma2ForCausalLM",
+            "Gemma3ForCausalLM",
+            "Gemma3nForCausalLM",
+            "Gemma3nForConditionalGeneration",
+            "Gemma4ForCausalLM",
+            "Gemma4ForConditionalGeneration",
+            "VaultGemmaForCausalLM",
+            "NanoChatForCausalLM",
+        ),
+    ),
+    _LogitRule("logit_scale", 1.0, "multiply", ("CohereForCausalLM", "Cohere2ForCausalLM", "Cohere2MoeForCausalLM")),
+    _LogitRule(
+        "logits_scaling",
+        1.0,
+        "divide",
+        (
+            "GraniteForCausalLM",
+            "GraniteMoeForCausalLM",
+            "GraniteMoeSharedForCausalLM",
+            "GraniteMoeHybridForCausalLM",
+            "MiniCPM3ForCausalLM",
+        ),
+    ),
+    _LogitRule("logits_scaling", 1.0, "multiply", ("HyperCLOVAXForCausalLM",)),
+    _LogitRule("lm_head_multiplier", 1.0, "multiply", ("FalconH1ForCausalLM",)),
+    _LogitRule("output_multiplier", 1.0),
+    _LogitRule("logits_mup_width_multiplier", 1.0),
+)
+
+
+def known_logit_map(model: nn.Module, config: Mapping[str, Any]) -> wire.LogitMap:
+    """What the model, whose text config this is, does to its logits after lm_head.
+
+    Raises `UnsupportedModelError` for a field that may change them in a class that we have not read.
+    """
+    scale, softcap = 1.0, None
+    classes = {kind.__name__ for kind in type(unwrap(model)).__mro__}
+    for field in dict.fromkeys(rule.field for rule in _LOGIT_RULES):
+        rules = [rule for rule in _LOGIT_RULES if rule.field == field]
+        value = config.get(field)
+        if value is None or float(value) == rules[0].neutral:
+            continue
+        operation = next((rule.operation for rule in rules if classes & set(rule.classes)), None)
+        if operation is None:
+            raise UnsupportedModelError(
+                f"the config says {field} = {value}, and what a {type(unwrap(model)).__name__} does with it is not "
+                "known here; a wrong guess would give the drafter a wrong target. Say it: "
+                "logit_map=LogitMap(scale=..., softcap=...), LogitMap() for nothing (rl_hooks.wire)"
+            )
+        if operation == "softcap":
+            softcap = float(value)
+        else:
+            scale *= float(value) if operation == "multiply" else 1.0 / float(value)
+    return wire.LogitMap(scale, softcap)
 
 
 def target_config(model: nn.Module) -> dict[str, Any]:
@@ -46,13 +114,6 @@ def target_config(model: nn.Module) -> dict[str, Any]:
     missing = [k for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size") if plain.get(k) is None]
     if missing:
         raise UnsupportedModelError(f"the model's config lacks {', '.join(missing)}, which the service needs")
-    for name, neutral in _LOGIT_FIELDS.items():
-        value = plain.get(name)
-        if value is not None and float(value) != neutral:
-            raise UnsupportedModelError(
-                f"the model changes its logits after lm_head ({name} = {value}); the drafter's target would be wrong. "
-                "Such models are not supported."
-            )
     return dict(plain)
 
 
@@ -92,7 +153,10 @@ def snapshot(weight: Tensor) -> Tensor:
 
 
 class RunRegistration:
-    """Body of `PUT /runs/{run}`, snapshotted when this is made."""
+    """Body of `PUT /runs/{run}`, snapshotted when this is made.
+
+    `logit_map`: what the model does to its logits after lm_head, where its type is not known here.
+    """
 
     def __init__(
         self,
@@ -102,9 +166,11 @@ class RunRegistration:
         policy_version: int = 0,
         draft_vocab_size: int | None = None,
         initial_drafter: Path | str | None = None,
+        logit_map: wire.LogitMap | None = None,
     ) -> None:
         inner: Any = unwrap(model)
         self.config = target_config(model)
+        self.logit_map = known_logit_map(model, self.config) if logit_map is None else logit_map
         self.fingerprint = wire.target_fingerprint(self.config, aux_layers)
         self.metadata = {
             "format": wire.RUN_FORMAT,
@@ -112,6 +178,7 @@ class RunRegistration:
             "aux_layers": json.dumps({"convention": wire.AUX_CONVENTION, "layers": list(aux_layers)}),
             "target_fingerprint": self.fingerprint,
             "policy_version": str(policy_version),
+            **self.logit_map.metadata(),
         }
         if draft_vocab_size is not None:
             self.metadata["draft_vocab_size"] = str(draft_vocab_size)

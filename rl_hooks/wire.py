@@ -389,6 +389,48 @@ def check_index(
         raise WireError("loss_mask", "the first token of a rollout has no features before it; it must be 0")
 
 
+# --- the target's head -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LogitMap:
+    """What a target does to its logits after the product with lm_head: softcap * tanh(scale * x / softcap).
+
+    Kept in a run's `__metadata__` as `logit_scale` and `logit_softcap`; what is absent is 1 and no cap.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for key, value in (("logit_scale", self.scale), ("logit_softcap", self.softcap)):
+            if value is not None and not 1e-6 <= value <= 1e6:
+                raise WireError(key, f"must be a positive number from 1e-6 to 1e6, got {value!r}")
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, str]) -> LogitMap:
+        """Read a run's metadata. Raises `WireError` for what is not a positive number."""
+        given = {
+            name: _float_field(metadata, f"logit_{name}", 1e-6, 1e6)
+            for name in ("scale", "softcap")
+            if f"logit_{name}" in metadata
+        }
+        return cls(**given)
+
+    def metadata(self) -> dict[str, str]:
+        """The metadata entries of this map; none for a plain head."""
+        scale = {} if self.scale == 1.0 else {"logit_scale": repr(float(self.scale))}
+        return scale if self.softcap is None else scale | {"logit_softcap": repr(float(self.softcap))}
+
+    def apply(self, logits: Any) -> Any:
+        """The model's logits from lm_head's product: a torch tensor, which is overwritten, of at least float32."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+
 class MappedFile:
     """A safetensors file mapped read-only. Arrays are views: keep the object alive while they are used."""
 

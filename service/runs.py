@@ -14,7 +14,16 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from rl_hooks.wire import AUX_CONVENTION, HEAD_FORMAT, RUN_FORMAT, Header, TensorInfo, WireError, target_fingerprint
+from rl_hooks.wire import (
+    AUX_CONVENTION,
+    HEAD_FORMAT,
+    RUN_FORMAT,
+    Header,
+    LogitMap,
+    TensorInfo,
+    WireError,
+    target_fingerprint,
+)
 from service.errors import RunConflict, RunNotFound
 from service.layout import Layout
 from service.registry import locked
@@ -68,6 +77,7 @@ def read_run_header(run: str, header: Header) -> RunRecord:
             "target_fingerprint", f"config and aux_layers give {fingerprint}; compute it with rl_hooks.wire"
         )
     _check_run_tensors(header, config)
+    LogitMap.from_metadata(meta)
     size = meta.get("draft_vocab_size")
     if size is not None and not (_is_count(size) and 0 < int(size) <= config["vocab_size"]):
         raise WireError("draft_vocab_size", f"must be from 1 to {config['vocab_size']}, got {size[:40]!r}")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafter.errors import TargetHeadError
 from drafter.target import TargetHead
-from rl_hooks.wire import MappedFile, WireError
+from rl_hooks.wire import LogitMap, MappedFile, WireError
 from service.errors import WorkerError
 from service.layout import Layout
 
@@ -58,6 +58,7 @@ class Target:
         self.aux_layers: tuple[int, ...] = tuple(json.loads(metadata["aux_layers"])["layers"])
         self.policy_version = int(metadata.get("policy_version", "0"))
         self.draft_vocab_size = int(metadata["draft_vocab_size"]) if "draft_vocab_size" in metadata else None
+        self.logit_map = LogitMap.from_metadata(metadata)
         self.embed_tokens = read_tensor(self._file, "embed_tokens")  # [V, Ht]
         self.tied = "lm_head" not in self._file
         self._heads: OrderedDict[int, PolicyHead] = OrderedDict()  # least recently used first
@@ -128,7 +129,7 @@ class Target:
 
     def _load(self, version: int, device: torch.device) -> PolicyHead:
         if version < 0:
-            head = TargetHead(self.lm_head().to(device), self.policy_version)
+            head = TargetHead(self.lm_head().to(device), self.policy_version, logit_map=self.logit_map)
             return PolicyHead(self.policy_version, self._embedding(device), head)
         file = MappedFile(self._layout.head(self._run, version))
         rows = read_tensor(file, "lm_head").to(device)
@@ -138,7 +139,7 @@ class Target:
             if missing:
                 raise TargetHeadError(f"{missing} of {self._required.numel()} draft tokens have no row in it")
         embed = rows if self.tied and ids is None else self._embedding(device)
-        return PolicyHead(version, embed, TargetHead(rows, version, ids))
+        return PolicyHead(version, embed, TargetHead(rows, version, ids, self.logit_map))
 
     def _embedding(self, device: torch.device) -> Tensor:
         """The registered embedding on a device, one copy for all heads."""

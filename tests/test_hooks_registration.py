@@ -14,6 +14,7 @@ from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.features import score_rows, to_e4m3
 from rl_hooks.hook import DrafterHook
 from rl_hooks.registration import HeadWatch, RunRegistration, head_weight, is_sharded, snapshot, target_config
+from rl_hooks.wire import LogitMap
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
@@ -47,11 +48,15 @@ def test_8_bit_rows_survive_outliers_zeros_and_tiny_values() -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("final_logit_softcapping", 30.0), ("logit_scale", 0.5), ("logits_scaling", 8.0)]
 )
-def test_models_that_change_their_logits_after_the_head_are_refused_by_field(field: str, value: float) -> None:
+def test_a_field_that_may_change_the_logits_of_a_model_not_known_to_read_it_is_refused(
+    field: str, value: float
+) -> None:
     model = tiny_qwen3()
     setattr(model.config, field, value)
-    with pytest.raises(UnsupportedModelError, match=field):
-        target_config(model)
+    with pytest.raises(UnsupportedModelError, match=rf"{field} = {value}.*Qwen3ForCausalLM.*logit_map=LogitMap"):
+        RunRegistration(model, aux_layers=(1, 2, 3))
+    said = RunRegistration(model, aux_layers=(1, 2, 3), logit_map=LogitMap())
+    assert not {"logit_scale", "logit_softcap"} & set(said.metadata)
 
 
 def test_heads_that_the_rollout_file_cannot_describe_are_refused() -> None:
