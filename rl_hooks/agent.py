@@ -22,7 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import httpx
 
@@ -31,7 +31,7 @@ from rl_hooks.agent_metrics import AgentMetrics, MetricsServer
 from rl_hooks.canary import CanaryRule
 from rl_hooks.counters import Bucket
 from rl_hooks.download import fetch_release, prune_cache
-from rl_hooks.engines.protocol import SwapEngine
+from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.follower import EngineFollower
 from rl_hooks.release import PLAIN_NAME, Manifest, Release, parse_manifest
 
@@ -51,6 +51,9 @@ class AgentConfig:
     AgentConfig("http://service:8400", ("http://127.0.0.1:8000",))          one engine, run "default"
     AgentConfig(..., canary=CanaryRule(rounds=0))                           never swap back by itself
     AgentConfig(..., metrics_port=9105)                                     serve own metrics on loopback
+    AgentConfig(..., engine_kind="sglang")                                  which adapter speaks with the engines
+
+    `token` is the service's and is sent to nobody else; `engine_token` is the engines'.
     """
 
     service_url: str
@@ -59,6 +62,8 @@ class AgentConfig:
     cache_dir: Path = Path(".draftalign/agent")
     agent_id: str = field(default_factory=socket.gethostname)
     token: str | None = field(default=None, repr=False)
+    engine_kind: EngineKind = "protocol"
+    engine_token: str | None = field(default=None, repr=False)
     wait_seconds: float = 30.0
     report_seconds: float = 5.0
     request_timeout_seconds: float = 10.0
@@ -77,6 +82,10 @@ class AgentConfig:
             raise ValueError(f"engine_urls: expected at least one engine, each named once, got {self.engine_urls}")
         if not PLAIN_NAME.fullmatch(self.run):
             raise ValueError(f"run: {self.run!r} is not a plain name of letters, digits, '.', '_' and '-'")
+        if self.engine_kind not in get_args(EngineKind):
+            raise ValueError(f"engine_kind: expected one of {get_args(EngineKind)}, got {self.engine_kind!r}")
+        if not 0 < len(self.agent_id) <= 100 or not self.agent_id.isprintable() or self.agent_id[0] in " /":
+            raise ValueError(f"agent_id: expected 1 to 100 printable characters, got {self.agent_id!r}")
         if not 0 <= self.wait_seconds <= 60 or self.report_seconds <= 0:
             raise ValueError(
                 f"expected wait_seconds of 0 to 60 and report_seconds above 0, got {self.wait_seconds} and "
@@ -178,7 +187,13 @@ class SwapAgent:
         return loops
 
     def _follower(self, url: str, client: httpx.AsyncClient) -> EngineFollower:
-        engine = SwapEngine(url, client, swap_timeout_seconds=self.config.swap_timeout_seconds)
+        engine = connect(
+            self.config.engine_kind,
+            url,
+            client,
+            token=self.config.engine_token,
+            swap_timeout_seconds=self.config.swap_timeout_seconds,
+        )
         cache = self.config.cache_dir.absolute() / self.config.run
         follower = EngineFollower(engine, self.config.canary, self.metrics, cache, time.monotonic)
         self.followers[url] = follower

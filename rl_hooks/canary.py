@@ -1,28 +1,48 @@
 """Whether a new drafter does worse in this engine than the one that it replaced.
 
 Only a comparison on the same traffic counts, so the old version's α is that of its last rounds here, not of its life,
-and a baseline that is too old gives no verdict. Rounds of one prompt are correlated: with few prompts in flight
-`rounds` must be large (thousands) for a drop of 10 % to mean anything; see docs.
+and a baseline that is too old gives no verdict.
+
+Rounds of one prompt are alike, so they are not that many independent observations: 200 rounds of ten prompts say as
+much as ten. Both sides are therefore kept in blocks (differences between two scrapes, joined to an eighth of the
+trial), and the standard error of log α is that of a ratio of sums over blocks. A version is sent back when its α is
+below `ratio` of the old one's *and* is certain to be below it at all; a trial that cannot tell goes on, up to
+`patience` times its rounds, and then passes.
 
 Pure: times are passed in.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from rl_hooks.counters import Counts
+
+#: Blocks that a side is cut into; fewer than half as many tell nothing about their spread.
+_BLOCKS: Final = 8
+#: Variance of clustered rounds over that of independent ones, where there are too few blocks to measure it.
+_DESIGN_EFFECT: Final = 4.0
+#: One-sided 99 % quantile of the normal distribution.
+_CERTAIN: Final = 2.326
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryRule:
-    """After `rounds` rounds of the new version, α below `ratio` x the old one's sends it back. 0 rounds: never."""
+    """After `rounds` rounds of the new version, α below `ratio` x the old one's sends it back. 0 rounds: never.
 
-    rounds: int = 200
+    2000 rounds are about 100 answers of 20 rounds each: the spread of α over answers is near a third of α, so that a
+    drop of a tenth is then 2 to 3 standard errors, which is what a verdict needs.
+    """
+
+    rounds: int = 2000
     ratio: float = 0.9
     baseline_max_age_seconds: float = 300.0
+    #: A trial without a certain verdict goes on up to so many times `rounds`.
+    patience: float = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +79,7 @@ class Canary:
         self.trial: str | None = None
         self._recent: deque[Counts] = deque()
         self._recent_at = 0.0
-        self._trial_counts = Counts()
+        self._trial: list[Counts] = []
 
     def loaded(self, version: str, *, exempt: bool) -> None:
         """A version was just swapped in. `exempt`: a person insists on it, or it was restored after a restart."""
@@ -68,7 +88,7 @@ class Canary:
         elif exempt or self.good is None or self.rule.rounds <= 0 or self._baseline().rounds < self.rule.rounds:
             self._accept(version)
         else:
-            self.trial, self._trial_counts = version, Counts()
+            self.trial, self._trial = version, []
 
     def interrupted(self) -> None:
         """The engine restarted or was swapped by somebody else: a running trial has lost its footing."""
@@ -81,18 +101,33 @@ class Canary:
             return None
         if version != self.trial or self.good is None:
             return None
-        self._trial_counts += counts
-        if self._trial_counts.rounds < self.rule.rounds:
+        if counts.rounds:
+            self._trial.append(counts)
+        trial, baseline, good = sum(self._trial, Counts()), self._baseline(), self.good
+        if trial.rounds < self.rule.rounds:
             return None
-        baseline, trial, good = self._baseline(), self._trial_counts, self.good
-        fresh = now - self._recent_at <= self.rule.baseline_max_age_seconds
-        passed = not fresh or trial.alpha >= self.rule.ratio * baseline.alpha
+        passed = now - self._recent_at > self.rule.baseline_max_age_seconds or self._holds(trial, baseline)
+        if passed is None:
+            if trial.rounds < self.rule.patience * self.rule.rounds:
+                return None
+            passed = True
         verdict = Verdict(version, good, trial.alpha, baseline.alpha, trial.rounds, baseline.rounds, passed)
         if passed:
+            kept = self._trial
             self._accept(version)
-            self._remember(trial, now)
+            for part in kept:
+                self._remember(part, now)
         self.trial = None
         return verdict
+
+    def _holds(self, trial: Counts, baseline: Counts) -> bool | None:
+        """Whether the trial holds its own; None if it looks worse, but might not be."""
+        if trial.alpha >= self.rule.ratio * baseline.alpha:
+            return True
+        size = max(self.rule.rounds // _BLOCKS, 1)
+        variance = log_alpha_variance(blocks(self._trial, size)) + log_alpha_variance(blocks(self._recent, size))
+        certain = math.log(trial.alpha / baseline.alpha) + _CERTAIN * math.sqrt(variance) < 0
+        return False if certain else None
 
     def _accept(self, version: str) -> None:
         self.good, self.trial = version, None
@@ -109,3 +144,40 @@ class Canary:
         self._recent_at = now
         while sum(c.rounds for c in self._recent) - self._recent[0].rounds >= max(self.rule.rounds, 1):
             self._recent.popleft()
+
+
+def blocks(parts: Sequence[Counts] | deque[Counts], rounds: int) -> list[Counts]:
+    """Join neighbouring differences until each has `rounds` rounds; what is left over joins the last."""
+    joined: list[Counts] = []
+    open_block = Counts()
+    for part in parts:
+        open_block += part
+        if open_block.rounds >= rounds:
+            joined.append(open_block)
+            open_block = Counts()
+    if open_block.rounds:
+        joined = [*joined[:-1], joined[-1] + open_block] if joined else [open_block]
+    return joined
+
+
+def log_alpha_variance(sides: Sequence[Counts]) -> float:
+    """Variance of log α by the delta method: of a ratio of sums over blocks, never below that of independent rounds."""
+    total = sum(sides, Counts())
+    if not total.rounds:
+        return math.inf
+    independent = _round_variance(total) / (total.rounds * total.alpha**2)
+    if len(sides) < _BLOCKS // 2:
+        return independent * _DESIGN_EFFECT
+    residuals = sum(((part.accepted_tokens + part.rounds) - total.alpha * part.rounds) ** 2 for part in sides)
+    clustered = len(sides) / (len(sides) - 1) * residuals / (total.alpha * total.rounds) ** 2
+    return max(clustered, independent)
+
+
+def _round_variance(counts: Counts) -> float:
+    """Variance of the accepted tokens of a round: E[a^2] = Σ (2i + 1) p_i, p_i the share of rounds past position i."""
+    mean = counts.accepted_tokens / counts.rounds
+    if sum(counts.accepted_per_position) != counts.accepted_tokens:  # not counted: the largest that there can be
+        depth = counts.drafted_tokens / counts.rounds
+        return max(mean * (depth - mean), 0.0)
+    square = sum((2 * i + 1) * n for i, n in enumerate(counts.accepted_per_position)) / counts.rounds
+    return max(square - mean * mean, 0.0)

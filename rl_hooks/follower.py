@@ -23,7 +23,7 @@ from rl_hooks.agent_errors import AgentError, EngineError, MetricsError, SwapRef
 from rl_hooks.agent_metrics import AgentMetrics
 from rl_hooks.canary import Canary, CanaryRule, Verdict
 from rl_hooks.counters import Bucket, Ledger, Snapshot
-from rl_hooks.engines.protocol import EngineState, SwapEngine
+from rl_hooks.engines.protocol import Engine, EngineState
 from rl_hooks.release import Release, parse_manifest
 
 log = logging.getLogger("draftalign.agent")
@@ -41,7 +41,7 @@ class EngineFollower:
     """One engine's loop body; `tick` raises EngineError when the engine cannot be reached."""
 
     def __init__(
-        self, engine: SwapEngine, rule: CanaryRule, metrics: AgentMetrics, cache: Path, clock: Callable[[], float]
+        self, engine: Engine, rule: CanaryRule, metrics: AgentMetrics, cache: Path, clock: Callable[[], float]
     ) -> None:
         self.url = engine.url
         self.ledger = Ledger()
@@ -191,7 +191,7 @@ class EngineFollower:
     async def _swap(self, release: Release, state: EngineState) -> None:
         self._check_shape(release, state)
         try:
-            await self._engine.swap(release.path, release.version)
+            await self._engine.swap(release)
         except SwapRefusedError:
             self._given_up = release.sequence
             self._metrics.swap(self.url, "refused")

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from service.errors import ServiceError
+from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings
 
 app = typer.Typer(
@@ -79,21 +79,38 @@ def agent(
     ),
     report_seconds: Annotated[float, typer.Option(help="How often acceptance counters are read and reported.")] = 5.0,
     metrics_port: Annotated[int | None, typer.Option(help="Serve the agent's own /metrics here.")] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address for that.")] = "127.0.0.1",
+    agent_id: Annotated[str | None, typer.Option(help="Name in reports; the host's, unless given.")] = None,
+    engine_kind: Annotated[str, typer.Option(help="What the engines are: protocol, vllm or sglang.")] = "protocol",
+    canary_rounds: Annotated[
+        int | None, typer.Option(min=0, help="Rounds on which a new version is compared with the last; 0: never.")
+    ] = None,
 ) -> None:
-    """Keep inference engines on the newest drafter, and report their acceptance back."""
-    from rl_hooks.agent import AgentConfig, run_agent
+    """Keep inference engines on the newest drafter, and report their acceptance back.
 
-    run_agent(
-        AgentConfig(
+    DRAFTALIGN_TOKEN: the service's token. DRAFTALIGN_ENGINE_TOKEN: the engines', where they ask for one.
+    """
+    from rl_hooks.agent import AgentConfig, run_agent
+    from rl_hooks.canary import CanaryRule
+
+    try:
+        config = AgentConfig(
             service_url=service,
             engine_urls=tuple(engine),
             run=run,
             cache_dir=cache_dir,
+            agent_id=agent_id or socket.gethostname(),
             report_seconds=report_seconds,
             metrics_port=metrics_port,
+            metrics_host=metrics_host,
+            engine_kind=engine_kind,  # type: ignore[arg-type]
+            canary=CanaryRule() if canary_rounds is None else CanaryRule(rounds=canary_rounds),
             token=os.environ.get("DRAFTALIGN_TOKEN"),
+            engine_token=os.environ.get("DRAFTALIGN_ENGINE_TOKEN"),
         )
-    )
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    run_agent(config)
 
 
 @app.command()

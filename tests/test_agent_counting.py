@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_hooks.agent_errors import MetricsError
-from rl_hooks.canary import Canary, CanaryRule
+from rl_hooks.canary import Canary, CanaryRule, Verdict, blocks, log_alpha_variance
 from rl_hooks.counters import ACCEPTED, ACCEPTED_PER_POSITION, DRAFTED, MAX_BUCKETS, ROUNDS, Counts, Ledger, Snapshot
 
 
@@ -29,6 +30,10 @@ def engine() -> Iterator[Engine]:
     peer = Engine()
     yield peer
     peer.down()
+
+
+#: A canary that these few rounds satisfy.
+SMALL = CanaryRule(rounds=200)
 
 
 def _page(engine: Engine) -> str:
@@ -233,7 +238,7 @@ def _trial(service: Service, engine: Engine, alpha_accepted: int) -> tuple[str, 
 def test_a_version_that_does_worse_is_swapped_back_and_reported(
     service: Service, engine: Engine, tmp_path: Path
 ) -> None:
-    with running_agent(service, engine, cache=tmp_path):
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
         first, second = _trial(service, engine, 1)
         eventually(lambda: engine.version == first)
         (verdict,) = eventually(service.verdicts)
@@ -255,7 +260,7 @@ def test_a_version_that_does_worse_is_swapped_back_and_reported(
 def test_a_rejected_version_stays_out_until_a_person_pushes_it_again(
     service: Service, engine: Engine, tmp_path: Path
 ) -> None:
-    with running_agent(service, engine, cache=tmp_path):
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
         first, second = _trial(service, engine, 1)
         eventually(lambda: engine.version == first)
         service.push_again("the drafter seems dead")  # not a person's decision
@@ -263,7 +268,7 @@ def test_a_rejected_version_stays_out_until_a_person_pushes_it_again(
         assert engine.version == first
         engine.restart()
         eventually(lambda: engine.version == first)
-    with running_agent(service, engine, cache=tmp_path):  # remembered by the next agent
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):  # remembered by the next agent
         settle(engine, 6)
         assert engine.version == first
         engine.restart()
@@ -278,7 +283,7 @@ def test_a_rejected_version_stays_out_until_a_person_pushes_it_again(
 
 
 def test_a_version_that_holds_its_own_stays(service: Service, engine: Engine, tmp_path: Path) -> None:
-    with running_agent(service, engine, cache=tmp_path):
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
         first, second = _trial(service, engine, 3)
         (verdict,) = eventually(service.verdicts)
         settle(engine)
@@ -336,6 +341,86 @@ def test_a_trial_overtaken_by_a_newer_version_leaves_the_baseline() -> None:
     verdict = canary.count("c", _counts(100, 0), now=2.0)
     assert verdict is not None
     assert (verdict.previous, verdict.passed, canary.good) == ("a", False, "a")
+
+
+def _rounds(accepted: list[int], per_block: int) -> list[Counts]:
+    """Differences of `per_block` rounds each, counted as an engine of depth 3 would."""
+    return [
+        Counts(per_block, 3 * per_block, per_block * a, tuple(per_block * (a > i) for i in range(3)), None, 1.0)
+        for a in accepted
+    ]
+
+
+def _verdict(canary: Canary, parts: list[Counts]) -> Verdict | None:
+    canary.loaded("b", exempt=False)
+    return next((v for part in parts if (v := canary.count("b", part, now=1.0)) is not None), None)
+
+
+def test_a_canary_of_clustered_rounds_waits_until_it_is_certain() -> None:
+    """Blocks that differ widely among themselves: 400 rounds, but only some prompts."""
+    canary = Canary(CanaryRule(rounds=400, patience=2.0))
+    canary.loaded("a", exempt=False)
+    for part in _rounds([3, 3, 0, 3, 3, 0, 3, 3], 50):
+        canary.count("a", part, now=0.0)
+    unlucky = [3, 0, 3, 0, 3, 0, 3, 0]  # α 2.5 after 3.25: below 0.9 of it, by chance
+    assert _verdict(canary, _rounds(unlucky, 50)) is None
+    assert canary.trial == "b"
+    later = [canary.count("b", part, now=1.0) for part in _rounds([3] * 8, 50)]
+    assert [v.passed for v in later if v is not None] == [True]
+
+
+def test_a_canary_that_never_becomes_certain_passes_when_its_patience_ends() -> None:
+    canary = Canary(CanaryRule(rounds=400, patience=2.0))
+    canary.loaded("a", exempt=False)
+    for part in _rounds([3, 3, 0, 3, 3, 0, 3, 3], 50):
+        canary.count("a", part, now=0.0)
+    verdict = _verdict(canary, _rounds([3, 0, 3, 0, 3, 0, 3, 0] * 2, 50))
+    assert verdict is not None
+    assert verdict.passed
+    assert verdict.rounds == 800
+
+
+def test_a_canary_is_certain_of_the_same_drop_when_every_block_shows_it() -> None:
+    canary = Canary(CanaryRule(rounds=400))
+    canary.loaded("a", exempt=False)
+    for part in _rounds([3] * 8, 50):
+        canary.count("a", part, now=0.0)
+    verdict = _verdict(canary, _rounds([2, 2, 1, 2, 2, 1, 2, 2], 50))
+    assert verdict is not None
+    assert not verdict.passed
+
+
+def test_the_canary_of_an_unchanged_drafter_seldom_fails_on_clustered_traffic() -> None:
+    """A prompt's rounds are alike; 2000 rounds are a hundred prompts. 200 trials of a drafter against itself."""
+    draw = random.Random(0)
+    failures = 0
+    for _ in range(200):
+        canary = Canary(CanaryRule())
+        canary.loaded("a", exempt=False)
+        for part in _rounds([draw.choice([0, 1, 2, 3]) for _ in range(110)], 20):
+            canary.count("a", part, now=0.0)
+        verdict = _verdict(canary, _rounds([draw.choice([0, 1, 2, 3]) for _ in range(400)], 20))
+        failures += verdict is not None and not verdict.passed
+    assert failures <= 6
+
+
+def test_independent_rounds_have_the_variance_of_their_positions() -> None:
+    draw = random.Random(1)
+    accepted = [draw.choice([0, 1, 1, 3]) for _ in range(4000)]
+    counts = sum(_rounds(accepted, 1), Counts())
+    mean = sum(accepted) / len(accepted)
+    spread = sum((a - mean) ** 2 for a in accepted) / len(accepted)
+    expected = 4.0 * spread / (len(accepted) * (1 + mean) ** 2)  # too few blocks to measure: the design effect
+    assert log_alpha_variance([counts]) == pytest.approx(expected)
+    assert log_alpha_variance([]) == math.inf
+
+
+@pytest.mark.parametrize("size", [1, 30, 1000])
+def test_blocks_keep_every_round(size: int) -> None:
+    parts = _rounds([0, 1, 2, 3] * 5, 7)
+    joined = blocks(parts, size)
+    assert sum(joined, Counts()) == sum(parts, Counts())
+    assert all(part.rounds >= min(size, 140) for part in joined)
 
 
 # --- the ledger by itself

@@ -19,6 +19,7 @@ from drafter.model import Eagle3Drafter
 from examples.engine import Engine
 from examples.engine_sequences import Sampling
 from examples.engine_server import create_app
+from rl_hooks.canary import CanaryRule
 
 GREEDY = Sampling(64, temperature=0.0, eos_id=EOS_ID)
 
@@ -73,7 +74,7 @@ def test_a_worse_drafter_is_tried_counted_and_swapped_back_while_text_stays_the_
             done = running.engine.submit(prompts, GREEDY).result(timeout=60)
             assert [one.token_ids for one in done] == text
 
-        with start_agent(service.url, running, cache=tmp_path / "cache") as agent:
+        with start_agent(service.url, running, cache=tmp_path / "cache", canary=CanaryRule(rounds=200)) as agent:
             first = _publish(service, good, tmp_path / "good")
             follower = eventually(lambda: agent.followers.get(running.url))
             eventually(lambda: follower.loaded_version == first)

@@ -10,6 +10,8 @@ import pytest
 from agent_fixtures import Engine, drafter_bytes, eventually, settle, start_agent
 from service_fixtures import RunningService
 
+from rl_hooks.canary import CanaryRule
+
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
@@ -58,7 +60,7 @@ def test_rollback_and_push_again_reach_the_engine(service: RunningService, engin
 
 def test_a_canarys_verdict_is_kept_in_the_history(service: RunningService, engine: Engine, tmp_path: Path) -> None:
     first = _publish(service, 1)
-    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+    with start_agent(service.url, engine, cache=tmp_path / "cache", canary=CanaryRule(rounds=200)):
         eventually(lambda: engine.version == first)
         settle(engine)
         engine.play(300, 3)

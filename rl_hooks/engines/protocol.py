@@ -8,13 +8,13 @@ GET  /metrics                                vLLM's counters
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
 from rl_hooks.agent_errors import EngineError, SwapRefusedError
 from rl_hooks.counters import Snapshot
+from rl_hooks.release import Release
 
 #: The engine understood the request and rejected this drafter. Other errors may be about the moment.
 _REFUSALS = frozenset({400, 409, 413, 415, 422})
@@ -36,12 +36,30 @@ class EngineState:
         return self.version if self.loaded else None
 
 
-class SwapEngine:
-    """One engine. Every method raises EngineError when the engine is down or talks nonsense."""
+class Engine(Protocol):
+    """What the agent needs of an engine, whatever it speaks. Methods raise EngineError when it is down or confused."""
 
-    def __init__(self, url: str, client: httpx.AsyncClient, *, swap_timeout_seconds: float = 120.0) -> None:
+    url: str
+
+    async def state(self) -> EngineState:
+        """What is loaded now."""
+
+    async def swap(self, release: Release) -> None:
+        """Load a drafter. Raises SwapRefusedError if the engine will never take it, with nothing changed."""
+
+    async def snapshot(self) -> Snapshot:
+        """Its counters now. Raises MetricsError if it does not count."""
+
+
+class SwapEngine:
+    """One engine that speaks the protocol. `token` is the engine's own, sent as a bearer token."""
+
+    def __init__(
+        self, url: str, client: httpx.AsyncClient, *, token: str | None = None, swap_timeout_seconds: float = 120.0
+    ) -> None:
         self.url = url.rstrip("/")
         self._client = client
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._swap_timeout_seconds = swap_timeout_seconds
 
     async def state(self) -> EngineState:
@@ -63,9 +81,10 @@ class SwapEngine:
             )
         return EngineState(version, loaded, swaps, fingerprint, policy)
 
-    async def swap(self, path: Path, version: str) -> None:
-        """Load the drafter in `path`. Raises SwapRefusedError if the engine will never take it, else EngineError."""
-        body = {"path": str(path), "version": version}
+    async def swap(self, release: Release) -> None:
+        """Ask for a swap, and believe only an answer that names the version."""
+        version = release.version
+        body = {"path": str(release.path), "version": version}
         response = await self._call("POST", "/drafter/swap", json=body, timeout=self._swap_timeout_seconds)
         if (answered := self._object(response).get("version")) != version:
             raise EngineError(f"{self.url}/drafter/swap: asked for {version}, the engine answered {answered!r}")
@@ -76,7 +95,7 @@ class SwapEngine:
 
     async def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         try:
-            response = await self._client.request(method, self.url + path, **arguments)
+            response = await self._client.request(method, self.url + path, headers=self._headers, **arguments)
         except httpx.HTTPError as error:
             raise EngineError(f"{method} {self.url}{path}: {error!r}") from error
         if response.status_code == 200:

@@ -19,6 +19,7 @@ from vllm_process import VllmServer
 from drafter.checkpoint import config_fingerprint
 from drafter.model import Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.canary import CanaryRule
 from rl_hooks.follower import EngineFollower
 
 pytestmark = pytest.mark.timeout(600)
@@ -58,7 +59,8 @@ def test_the_agent_keeps_a_real_vllm_on_the_right_drafter(
     assert server.swap("random", "before-the-agent").status_code == 200
     policy = server.rpc("policy_digest")
     load = Load(server, elicit_prompts(24, seed=4))  # one kind of traffic: a canary compares over time
-    with load.running(), start_agent(service.url, server, cache=drafters / "agent") as agent:
+    rule = CanaryRule(rounds=200)
+    with load.running(), start_agent(service.url, server, cache=drafters / "agent", canary=rule) as agent:
         good = publish(service, drafters / "trained", trained)
         follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
         eventually(lambda: follower.loaded_version == good)
