@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from pydantic import ValidationError
@@ -30,6 +30,8 @@ _OTHER_VARIABLES = {
     *("DRAFTALIGN_DRAFTER_DIR", "DRAFTALIGN_SWAP_TOKEN"),
 }
 
+_REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://")
+
 StateDir = Annotated[Path | None, typer.Option(help="Where spool, registry and checkpoints live.")]
 Port = Annotated[int | None, typer.Option(help="TCP port of the API.")]
 RedisUrl = Annotated[str | None, typer.Option(help="Redis or Valkey to use; unset starts an embedded Valkey.")]
@@ -38,6 +40,9 @@ RedisUrl = Annotated[str | None, typer.Option(help="Redis or Valkey to use; unse
 def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -> Settings:
     given = {"state_dir": state_dir, "port": port, "redis_url": redis_url}
     settings = Settings(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    url = "" if settings.redis_url is None else settings.redis_url.get_secret_value()
+    if url and not url.startswith(_REDIS_SCHEMES):
+        raise ConfigurationError(f"redis_url must begin with one of {', '.join(_REDIS_SCHEMES)}")
     log = logging.getLogger("draftalign")
     if unknown := unknown_variables():
         log.warning("no setting is called %s; see docs/settings.md for the names", ", ".join(unknown))
@@ -154,8 +159,11 @@ def port_is_free(host: str, port: int) -> bool:
 def main() -> None:
     """Entry point: one line for an error that a person can act on, a traceback only for a bug."""
     name = os.environ.get("DRAFTALIGN_CHILD", "draftalign")
+    level = os.environ.get("DRAFTALIGN_LOG_LEVEL", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        sys.exit(f"draftalign: DRAFTALIGN_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level[:40]!r}")
     logging.basicConfig(
-        level=os.environ.get("DRAFTALIGN_LOG_LEVEL", "INFO"),
+        level=level,
         format=f"%(asctime)s {name:<8} %(levelname)-7s %(message)s",
         datefmt="%H:%M:%S",
     )
@@ -165,7 +173,7 @@ def main() -> None:
     except ValidationError as error:
         first = error.errors()[0]
         sys.exit(f"draftalign: setting {'.'.join(str(p) for p in first['loc'])}: {first['msg']}")
-    except ServiceError as error:
+    except (ServiceError, OSError) as error:
         sys.exit(f"draftalign: {error}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from service.auth import check_binding
 from service.cli import port_is_free
 from service.errors import ConfigurationError
 from service.settings import Settings
@@ -15,10 +16,15 @@ log = logging.getLogger("draftalign.up")
 
 def run_up(settings: Settings) -> None:
     """Run until SIGINT or SIGTERM, then end every part in order."""
+    check_binding(settings)  # here too: a child that refuses would only be started again and again
     if settings.port and not port_is_free(settings.host, settings.port):
         raise ConfigurationError(
             f"port {settings.port} on {settings.host} is taken; stop what listens there or choose another with --port"
         )
+    try:
+        settings.state_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"state directory {settings.state_dir} cannot be made: {error}") from error
     environment = {
         "DRAFTALIGN_STATE_DIR": str(settings.state_dir),
         "DRAFTALIGN_PORT": str(settings.port),
@@ -27,6 +33,10 @@ def run_up(settings: Settings) -> None:
     children: list[Child] = []
     if settings.redis_url is None:
         valkey = EmbeddedValkey(settings.state_dir)
+        if valkey.ping():
+            raise ConfigurationError(
+                f"a server already runs on {valkey.directory}; is `draftalign up` running on this state directory?"
+            )
         children.append(Child("valkey", ["service.valkey", str(settings.state_dir)]))
         environment["DRAFTALIGN_REDIS_URL"] = valkey.url
     else:

@@ -288,9 +288,7 @@ def test_redis_and_api_killed_while_rollouts_flow_lose_nothing_that_was_acknowle
         workers.kill(pid, signal.SIGTERM)
         assert bench.totals()["batches"] == sent
         named = {(bench.queue.batch(b) or {}).get("blob") for b in acknowledged}
-        assert not named & set(bench.spooled()), (
-            "only files of uploads that Redis never heard of are left to the reaper"
-        )
+        assert not named & set(bench.spooled()), "the reaper gets only what Redis never heard of"
         assert bench.queue.counters()["accepted_total"] == sent
     finally:
         if pid:
