@@ -3,10 +3,11 @@
 Reading is strict, because engines are not: a missing lm_head or d2t, a wrong layer id or an old embedding loads there
 without an error and only shows as a poor α, or worse, as a changed policy. Whatever does not fit raises
 `CheckpointError`. `embed_tokens` is never written and never accepted: engines that share it with the target would
-overwrite the policy's own embedding.
+overwrite the policy's own embedding. A drafter over the target's whole vocabulary has no `d2t` and `t2d`: vLLM refuses
+to start with them, and they would say nothing.
 
-Not here: publishing a directory atomically (the registry does that). Files are complete and synced when `write_drafter`
-returns.
+Not here: other projects' layouts (`drafter.formats`), and publishing a directory atomically (the registry does that).
+Files are complete and synced when `write_drafter` returns.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,12 +34,16 @@ CONFIG_FILE: Final = "config.json"
 #: Fields that change what the tensors mean. We support one value each; absent means that value.
 _FIXED: Final[Mapping[str, Any]] = {
     "num_hidden_layers": 1,
-    "norm_before_residual": False,
     "norm_output": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
     "attention_bias": False,
     "bias": False,
     "tie_word_embeddings": False,
 }
+#: Of those, what an export states. The others are newer switches, which are off where they are absent.
+_STATED: Final = ("num_hidden_layers", "norm_output", "attention_bias", "bias", "tie_word_embeddings")
+_MAPS: Final = ("d2t", "t2d")
 _SIZES: Final = (
     "hidden_size",
     "intermediate_size",
@@ -60,6 +65,26 @@ class FileDigest:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredDrafter:
+    """A drafter as files hold it: weights [canonical name] in one dtype, without maps and embedding."""
+
+    config: DrafterConfig
+    vocabulary: DraftVocabulary
+    weights: Mapping[str, Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Storage of the weights."""
+        return next(iter(self.weights.values())).dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the canonical layout, `d2t` and `t2d` included where the vocabulary is reduced."""
+        if len(self.vocabulary) == self.vocabulary.vocab_size:
+            return dict(self.weights)
+        return {**self.weights, "d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}
+
+
 def write_drafter(
     directory: Path, drafter: Eagle3Drafter, *, dtype: torch.dtype = torch.float32
 ) -> dict[str, FileDigest]:
@@ -69,22 +94,39 @@ def write_drafter(
     """
     if dtype not in _STORAGE.values():
         raise CheckpointError(f"weights are stored as float32, bfloat16 or float16, got {dtype}")
-    expected = tensor_shapes(drafter.config)
-    tensors: dict[str, Tensor] = {}
-    for name, value in drafter.state_dict().items():
-        stored = value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype).contiguous()
-        if tuple(stored.shape) != expected.get(name):
-            raise CheckpointError(
-                f"{name} of this drafter is {tuple(stored.shape)}, its config says {expected.get(name)}"
-            )
-        if stored.is_floating_point() and not bool(torch.isfinite(stored).all()):
-            raise CheckpointError(f"{name} is not finite as {dtype}; go back to the last good weights, do not publish")
-        tensors[name] = stored
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in drafter.named_parameters()}
+    return write_stored(directory, StoredDrafter(drafter.config, drafter.vocabulary, weights))
+
+
+def write_stored(directory: Path, stored: StoredDrafter) -> dict[str, FileDigest]:
+    """`write_drafter` for a drafter that needs no embedding because it is not run."""
+    tensors = stored.tensors()
+    check_tensors(tensors, stored.config)
     save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
-    (directory / CONFIG_FILE).write_text(json.dumps(export_config(drafter.config, dtype), indent=2) + "\n")
+    document = export_config(stored.config, stored.dtype)
+    (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
+    return finish_files(directory)
+
+
+def finish_files(directory: Path) -> dict[str, FileDigest]:
+    """Sync both files and their directory to the disk; return what they must be when they are read elsewhere."""
     digests = {name: _sync_and_digest(directory / name) for name in (MODEL_FILE, CONFIG_FILE)}
     _sync(directory)
     return digests
+
+
+def check_tensors(tensors: Mapping[str, Tensor], config: DrafterConfig) -> None:
+    """Raise `CheckpointError` unless names and shapes are the config's and every value is finite."""
+    expected = tensor_shapes(config)
+    for name in expected.keys() | tensors.keys():
+        shape = tuple(tensors[name].shape) if name in tensors else None
+        if shape != expected.get(name):
+            raise CheckpointError(f"{name} of this drafter is {shape}, its config says {expected.get(name)}")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"{name} is not finite as {tensor.dtype}; go back to the last good weights, do not publish"
+            )
 
 
 def read_drafter(directory: Path, embed_tokens: Tensor, *, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
@@ -92,26 +134,39 @@ def read_drafter(directory: Path, embed_tokens: Tensor, *, dtype: torch.dtype = 
 
     embed_tokens [V, H] is the target's. Raises `CheckpointError`: names, shapes, dtypes, vocabulary, values.
     """
-    config = parse_config(_read_config(directory / CONFIG_FILE))
-    tensors = _read_tensors(directory / MODEL_FILE, config)
-    vocabulary = _vocabulary(tensors, config)
-    weights = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     try:
-        # The constructor draws initial weights; a reader must not advance the caller's random numbers.
-        with torch.random.fork_rng(devices=[]):
-            drafter = Eagle3Drafter(config, vocabulary, embed_tokens)
+        return build_drafter(read_stored(directory), embed_tokens, dtype=dtype)
+    except CheckpointError:
+        raise
     except DrafterError as error:
         raise CheckpointError(f"{directory} does not fit this target: {error}") from error
+
+
+def read_stored(directory: Path) -> StoredDrafter:
+    """Read the files of a drafter without building it. Raises `CheckpointError`."""
+    config = parse_config(read_config(directory / CONFIG_FILE))
+    tensors = _read_tensors(directory / MODEL_FILE, config)
+    vocabulary = read_vocabulary(tensors, config)
+    return StoredDrafter(config, vocabulary, {n: t for n, t in tensors.items() if n not in _MAPS})
+
+
+def build_drafter(stored: StoredDrafter, embed_tokens: Tensor, *, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
+    """Make the model of stored weights, in `dtype` on the CPU, over the target's embed_tokens [V, H]."""
+    # The constructor draws initial weights; a reader must not advance the caller's random numbers.
+    with torch.random.fork_rng(devices=[]):
+        drafter = Eagle3Drafter(stored.config, stored.vocabulary, embed_tokens)
     drafter.to(dtype)
     drafter.embed_tokens = embed_tokens.detach()
-    drafter.load_state_dict(weights)
+    maps = {"d2t": stored.vocabulary.d2t, "t2d": stored.vocabulary.t2d}
+    drafter.load_state_dict({**{name: t.to(dtype) for name, t in stored.weights.items()}, **maps})
     return drafter
 
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the canonical layout."""
+    """Name and shape of every tensor of the canonical layout; the two maps only where the vocabulary is reduced."""
     H, Ht, D, V = config.hidden_size, config.target_hidden_size, config.draft_vocab_size, config.vocab_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    maps: dict[str, tuple[int, ...]] = {} if D == V else {"d2t": (D,), "t2d": (V,)}
     return {
         "fc.weight": (H, len(config.aux_layers) * Ht),
         "midlayer.hidden_norm.weight": (H,),
@@ -126,8 +181,7 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         "midlayer.mlp.down_proj.weight": (H, config.intermediate_size),
         "norm.weight": (H,),
         "lm_head.weight": (D, H),
-        "d2t": (D,),
-        "t2d": (V,),
+        **maps,
     }
 
 
@@ -144,7 +198,8 @@ def export_config(config: DrafterConfig, dtype: torch.dtype = torch.float32) -> 
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        **_FIXED,
+        "norm_before_residual": config.norm_before_residual,
+        **{name: _FIXED[name] for name in _STATED},
         "torch_dtype": str(dtype).removeprefix("torch."),
         "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
         "eagle_config": {
@@ -159,6 +214,9 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     for name, value in _FIXED.items():
         if document.get(name, value) != value:
             raise CheckpointError(f"config.json: {name} must be {json.dumps(value)}, got {document[name]!r}")
+    before = document.get("norm_before_residual", False)
+    if not isinstance(before, bool):
+        raise CheckpointError(f"config.json: norm_before_residual must be true or false, got {before!r}")
     sizes = {name: _positive(document, name) for name in _SIZES}
     eps = document.get("rms_norm_eps")
     if not isinstance(eps, float) or not 0 < eps < 1:
@@ -174,6 +232,7 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
             rms_norm_eps=eps,
             max_position_embeddings=_positive(document, "max_position_embeddings"),
             model_type=str(document.get("target_model_type", "llama")),
+            norm_before_residual=before,
         )
     except CheckpointError:
         raise
@@ -187,12 +246,13 @@ def config_fingerprint(config: DrafterConfig, vocabulary: DraftVocabulary) -> st
     Sizes, layers, rotary base, norm epsilon and the draft vocabulary. `max_position_embeddings` is left out: it is a
     limit, not a meaning.
     """
-    fields = {name: value for name, value in asdict(config).items() if name != "max_position_embeddings"}
+    fields = {name: value for name, value in config.identity().items() if name != "max_position_embeddings"}
     text = json.dumps({**fields, "d2t": vocabulary.digest}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Read a JSON object of bounded size. Raises `CheckpointError`."""
     try:
         size = path.stat().st_size
         if size > _MAX_CONFIG_BYTES:
@@ -264,6 +324,8 @@ def _read_tensors(path: Path, config: DrafterConfig) -> dict[str, Tensor]:
 
 def _check_header(found: Mapping[str, tuple[tuple[int, ...], str]], config: DrafterConfig) -> None:
     expected = tensor_shapes(config)
+    if config.draft_vocab_size == config.vocab_size:  # maps that say nothing are allowed, their content is checked
+        expected |= {name: (config.vocab_size,) for name in _MAPS if name in found}
     embeddings = [name for name in found if "embed_tokens" in name]
     if embeddings:
         raise CheckpointError(
@@ -279,18 +341,26 @@ def _check_header(found: Mapping[str, tuple[tuple[int, ...], str]], config: Draf
     for name, (shape, _) in found.items():
         if shape != expected[name]:
             raise CheckpointError(f"{name} must be {expected[name]} by its config, got {shape}")
-    kinds = {dtype for name, (_, dtype) in found.items() if name not in ("d2t", "t2d")}
+    kinds = {dtype for name, (_, dtype) in found.items() if name not in _MAPS}
     if len(kinds) != 1 or not kinds <= _STORAGE.keys():
         raise CheckpointError(f"weights must share one dtype of {', '.join(_STORAGE)}, got {', '.join(sorted(kinds))}")
-    if (found["d2t"][1], found["t2d"][1]) != ("I64", "BOOL"):
-        raise CheckpointError(f"d2t must be I64 and t2d BOOL, got {found['d2t'][1]} and {found['t2d'][1]}")
+    for name, dtype in zip(_MAPS, ("I64", "BOOL"), strict=True):
+        if name in found and found[name][1] != dtype:
+            raise CheckpointError(f"{name} must be {dtype}, got {found[name][1]}")
 
 
-def _vocabulary(tensors: Mapping[str, Tensor], config: DrafterConfig) -> DraftVocabulary:
+def read_vocabulary(tensors: Mapping[str, Tensor], config: DrafterConfig) -> DraftVocabulary:
+    """The draft vocabulary that d2t gives, held against t2d; without them the target's whole one."""
+    if "d2t" not in tensors and "t2d" not in tensors and config.draft_vocab_size == config.vocab_size:
+        return DraftVocabulary.full(config.vocab_size)
+    if "d2t" not in tensors:
+        raise CheckpointError("d2t is missing: without it engines take the first draft tokens for the target's")
     try:
         vocabulary = DraftVocabulary.from_d2t(tensors["d2t"], config.vocab_size)
     except VocabularyError as error:
         raise CheckpointError(str(error)) from error
+    if "t2d" not in tensors:
+        return vocabulary
     wrong = torch.nonzero(vocabulary.t2d != tensors["t2d"]).flatten()
     if wrong.numel():
         raise CheckpointError(

@@ -5,6 +5,8 @@
     h1  = r + attention(x);   pre = h1 + mlp(post_attention_layernorm(h1))
     q   = softmax(lm_head(norm(pre)))             over the draft vocabulary
 
+With `norm_before_residual` (an option of speculators; not every engine has it) h1 = hidden_norm(r) + attention(x).
+
 Legend: A aux layers, H hidden, V target vocabulary, D draft vocabulary, N query heads, G key-value heads, hd head size.
 Parameter names are those of the published checkpoints; `embed_tokens` is the target's, frozen, never in the state dict.
 Training runs through `drafter.unroll`; `Eagle3Drafter.attend` is the same layer with a key-value cache, for decoding.
@@ -13,7 +15,7 @@ Training runs through `drafter.unroll`; `Eagle3Drafter.attend` is the same layer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,7 @@ class DrafterConfig:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32_768
     model_type: str = "llama"
+    norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -59,6 +62,13 @@ class DrafterConfig:
             raise DrafterError(f"draft_vocab_size must be 1 to {self.vocab_size}, got {self.draft_vocab_size}")
         if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
             raise DrafterError(f"aux_layers must be ascending and distinct, got {self.aux_layers}")
+
+    def identity(self) -> dict[str, Any]:
+        """Every field as JSON gives it back, to compare with a stored one. An absent switch means that it is off."""
+        fields = {**asdict(self), "aux_layers": list(self.aux_layers)}
+        if not self.norm_before_residual:
+            del fields["norm_before_residual"]
+        return fields
 
     @classmethod
     def from_target(
@@ -295,9 +305,8 @@ class Eagle3Drafter(nn.Module):
         """
         c, w = self.config, weights if weights is not None else self.weights()
         B, L = r.shape[:2]
-        x = torch.cat(
-            [rms_norm(embedding, w.input_norm, c.rms_norm_eps), rms_norm(r, w.hidden_norm, c.rms_norm_eps)], dim=-1
-        )
+        normed = rms_norm(r, w.hidden_norm, c.rms_norm_eps)
+        x = torch.cat([rms_norm(embedding, w.input_norm, c.rms_norm_eps), normed], dim=-1)
         q, k, v = self.split_heads(F.linear(x, w.qkv))
         cos, sin = rotary(positions, c.head_dim, c.rope_theta, x.dtype)
         q, k, v = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
@@ -307,7 +316,8 @@ class Eagle3Drafter(nn.Module):
             S = keys.shape[2] - L
             mask = torch.ones(L, S + L, dtype=torch.bool, device=r.device).tril(S).expand(B, L, S + L)
         attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[:, None], enable_gqa=True)
-        return self.finish(r, attended.transpose(1, 2).reshape(B, L, -1), w), k, v
+        residual = normed if c.norm_before_residual else r
+        return self.finish(residual, attended.transpose(1, 2).reshape(B, L, -1), w), k, v
 
     def logits(self, pre: Tensor) -> Tensor:
         """Logits [.., D] over the draft vocabulary from `pre` [.., H]."""

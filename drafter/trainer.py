@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -26,10 +26,18 @@ from torch import Tensor
 from drafter.batch import RolloutBatch
 from drafter.chain_loss import chain_loss
 from drafter.errors import CheckpointError, DrafterError
+from drafter.kinds import Drafter, unroll_batch
 from drafter.loss import DraftLoss, draft_loss
 from drafter.model import Eagle3Drafter
 from drafter.target import TargetHead, draft_target
-from drafter.unroll import make_plan, unroll
+from drafter.unroll import make_plan
+
+if TYPE_CHECKING:  # a type variable's default is newer than Python 3.11
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    _D = TypeVarWithDefault("_D", bound=Drafter, default=Eagle3Drafter)
+else:
+    _D = TypeVar("_D", bound=Drafter)
 
 #: What training minimises; `drafter.loss` and `drafter.chain_loss` give the formulas.
 Loss = Literal["kl", "lk", "nla", "alpha"]
@@ -86,10 +94,10 @@ class StepReport:
     skipped: str | None  # why parameters were left alone; None: they moved
 
 
-class DrafterTrainer:
+class DrafterTrainer(Generic[_D]):
     """Trains `drafter` in place; its parameters become the float32 (or float64) masters."""
 
-    def __init__(self, drafter: Eagle3Drafter, config: TrainConfig) -> None:
+    def __init__(self, drafter: _D, config: TrainConfig) -> None:
         self.drafter = drafter
         self.config = config
         self.windows = 0  # optimizer steps taken
@@ -98,7 +106,8 @@ class DrafterTrainer:
         self._dtype: torch.dtype = getattr(torch, config.compute_dtype)
         for parameter in drafter.parameters():
             parameter.data = parameter.data.to(torch.promote_types(self._dtype, torch.float32))
-        drafter.lm_head.weight.requires_grad_(config.train_lm_head)
+        if isinstance(drafter, Eagle3Drafter):  # an MTP module has no head of its own
+            drafter.lm_head.weight.requires_grad_(config.train_lm_head)
         self._named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
         matrices = [p for p in self._named.values() if p.ndim == 2]
         gains = [p for p in self._named.values() if p.ndim != 2]
@@ -112,7 +121,7 @@ class DrafterTrainer:
     @property
     def device(self) -> torch.device:
         """Where the drafter lives."""
-        return self.drafter.fc.weight.device
+        return next(self.drafter.parameters()).device
 
     def step(
         self, batches: RolloutBatch | Sequence[RolloutBatch], head: TargetHead | Sequence[TargetHead] | None
@@ -166,7 +175,7 @@ class DrafterTrainer:
         if not any(plan.entries):
             return None
         plan, batch = plan.to(self.device), batch.to(self.device)
-        unrolled = unroll(self.drafter, plan, batch.input_ids, batch.aux_hidden, dtype=self._dtype)
+        unrolled = unroll_batch(self.drafter, plan, batch, dtype=self._dtype)
         wide = torch.promote_types(self._dtype, torch.float32)
         target = draft_target(batch, plan, self.drafter.vocabulary, head, wide)
         if self.config.loss == "alpha":
@@ -277,8 +286,7 @@ class DrafterTrainer:
 
     def _identity(self) -> dict[str, Any]:
         """What a state must agree on to be loaded, as JSON gives it back."""
-        identity: dict[str, Any] = json.loads(json.dumps(asdict(self.drafter.config)))
-        return identity | {"vocabulary": self.drafter.vocabulary.digest}
+        return self.drafter.config.identity() | {"vocabulary": self.drafter.vocabulary.digest}
 
     @staticmethod
     def _pointer(directory: Path) -> dict[str, Any]:

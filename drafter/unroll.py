@@ -10,6 +10,7 @@ not depend on the step, so they are computed once per position and read shifted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -17,10 +18,22 @@ from torch import Tensor
 
 from drafter.attention import attend, gather_keys
 from drafter.errors import DrafterError
-from drafter.model import Eagle3Drafter, LayerWeights, rms_norm, rotary, rotate
+from drafter.model import Eagle3Drafter, rms_norm, rotary, rotate
 from drafter.plan import Plan, make_plan
 
 __all__ = ["Plan", "Unrolled", "make_plan", "unroll"]
+
+
+class HeadWeights(Protocol):
+    """What loss and replay apply to `pre`, of either kind of drafter."""
+
+    @property
+    def norm(self) -> Tensor:
+        """[H]."""
+
+    @property
+    def lm_head(self) -> Tensor:
+        """[D, H]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +43,7 @@ class Unrolled:
     plan: Plan
     rows: tuple[Tensor, ...]  # per step: int64[rows_j] in [0, T)
     pre: tuple[Tensor, ...]  # per step: [rows_j, H], before the final norm
-    weights: LayerWeights  # in the dtype that `pre` was computed in
+    weights: HeadWeights  # in the dtype that `pre` was computed in
 
     @property
     def steps(self) -> int:
@@ -90,14 +103,15 @@ def unroll(
             continue
         if step:
             r = r[:n]
-            qkv = project_qkv(rms_norm(r, weights.hidden_norm, eps), step)
+            x = rms_norm(r, weights.hidden_norm, eps)
+            qkv = project_qkv(x, step)
         cos, sin = rotary(plan.positions[:n] + step, hd, config.rope_theta, cast)
         q, k, v = drafter.split_heads(qkv)
         if step:
             diagonal = [(old_k[:n], old_v[:n]) for old_k, old_v in diagonal]
             diagonal.append((rotate(k, cos, sin), v))
         attended = attend(plan, step, rotate(q, cos, sin), keys, diagonal)
-        r = drafter.finish(r, attended.flatten(1), weights)
+        r = drafter.finish(x[:n] if config.norm_before_residual else r, attended.flatten(1), weights)
         chosen = plan.active[step]
         pres.append(r if chosen is None else r.index_select(0, chosen))
     return Unrolled(plan, plan.rows, tuple(pres), weights)

@@ -28,13 +28,13 @@ from rl_hooks.release import Manifest, OfferedFile, Release
 MODEL_FILE: Final = "model.safetensors"
 #: Written last into a complete directory: what was verified, and the digests after stripping.
 RECEIPT: Final = "draftalign-receipt.json"
+CONFIG_FILE: Final = "config.json"
 #: A drafter without one of these loads silently wrong in some engines, so it is refused before any engine sees it.
 REQUIRED_TENSORS: Final = frozenset(
     [
         "fc.weight",
         "norm.weight",
         "lm_head.weight",
-        "d2t",
         "midlayer.hidden_norm.weight",
         "midlayer.input_layernorm.weight",
         "midlayer.post_attention_layernorm.weight",
@@ -119,8 +119,20 @@ def _make_safe(directory: Path) -> None:
         names = wire.MappedFile(path).header.tensors.keys()
     except wire.WireError as error:
         raise CheckpointError(f"{MODEL_FILE} is not a usable safetensors file: {error}") from error
-    if missing := REQUIRED_TENSORS - names:
+    missing = REQUIRED_TENSORS - names
+    if "d2t" not in names and not _has_whole_vocabulary(directory / CONFIG_FILE):
+        missing |= {"d2t"}
+    if missing:
         raise CheckpointError(f"{MODEL_FILE} lacks {sorted(missing)}; engines would keep old weights in their place")
+
+
+def _has_whole_vocabulary(path: Path) -> bool:
+    """Whether the drafter proposes every token of the target: then it has no `d2t`, and vLLM refuses one."""
+    try:
+        document = json.loads(path.read_text())
+        return bool(document["draft_vocab_size"] == document["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _fetch_file(

@@ -174,7 +174,7 @@ def test_tensors_that_do_not_fit_are_refused(written: Path, change: Any, message
     ("changes", "message"),
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1"),
-        ({"norm_before_residual": True}, "norm_before_residual must be false"),
+        ({"norm_before_residual": "yes"}, "norm_before_residual must be true or false"),
         ({"norm_output": True}, "norm_output must be false"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"attention_bias": True}, "attention_bias"),

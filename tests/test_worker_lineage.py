@@ -132,7 +132,7 @@ def other_layers() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (broken_config(norm_before_residual=True), "norm_before_residual must be false"),
+        (broken_config(norm_output=True), "norm_output must be false"),
         (broken_config(intermediate_size=48), "must be .* by its config"),
         (broken_config(draft_vocab_size=16), "must be .* by its config"),
         (other_layers(), r"reads layers \[1, 3, 6\] \(entering\), the run captures \[2, 4, 5\]"),
@@ -161,7 +161,7 @@ def test_a_run_that_cannot_be_worked_on_is_named_in_the_log_and_the_others_go_on
 ) -> None:
     """One has an initial drafter that fits no engine, one a target's config that no drafter can be sized by."""
     bench.register(
-        bench.world.run_file(drafter=bench.world.drafter(), drafter_config=broken_config(norm_before_residual=True)),
+        bench.world.run_file(drafter=bench.world.drafter(), drafter_config=broken_config(norm_output=True)),
         run="aa-broken",
     )
     bench.register(plain_run_file(UNTRAINABLE), run="bb-unsized")
@@ -170,7 +170,7 @@ def test_a_run_that_cannot_be_worked_on_is_named_in_the_log_and_the_others_go_on
     worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
     with caplog.at_level(logging.ERROR, "draftalign.worker"):
         turn_until(worker, lambda: bench.state(batch) == "trained")
-    assert "run aa-broken: config.json: norm_before_residual must be false" in caplog.text
+    assert "run aa-broken: config.json: norm_output must be false" in caplog.text
     assert "run bb-unsized: the target's config lacks intermediate_size" in caplog.text
     assert caplog.text.count("run aa-broken") == 1, "said once a minute, not every turn"
     worker._redis.close()

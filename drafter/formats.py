@@ -1,0 +1,322 @@
+"""Drafters in the layouts of other projects: read into the canonical one (`drafter.checkpoint`), and written back.
+
+    sglang       flat config, `midlayer.*`: SafeAILab EAGLE, SGLang, TorchSpec, and what draftalign itself publishes
+    specforge    the same, as SpecForge's own trainer reads it: `d2t` and `t2d` always, no `norm_output`
+    speculators  nested config with a verifier, `layers.0.*`
+
+Weights are never converted: an import and an export give the same bits. What changes are names, the config, and what
+must not travel (`embed_tokens`, the verifier's head). What another project computes differently is refused by name.
+Pickles (`*.bin`, `*.pt`) are refused: reading one runs the code in it.
+
+Facts on layouts: vLLM 0.33, SGLang 0.5.23, SpecForge 0.2.0, speculators 0.9.0, as read in their sources.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafter.checkpoint import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    FileDigest,
+    StoredDrafter,
+    check_tensors,
+    export_config,
+    finish_files,
+    parse_config,
+    read_config,
+    read_vocabulary,
+    write_stored,
+)
+from drafter.errors import CheckpointError
+from drafter.model import DrafterConfig
+
+Layout = Literal["sglang", "speculators", "specforge"]
+LAYOUTS: Final[tuple[Layout, ...]] = get_args(Layout)
+
+_PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+#: Of the target: engines share them with the policy or build them anew, and a trainer reads them from the target.
+_TARGETS_OWN: Final = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+_LLAMA_ROPE_THETA: Final = 10_000.0
+_LLAMA_POSITIONS: Final = 2048
+#: Switches that none of our layers has, in any layout; absent means off.
+_OFF: Final = ("mlp_bias", "use_aux_norm", "embed_requires_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """The target as a speculators config names it."""
+
+    name_or_path: str | None = None
+    architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Imported:
+    """A drafter that was read, the layout that it came in, and what a person should know about it."""
+
+    stored: StoredDrafter
+    layout: Layout
+    notes: tuple[str, ...]
+    verifier: Verifier
+
+
+def import_drafter(
+    directory: Path,
+    *,
+    layout: Layout | None = None,
+    aux_layers: Sequence[int] | None = None,
+    norm_before_residual: bool | None = None,
+) -> Imported:
+    """Read model.safetensors and config.json in any layout (default: found out). Raises `CheckpointError`.
+
+    `aux_layers` ("entering" ids) and `norm_before_residual` say what the config leaves open, and must agree with what
+    it does say.
+    """
+    if not (directory / MODEL_FILE).is_file():
+        _refuse_what_is_there(directory)
+    document = read_config(directory / CONFIG_FILE)
+    nested = "speculators_model_type" in document or "transformer_layer_config" in document
+    if layout is None:
+        layout = "speculators" if nested else "sglang"
+    elif (layout == "speculators") != nested:
+        raise CheckpointError(f"{directory} is not in the {layout} layout; leave the layout out to have it found")
+    notes: list[str] = []
+    flat = _flatten(document) if nested else dict(document)
+    _settle_norms(flat, layout, norm_before_residual, notes)
+    _settle_aux_layers(flat, aux_layers)
+    _settle_defaults(flat, notes)
+    config = parse_config(flat)
+    tensors = _read_tensors(directory / MODEL_FILE, notes)
+    vocabulary = read_vocabulary(tensors, config)
+    weights = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
+    stored = StoredDrafter(config, vocabulary, weights)
+    check_tensors(stored.tensors(), config)
+    if len({t.dtype for t in weights.values()}) != 1:
+        raise CheckpointError(f"{MODEL_FILE}: weights must share one dtype; store them in one")
+    return Imported(stored, layout, (*notes, *engine_limits(config)), _verifier(document))
+
+
+def export_drafter(
+    directory: Path, stored: StoredDrafter, layout: Layout, *, verifier: Verifier | None = None
+) -> dict[str, FileDigest]:
+    """Write a drafter into an existing `directory` in one of `LAYOUTS`, synced to disk; return the files' digests.
+
+    `verifier` names the target in a speculators config. Raises `CheckpointError` for a drafter that the layout's
+    readers would silently compute otherwise.
+    """
+    if layout not in LAYOUTS:
+        raise CheckpointError(f"a layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if layout != "speculators" and stored.config.norm_before_residual:
+        raise CheckpointError(
+            f"norm_before_residual is true, which readers of the {layout} layout do not know: they would compute "
+            "another function without an error. Export it as speculators (for vLLM), or train one without"
+        )
+    if layout == "sglang":
+        return write_stored(directory, stored)
+    check_tensors(stored.tensors(), stored.config)
+    if layout == "specforge":
+        maps = {"d2t": stored.vocabulary.d2t, "t2d": stored.vocabulary.t2d}
+        tensors, document = {**stored.weights, **maps}, _specforge_config(stored)
+    else:
+        renamed = {name.replace("midlayer.", "layers.0."): t for name, t in stored.tensors().items()}
+        tensors, document = renamed, _speculators_config(stored, verifier or Verifier())
+    save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
+    (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
+    return finish_files(directory)
+
+
+def engine_limits(config: DrafterConfig) -> tuple[str, ...]:
+    """What engines cannot do with such a drafter, a sentence each."""
+    if not config.norm_before_residual:
+        return ()
+    return (
+        "norm_before_residual is true: SGLang (as of 0.5.23) cannot serve it, it would compute another function "
+        "without an error; vLLM serves it, but draftalign's vLLM plugin does not hot-swap it",
+    )
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def _refuse_what_is_there(directory: Path) -> None:
+    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    pickles = [name for name in names if name.endswith(_PICKLES)]
+    if "training_state.pt" in pickles:
+        raise CheckpointError(
+            f"{directory / 'training_state.pt'} is a pickle, and reading one runs the code in it. Export it with "
+            "SpecForge itself: specforge export --to sglang --checkpoint ... --draft-config ... --output-dir ..."
+        )
+    if pickles:
+        raise CheckpointError(
+            f"{directory / pickles[0]} is a pickle, and reading one runs the code in it; only safetensors is read. "
+            "Where you trust the file: torch.load(file, weights_only=True), then safetensors.torch.save_file(tensors, "
+            f'"{MODEL_FILE}")'
+        )
+    if f"{MODEL_FILE}.index.json" in names:
+        raise CheckpointError(f"{directory} holds a sharded checkpoint; save the drafter as one {MODEL_FILE}")
+    raise CheckpointError(f"{directory} has no {MODEL_FILE}; expected it beside {CONFIG_FILE}")
+
+
+def _flatten(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A speculators config as a flat one."""
+    kind = document.get("speculators_model_type")
+    if kind != "eagle3":
+        raise CheckpointError(f"speculators_model_type must be eagle3, got {kind!r}; other kinds are not EAGLE-3")
+    layer = document.get("transformer_layer_config")
+    if not isinstance(layer, Mapping):
+        raise CheckpointError("config.json: a speculators config needs transformer_layer_config")
+    types = set(layer.get("layer_types") or []) | ({"sliding"} if layer.get("use_sliding_window") else set())
+    if types - {"full_attention"}:
+        raise CheckpointError(f"config.json: only full attention is supported, got {sorted(types)}")
+    own = {name: value for name, value in document.items() if name not in ("transformer_layer_config", "model_type")}
+    return {**layer, **own}
+
+
+def _settle_norms(flat: dict[str, Any], layout: Layout, given: bool | None, notes: list[str]) -> None:
+    """Two switches whose absence or value means different things to different readers."""
+    stated = flat.get("norm_before_residual")
+    if given is not None and stated is not None and stated != given:
+        raise CheckpointError(f"config.json says norm_before_residual {stated!r}, you say {given}; which is right?")
+    if stated is None:
+        if layout == "speculators" and given is None:
+            raise CheckpointError(
+                "config.json does not say norm_before_residual: vLLM takes that for true, speculators for false. Say "
+                "which the drafter was trained with (--norm-before-residual or --no-norm-before-residual)"
+            )
+        flat["norm_before_residual"] = bool(given)
+    if layout == "specforge":
+        if flat.pop("norm_output", True) is not True:
+            raise CheckpointError("norm_output is false, which in SpecForge leaves out the norm before lm_head")
+    elif flat.get("norm_output"):
+        raise CheckpointError(
+            "norm_output is true, which to engines feeds normed states back (EAGLE 3.1; not supported) and to "
+            "SpecForge 0.2 only means the usual norm before lm_head. If SpecForge wrote this, say so (--from specforge)"
+        )
+    for name in _OFF:
+        if flat.get(name):
+            raise CheckpointError(f"config.json: {name} must be false, got {flat[name]!r}")
+    if flat.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"config.json: hidden_act must be silu, got {flat['hidden_act']!r}")
+    # HF writes null for what is off.
+    for name in [name for name, value in flat.items() if value is None]:
+        del flat[name]
+    if flat.get("norm_before_residual") and layout == "specforge":
+        notes.append("SpecForge itself has no norm_before_residual for EAGLE-3; make sure the config is this drafter's")
+
+
+def _settle_aux_layers(flat: dict[str, Any], given: Sequence[int] | None) -> None:
+    """Put "entering" ids at the top level, from eagle_config's output ids or from the caller where they are missing."""
+    nested = flat.get("eagle_config")
+    outputs = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, Mapping) else None
+    if "eagle_aux_hidden_state_layer_ids" not in flat:
+        if isinstance(outputs, list) and all(type(i) is int for i in outputs):
+            flat["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in outputs]
+        elif given is not None:
+            flat["eagle_aux_hidden_state_layer_ids"] = list(given)
+        else:
+            raise CheckpointError(
+                "config.json does not name the layers whose states the drafter reads. Engines then capture those "
+                "entering layers 2, L//2 and L-3 of a target with L; say them (--aux-layers 2,18,33 for L = 36)"
+            )
+    if given is not None and flat["eagle_aux_hidden_state_layer_ids"] != list(given):
+        raise CheckpointError(
+            f"config.json names layers {flat['eagle_aux_hidden_state_layer_ids']} (entering), you say {list(given)}"
+        )
+
+
+def _settle_defaults(flat: dict[str, Any], notes: list[str]) -> None:
+    """What transformers' LlamaConfig assumes where a config is silent."""
+    heads, hidden = flat.get("num_attention_heads"), flat.get("hidden_size")
+    if type(heads) is int and type(hidden) is int and heads > 0:
+        flat.setdefault("head_dim", hidden // heads)
+        flat.setdefault("num_key_value_heads", heads)
+    flat.setdefault("max_position_embeddings", _LLAMA_POSITIONS)
+    if "vocab_size" in flat:
+        flat.setdefault("draft_vocab_size", flat["vocab_size"])
+    rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
+    if "rope_theta" not in flat and not (isinstance(rope, Mapping) and "rope_theta" in rope):
+        flat["rope_theta"] = _LLAMA_ROPE_THETA
+        notes.append(f"config.json gives no rope_theta: {_LLAMA_ROPE_THETA:g} is assumed, as transformers does")
+
+
+def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
+    """Tensors by canonical name, without those of the target; maps as int64 and bool."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                if name.removeprefix("model.") in _TARGETS_OWN:
+                    notes.append(f"{name} is left out: it is the target's, and engines would overwrite the policy's")
+                    continue
+                tensors[name.replace("layers.0.", "midlayer.", 1)] = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+    for name, kinds, wanted in (
+        ("d2t", (torch.int64, torch.int32), torch.int64),
+        ("t2d", (torch.bool, torch.uint8), torch.bool),
+    ):
+        if name in tensors:
+            if tensors[name].dtype not in kinds:
+                raise CheckpointError(f"{name} must be {wanted}, got {tensors[name].dtype}")
+            tensors[name] = tensors[name].to(wanted)
+    return tensors
+
+
+def _verifier(document: Mapping[str, Any]) -> Verifier:
+    stated = document.get("speculators_config")
+    verifier = stated.get("verifier") if isinstance(stated, Mapping) else None
+    if not isinstance(verifier, Mapping):
+        return Verifier()
+    name, architectures = verifier.get("name_or_path"), verifier.get("architectures") or ()
+    return Verifier(None if name is None else str(name), tuple(str(a) for a in architectures))
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def _specforge_config(stored: StoredDrafter) -> dict[str, Any]:
+    """The flat config without `norm_output`: false would make SpecForge leave out the norm before lm_head."""
+    document = export_config(stored.config, stored.dtype)
+    del document["norm_output"]
+    return document
+
+
+def _speculators_config(stored: StoredDrafter, verifier: Verifier) -> dict[str, Any]:
+    """The nested config. Its aux ids are "entering" ones, as vLLM reads them; it has no second field for SGLang."""
+    flat = export_config(stored.config, stored.dtype)
+    layer = (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("num_hidden_layers", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
+        *("rope_theta", "rope_parameters", "attention_bias", "tie_word_embeddings", "model_type"),
+    )
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        **{name: flat[name] for name in ("draft_vocab_size", "target_hidden_size", "norm_before_residual")},
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+        "eagle_aux_hidden_state_layer_ids": flat["eagle_aux_hidden_state_layer_ids"],
+        "target_model_type": flat["target_model_type"],
+        "tie_word_embeddings": False,
+        "torch_dtype": flat["torch_dtype"],
+        "transformer_layer_config": {**{name: flat[name] for name in layer}, "mlp_bias": False},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)},
+        },
+    }

@@ -1,0 +1,409 @@
+"""Layouts of other projects: round trips to the bit, what is refused by name, and drafters over whole vocabularies."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import drafter_reference
+import pytest
+import torch
+from drafter_worlds import SHAPES, World, expected, gradients, ours, world
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafter.checkpoint import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    StoredDrafter,
+    build_drafter,
+    config_fingerprint,
+    parse_config,
+    read_drafter,
+    read_stored,
+    tensor_shapes,
+    write_drafter,
+    write_stored,
+)
+from drafter.errors import CheckpointError
+from drafter.formats import LAYOUTS, Layout, Verifier, export_drafter, import_drafter
+from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.unroll import make_plan, unroll
+from drafter.vocabulary import DraftVocabulary
+from rl_hooks.agent_errors import CheckpointError as AgentCheckpointError
+from rl_hooks.download import _make_safe
+
+CONFIG = DrafterConfig(
+    hidden_size=16,
+    target_hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=20,
+    draft_vocab_size=6,
+    aux_layers=(2, 3, 5),
+    rope_theta=1e6,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=512,
+    model_type="qwen3",
+)
+EMBEDDING = torch.randn(20, 16, generator=torch.Generator().manual_seed(0))
+SOME = DraftVocabulary(torch.tensor([0, 2, 3, 7, 11, 19]), 20)
+
+
+def stored(
+    dtype: torch.dtype = torch.bfloat16, *, whole: bool = False, norm_before_residual: bool = False
+) -> StoredDrafter:
+    vocabulary = DraftVocabulary.full(20) if whole else SOME
+    config = replace(CONFIG, draft_vocab_size=len(vocabulary), norm_before_residual=norm_before_residual)
+    g = torch.Generator().manual_seed(3)
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in ("d2t", "t2d")}
+    return StoredDrafter(
+        config, vocabulary, {name: torch.randn(shape, generator=g).to(dtype) for name, shape in shapes.items()}
+    )
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """Change config.json in place; the value `...` stands for absent."""
+    path = directory / CONFIG_FILE
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps({name: value for name, value in document.items() if value is not ...}))
+    return directory
+
+
+def retensor(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+    tensors = load_file(directory / MODEL_FILE)
+    change(tensors)
+    save_file(tensors, directory / MODEL_FILE)
+    return directory
+
+
+# --- round trips ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("whole", [False, True], ids=["reduced", "whole vocabulary"])
+def test_a_round_trip_gives_the_same_bytes(tmp_path: Path, layout: Layout, dtype: torch.dtype, whole: bool) -> None:
+    """Canonical -> layout -> canonical -> layout: both files of both layouts, bit for bit."""
+    first, there, back, again = (folder(tmp_path / name) for name in ("first", "there", "back", "again"))
+    write_stored(first, stored(dtype, whole=whole))
+    verifier = Verifier("org/target", ("Qwen3ForCausalLM",))
+    export_drafter(there, import_drafter(first).stored, layout, verifier=verifier)
+    imported = import_drafter(there)
+    write_stored(back, imported.stored)
+    assert files(back) == files(first)
+    export_drafter(again, imported.stored, layout, verifier=imported.verifier)
+    assert files(again) == files(there)
+    assert imported.notes == ()
+    assert imported.layout == ("speculators" if layout == "speculators" else "sglang")
+    assert (imported.verifier == verifier) == (layout == "speculators")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_imported_drafter_is_the_same_drafter_to_the_service(tmp_path: Path, layout: Layout) -> None:
+    drafter = stored()
+    export_drafter(tmp_path, drafter, layout)
+    imported = import_drafter(tmp_path).stored
+    assert config_fingerprint(imported.config, imported.vocabulary) == config_fingerprint(CONFIG, SOME)
+    assert imported.vocabulary == SOME
+    assert imported.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_export_has_no_embedding_and_names_its_layers(tmp_path: Path, layout: Layout) -> None:
+    export_drafter(tmp_path, stored(), layout)
+    tensors, document = load_file(tmp_path / MODEL_FILE), json.loads((tmp_path / CONFIG_FILE).read_text())
+    assert not [name for name in tensors if "embed" in name or "verifier" in name]
+    assert {"d2t", "t2d"} <= tensors.keys()
+    assert document["eagle_aux_hidden_state_layer_ids"] == [2, 3, 5]
+    assert document["norm_before_residual"] is False
+    if layout != "speculators":
+        assert document["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+
+
+def test_specforge_gets_maps_always_and_no_norm_output(tmp_path: Path) -> None:
+    """There `norm_output: false` leaves out the final norm, and a missing map is taken for the first D tokens."""
+    export_drafter(tmp_path, stored(whole=True), "specforge")
+    tensors, document = load_file(tmp_path / MODEL_FILE), json.loads((tmp_path / CONFIG_FILE).read_text())
+    assert tensors["d2t"].eq(0).all()
+    assert tensors["t2d"].all()
+    assert "norm_output" not in document
+
+
+def test_speculators_own_classes_read_our_export(tmp_path: Path) -> None:
+    eagle3 = pytest.importorskip("speculators.models.eagle3.config")
+    export_drafter(tmp_path, stored(norm_before_residual=True), "speculators", verifier=Verifier("org/target", ("X",)))
+    config = eagle3.Eagle3SpeculatorConfig.from_pretrained(tmp_path)
+    assert config.norm_before_residual is True
+    assert config.eagle_aux_hidden_state_layer_ids == [2, 3, 5]
+    assert (config.draft_vocab_size, config.target_vocab_size, config.target_hidden_size) == (6, 20, 16)
+    assert config.speculators_config.verifier.name_or_path == "org/target"
+    layer = config.transformer_layer_config
+    assert (layer.num_hidden_layers, layer.head_dim, layer.rms_norm_eps) == (1, 8, 1e-5)
+    assert layer.rope_parameters["rope_theta"] == 1e6
+
+
+def test_what_is_exported_to_specforge_is_not_read_as_another_function(tmp_path: Path) -> None:
+    """SpecForge writes `norm_output: true` for what everyone else calls false."""
+    export_drafter(tmp_path, stored(), "specforge")
+    rewrite(tmp_path, lambda d: d.update(norm_output=True))
+    with pytest.raises(CheckpointError, match="--from specforge"):
+        import_drafter(tmp_path)
+    assert import_drafter(tmp_path, layout="specforge").stored.config == CONFIG
+    rewrite(tmp_path, lambda d: d.update(norm_output=False))
+    with pytest.raises(CheckpointError, match="leaves out the norm before lm_head"):
+        import_drafter(tmp_path, layout="specforge")
+
+
+# --- what others write ----------------------------------------------------------------------------------------------
+
+
+def safeailab(directory: Path) -> Path:
+    """As the published EAGLE-3 checkpoints: few fields, no layer ids, an embedding, an int32 map."""
+    write_stored(directory, stored(torch.float16))
+    kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    rewrite(
+        directory,
+        lambda d: (
+            d.update({name: ... for name in d if name not in (*kept, "draft_vocab_size", "rms_norm_eps", "head_dim")}),
+            d.update(architectures=["LlamaForCausalLM"], max_position_embeddings=2048, tie_word_embeddings=False),
+            d.update(rope_scaling=None, pretraining_tp=1),
+        ),
+    )
+    return retensor(
+        directory,
+        lambda t: t.update({"embed_tokens.weight": EMBEDDING.half(), "d2t": t["d2t"].to(torch.int32)}),
+    )
+
+
+def test_a_safeailab_checkpoint_is_read_once_its_layers_are_named(tmp_path: Path) -> None:
+    safeailab(tmp_path)
+    with pytest.raises(CheckpointError, match=r"--aux-layers 2,18,33"):
+        import_drafter(tmp_path)
+    imported = import_drafter(tmp_path, aux_layers=(2, 3, 5))
+    assert imported.stored.config == replace(CONFIG, rope_theta=1e4, max_position_embeddings=2048, model_type="llama")
+    assert any("embed_tokens.weight is left out" in note for note in imported.notes)
+    assert any("rope_theta: 10000 is assumed" in note for note in imported.notes)
+    for name, weight in stored(torch.float16).weights.items():
+        assert torch.equal(imported.stored.weights[name], weight), name
+    assert imported.stored.vocabulary == SOME
+
+
+def test_output_ids_alone_are_read_as_output_ids(tmp_path: Path) -> None:
+    """SpecForge, TorchSpec and NeMo-RL write those only; taken for entering ids they would be one layer off."""
+    write_stored(tmp_path, stored())
+    rewrite(tmp_path, lambda d: d.update(eagle_aux_hidden_state_layer_ids=...))
+    assert import_drafter(tmp_path).stored.config.aux_layers == (2, 3, 5)
+    with pytest.raises(CheckpointError, match="you say"):
+        import_drafter(tmp_path, aux_layers=(1, 2, 4))
+
+
+def test_a_speculators_config_that_leaves_the_residual_open_is_not_guessed(tmp_path: Path) -> None:
+    """Engines take it for true, speculators for false: 3.24 -> 2.49 on the same weights, and no error."""
+    export_drafter(tmp_path, stored(), "speculators")
+    rewrite(tmp_path, lambda d: d.update(norm_before_residual=...))
+    with pytest.raises(CheckpointError, match="vLLM takes that for true"):
+        import_drafter(tmp_path)
+    assert import_drafter(tmp_path, norm_before_residual=False).stored.config.norm_before_residual is False
+    assert import_drafter(tmp_path, norm_before_residual=True).stored.config.norm_before_residual is True
+
+
+def test_a_normed_residual_is_imported_and_says_who_cannot_serve_it(tmp_path: Path) -> None:
+    there, back = folder(tmp_path / "there"), folder(tmp_path / "back")
+    export_drafter(there, stored(norm_before_residual=True), "speculators")
+    imported = import_drafter(there)
+    assert imported.stored.config.norm_before_residual is True
+    assert any("SGLang" in note and "vLLM serves it" in note for note in imported.notes)
+    for layout in ("sglang", "specforge"):
+        with pytest.raises(CheckpointError, match="norm_before_residual is true"):
+            export_drafter(back, imported.stored, layout)
+    assert list(back.iterdir()) == [], "nothing is written of what is refused"
+    with pytest.raises(CheckpointError, match="you say False"):
+        import_drafter(there, norm_before_residual=False)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "training_state.pt"])
+def test_pickles_are_refused_unread_and_say_what_to_do(tmp_path: Path, file: str) -> None:
+    write_stored(tmp_path, stored())
+    (tmp_path / MODEL_FILE).unlink()
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return Path.touch, (tmp_path / "ran",)  # type: ignore[return-value]
+
+    (tmp_path / file).write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(CheckpointError, match=r"is a pickle.*(specforge export|save_file)"):
+        import_drafter(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_sharded_or_empty_directory_says_what_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
+        import_drafter(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="sharded"):
+        import_drafter(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
+        import_drafter(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"speculators_model_type": "dflash"}, "must be eagle3, got 'dflash'"),
+        ({"transformer_layer_config": ...}, "needs transformer_layer_config"),
+        ({"norm_output": True}, "EAGLE 3.1"),
+        ({"fc_norm": True}, "fc_norm must be false"),
+        ({"norm_before_fc": True}, "norm_before_fc must be false"),
+        ({"embed_requires_grad": True}, "embed_requires_grad must be false"),
+        ({"eagle_aux_hidden_state_layer_ids": [5, 2, 3]}, "ascending"),
+    ],
+)
+def test_speculators_variants_that_compute_something_else_are_refused(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    export_drafter(tmp_path, stored(), "speculators")
+    rewrite(tmp_path, lambda d: d.update(change))
+    with pytest.raises(CheckpointError, match=words):
+        import_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("lm_head.weight"), "lm_head.weight of this drafter is None"),
+        (lambda t: t.update({"layers.0.self_attn.q_norm.weight": torch.ones(8)}), "q_norm"),
+        (lambda t: t.update({"d2t": SOME.ids.clone()}), "offsets"),
+        (lambda t: t.update({"d2t": torch.zeros(6, dtype=torch.int64)}), "two exports"),
+        (lambda t: t.pop("d2t"), "d2t is missing"),
+        (lambda t: t["norm.weight"].fill_(float("nan")), "not finite"),
+        (lambda t: t.update({"norm.weight": t["norm.weight"].float()}), "one dtype"),
+    ],
+)
+def test_tensors_that_engines_would_load_silently_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], words: str
+) -> None:
+    export_drafter(tmp_path, stored(), "speculators")
+    retensor(tmp_path, change)
+    with pytest.raises(CheckpointError, match=words):
+        import_drafter(tmp_path)
+
+
+# --- the whole vocabulary -------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_over_the_whole_vocabulary_has_no_maps_and_comes_back(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    drafter = Eagle3Drafter(replace(CONFIG, draft_vocab_size=20), DraftVocabulary.full(20), EMBEDDING)
+    write_drafter(tmp_path, drafter)
+    assert not {"d2t", "t2d"} & load_file(tmp_path / MODEL_FILE).keys()
+    again = read_drafter(tmp_path, EMBEDDING)
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    assert again.vocabulary == DraftVocabulary.full(20)
+
+
+def test_maps_that_say_nothing_are_read_and_maps_that_lie_are_not(tmp_path: Path) -> None:
+    write_stored(tmp_path, stored(whole=True))
+    full = DraftVocabulary.full(20)
+    retensor(tmp_path, lambda t: t.update(d2t=full.d2t, t2d=full.t2d))
+    assert read_stored(tmp_path).vocabulary == full
+    retensor(tmp_path, lambda t: t["t2d"].logical_not_())
+    with pytest.raises(CheckpointError, match="two exports"):
+        read_stored(tmp_path)
+
+
+def test_a_reduced_drafter_without_maps_is_refused(tmp_path: Path) -> None:
+    write_stored(tmp_path, stored())
+    retensor(tmp_path, lambda t: (t.pop("d2t"), t.pop("t2d")))
+    with pytest.raises(CheckpointError, match="tensors missing: d2t, t2d"):
+        read_stored(tmp_path)
+
+
+def test_the_agent_takes_a_drafter_without_d2t_only_over_the_whole_vocabulary(tmp_path: Path) -> None:
+    whole, reduced = folder(tmp_path / "whole"), folder(tmp_path / "reduced")
+    write_stored(whole, stored(whole=True))
+    _make_safe(whole)
+    write_stored(reduced, stored())
+    _make_safe(reduced)
+    retensor(reduced, lambda t: t.pop("d2t"))
+    with pytest.raises(AgentCheckpointError, match="d2t"):
+        _make_safe(reduced)
+    (reduced / CONFIG_FILE).unlink()
+    with pytest.raises(AgentCheckpointError, match="d2t"):
+        _make_safe(reduced)
+
+
+# --- norm_before_residual -------------------------------------------------------------------------------------------
+
+
+class _NormedResidual(drafter_reference.Row):
+    """The reference's layer with speculators' switch on: what is added to is the normed state."""
+
+    def __init__(self, weights: Any, config: Any, embedding: Tensor, r: Tensor, position: int) -> None:
+        super().__init__(weights, config, embedding, r, position)
+        self.r = drafter_reference.rms(r, weights["midlayer.hidden_norm.weight"], config.rms_norm_eps)
+
+
+@contextmanager
+def normed_reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter_reference, "Row", _NormedResidual)
+        yield
+
+
+def normed_world(shape: str) -> World:
+    w = world(SHAPES[shape])
+    w.drafter.config = replace(w.drafter.config, norm_before_residual=True)
+    return w
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_normed_residual_equals_the_float64_reference(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = normed_world(shape)
+    with normed_reference(monkeypatch):
+        want = expected(w, 3)
+    got = ours(w, 3)
+    assert got.kl_sums.tolist() == pytest.approx(want.kl, rel=1e-10)
+    for name, gradient in gradients(w, got.loss).items():
+        torch.testing.assert_close(gradient, want.gradients[name], rtol=1e-8, atol=1e-11, msg=name)
+    plain = ours(world(SHAPES[shape]), 3)
+    assert got.kl_sums.tolist() != pytest.approx(plain.kl_sums.tolist(), rel=1e-3), "the switch does something"
+
+
+def test_a_normed_residual_decodes_as_it_trains() -> None:
+    """Step 0 through the key-value cache gives the unroll's states."""
+    w = normed_world("one document, full response")
+    plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, 1)
+    unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden)
+    rows = torch.arange(w.batch.tokens - 1)
+    embedding = w.drafter.embed(w.batch.input_ids[rows + 1])[None]
+    pre, _, _ = w.drafter.attend(embedding, w.drafter.fuse(w.batch.aux_hidden[rows])[None], rows[None])
+    torch.testing.assert_close(pre[0, unrolled.rows[0]], unrolled.pre[0], rtol=1e-10, atol=1e-12)
+
+
+def test_the_switch_is_stored_and_part_of_the_fingerprint(tmp_path: Path) -> None:
+    on, off = stored(norm_before_residual=True), stored()
+    write_stored(tmp_path, on)
+    assert json.loads((tmp_path / CONFIG_FILE).read_text())["norm_before_residual"] is True
+    assert build_drafter(read_stored(tmp_path), EMBEDDING).config.norm_before_residual is True
+    assert config_fingerprint(on.config, SOME) != config_fingerprint(off.config, SOME)
+    document = json.loads((tmp_path / CONFIG_FILE).read_text())
+    assert parse_config({k: v for k, v in document.items() if k != "norm_before_residual"}) == off.config
