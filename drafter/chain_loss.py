@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
+from drafter.kinds import Drafter
 from drafter.loss import CHUNK_ELEMENTS, DraftLoss, acceptance_slope
-from drafter.model import Eagle3Drafter, rms_norm
+from drafter.model import rms_norm
 from drafter.plan import Plan
 from drafter.target import DraftTarget
 from drafter.unroll import Unrolled
@@ -77,7 +78,7 @@ def _chains(plan: Plan) -> _Chains:
 
 
 def chain_loss(
-    drafter: Eagle3Drafter,
+    drafter: Drafter,
     unrolled: Unrolled,
     target: DraftTarget,
     *,

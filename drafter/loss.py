@@ -35,7 +35,8 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from drafter.errors import DrafterError
-from drafter.model import Eagle3Drafter, rms_norm
+from drafter.kinds import Drafter
+from drafter.model import rms_norm
 from drafter.plan import Plan
 from drafter.target import DraftTarget
 from drafter.unroll import Unrolled
@@ -61,7 +62,7 @@ class DraftLoss:
 
 
 def draft_loss(
-    drafter: Eagle3Drafter,
+    drafter: Drafter,
     unrolled: Unrolled,
     target: DraftTarget,
     *,
@@ -183,7 +184,7 @@ def _mixed_slope(p: Tensor, q: Tensor, mass: Tensor, by_kl: Tensor, by_acceptanc
 
 @torch.no_grad()
 def token_logprobs(
-    drafter: Eagle3Drafter,
+    drafter: Drafter,
     unrolled: Unrolled,
     input_ids: Tensor,
     temperature: float,

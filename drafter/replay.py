@@ -28,8 +28,9 @@ from torch import Tensor
 from drafter.acceptance import Ints, Replay, Segments, find_segments, replay_rounds
 from drafter.batch import RolloutBatch
 from drafter.errors import BatchRejected, DrafterError
-from drafter.model import Eagle3Drafter, rms_norm
-from drafter.unroll import Unrolled, make_plan, unroll
+from drafter.kinds import Drafter, unroll_batch
+from drafter.model import rms_norm
+from drafter.unroll import Unrolled, make_plan
 
 Drafting = Literal["probabilistic", "greedy"]
 
@@ -38,7 +39,7 @@ _LOGITS_ELEMENTS = 1 << 25
 
 
 def replay(
-    drafter: Eagle3Drafter,
+    drafter: Drafter,
     batch: RolloutBatch,
     *,
     depth: int,
@@ -59,16 +60,16 @@ def replay(
 
 @torch.no_grad()
 def conditional_acceptance(
-    drafter: Eagle3Drafter, batch: RolloutBatch, segments: Segments, *, depth: int, greedy: bool
+    drafter: Drafter, batch: RolloutBatch, segments: Segments, *, depth: int, greedy: bool
 ) -> Tensor:
     """Probability [N, K] that draft j of a round begun at each emitted token was accepted, given the emitted text.
 
     Zero where a round has no features to draft from (a response that begins at the first token of its document).
     """
-    device = drafter.fc.weight.device
+    device = next(drafter.parameters()).device
     batch = batch.to(device)
     plan = make_plan(batch.cu_seqlens, batch.loss_mask, depth).to(device)
-    unrolled = unroll(drafter, plan, batch.input_ids, batch.aux_hidden)
+    unrolled = unroll_batch(drafter, plan, batch)
     first_draft = torch.from_numpy(segments.rows()).to(device)  # [N] row of the token that a round drafts first
     place = torch.full((batch.tokens,), -1, device=device)
     place[first_draft] = torch.arange(first_draft.numel(), device=device)
@@ -100,7 +101,7 @@ def prompt_groups(batch: RolloutBatch) -> Ints:
     return np.array(groups, dtype=np.int64)
 
 
-def _replay_group(drafter: Eagle3Drafter, batch: RolloutBatch, depth: int, *, greedy: bool) -> Replay:
+def _replay_group(drafter: Drafter, batch: RolloutBatch, depth: int, *, greedy: bool) -> Replay:
     segments = find_segments(batch.loss_mask.cpu().numpy(), batch.cu_seqlens.numpy())
     acceptance = conditional_acceptance(drafter, batch, segments, depth=depth, greedy=greedy)
     if not bool(torch.isfinite(acceptance).all()):
@@ -126,7 +127,7 @@ def _groups(batch: RolloutBatch, tokens_at_once: int) -> Iterator[RolloutBatch]:
 
 
 def _acceptance(
-    drafter: Eagle3Drafter,
+    drafter: Drafter,
     unrolled: Unrolled,
     pre: Tensor,
     draft_id: Tensor,

@@ -1,0 +1,116 @@
+"""The feed-forward half of a DeepSeek-V3 layer: dense SwiGLU, or routed experts beside shared ones.
+
+    scores  = sigmoid(gate(x))                                  float32
+    choice  = scores + e_score_correction_bias                  only to choose; the bias is not trained
+    groups  = the topk_group groups with the largest sum of their two best choices
+    experts = the num_experts_per_tok best choices in those groups
+    weight  = scores, normalised over the chosen (norm_topk_prob), times routed_scaling_factor
+    out     = sum weight * expert(x) + shared_experts(x)
+
+No token is dropped. Parameter names are the published ones, one module per expert.
+
+Legend: n rows, H hidden, E experts, k chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor, nn
+
+from drafter.errors import DrafterError
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """How many experts there are, how large, and how they are chosen."""
+
+    routed: int
+    chosen: int
+    shared: int
+    intermediate_size: int
+    groups: int = 1
+    chosen_groups: int = 1
+    normalised: bool = True
+    scaling: float = 1.0
+
+    def __post_init__(self) -> None:
+        per_group = self.routed // max(self.groups, 1)
+        if (
+            self.groups < 1
+            or self.routed % self.groups
+            or per_group < 2
+            or not 1 <= self.chosen_groups <= self.groups
+            or not 1 <= self.chosen <= per_group * self.chosen_groups
+        ):
+            raise DrafterError(
+                f"{self.routed} experts in {self.groups} groups cannot give {self.chosen} experts of "
+                f"{self.chosen_groups} groups; each group needs two experts or more, and equally many"
+            )
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), computed in x's dtype."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, H] from x [n, H]."""
+        gate, up, down = (p.weight.to(x.dtype) for p in (self.gate_proj, self.up_proj, self.down_proj))
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+class Router(nn.Module):
+    """Chooses experts. `e_score_correction_bias` is the base model's load balancing; here it stays as it came."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, hidden_size: int, sizes: ExpertSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.weight = nn.Parameter(torch.zeros(sizes.routed, hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(sizes.routed))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights [n, k] in at least float32 and expert numbers int64[n, k] of x [n, H]."""
+        s = self.sizes
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scores = F.linear(x.to(wide), self.weight.to(wide)).sigmoid()
+        choice = scores.detach() + self.e_score_correction_bias.to(wide)
+        grouped = choice.view(-1, s.groups, s.routed // s.groups)
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(s.chosen_groups, dim=-1).indices
+        closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        choice = grouped.masked_fill(closed[..., None], -torch.inf).flatten(1)
+        experts = choice.topk(s.chosen, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if s.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * s.scaling, experts
+
+
+class Experts(nn.Module):
+    """Routed experts and, unless there are none, shared ones."""
+
+    def __init__(self, hidden_size: int, sizes: ExpertSizes) -> None:
+        super().__init__()
+        self.gate = Router(hidden_size, sizes)
+        self.experts = nn.ModuleList(SwiGLU(hidden_size, sizes.intermediate_size) for _ in range(sizes.routed))
+        self.shared_experts: SwiGLU | None = None
+        if sizes.shared:
+            self.shared_experts = SwiGLU(hidden_size, sizes.shared * sizes.intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, H] from x [n, H]."""
+        weights, chosen = self.gate(x)
+        out = torch.zeros_like(x) if self.shared_experts is None else self.shared_experts(x)
+        for number in torch.unique(chosen).tolist():
+            row, place = torch.nonzero(chosen == number, as_tuple=True)
+            part = self.experts[number](x.index_select(0, row))
+            out = out.index_add(0, row, part * weights[row, place, None].to(x.dtype))
+        return out

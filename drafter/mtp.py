@@ -1,0 +1,266 @@
+"""A native multi-token-prediction head (DeepSeek-V3's layout) as a drafter: one module, applied again and again.
+
+    e   = embed(token), zero at the document's first row, as vLLM reads it
+    h   = eh_proj(cat(enorm(e), hnorm(r)))          r: the target's last_hidden; later steps: r = norm(pre)
+    h1  = h + attention(input_layernorm(h));   pre = h1 + mlp(post_attention_layernorm(h1))
+    q   = softmax(head(norm(pre)))                  over the whole vocabulary, `norm` is shared_head.norm
+
+Embedding and head are the policy's own: frozen here, shared live by engines, never exported. Rows, steps, keys and
+positions are those of `drafter.unroll`, so plan, loss, trainer and replay serve both kinds of drafter.
+
+Legend: H hidden, V vocabulary, n rows of a step, N heads, hd width of a query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor, nn
+
+from drafter.attention import attend, gather_keys
+from drafter.errors import DrafterError
+from drafter.experts import Experts, ExpertSizes, SwiGLU
+from drafter.latent_attention import LatentAttention, LatentSizes, LatentWeights, Yarn
+from drafter.model import rms_norm
+from drafter.plan import Plan
+from drafter.unroll import Unrolled
+from drafter.vocabulary import DraftVocabulary
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """Sizes of an MTP module. `layer` is its number in the policy's checkpoint: the count of ordinary layers."""
+
+    layer: int
+    hidden_size: int
+    vocab_size: int
+    attention: LatentSizes
+    experts: ExpertSizes | None  # None: a dense layer
+    intermediate_size: int
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 4096
+    model_type: str = "deepseek_v3"
+    zero_first_embedding: bool = True  # as vLLM does; transformers does not
+    kind: str = "mtp"
+
+    def identity(self) -> dict[str, Any]:
+        """Every field as JSON gives it back, to compare with a stored one."""
+        return asdict(self)
+
+    @classmethod
+    def from_target(cls, config: Mapping[str, Any]) -> MtpConfig:
+        """Read a DeepSeek-V3 style transformers config. Raises `DrafterError` naming what it lacks or has too much."""
+        needed = [
+            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+            *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        ]
+        missing = [name for name in needed if config.get(name) is None]
+        if missing:
+            raise DrafterError(
+                f"an MTP drafter needs a DeepSeek-V3 style config; this one ({config.get('model_type')!r}) lacks "
+                f"{', '.join(missing)}. Train an EAGLE-3 drafter on this policy instead"
+            )
+        if config.get("attention_bias") or config.get("hidden_act", "silu") != "silu":
+            raise DrafterError("an MTP drafter has neither attention biases nor an activation other than silu")
+        hidden, eps = int(config["hidden_size"]), float(config.get("rms_norm_eps") or 1e-6)
+        theta, yarn = _rope(config)
+        return cls(
+            layer=int(config["num_hidden_layers"]),
+            hidden_size=hidden,
+            vocab_size=int(config["vocab_size"]),
+            attention=LatentSizes(
+                hidden_size=hidden,
+                heads=int(config["num_attention_heads"]),
+                kv_rank=int(config["kv_lora_rank"]),
+                nope=int(config["qk_nope_head_dim"]),
+                rope=int(config["qk_rope_head_dim"]),
+                value=int(config["v_head_dim"]),
+                q_rank=None if config.get("q_lora_rank") is None else int(config["q_lora_rank"]),
+                rope_theta=theta,
+                interleaved=bool(config.get("rope_interleave", True)),
+                yarn=yarn,
+            ),
+            experts=_experts(config),
+            intermediate_size=int(config["intermediate_size"]),
+            rms_norm_eps=eps,
+            max_position_embeddings=int(config.get("max_position_embeddings") or 4096),
+            model_type=str(config.get("model_type") or "deepseek_v3"),
+        )
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "yarn" or rope.get("factor") is None or rope.get("attention_factor") is not None:
+        raise DrafterError(f"rotary positions must be default or YaRN with a factor, got {dict(rope)}")
+    original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 4096
+    return theta, Yarn(
+        factor=float(rope["factor"]),
+        original_max_position_embeddings=int(original),
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        mscale=float(rope.get("mscale") or 0.0),
+        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> ExpertSizes | None:
+    if not config.get("n_routed_experts"):
+        return None
+    if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise DrafterError(
+            f"experts must be chosen as DeepSeek-V3 chooses them (sigmoid, noaux_tc), got "
+            f"{config.get('scoring_func')!r} and {config.get('topk_method')!r}"
+        )
+    return ExpertSizes(
+        routed=int(config["n_routed_experts"]),
+        chosen=int(config["num_experts_per_tok"]),
+        shared=int(config.get("n_shared_experts") or 0),
+        intermediate_size=int(config["moe_intermediate_size"]),
+        groups=int(config.get("n_group") or 1),
+        chosen_groups=int(config.get("topk_group") or 1),
+        normalised=bool(config.get("norm_topk_prob", True)),
+        scaling=float(config.get("routed_scaling_factor") or 1.0),
+    )
+
+
+class MtpWeights(NamedTuple):
+    """The module's weights outside the experts, in the dtype to compute in."""
+
+    enorm: Tensor  # [H]
+    hnorm: Tensor  # [H]
+    eh: Tensor  # [H, 2H], columns: embedding half, then hidden half
+    input_norm: Tensor  # [H]
+    attention: LatentWeights
+    post_norm: Tensor  # [H]
+    norm: Tensor  # [H], shared_head.norm
+    lm_head: Tensor  # [V, H], the policy's
+
+
+class _SharedHead(nn.Module):
+    """Only its norm is the module's own."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(size, eps)
+
+
+class MtpDrafter(nn.Module):
+    """The MTP module of one policy. `embed_tokens` and `head` [V, H] are the policy's: set them anew as they move."""
+
+    embed_tokens: Tensor
+    head: Tensor
+
+    def __init__(self, config: MtpConfig, embed_tokens: Tensor, head: Tensor) -> None:
+        super().__init__()
+        for name, tensor in (("embed_tokens", embed_tokens), ("head", head)):
+            if tuple(tensor.shape) != (config.vocab_size, config.hidden_size):
+                raise DrafterError(
+                    f"{name} must be {(config.vocab_size, config.hidden_size)}, got {tuple(tensor.shape)}"
+                )
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.vocabulary = DraftVocabulary.full(config.vocab_size)
+        self.enorm = nn.RMSNorm(size, eps)
+        self.hnorm = nn.RMSNorm(size, eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.self_attn = LatentAttention(config.attention, eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = SwiGLU(size, config.intermediate_size) if config.experts is None else Experts(size, config.experts)
+        self.shared_head = _SharedHead(size, eps)
+        self.register_buffer("embed_tokens", embed_tokens.detach(), persistent=False)
+        self.register_buffer("head", head.detach(), persistent=False)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def weights(self, dtype: torch.dtype | None = None) -> MtpWeights:
+        """Weights in `dtype` (default: as stored), cast once for many uses; gradients flow to all but the head."""
+        cast = dtype or self.eh_proj.weight.dtype
+        return MtpWeights(
+            enorm=self.enorm.weight.to(cast),
+            hnorm=self.hnorm.weight.to(cast),
+            eh=self.eh_proj.weight.to(cast),
+            input_norm=self.input_layernorm.weight.to(cast),
+            attention=self.self_attn.weights(cast),
+            post_norm=self.post_attention_layernorm.weight.to(cast),
+            norm=self.shared_head.norm.weight.to(cast),
+            lm_head=self.head.to(cast),
+        )
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Target token ids of draft ids: the same, as nothing is left out of the vocabulary."""
+        return draft_ids
+
+    def finish(self, h: Tensor, attended: Tensor, weights: MtpWeights) -> Tensor:
+        """Compute `pre` [n, H] from the layer's input h [n, H] and the kernel's output [n, N, hd]."""
+        h1 = h + self.self_attn.merge(attended, weights.attention)
+        fed: Tensor = self.mlp(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps))
+        return h1 + fed
+
+
+def unroll_mtp(
+    drafter: MtpDrafter,
+    plan: Plan,
+    input_ids: Tensor,
+    last_hidden: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Unrolled:
+    """Run every step of `plan` over input_ids int64[T] and last_hidden [T, H], as `drafter.unroll.unroll` does.
+
+    Gradients flow to all parameters but shared_head.norm, which the loss applies for the last time.
+    """
+    config, weights = drafter.config, drafter.weights(dtype)
+    H, eps, cast, layer = config.hidden_size, config.rms_norm_eps, weights.eh.dtype, drafter.self_attn
+    if input_ids.shape != (plan.tokens,) or last_hidden.shape != (plan.tokens, H):
+        raise DrafterError(
+            f"the plan is for {plan.tokens} tokens of hidden size {H}, got input_ids {tuple(input_ids.shape)} and "
+            f"last_hidden {tuple(last_hidden.shape)}"
+        )
+    if not plan.computed[0]:
+        empty = weights.eh.new_zeros(0, H)
+        return Unrolled(plan, plan.rows, tuple(empty for _ in range(plan.steps)), weights)
+
+    # The embedding half of eh_proj does not depend on the step: once per position, read shifted.
+    tokens = input_ids.index_select(0, plan.read_rows)
+    embedded = rms_norm(F.embedding(tokens, drafter.embed_tokens).to(cast), weights.enorm, eps)
+    embedded = F.linear(embedded, weights.eh[:, :H])
+
+    def enter(r: Tensor, step: int) -> Tensor:
+        read = embedded.index_select(0, plan.read_index[step][: r.shape[0]])
+        if step == 0 and config.zero_first_embedding:
+            read = read * (plan.positions != 0)[:, None].to(cast)
+        return F.linear(rms_norm(r, weights.hnorm, eps), weights.eh[:, H:]) + read
+
+    n = plan.computed[0]
+    h = enter(last_hidden.index_select(0, plan.kv_rows).to(cast), 0)
+    x = rms_norm(h, weights.input_norm, eps)
+    keys = gather_keys(plan, *layer.keys_values(x, plan.positions, weights.attention))
+    h, x = h[:n], x[:n]
+    pres: list[Tensor] = []
+    pre = h
+    diagonal: list[tuple[Tensor, Tensor]] = []
+    for step, n in enumerate(plan.computed):
+        if not n:  # no response reaches this deep
+            pres.append(pre[:0])
+            continue
+        positions = plan.positions[:n] + step
+        if step:
+            h = enter(rms_norm(pre[:n], weights.norm, eps), step)
+            x = rms_norm(h, weights.input_norm, eps)
+            diagonal = [(old_k[:n], old_v[:n]) for old_k, old_v in diagonal]
+            diagonal.append(layer.keys_values(x, positions, weights.attention))
+        attended = attend(plan, step, layer.queries(x, positions, weights.attention), keys, diagonal)
+        pre = drafter.finish(h, attended, weights)
+        chosen = plan.active[step]
+        pres.append(pre if chosen is None else pre.index_select(0, chosen))
+    return Unrolled(plan, plan.rows, tuple(pres), weights)
