@@ -42,6 +42,7 @@ _RETRY_SECONDS = 0.5
 _LOOK_FOR_RUNS_SECONDS = 1.0
 #: A run that cannot be worked on is tried again after this.
 _REFUSED_SECONDS = 60.0
+_DELETE_IF = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
 class Worker:
@@ -112,6 +113,7 @@ class Worker:
         log.error("run %s: %s", run, error)
         self._runs.pop(run, None)
         self._refused[run] = time.monotonic() + _REFUSED_SECONDS
+        Store(self._redis, run).set_worker({"error": str(error)})  # GET /runs/{run} tells it
 
     def _find_runs(self) -> None:
         now = time.monotonic()
@@ -130,6 +132,7 @@ class Worker:
                     run,
                     holds_lease=functools.partial(self._lease, run),
                 )
+                Store(self._redis, run).set_worker({"error": None})
                 log.info("serving run %s", run)
             except (ServiceError, DrafterError) as error:
                 self._refuse(run, error)
@@ -143,7 +146,7 @@ class Worker:
         holder = self._redis.get(key)
         name = holder.decode() if isinstance(holder, bytes) else holder
         if name is not None and name != self._name and _died_here(name):
-            self._redis.delete(key)  # a worker killed on this machine: no need to wait for its lease to expire
+            self._free(key, name)  # a worker killed on this machine: no need to wait for its lease to expire
             name = None
         if name is None:
             return bool(self._redis.set(key, self._name, nx=True, px=milliseconds))
@@ -151,6 +154,10 @@ class Worker:
             return False
         self._redis.pexpire(key, milliseconds)
         return True
+
+    def _free(self, key: str, holder: str) -> None:
+        """Delete a lease, but only `holder`'s: another may have taken it since it was read."""
+        self._redis.eval(_DELETE_IF, 1, key, holder)
 
     def _beat(self) -> None:
         """Renew leases, holds on entries and the sign of life, also while a long training step runs."""
@@ -170,8 +177,7 @@ class Worker:
         for run, worker in self._runs.items():
             try:
                 worker.close()
-                if self._lease(run):
-                    self._redis.delete(self._lease_key(run))
+                self._free(self._lease_key(run), self._name)
             except (RedisError, OSError, ServiceError, DrafterError) as error:
                 log.warning("%s: not closed in order (%s); its entries will be delivered again", run, error)
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from service_fixtures import HEADERS, RunningService, rollout_file
 from test_worker_restarts import final_state, states
+from torch import Tensor
 from worker_fixtures import Bench, Nest, World, alive, nest, wait_until_gone
 
 from service.queue import AsyncRolloutQueue, Batch, Enqueued
@@ -193,14 +194,16 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_does_not_undo_its_hei
     assert set(bench.store.scores()) == set(bench.posted)
 
 
-def test_a_full_disk_loses_nothing_and_the_worker_goes_on_when_there_is_room(
-    bench: Bench, workers: Nest, tmp_path: Path
-) -> None:
+def test_a_full_disk_loses_nothing_and_the_worker_goes_on_when_there_is_room(bench: Bench, tmp_path: Path) -> None:
     """Also the worker that is restarted meanwhile."""
+    with nest(tmp_path / "log") as workers:  # a log of its own: the limit is one for every file
+        fill_the_disk(bench, workers, tmp_path / "full")
+
+
+def fill_the_disk(bench: Bench, workers: Nest, full: Path) -> None:
     start(bench)
-    full = tmp_path / "full"
     full.touch()
-    limits: dict[str, Any] = {"largest_file": 4096, "largest_file_while": str(full)}
+    limits: dict[str, Any] = {"largest_file": 20_000, "largest_file_while": str(full)}
     bench.worker()  # publishes the initial drafter while there is room
     batches = [bench.post("a"), bench.post("b")]
 
@@ -302,9 +305,13 @@ def test_the_reason_of_a_dead_batch_can_be_read_from_the_api(service: RunningSer
     """By the batch's id and by that of any rollout in it."""
     world = World()
     with Bench(service.settings.state_dir, str(service.settings.redis_url.get_secret_value()), world) as bench:  # type: ignore[union-attr]
+
+        def spoil(tensors: dict[str, Tensor]) -> None:
+            tensors["aux_hidden"].fill_(float("nan"))
+
         reply = service.client.put("/runs/mine", content=world.run_file(drafter=world.drafter()), headers=HEADERS)
         assert reply.status_code == 201
-        file = world.rollout_file("x", run="mine", change=lambda t: t["aux_hidden"].fill_(float("nan")))
+        file = world.rollout_file("x", run="mine", change=spoil)
         reply = service.post(file)
         assert reply.status_code == 202
         batch_id = reply.json()["batch_id"]

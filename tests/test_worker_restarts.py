@@ -17,6 +17,7 @@ from service.queue import RolloutQueue
 from service.registry import Registry
 from service.run_worker import LeaseLost, RunWorker
 from service.store import Store
+from service.worker import Worker
 
 
 @pytest.fixture
@@ -323,6 +324,20 @@ def test_a_worker_without_its_lease_neither_checkpoints_nor_publishes(bench: Ben
     assert states(bench) == ["queued"] * 4
     assert Registry(bench.layout).latest("default") is None
     assert not list(bench.layout.worker("default").glob("checkpoint-*"))
+
+
+def test_two_heirs_of_a_dead_worker_do_not_take_the_lease_from_each_other(bench: Bench) -> None:
+    """Both have read the dead one's name; the first deletes it and moves in, the second must not delete the first's."""
+    heirs = [Worker(bench.settings, bench.redis) for _ in range(2)]
+    key = heirs[0]._lease_key("default")
+    bench.redis.set(key, "dead")
+    heirs[0]._free(key, "dead")
+    assert heirs[0]._lease("default")
+    heirs[1]._free(key, "dead")
+    assert not heirs[1]._lease("default")
+    assert heirs[0]._lease("default")
+    heirs[0]._free(key, heirs[0]._name)
+    assert heirs[1]._lease("default")
 
 
 def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_once_and_unblamed(

@@ -1,0 +1,145 @@
+"""The bounded memory of recent rollouts: what stays, what is held out, what a restart finds again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from worker_fixtures import World
+
+from drafter.batch import load_batch
+from service.recent import KeptBatch, RecentRollouts, is_held_out
+
+
+class Memory:
+    """Recent rollouts over a spool of the test's own."""
+
+    def __init__(self, directory: Path, capacity_tokens: int = 10_000) -> None:
+        self.spool, self.directory = directory / "spool", directory / "recent"
+        self.spool.mkdir(exist_ok=True)
+        self.recent = RecentRollouts(self.directory, capacity_tokens=capacity_tokens, holdout_one_in=4)
+        self.world = World()
+
+    def add(self, name: str, policy_version: int = 0, rollouts: int = 8) -> KeptBatch:
+        path = self.spool / f"{name}.safetensors"
+        path.write_bytes(self.world.rollout_file(name, policy_version=policy_version, rollouts=rollouts))
+        return self.recent.add(path, load_batch(path))
+
+    def files(self, where: Path) -> list[str]:
+        return sorted(p.stem for p in where.iterdir())
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Memory:
+    return Memory(tmp_path)
+
+
+def test_one_id_in_n_is_held_out_and_always_the_same_ones() -> None:
+    ids = [f"step{i // 64}/rollout{i % 64}" for i in range(8000)]
+    held = [i for i in ids if is_held_out(i, 8)]
+    assert abs(len(held) / len(ids) - 1 / 8) < 0.02
+    assert held == [i for i in ids if is_held_out(i, 8)]
+    assert not any(is_held_out(i, 0) for i in ids)
+
+
+def test_files_stay_in_the_spool_until_a_checkpoint_lists_them(memory: Memory) -> None:
+    memory.add("a")
+    assert (memory.files(memory.spool), memory.files(memory.directory)) == (["a"], [])
+    memory.recent.settle()
+    assert (memory.files(memory.spool), memory.files(memory.directory)) == ([], ["a"])
+    memory.recent.settle()
+
+
+def test_the_oldest_go_when_there_are_too_many_tokens_and_their_files_at_the_next_checkpoint(tmp_path: Path) -> None:
+    memory = Memory(tmp_path, capacity_tokens=250)
+    for name in "abc":
+        memory.add(name)
+        memory.recent.settle()
+    kept = memory.files(memory.directory)
+    memory.add("d")
+    assert memory.files(memory.directory) == kept, "the last checkpoint still lists them"
+    memory.recent.settle()
+    assert "d" in memory.files(memory.directory)
+    assert "a" not in memory.files(memory.directory)
+    assert memory.recent.names() == [f"{n}.safetensors" for n in memory.files(memory.directory)]
+
+
+def test_the_newest_batch_stays_however_large(tmp_path: Path) -> None:
+    memory = Memory(tmp_path, capacity_tokens=1)
+    memory.add("a")
+    memory.add("b")
+    memory.recent.settle()
+    assert memory.files(memory.directory) == ["b"]
+    assert memory.files(memory.spool) == []
+
+
+def test_a_redelivered_batch_is_kept_once(memory: Memory) -> None:
+    memory.add("a")
+    memory.add("b")
+    memory.add("a")
+    assert memory.recent.names() == ["b.safetensors", "a.safetensors"]
+
+
+def test_a_restart_finds_what_was_listed_wherever_it_lies_and_deletes_the_rest(tmp_path: Path) -> None:
+    memory = Memory(tmp_path)
+    memory.add("settled")
+    memory.recent.settle()
+    memory.add("unsettled")
+    listed = memory.recent.names()
+    (memory.directory / "stray.safetensors").write_bytes(b"left by a checkpoint that never was")
+    again = Memory(tmp_path)
+    again.recent.restore([*listed, "lost.safetensors"], again.spool)
+    assert again.recent.names() == listed
+    again.recent.settle()
+    assert (memory.files(memory.spool), memory.files(memory.directory)) == ([], ["settled", "unsettled"])
+
+
+def test_training_never_draws_what_is_held_out(memory: Memory) -> None:
+    newest = [memory.add(name) for name in "abcdef"][-2:]
+    drawn = {
+        rollout
+        for step in memory.recent.train_steps(newest, steps=200, step_tokens=64, seed=0)
+        for batch in step
+        for rollout in batch.rollout_ids
+    }
+    every = {f"{name}/{i}" for name in "abcdef" for i in range(8)}
+    assert drawn == {r for r in every if not is_held_out(r, 4)}
+
+
+def test_a_step_is_half_new_half_old_within_its_budget(memory: Memory) -> None:
+    newest = [memory.add(name) for name in "abcd"][-1:]
+    for step in memory.recent.train_steps(newest, steps=20, step_tokens=120, seed=1):
+        new, old = step
+        assert new.rollout_ids[0].startswith("d/")
+        assert not old.rollout_ids[0].startswith("d/")
+        for part in step:
+            assert part.tokens <= 60 + 20, "whole rollouts: at most one more than fits"
+
+
+def test_the_same_seed_draws_the_same(memory: Memory) -> None:
+    newest = [memory.add(name) for name in "abc"][-1:]
+
+    def drawn(seed: int) -> list[tuple[str, ...]]:
+        steps = memory.recent.train_steps(newest, steps=5, step_tokens=64, seed=seed)
+        return [batch.rollout_ids for step in steps for batch in step]
+
+    assert drawn(3) == drawn(3)
+    assert drawn(3) != drawn(4)
+
+
+def test_held_out_evidence_is_of_the_newest_policies(memory: Memory) -> None:
+    for version, name in enumerate("abcdefgh"):
+        memory.add(name, policy_version=version, rollouts=16)
+    found = memory.recent.held_out(6)
+    versions = [batch.policy_version for batch in found]
+    assert versions == sorted(versions, reverse=True)
+    assert versions[0] == 7
+    assert sum(b.rollouts for b in found) >= 6
+    assert all(is_held_out(r, 4) for b in found for r in b.rollout_ids)
+    assert memory.recent.oldest_policy_version() == 0
+
+
+def test_an_empty_memory_has_nothing_to_give(memory: Memory) -> None:
+    assert memory.recent.held_out(8) == []
+    assert list(memory.recent.train_steps([], steps=3, step_tokens=64, seed=0)) == []
+    assert memory.recent.oldest_policy_version() is None

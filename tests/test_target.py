@@ -1,0 +1,158 @@
+"""The worker's view of the target: which head and which embedding hold at a policy version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from worker_fixtures import CONFIG, HIDDEN, LAYERS, VOCAB, Bench, World, joined
+
+from rl_hooks import wire
+from rl_hooks.features import as_wire
+from service.errors import WorkerError
+from service.target import Target, read_tensor
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
+    with Bench(tmp_path / "state", redis_url) as made:
+        made.register()
+        yield made
+
+
+def put(bench: Bench, version: int, lm_head: torch.Tensor, ids: list[int] | None = None) -> None:
+    tensors = {"lm_head": as_wire(lm_head)}
+    if ids is not None:
+        tensors["ids"] = wire.Tensor.of(np.array(ids, np.int32), "I32")
+    meta = {"format": wire.HEAD_FORMAT, "policy_version": str(version)}
+    bench.layout.head("default", version).write_bytes(joined(wire.encode(tensors, meta)))
+
+
+def head(value: float, rows: int = VOCAB) -> torch.Tensor:
+    return torch.full((rows, HIDDEN), value)
+
+
+def in_force(target: Target, version: int) -> float:
+    return float(target.at(version, CPU).head.lm_head[0, 0])
+
+
+def test_it_reads_what_was_registered(bench: Bench) -> None:
+    target = Target.open(bench.layout, "default")
+    assert target.config == CONFIG
+    assert target.aux_layers == LAYERS
+    assert not target.tied
+    assert target.initial_drafter is None
+    assert torch.equal(target.embed_tokens, bench.world.embed)
+    assert torch.equal(target.at(0, CPU).head.lm_head, bench.world.heads[0])
+
+
+def test_the_newest_head_not_newer_than_asked_is_used_also_when_it_comes_later(bench: Bench) -> None:
+    target = Target.open(bench.layout, "default")
+    registered = in_force(target, 9)
+    put(bench, 4, head(4.0))
+    put(bench, 8, head(8.0))
+    assert [in_force(target, v) for v in (3, 4, 7, 8, 9)] == [registered, 4.0, 4.0, 8.0, 8.0]
+    put(bench, 6, head(6.0))
+    assert in_force(target, 7) == 6.0
+
+
+def test_an_old_policys_head_is_found_after_many_newer_ones(bench: Bench) -> None:
+    """More than are cached."""
+    target = Target.open(bench.layout, "default")
+    for version in range(1, 13):
+        put(bench, version, head(float(version)))
+        assert in_force(target, version) == version
+    assert in_force(target, 1) == 1.0
+    assert in_force(target, 0) == float(bench.world.heads[0][0, 0])
+    assert in_force(target, 12) == 12.0
+
+
+def test_a_useless_head_is_passed_over_and_named_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    target = Target.open(bench.layout, "default")
+    put(bench, 1, head(1.0))
+    put(bench, 2, head(float("nan")))
+    put(bench, 3, head(3.0))
+    path = bench.layout.head("default", 3)
+    path.write_bytes(path.read_bytes()[:-8])
+    assert in_force(target, 3) == 1.0
+    assert in_force(target, 3) == 1.0
+    assert caplog.text.count("the head of policy version 2 is not used: lm_head holds NaN") == 1
+    assert caplog.text.count("the head of policy version 3 is not used: file") == 1
+
+
+def test_a_head_of_rows_must_have_those_of_the_draft_vocabulary(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    target = Target.open(bench.layout, "default")
+    put(bench, 1, head(1.0, rows=4), ids=[0, 2, 4, 6])
+    put(bench, 2, head(2.0, rows=3), ids=[0, 2, 4])
+    assert in_force(target, 2) == 2.0, "nothing is required yet"
+    target.require_rows(torch.tensor([0, 4, 6]))
+    assert in_force(target, 2) == 1.0
+    assert "1 of 3 draft tokens have no row in it" in caplog.text
+
+
+def test_a_tied_embedding_is_the_whole_head_and_not_a_few_of_its_rows(tmp_path: Path, redis_url: str) -> None:
+    world = World(tied=True)
+    with Bench(tmp_path / "tied", redis_url, world) as bench:
+        bench.register()
+        target = Target.open(bench.layout, "default")
+        assert target.tied
+        assert torch.equal(target.at(0, CPU).head.lm_head, world.embed)
+        put(bench, 1, head(1.0))
+        put(bench, 2, head(2.0, rows=4), ids=[0, 2, 4, 6])
+        assert torch.equal(target.at(1, CPU).embed_tokens, head(1.0))
+        assert torch.equal(target.at(2, CPU).embed_tokens, world.embed)
+
+
+def test_an_untied_embedding_does_not_follow_the_head_and_is_held_once(bench: Bench) -> None:
+    target = Target.open(bench.layout, "default")
+    put(bench, 1, head(1.0))
+    put(bench, 2, head(2.0))
+    assert torch.equal(target.at(1, CPU).embed_tokens, bench.world.embed)
+    assert target.at(1, CPU).embed_tokens is target.at(2, CPU).embed_tokens
+
+
+def test_forgetting_keeps_the_head_that_the_oldest_batch_needs(bench: Bench) -> None:
+    target = Target.open(bench.layout, "default")
+    for version in (1, 3, 5, 7):
+        put(bench, version, head(float(version)))
+    target.forget_before(6)
+    assert sorted(int(p.stem) for p in bench.layout.heads("default").iterdir()) == [5, 7]
+    assert in_force(target, 6) == 5.0
+    target.forget_before(0)
+    target.forget_before(-5)
+    assert sorted(int(p.stem) for p in bench.layout.heads("default").iterdir()) == [5, 7]
+
+
+def test_strangers_among_the_heads_are_ignored(bench: Bench) -> None:
+    (bench.layout.heads("default") / "notes.txt").write_text("not a head")
+    (bench.layout.heads("default") / "v1.safetensors").write_text("not a version")
+    assert in_force(Target.open(bench.layout, "default"), 5) == float(bench.world.heads[0][0, 0])
+
+
+@pytest.mark.parametrize("spoil", ["gone", "torn", "config"])
+def test_a_run_that_cannot_be_opened_says_what_to_do(bench: Bench, spoil: str) -> None:
+    path = bench.layout.target("default")
+    if spoil == "gone":
+        path.unlink()
+    elif spoil == "torn":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.write_bytes(bench.world.run_file(metadata={"config": "not JSON"}))
+    with pytest.raises(WorkerError, match=r"run 'default' cannot be opened: .*PUT /runs/default again"):
+        Target.open(bench.layout, "default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tensors_of_every_float_type_become_float32_with_the_same_values(dtype: torch.dtype, tmp_path: Path) -> None:
+    values = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    path = tmp_path / "t.safetensors"
+    path.write_bytes(joined(wire.encode({"x": as_wire(values)} if dtype != torch.float16 else {
+        "x": wire.Tensor.of(values.numpy(), "F16")}, {})))  # fmt: skip
+    read = read_tensor(wire.MappedFile(path), "x")
+    assert read.dtype == torch.float32
+    assert torch.equal(read, values.float())
