@@ -30,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from examples import elicit
 from examples.demo_report import StepRow, write_report
 from examples.features import Rollout
+from examples.vllm_engine import VllmClient, check_installed, vllm_server
 from service.cli import port_is_free
 from service.errors import ConfigurationError
 from service.supervisor import spawn, stop
@@ -158,8 +159,10 @@ class EngineClient:
 def run_demo(config: DemoConfig) -> None:
     """Run the whole loop and write `--out`; ends every process that it started, also on Ctrl-C."""
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"})
-    if config.engine != "example" and not config.engine.startswith("http"):
-        raise ConfigurationError(f"--engine must be `example` or a URL, got {config.engine!r}")
+    if config.engine == "vllm":
+        check_installed()
+    elif config.engine != "example" and not config.engine.startswith("http"):
+        raise ConfigurationError(f"--engine must be `example`, `vllm` or a URL, got {config.engine!r}")
     if not port_is_free("127.0.0.1", config.port):
         raise ConfigurationError(f"port {config.port} is taken; stop what listens there or choose another with --port")
     import torch
@@ -185,26 +188,17 @@ def run_demo(config: DemoConfig) -> None:
 
 
 def _run(config: DemoConfig, state_dir: Path, stack: ExitStack) -> None:
-    from examples.policy import BASE_POLICY, load
+    from examples.policy import load
 
     policy, tokenizer = load()
-    engine_url = config.engine
-    engine_process = None
-    if config.engine == "example":
-        engine_port = free_port()
-        engine_url = f"http://127.0.0.1:{engine_port}"
-        arguments = ["--policy", str(BASE_POLICY), "--port", str(engine_port), "--depth", str(DEPTH)]
-        arguments += ["--seed", str(config.seed)]
-        engine_process = stack.enter_context(child("engine", ["examples.engine_server", *arguments]))
+    initial = state_dir / "initial-drafter"
     service_url = f"http://127.0.0.1:{config.port}"
     up = ["service.cli", "up", "--state-dir", str(state_dir), "--port", str(config.port)]
     if config.redis_url:
         up += ["--redis-url", config.redis_url]
-    stack.enter_context(child("up", up, {**SERVICE_SETTINGS, "DRAFTALIGN_LOG_LEVEL": "WARNING"}))
-    engine = EngineClient(engine_url)
-    engine.wait(engine_process)
-    initial = state_dir / "initial-drafter"
-    _make_initial_drafter(config, policy, tokenizer, engine, initial)
+    drafting = {"DRAFTALIGN_DRAFTING": "greedy"} if config.engine == "vllm" else {}  # vLLM drafts no other way
+    stack.enter_context(child("up", up, {**SERVICE_SETTINGS, **drafting, "DRAFTALIGN_LOG_LEVEL": "WARNING"}))
+    engine, engine_url = _engine(config, state_dir, initial, policy, tokenizer, stack)
     agent = ["service.cli", "agent", "--engine", engine_url, "--service", service_url, "--run", RUN]
     agent += ["--cache-dir", str(state_dir / "agent"), "--report-seconds", "1"]
     stack.enter_context(child("agent", agent, {"DRAFTALIGN_LOG_LEVEL": "WARNING"}))
@@ -212,6 +206,36 @@ def _run(config: DemoConfig, state_dir: Path, stack: ExitStack) -> None:
     session = Session(config, engine, service_url, policy, tokenizer, initial)
     session.train()
     session.finish()
+
+
+def _engine(
+    config: DemoConfig, state_dir: Path, initial: Path, policy: Any, tokenizer: Any, stack: ExitStack
+) -> tuple[EngineClient | VllmClient, str]:
+    """Start or find the inference server, and train the initial drafter on what it generates."""
+    from examples.policy import BASE_POLICY
+
+    if config.engine not in ("example", "vllm"):
+        engine = EngineClient(config.engine)
+        engine.wait(None)
+        _make_initial_drafter(config, policy, tokenizer, engine, initial)
+        return engine, config.engine
+    with ExitStack() as own:
+        url = f"http://127.0.0.1:{free_port()}"
+        arguments = ["--policy", str(BASE_POLICY), "--port", url.rpartition(":")[2], "--depth", str(DEPTH)]
+        process = own.enter_context(child("engine", ["examples.engine_server", *arguments, "--seed", str(config.seed)]))
+        engine = EngineClient(url)
+        engine.wait(process)
+        _make_initial_drafter(config, policy, tokenizer, engine, initial)
+        if config.engine == "example":
+            stack.enter_context(own.pop_all())
+            return engine, url
+    # vLLM wants a drafter to start with, so the built-in engine generated what that is trained on.
+    port = free_port()
+    server = stack.enter_context(vllm_server(state_dir, initial, port, depth=DEPTH, seed=config.seed))
+    client = VllmClient(f"http://127.0.0.1:{port}", state_dir)
+    with console.status("vLLM starts (a minute or two on two cores)"):
+        client.wait(server)
+    return client, f"http://127.0.0.1:{port}"
 
 
 def _make_initial_drafter(config: DemoConfig, policy: Any, tokenizer: Any, engine: EngineClient, out: Path) -> None:
@@ -244,7 +268,13 @@ class Session:
     """One RL run attached to the service, and what was counted along it."""
 
     def __init__(
-        self, config: DemoConfig, engine: EngineClient, service_url: str, policy: Any, tokenizer: Any, initial: Path
+        self,
+        config: DemoConfig,
+        engine: EngineClient | VllmClient,
+        service_url: str,
+        policy: Any,
+        tokenizer: Any,
+        initial: Path,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -356,7 +386,7 @@ class Session:
     def train(self) -> None:
         """Wait until the initial drafter is live in the engine, then run RL."""
         deadline = time.monotonic() + 60.0
-        while not self.engine.drafter()["loaded"]:
+        while not self.engine.drafter()["version"]:
             if time.monotonic() > deadline:
                 raise ConfigurationError("the initial drafter did not reach the engine; see the log above")
             time.sleep(0.1)

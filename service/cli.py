@@ -128,7 +128,7 @@ def demo(
     port: Annotated[int, typer.Option(help="TCP port of the API and its page.")] = 8400,
     redis_url: RedisUrl = None,
     engine: Annotated[
-        str, typer.Option(help="`example` (built in) or the URL of one that speaks its protocol.")
+        str, typer.Option(help="`example` (built in), `vllm` (a real one, after `make vllm`), or the URL of an example.")
     ] = "example",
     keep: Annotated[bool, typer.Option(help="Keep the service running (and its state) after the run.")] = False,
 ) -> None:
