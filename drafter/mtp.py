@@ -52,7 +52,7 @@ class MtpConfig:
         return asdict(self)
 
     @classmethod
-    def from_target(cls, config: Mapping[str, Any]) -> MtpConfig:
+    def from_target(cls, config: Mapping[str, Any], *, zero_first_embedding: bool = True) -> MtpConfig:
         """Read a DeepSeek-V3 style transformers config. Raises `DrafterError` naming what it lacks or has too much."""
         needed = [
             *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
@@ -89,6 +89,7 @@ class MtpConfig:
             rms_norm_eps=eps,
             max_position_embeddings=int(config.get("max_position_embeddings") or 4096),
             model_type=str(config.get("model_type") or "deepseek_v3"),
+            zero_first_embedding=zero_first_embedding,
         )
 
 

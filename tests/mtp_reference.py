@@ -65,7 +65,7 @@ def feed_forward(w: Mapping[str, Tensor], c: Any, x: Tensor) -> Tensor:
     worth = [sum(sorted(choice[g * size : (g + 1) * size].tolist())[-2:]) for g in range(c.n_group)]
     open_groups = sorted(range(c.n_group), key=lambda g: worth[g])[-c.topk_group :]
     allowed = [e for e in range(c.n_routed_experts) if e // size in open_groups]
-    chosen = sorted(allowed, key=lambda e: float(choice[e]))[-c.num_experts_per_tok :]
+    chosen = sorted(allowed, key=lambda e: float(choice[e].detach()))[-c.num_experts_per_tok :]
     total = sum(scores[e] for e in chosen) if c.norm_topk_prob else 1.0
     out = swiglu(w, "mlp.shared_experts.", x)
     for e in chosen:

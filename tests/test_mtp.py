@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from drafter_worlds import SHAPES, mask_of
 from mtp_reference import reference_pres
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from drafter.errors import DrafterError
+from drafter.batch import RolloutBatch
+from drafter.errors import BatchRejected, CheckpointError, DrafterError
 from drafter.model import rms_norm
 from drafter.mtp import MtpConfig, MtpDrafter, unroll_mtp
+from drafter.mtp_checkpoint import prefix, read_mtp, write_mtp
 from drafter.plan import make_plan
+from drafter.replay import replay
+from drafter.target import TargetHead
+from drafter.trainer import DrafterTrainer, TrainConfig
 
 VOCAB, LAYERS = 41, 3
 YARN = {
@@ -116,7 +124,7 @@ def test_every_row_and_step_equals_the_reference(variant: str, zero_first: bool)
 
 
 def transformers_twin(drafter: MtpDrafter, config: DeepseekV3Config) -> MtpModel:
-    """transformers' own MTP modules with the same weights."""
+    """MTP as transformers has it, with the same weights."""
     main = DeepseekV3ForCausalLM(config).double()
     main.model.embed_tokens.weight.data = drafter.embed_tokens.clone()
     main.lm_head.weight.data = drafter.head.clone()
@@ -187,3 +195,217 @@ def test_every_row_and_step_equals_transformers(variant: str) -> None:
 def test_configs_of_another_layout_are_refused_by_what_differs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DrafterError, match=message):
         MtpConfig.from_target(target_config().to_dict() | changes)
+
+
+# --- trained and replayed by what trains and replays EAGLE-3 drafters
+
+
+@torch.no_grad()
+def policy(seed: int = 0) -> DeepseekV3ForCausalLM:
+    torch.manual_seed(seed)
+    model = DeepseekV3ForCausalLM(target_config()).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            parameter.normal_(std=0.7 if "embed" in name or "lm_head" in name else 0.25)
+    return model
+
+
+@torch.no_grad()
+def sampled(model: DeepseekV3ForCausalLM, rollouts: int = 24, length: int = 16, prompt: int = 2) -> RolloutBatch:
+    """Rollouts drawn from the policy, with its own states and log-probabilities."""
+    g = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, VOCAB, (rollouts, prompt), generator=g)
+    while ids.shape[1] < length:
+        p = model(input_ids=ids).logits[:, -1].softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(p, 1, generator=g)], dim=1)
+    out = model(input_ids=ids, output_hidden_states=True)
+    logp = out.logits.log_softmax(-1)
+    own = torch.zeros(rollouts, length)
+    own[:, 1:] = logp[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    return RolloutBatch(
+        input_ids=ids.flatten(),
+        cu_seqlens=torch.arange(0, rollouts * length + 1, length),
+        loss_mask=mask_of(length, prompt).repeat(rollouts),
+        aux_hidden=torch.zeros(rollouts * length, 1),  # an MTP drafter reads none
+        logprobs=own.flatten(),
+        last_hidden=out.hidden_states[-1].flatten(0, 1),
+        logsumexp=out.logits.logsumexp(-1).flatten(),
+    )
+
+
+def fresh(model: DeepseekV3ForCausalLM) -> MtpDrafter:
+    torch.manual_seed(1)
+    config = MtpConfig.from_target(model.config.to_dict())
+    return MtpDrafter(config, model.get_input_embeddings().weight, model.lm_head.weight)
+
+
+def test_the_worker_s_trainer_lowers_its_loss_and_replay_finds_it_better() -> None:
+    model = policy()
+    batch, drafter, head = sampled(model), fresh(model), TargetHead(model.lm_head.weight)
+    assert head.logprob_gap(batch)[0] < 1e-5
+    embedding, shared = drafter.embed_tokens.clone(), drafter.head.clone()
+    before = replay(drafter, batch, depth=3)
+    trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=3, learning_rate=1e-2))
+    reports = [trainer.step(batch, head) for _ in range(25)]
+    assert all(report.skipped is None for report in reports)
+    assert reports[-1].loss < 0.7 * reports[0].loss
+    after = replay(drafter, batch, depth=3)
+    assert after.alpha > before.alpha + 0.2
+    # Embedding and head are the policy's: training leaves them alone.
+    assert torch.equal(drafter.embed_tokens, embedding)
+    assert torch.equal(drafter.head, shared)
+
+
+@pytest.mark.parametrize("loss", ["lk", "alpha"])
+def test_the_other_losses_serve_it_too(loss: Any) -> None:
+    model = policy()
+    batch, head = sampled(model, rollouts=8), TargetHead(model.lm_head.weight)
+    trainer = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=3, learning_rate=1e-2, loss=loss))
+    first, *_, last = [trainer.step(batch, head) for _ in range(15)]
+    assert sum(last.acceptance_per_step) > sum(first.acceptance_per_step) + 0.2
+
+
+def test_its_gradients_are_those_of_the_reference() -> None:
+    config = target_config()
+    drafter = drafter_for(config)
+    g = torch.Generator().manual_seed(2)
+    ids, n = torch.randint(VOCAB, (9,), generator=g), 9
+    last = torch.randn(n, config.hidden_size, generator=g, dtype=torch.float64)
+    slope = torch.randn(3, n, config.hidden_size, generator=g, dtype=torch.float64)
+    got = unroll_mtp(drafter, make_plan(torch.tensor([0, n]), mask_of(n, 1), 3), ids, last)
+    ours = sum((pre * slope[j, got.rows[j]]).sum() for j, pre in enumerate(got.pre))
+    named = dict(drafter.named_parameters())
+    gradients = torch.autograd.grad(ours, list(named.values()), allow_unused=True)  # type: ignore[arg-type]
+    weights = {name: tensor.detach().clone().requires_grad_() for name, tensor in named.items()}
+    weights |= {name: tensor for name, tensor in drafter.named_buffers() if name.endswith("correction_bias")}
+    expected = reference_pres(weights, config, drafter.embed_tokens, ids.tolist(), last, 3, True)
+    theirs = torch.stack([(pre * slope[j, t]).sum() for (t, j), pre in expected.items()]).sum()
+    wanted = torch.autograd.grad(theirs, [weights[name] for name in named], allow_unused=True)
+    for name, gradient, want in zip(named, gradients, wanted, strict=True):
+        if want is None:  # an expert that no row chose
+            assert gradient is None or not gradient.any(), name
+        else:
+            assert gradient is not None, name
+            assert torch.allclose(gradient, want, rtol=1e-8, atol=1e-9), name
+
+
+def test_a_trainer_s_state_is_resumed_to_the_bit(tmp_path: Path) -> None:
+    model = policy()
+    batch, head = sampled(model, rollouts=6), TargetHead(model.lm_head.weight)
+    config = TrainConfig(steps_ahead=2, learning_rate=1e-2)
+    one = DrafterTrainer(fresh(model), config)
+    one.step(batch, head)
+    one.save(tmp_path)
+    two = DrafterTrainer(fresh(model), config)
+    two.load(tmp_path)
+    for trainer in (one, two):
+        trainer.step(batch, head)
+    for name, parameter in one.drafter.named_parameters():
+        assert torch.equal(parameter, dict(two.drafter.named_parameters())[name]), name
+
+
+def test_a_batch_without_last_hidden_is_refused() -> None:
+    model = policy()
+    batch = sampled(model, rollouts=2)
+    top = torch.topk(batch.last_hidden, 2, dim=-1)  # type: ignore[arg-type]
+    without = replace(batch, last_hidden=None, logsumexp=None, top_ids=top.indices, top_logprobs=top.values)
+    with pytest.raises(BatchRejected, match="reads last_hidden"):
+        replay(fresh(model), without, depth=2)
+
+
+# --- on disk, by DeepSeek-V3's names
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_written_is_read_back_to_the_bit(variant: str, tmp_path: Path) -> None:
+    drafter = drafter_for(target_config(**VARIANTS[variant]), zero_first_embedding=variant != "dense").float()
+    digests = write_mtp(tmp_path, drafter)
+    assert digests.keys() == {"model.safetensors", "config.json"}
+    back = read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
+    assert back.config == drafter.config
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+
+
+@torch.no_grad()
+def test_transformers_loads_the_export_as_the_policys_mtp_layer_and_computes_the_same(tmp_path: Path) -> None:
+    model = policy()
+    model.save_pretrained(tmp_path / "policy")
+    drafter = replace_norms(fresh(model))
+    exported = tmp_path / "mtp"
+    exported.mkdir()
+    write_mtp(exported, drafter)
+    # As published: one checkpoint holds the policy's layers and the module's.
+    merged = load_file(tmp_path / "policy/model.safetensors") | load_file(exported / "model.safetensors")
+    save_file(merged, tmp_path / "policy/model.safetensors", metadata={"format": "pt"})
+    main = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "policy", experts_implementation="eager").eval()
+    main._keys_to_ignore_on_load_unexpected = [r"layers\.3\."]  # names layer 61, as the published model has
+    twin = MtpModel.from_pretrained(main).eval()
+    g = torch.Generator().manual_seed(1)
+    ids, last = torch.randint(VOCAB, (8,), generator=g), torch.randn(8, 24, generator=g)
+    theirs = twin.forward_layer(0, last[None, :7], torch.arange(7)[None], None, input_ids=ids[None, 1:])[0]
+    plain = MtpDrafter(replace(drafter.config, zero_first_embedding=False), drafter.embed_tokens, drafter.head)
+    plain.load_state_dict(drafter.state_dict())
+    got = unroll_mtp(plain, make_plan(torch.tensor([0, 8]), mask_of(8, 1), 1), ids, last)
+    ours = rms_norm(got.pre[0], plain.shared_head.norm.weight, 1e-6)
+    assert torch.allclose(ours, theirs[got.rows[0]], rtol=1e-4, atol=1e-5)
+
+
+def replace_norms(drafter: MtpDrafter) -> MtpDrafter:
+    """Gains away from 1, so that a norm in the wrong place shows."""
+    g = torch.Generator().manual_seed(9)
+    for parameter in drafter.parameters():
+        if parameter.ndim == 1:
+            parameter.data = 1 + 0.3 * torch.randn(parameter.shape, generator=g)
+        else:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=g)
+    return drafter
+
+
+def test_a_module_is_read_out_of_the_policys_sharded_checkpoint_and_the_copies_in_it_are_compared(
+    tmp_path: Path,
+) -> None:
+    drafter = drafter_for(target_config()).float()
+    write_mtp(tmp_path, drafter)
+    tensors = load_file(tmp_path / "model.safetensors")
+    where = prefix(drafter.config)
+    tensors |= {f"{where}embed_tokens.weight": drafter.embed_tokens, f"{where}shared_head.head.weight": drafter.head}
+    tensors["model.layers.0.input_layernorm.weight"] = torch.ones(24)
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {f"model-0000{i}.safetensors": names[i::2] for i in range(2)}
+    for file, held in shards.items():
+        save_file({name: tensors[name].clone() for name in held}, tmp_path / file)
+    index = {name: file for file, held in shards.items() for name in held}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    back = read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
+    assert torch.equal(back.eh_proj.weight, drafter.eh_proj.weight)
+    with pytest.raises(CheckpointError, match=r"shared_head\.head\.weight.*not the policy's head"):
+        read_mtp(tmp_path, drafter.embed_tokens, drafter.head + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.3.eh_proj.weight"), r"missing: eh_proj\.weight"),
+        (lambda t: t.update({"model.layers.3.eh_proj.weight_scale_inv": torch.ones(1)}), "dequantised"),
+        (lambda t: t.update({"model.layers.3.enorm.weight": torch.ones(5)}), r"enorm\.weight must be \(24,\)"),
+        (lambda t: t["model.layers.3.hnorm.weight"].fill_(float("nan")), r"hnorm\.weight holds NaN"),
+        (lambda t: [t.pop(n) for n in list(t)] and t.update(x=torch.ones(1)), "has no MTP module"),
+    ],
+)
+def test_broken_files_are_refused_by_what_is_wrong(change: Any, message: str, tmp_path: Path) -> None:
+    drafter = drafter_for(target_config()).float()
+    write_mtp(tmp_path, drafter)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    drafter = drafter_for(target_config()).float()
+    drafter.eh_proj.weight.data[0, 0] = 1e30
+    with pytest.raises(CheckpointError, match=r"eh_proj\.weight is not finite as torch\.float16"):
+        write_mtp(tmp_path, drafter, dtype=torch.float16)

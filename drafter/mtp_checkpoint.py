@@ -1,0 +1,188 @@
+"""An MTP module on disk, by DeepSeek-V3's names: `model.layers.{N}.*` beside a config.json that transformers knows.
+
+What is written is the module alone. The published checkpoints also hold copies of the policy's embedding and head in
+that layer; engines share the policy's live ones, and a swap that carried copies would overwrite them. When such a
+checkpoint is read, the copies are compared with the policy's and left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafter.checkpoint import CONFIG_FILE, MODEL_FILE, FileDigest, finish_files, read_config
+from drafter.errors import CheckpointError, DrafterError
+from drafter.mtp import MtpConfig, MtpDrafter
+
+_INDEX_FILE: Final = "model.safetensors.index.json"
+_STORAGE: Final = (torch.float32, torch.bfloat16, torch.float16)
+#: Stays float32 whatever the weights are: the router adds it to float32 scores.
+_FLOAT32: Final = "mlp.gate.e_score_correction_bias"
+#: Copies of the policy's own that published checkpoints carry in this layer, and what they are copies of.
+_COPIES: Final[Mapping[str, str]] = {"embed_tokens.weight": "embed_tokens", "shared_head.head.weight": "head"}
+
+
+def prefix(config: MtpConfig) -> str:
+    """Where the module's tensors are in the policy's checkpoint."""
+    return f"model.layers.{config.layer}."
+
+
+def write_mtp(directory: Path, drafter: MtpDrafter, *, dtype: torch.dtype = torch.float32) -> dict[str, FileDigest]:
+    """Write model.safetensors and config.json into an existing `directory`, synced to disk; return their digests.
+
+    Raises `CheckpointError` for weights that are not finite as `dtype`.
+    """
+    if dtype not in _STORAGE:
+        raise CheckpointError(f"weights are stored as float32, bfloat16 or float16, got {dtype}")
+    tensors = {}
+    for name, tensor in drafter.state_dict().items():
+        stored = tensor.detach().to("cpu", torch.float32 if name == _FLOAT32 else dtype).contiguous()
+        if not bool(torch.isfinite(stored).all()):
+            raise CheckpointError(f"{name} is not finite as {dtype}; go back to the last good weights, do not publish")
+        tensors[prefix(drafter.config) + name] = stored
+    save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
+    (directory / CONFIG_FILE).write_text(json.dumps(export_mtp_config(drafter.config, dtype), indent=2) + "\n")
+    return finish_files(directory)
+
+
+def export_mtp_config(config: MtpConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The module's config.json: the policy's own field names, and ours under `draftalign`."""
+    attention, experts, yarn = config.attention, config.experts, config.attention.yarn
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": attention.rope_theta}
+    if yarn is not None:
+        rope |= {
+            "rope_type": "yarn",
+            "factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_max_position_embeddings,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
+        }
+    document = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": config.model_type,
+        "num_hidden_layers": config.layer,
+        "num_nextn_predict_layers": 1,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.heads,
+        "q_lora_rank": attention.q_rank,
+        "kv_lora_rank": attention.kv_rank,
+        "qk_nope_head_dim": attention.nope,
+        "qk_rope_head_dim": attention.rope,
+        "v_head_dim": attention.value,
+        "rope_theta": attention.rope_theta,
+        "rope_parameters": rope,
+        "rope_interleave": attention.interleaved,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "n_routed_experts": 0,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "draftalign": {"kind": config.kind, "zero_first_embedding": config.zero_first_embedding},
+    }
+    if experts is not None:
+        document |= {
+            "n_routed_experts": experts.routed,
+            "num_experts_per_tok": experts.chosen,
+            "n_shared_experts": experts.shared,
+            "moe_intermediate_size": experts.intermediate_size,
+            "n_group": experts.groups,
+            "topk_group": experts.chosen_groups,
+            "norm_topk_prob": experts.normalised,
+            "routed_scaling_factor": experts.scaling,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        }
+    return document
+
+
+def parse_mtp_config(document: Mapping[str, Any]) -> MtpConfig:
+    """Read what `export_mtp_config` wrote, or a policy's own config.json. Raises `CheckpointError`."""
+    own = document.get("draftalign") or {}
+    zero_first = own.get("zero_first_embedding", True) if isinstance(own, Mapping) else None
+    if not isinstance(zero_first, bool):
+        raise CheckpointError(f"config.json: zero_first_embedding must be true or false, got {own!r}")
+    try:
+        return MtpConfig.from_target(document, zero_first_embedding=zero_first)
+    except (DrafterError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: {error}") from error
+
+
+def read_mtp(directory: Path, embed_tokens: Tensor, head: Tensor, *, dtype: torch.dtype = torch.float32) -> MtpDrafter:
+    """Read an MTP module, alone or out of the policy's whole checkpoint (sharded or not), as `dtype` on the CPU.
+
+    embed_tokens and head [V, H] are the policy's. Raises `CheckpointError`: names, shapes, dtypes, values.
+    """
+    config = parse_mtp_config(read_config(directory / CONFIG_FILE))
+    tensors = _layer_tensors(directory, prefix(config))
+    for name, whose in _COPIES.items():
+        copy = tensors.pop(name, None)
+        policys = embed_tokens if whose == "embed_tokens" else head
+        if copy is not None and not torch.equal(copy, policys.to("cpu", copy.dtype)):
+            raise CheckpointError(
+                f"{name} of this module is not the policy's {whose}: it belongs to another policy version. Give the "
+                f"{whose} of the same checkpoint"
+            )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            drafter = MtpDrafter(config, embed_tokens, head)
+    except DrafterError as error:
+        raise CheckpointError(f"{directory} does not fit this policy: {error}") from error
+    _check({name: tuple(t.shape) for name, t in drafter.state_dict().items()}, tensors)
+    drafter.to(dtype)
+    drafter.embed_tokens, drafter.head = embed_tokens.detach(), head.detach()
+    drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()})
+    return drafter
+
+
+def _layer_tensors(directory: Path, where: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `where`, without it, from one file or from those that an index names."""
+    files = {directory / MODEL_FILE}
+    if (directory / _INDEX_FILE).exists():
+        weight_map = json.loads((directory / _INDEX_FILE).read_text()).get("weight_map", {})
+        names = {str(file) for name, file in weight_map.items() if name.startswith(where)}
+        if any(Path(name).name != name for name in names):
+            raise CheckpointError(f"{_INDEX_FILE} names a file outside its directory")
+        files = {directory / name for name in names}
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(files):
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as file:
+                mine = [name for name in file.keys() if name.startswith(where)]  # noqa: SIM118 - not a mapping
+                tensors |= {name.removeprefix(where): file.get_tensor(name) for name in mine}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+    if not tensors:
+        raise CheckpointError(
+            f"{directory} holds no {where}*: this checkpoint has no MTP module. Train an EAGLE-3 drafter instead"
+        )
+    return tensors
+
+
+def _check(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"tensors missing: {', '.join(missing[:4]) or 'none'}; not part of the layout: "
+            f"{', '.join(extra[:4]) or 'none'}. Scales of 8-bit weights mean that they have to be dequantised first"
+        )
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise CheckpointError(f"{name} must be {expected[name]} by its config, got {tuple(tensor.shape)}")
+        if tensor.dtype not in _STORAGE:
+            raise CheckpointError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}; dequantise it")
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{name} holds NaN or infinity; this module must not be served")
