@@ -255,6 +255,12 @@ class DrafterTrainer(Generic[_D]):
         if pointer["drafter"] != identity:
             theirs = dict(pointer["drafter"])
             differing = {k: (theirs.get(k), v) for k, v in identity.items() if theirs.get(k) != v}
+            if differing.keys() == {"vocabulary"}:
+                raise CheckpointError(
+                    f"{directory} holds the state of a drafter with another draft vocabulary "
+                    f"({differing['vocabulary'][0]}, expected {differing['vocabulary'][1]}): the rows of its lm_head "
+                    "stand for other tokens. Resume with the drafter that was saved beside it"
+                )
             raise CheckpointError(f"{directory} holds the state of another drafter; (stored, expected): {differing}")
         try:
             tensors = load_file(directory / str(pointer["file"]))

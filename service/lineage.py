@@ -107,6 +107,17 @@ class Lineage:
         self.trainer = DrafterTrainer(drafter.to(self._device), config)
         return self.trainer
 
+    def check_vocabulary(self) -> None:
+        """Raise `WorkerError` where the candidate's draft vocabulary is not the served drafter's: engines cache it."""
+        served, own = self.served(), self.candidate.vocabulary
+        if served is not None and served.d2t_sha256 != own.digest:
+            raise WorkerError(
+                f"the worker's checkpoint holds a drafter with another draft vocabulary ({len(own)} tokens, "
+                f"{own.digest}) than {served.version} ({served.d2t_sha256}), which is served. A vocabulary is frozen "
+                f"for the life of a run: move {self._layout.worker(self._run)} away to go on from {served.version}, or "
+                "register another run"
+            )
+
     # --- drafters by role
     @property
     def candidate(self) -> Eagle3Drafter:

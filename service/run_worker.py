@@ -94,6 +94,7 @@ class RunWorker:
         self._controller = Controller()
         self._drift = DriftMonitor()
         self._drift_reading: DriftReading | None = None
+        self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
         self._totals = Totals()
         self._counts = torch.zeros(self._target.embed_tokens.shape[0], dtype=torch.int64)  # [V], until a vocabulary is
         self._waiting: list[tuple[Entry, RolloutBatch]] = []  # batches seen before the vocabulary exists
@@ -126,6 +127,7 @@ class RunWorker:
         self._drift = _drift_monitor(state["drift"])
         self._totals = Totals(**state["totals"])
         self._applied = set(state["applied"])
+        self._lineage.check_vocabulary()
         self._know_vocabulary()
         self._recent.restore(state["recent"], self._layout.spool(self.run))
         self._recent.settle()  # the checkpoint lists them: the crash came before it could be done
@@ -373,6 +375,7 @@ class RunWorker:
             self._unsent[entry.batch_id] = scores.record
             self._totals.batches += 1
             self._watch(scores.replays.get("served"))
+            self._coverage = scores.record["draftable_tokens"] / max(1, scores.record["tokens"])
             for name, found in scores.replays.items():
                 sums = found.total()
                 self._totals.rounds[name] = self._totals.rounds.get(name, 0.0) + float(sums["rounds"])
@@ -387,10 +390,11 @@ class RunWorker:
     def _report(self, newest: Scores, decision: Decision, outcome: Contest | None) -> None:
         alpha = newest.alpha("served")
         log.info(
-            "%s: policy %d  served α %s  %s: %s%s",
+            "%s: policy %d  served α %s  draftable %s  %s: %s%s",
             self.run,
             newest.record["policy_version"],
             "-" if alpha is None else f"{alpha:.3f}",
+            "-" if self._coverage is None else f"{self._coverage:.1%}",
             decision.action.value,
             decision.reason,
             "" if outcome is None else f"; gate: {outcome.verdict.reason}",
@@ -424,6 +428,8 @@ class RunWorker:
                 "refused_total": self._totals.refused,
                 "rounds_total": self._totals.rounds,
                 "round_tokens_total": self._totals.round_tokens,
+                "draft_vocab_size": len(self._lineage.candidate.vocabulary),
+                "draft_coverage": self._coverage,
                 "drift": {n: {"statistic": lane.statistic, "limit": lane.limit} for n, lane in lanes.items()},
             }
         )

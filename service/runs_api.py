@@ -59,10 +59,14 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
     record = context.run(run)
     latest = context.registry.latest(run)
     versions = context.registry.versions(run)
+    worker = await context.store(run).worker()
     return record.model_dump() | {
         "drafter": None if latest is None else latest.version,
         "reference_version": versions[0] if versions else None,
         "latest_head": await context.store(run).latest_head(),
+        # What the drafters in use can propose, and the share of the newest scored tokens that this is.
+        "draft_vocab_size": worker.get("draft_vocab_size") or record.draft_vocab_size,
+        "draft_coverage": worker.get("draft_coverage"),
     }
 
 

@@ -72,6 +72,8 @@ def score(
         replays["best"] = by_version[best_version]
     record: dict[str, Any] = {n: drafter_sums(found.tokens, found.rounds) for n, found in replays.items()}
     response = batch.logprobs[batch.loss_mask]
+    vocabularies = [drafter.vocabulary for _, drafter in drafters.values()]  # one, in a lineage
+    said = batch.input_ids[batch.loss_mask].cpu()
     rewards = batch.rewards or ()
     record |= {
         "policy_version": batch.policy_version,
@@ -80,6 +82,7 @@ def score(
         "best_version": best_version,
         "logprob_sum": float(response.double().sum()),
         "logprob_tokens": int(response.numel()),
+        "draftable_tokens": int(vocabularies[0].t2d[said].sum()) if vocabularies else None,
         "reward_sum": math.fsum(rewards),
         "reward_count": len(rewards),
         "created": time.time(),
