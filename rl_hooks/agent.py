@@ -187,14 +187,15 @@ class SwapAgent:
         return loops
 
     def _follower(self, url: str, client: httpx.AsyncClient) -> EngineFollower:
+        cache = self.config.cache_dir.absolute() / self.config.run
         engine = connect(
             self.config.engine_kind,
             url,
             client,
+            cache=cache,
             token=self.config.engine_token,
             swap_timeout_seconds=self.config.swap_timeout_seconds,
         )
-        cache = self.config.cache_dir.absolute() / self.config.run
         follower = EngineFollower(engine, self.config.canary, self.metrics, cache, time.monotonic)
         self.followers[url] = follower
         self._offered[url] = asyncio.Event()
