@@ -186,5 +186,9 @@ class VllmClient:
         state: dict[str, Any] = self._http.get("/drafter/state").raise_for_status().json()
         return state
 
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
     def _version(self) -> str:
         return str(self.drafter()["version"] or "")

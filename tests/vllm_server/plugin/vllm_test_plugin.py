@@ -1,7 +1,6 @@
 """What the tests add to the vLLM server, inside its processes. Never shipped.
 
-* a repair of sampling on a CPU: vLLM 0.32 and 0.33 write the expanded temperatures into a copy that is thrown away
-  (`_ensure_int64` of a float tensor), so every request with a temperature samples garbage while it speculates;
+* the repair of sampling on a CPU that the demo's plugin has too;
 * a recorder of what the engine's drafter read and answered, for numeric conformance;
 * faults: weights that change behind the engine's back, a load that fails half-way;
 * `POST /test/rpc {"method", "args"}`, so that the server runs without development mode.
@@ -16,6 +15,8 @@ import torch
 from fastapi import FastAPI, Request
 from safetensors.torch import save_file
 
+from examples.vllm_plugin import repair_sampling
+
 
 def register() -> None:
     """General plugin: the repair, and RPC methods on the workers."""
@@ -23,21 +24,7 @@ def register() -> None:
 
     for method in (start_recording, stop_recording, policy_digest, storage, wipe_drafter, fail_next_load):
         setattr(WorkerBase, "tests_" + method.__name__, method)
-    _repair_sampling()
-
-
-def _repair_sampling() -> None:
-    import vllm.utils.cpu_triton_utils as kernels
-
-    def expand(
-        output: Any, input_val: Any, cu_num_tokens: Any, replace_from: Any, replace_to: Any, MAX_NUM_TOKENS: Any = None
-    ) -> None:
-        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-        values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
-        expanded = torch.repeat_interleave(values, counts)
-        output[: expanded.numel()] = expanded.to(output.dtype)
-
-    kernels._expand_kernel_impl = expand
+    repair_sampling()
 
 
 # --- recording
