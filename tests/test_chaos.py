@@ -10,12 +10,12 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from service_fixtures import HEADERS, RunningService, rollout_file
+from service_fixtures import HEADERS, RunningService
 from test_worker_restarts import final_state, states
 from torch import Tensor
 from worker_fixtures import Bench, Nest, World, alive, nest, wait_until_gone
@@ -23,7 +23,7 @@ from worker_fixtures import Bench, Nest, World, alive, nest, wait_until_gone
 from service.queue import AsyncRolloutQueue, Batch, Enqueued
 from service.valkey import EmbeddedValkey
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
 
 KILLS = int(os.environ.get("DRAFTALIGN_CHAOS_KILLS", "12"))
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
@@ -60,7 +60,6 @@ def settled(bench: Bench) -> bool:
     return finished(bench) == len(bench.posted) and not bench.spooled()
 
 
-@pytest.mark.timeout(300)
 def test_sigkill_at_random_moments_leaves_the_state_of_an_undisturbed_run(
     bench: Bench, workers: Nest, tmp_path: Path
 ) -> None:
@@ -231,7 +230,6 @@ def fill_the_disk(bench: Bench, workers: Nest, full: Path) -> None:
     assert set(bench.store.scores()) == set(bench.posted)
 
 
-@pytest.mark.timeout(180)
 def test_redis_and_api_killed_while_rollouts_flow_lose_nothing_that_was_acknowledged(
     tmp_path: Path, workers: Nest
 ) -> None:
@@ -301,9 +299,11 @@ def test_redis_and_api_killed_while_rollouts_flow_lose_nothing_that_was_acknowle
         server.stop()
 
 
-def test_the_reason_of_a_dead_batch_can_be_read_from_the_api(service: RunningService, workers: Nest) -> None:
+def test_the_reason_of_a_dead_batch_can_be_read_from_the_api(
+    serve: Callable[..., RunningService], workers: Nest
+) -> None:
     """By the batch's id and by that of any rollout in it."""
-    world = World()
+    world, service = World(), serve()
     with Bench(service.settings.state_dir, str(service.settings.redis_url.get_secret_value()), world) as bench:  # type: ignore[union-attr]
 
         def spoil(tensors: dict[str, Tensor]) -> None:
@@ -327,9 +327,11 @@ def test_the_reason_of_a_dead_batch_can_be_read_from_the_api(service: RunningSer
 
 
 def test_an_upload_whose_first_answer_from_redis_was_lost_keeps_its_file(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client library tries again and hears of a duplicate: that is the upload itself."""
+    world, service = World(), serve()
+    assert service.client.put("/runs/default", content=world.run_file(), headers=HEADERS).status_code == 201
     real = AsyncRolloutQueue.enqueue
 
     async def twice(self: AsyncRolloutQueue, batch: Batch, **limits: Any) -> Enqueued:
@@ -337,8 +339,8 @@ def test_an_upload_whose_first_answer_from_redis_was_lost_keeps_its_file(
         return await real(self, batch, **limits)
 
     monkeypatch.setattr(AsyncRolloutQueue, "enqueue", twice)
-    first = service.post(rollout_file())
+    first = service.post(world.rollout_file("a"))
     assert first.status_code in (200, 202)
     (kept,) = service.spooled()
-    assert service.post(rollout_file()).status_code == 200
+    assert service.post(world.rollout_file("a")).status_code == 200
     assert service.spooled() == [kept], "a real duplicate still leaves nothing"

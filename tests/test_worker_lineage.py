@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from redis import Redis
-from service_fixtures import CONFIG as UNTRAINABLE
 from service_fixtures import run_file as plain_run_file
 from worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World
 
@@ -164,7 +163,8 @@ def test_a_run_that_cannot_be_worked_on_is_named_in_the_log_and_the_others_go_on
         bench.world.run_file(drafter=bench.world.drafter(), drafter_config=broken_config(norm_output=True)),
         run="aa-broken",
     )
-    bench.register(plain_run_file(UNTRAINABLE), run="bb-unsized")
+    bench.register(run="bb-unsized")
+    bench.layout.target("bb-unsized").write_bytes(plain_run_file({k: v for k, v in CONFIG.items() if "inter" not in k}))
     bench.register(bench.world.run_file(drafter=bench.world.drafter()))
     batch = bench.post("a")
     worker = Worker(bench.settings, Redis.from_url(bench.redis_url))

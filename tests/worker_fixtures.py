@@ -325,7 +325,7 @@ class Bench:
         pointer = json.loads((self.checkpoint() / "trainer" / "trainer.json").read_text())
         return {k: pointer[k] for k in ("windows", "skipped_windows", "tokens_trained")}
 
-    def wait(self, condition: Callable[[], object], seconds: float = 30.0) -> None:
+    def wait(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
         """Poll until `condition`."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -445,7 +445,9 @@ def _become_worker(
     import service.run_worker
     import service.worker
 
-    logging.basicConfig(level="INFO", stream=sys.stderr, format=f"{os.getpid()} %(levelname)s %(message)s", force=True)
+    logging.basicConfig(
+        level="INFO", stream=sys.stderr, format=f"{os.getpid()} %(levelname)s %(message)s (%(asctime)s)", force=True
+    )
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     service.worker._LEASE_SECONDS = lease_seconds
     service.worker._BEAT_SECONDS = beat_seconds
