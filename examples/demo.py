@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from examples import elicit
 from examples.demo_report import StepRow, write_report
 from examples.features import Rollout
 from examples.vllm_engine import VllmClient, check_installed, vllm_server
-from service.cli import port_is_free
+from service.cli import check_redis, port_is_free
 from service.errors import ConfigurationError
 from service.supervisor import spawn, stop
 
@@ -79,6 +80,7 @@ class LiveCount:
     rounds: int = 0
     emitted: int = 0
     seconds: float = 0.0
+    hook_seconds: float = 0.0  # wall time that the hook took from this RL step
     drafter_versions: dict[str, int] = field(default_factory=dict)  # version -> rounds
     rollouts: list[Rollout] = field(default_factory=list)
     per_rollout: list[tuple[int, int]] = field(default_factory=list)  # tokens emitted by rounds, rounds
@@ -165,12 +167,13 @@ def run_demo(config: DemoConfig) -> None:
         raise ConfigurationError(f"--engine must be `example`, `vllm` or a URL, got {config.engine!r}")
     if not port_is_free("127.0.0.1", config.port):
         raise ConfigurationError(f"port {config.port} is taken; stop what listens there or choose another with --port")
+    if config.redis_url:
+        check_redis(config.redis_url)
     import torch
 
     torch.set_num_threads(1)  # two busy processes share two cores; threads that wait for each other would halve both
     config.out.mkdir(parents=True, exist_ok=True)
-    state_dir = config.out / "state"
-    shutil.rmtree(state_dir, ignore_errors=True)
+    state_dir = Path(tempfile.mkdtemp(prefix="state-", dir=config.out))  # never a directory that was there before
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
     try:
@@ -178,18 +181,24 @@ def run_demo(config: DemoConfig) -> None:
             _run(config, state_dir, stack)
             console.print(f"[dim]{time.monotonic() - started:.0f} s in all[/dim]")
             if config.keep:
-                console.print(f"Still serving at http://127.0.0.1:{config.port}/ ; Ctrl-C ends it")
+                console.print(f"Still serving at http://127.0.0.1:{config.port}/ from {state_dir}; Ctrl-C ends it")
                 signal.pause()
     except KeyboardInterrupt:
         console.print("stopped")
     finally:
         if not config.keep:
             shutil.rmtree(state_dir, ignore_errors=True)
+            if config.redis_url:
+                forget_run(config.redis_url)
 
 
 def _run(config: DemoConfig, state_dir: Path, stack: ExitStack) -> None:
+    from transformers.utils import logging as transformers_logging
+
     from examples.policy import load
 
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     policy, tokenizer = load()
     initial = state_dir / "initial-drafter"
     service_url = f"http://127.0.0.1:{config.port}"
@@ -203,7 +212,7 @@ def _run(config: DemoConfig, state_dir: Path, stack: ExitStack) -> None:
     agent += ["--cache-dir", str(state_dir / "agent"), "--report-seconds", "1"]
     stack.enter_context(child("agent", agent, {"DRAFTALIGN_LOG_LEVEL": "WARNING"}))
     console.print(f"Service, worker, engine and agent run. Watch α live at [bold]{service_url}/[/bold]")
-    session = Session(config, engine, service_url, policy, tokenizer, initial)
+    session = Session(config, state_dir, engine, service_url, policy, tokenizer)
     session.train()
     session.finish()
 
@@ -270,21 +279,23 @@ class Session:
     def __init__(
         self,
         config: DemoConfig,
+        state_dir: Path,
         engine: EngineClient | VllmClient,
         service_url: str,
         policy: Any,
         tokenizer: Any,
-        initial: Path,
     ) -> None:
         self.config = config
+        self.state_dir = state_dir
         self.engine = engine
         self.service = httpx.Client(base_url=service_url, timeout=30.0, trust_env=False)
         self.tokenizer = tokenizer
         self.policy = policy
-        self.initial = initial
+        self.initial = state_dir / "initial-drafter"
         self.live: dict[int, LiveCount] = {}
         self.logged: dict[int, dict[str, float]] = {}
         self._loaded_version = 0
+        self._hook_seconds = 0.0
         self._current = ""
         self.trainer = self._make_trainer()
         from rl_hooks.trl import attach
@@ -294,7 +305,7 @@ class Session:
             service_url,
             run=RUN,
             aux_layers=self._aux_layers(),
-            initial_drafter=initial,
+            initial_drafter=self.initial,
             drafter_version=lambda: self._current,
         )
 
@@ -313,7 +324,7 @@ class Session:
 
         prompts = elicit.sample_prompts(PROMPTS_PER_STEP * self.config.steps, seed=self.config.seed)
         arguments = GRPOConfig(
-            output_dir=str(self.config.out / "state" / "trl"),
+            output_dir=str(self.state_dir / "trl"),
             per_device_train_batch_size=PROMPTS_PER_STEP * GENERATIONS,
             num_generations=GENERATIONS,
             max_completion_length=elicit.MAX_ANSWER_TOKENS,
@@ -376,6 +387,8 @@ class Session:
             return
         self.logged[version] = logs
         live = self.live[version]
+        taken = self.attachment.overhead_seconds
+        live.hook_seconds, self._hook_seconds = taken - self._hook_seconds, taken
         alpha = live.alpha if live.alpha is not None else float("nan")
         console.print(
             f"step {version:3d}  reward {logs['reward']:.2f}  entropy {logs.get('entropy', float('nan')):.2f}  "
@@ -402,9 +415,9 @@ class Session:
             while set(self.live) - set(points) and time.monotonic() - moved < _PATIENCE_SECONDS:
                 time.sleep(0.5)
                 document = self.service.get("/alpha", params={"run": RUN}).raise_for_status().json()
-                if len(document["points"]) > len(points):
+                before, points = len(points), scored_points(document)
+                if len(points) > before:
                     moved = time.monotonic()
-                points = {p["policy_version"]: p for p in document["points"]}
         if missing := sorted(set(self.live) - set(points)):
             console.print(f"[yellow]the worker did not score policy versions {missing}[/yellow]")
         rows = [StepRow.of(v, self.live[v], self.logged.get(v, {}), points.get(v, {})) for v in sorted(self.live)]
@@ -419,6 +432,23 @@ class Session:
             for sample in family.samples
             if set(sample.labels) == {"run"}
         }
+
+
+def forget_run(redis_url: str) -> None:
+    """Leave nothing of the demo's run in a Redis that is not its own."""
+    import redis
+
+    from service.queue import Keys
+
+    client = redis.Redis.from_url(redis_url)
+    for key in client.scan_iter(match=f"{Keys(RUN).prefix}*"):
+        client.delete(key)
+    client.srem(Keys.RUNS, RUN)
+
+
+def scored_points(document: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Points of `GET /alpha` by policy version; those that only an engine has counted so far have no replay α yet."""
+    return {p["policy_version"]: p for p in document["points"] if p["alpha_frozen"] is not None}
 
 
 def as_rollouts(prompts: Sequence[Sequence[int]], completions: Sequence[Mapping[str, Any]]) -> list[Rollout]:

@@ -41,6 +41,10 @@ class StepRow:
     live_rounds: int
     drafter_versions: int
     generation_seconds: float
+    hook_overhead_seconds: float
+    versions_published: int | None  # since the run began, when the step had been worked on; so the next two
+    versions_refused: int | None
+    tokens_trained: int | None
     action: str | None
 
     @classmethod
@@ -63,6 +67,10 @@ class StepRow:
             live_rounds=live.rounds,
             drafter_versions=len(live.drafter_versions),
             generation_seconds=live.seconds,
+            hook_overhead_seconds=live.hook_seconds,
+            versions_published=_count(point.get("published_total")),
+            versions_refused=_count(point.get("refused_total")),
+            tokens_trained=_count(point.get("trained_tokens_total")),
             action=point.get("action"),
         )
 
@@ -140,14 +148,21 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def _table(rows: Sequence[StepRow]) -> Table:
-    table = Table(title="per RL step (α = tokens per verification round)")
-    for heading in ("step", "drafter", "reward", "entropy", "live α", "served α", "frozen α", "n-gram α", "regret", ""):
-        table.add_column(heading, justify="left" if heading == "drafter" else "right")
+    headings = ("step", "drafter", "reward", "entropy", "live", "served", "frozen", "n-gram", "regret")
+    table = Table(title="per RL step: α is tokens per verification round", box=None, pad_edge=False)
+    for heading in (*headings, "pub/ref", "ktok", "hook ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
     stride = max(1, len(rows) // 30)
     for row in [r for i, r in enumerate(rows) if i % stride == 0 or i == len(rows) - 1]:
         numbers = (row.reward, row.entropy, row.alpha_live, row.alpha_served, row.alpha_frozen, row.alpha_ngram)
         cells = [f"{v:.2f}" if v is not None else "-" for v in (*numbers, row.regret)]
-        table.add_row(str(row.step), row.drafter_version[:7] or "-", *cells, row.action or "")
+        known = row.versions_published is not None and row.tokens_trained is not None
+        cells.append(f"{row.versions_published}/{row.versions_refused}" if known else "-")
+        cells.append(f"{(row.tokens_trained or 0) / 1000:.0f}" if known else "-")
+        version = row.drafter_version.partition("-")[0].lstrip("v0")
+        table.add_row(
+            str(row.step), f"v{version}" if version else "-", *cells, f"{1000 * row.hook_overhead_seconds:.0f}"
+        )
     return table
 
 
@@ -176,11 +191,16 @@ def draw(rows: Sequence[StepRow], words: str, path: Path) -> None:
     for name, label, colour, style, width in series:
         values = [v if (v := getattr(r, name)) is not None else math.nan for r in rows]
         top.plot(steps, values, style, color=colour, lw=width, label=label)
+    published = [
+        r.step for r, before in zip(rows[1:], rows, strict=False) if r.drafter_version != before.drafter_version
+    ]
+    for number, step in enumerate(published):
+        top.axvline(step, ymax=0.03, color="#27ae60", lw=1.5, label=None if number else "a new version serves")
     top.set_ylabel("α: tokens per verification round")
     top.set_ylim(bottom=0.9)
     top.grid(alpha=0.25)
-    top.legend(loc="center right", frameon=True, fontsize=9)
-    top.set_title("The drafter stays in step with the policy", loc="left", fontweight="bold")
+    top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=3, frameon=False, fontsize=8.5)
+    figure.suptitle("The drafter stays in step with the policy", x=0.02, ha="left", fontweight="bold")
     for name, label, colour in (("reward", "reward", "#27ae60"), ("entropy", "policy entropy (nats)", "#8e44ad")):
         values = [v if (v := getattr(r, name)) is not None else math.nan for r in rows]
         bottom.plot(steps, values, color=colour, label=label)
@@ -195,6 +215,10 @@ def draw(rows: Sequence[StepRow], words: str, path: Path) -> None:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [v for v in values if v is not None and math.isfinite(v)]
     return sum(known) / len(known) if known else None
+
+
+def _count(value: float | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def _finite(table: dict[str, Any]) -> dict[str, Any]:

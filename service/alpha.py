@@ -21,6 +21,8 @@ from typing import Any, Final
 
 #: Drafters that a score record may carry, in the order in which people compare them.
 DRAFTERS: Final = ("served", "candidate", "frozen", "ngram", "best")
+#: Sums since the run began, as they stood when a policy version had been worked on.
+RUNNING_TOTALS: Final = ("published_total", "refused_total", "trained_tokens_total")
 #: Two-sided 95 % quantile of the normal distribution.
 _Z_95: Final = 1.959963984540054
 
@@ -176,6 +178,7 @@ def _point(
         "alpha_live": None if live is None else live[0] / live[1],
         "live_rounds": None if live is None else int(live[1]),
         "action": _newest(scores, "action"),
+        **{name: _highest(scores, name) for name in RUNNING_TOTALS},
     }
 
 
@@ -198,6 +201,10 @@ def _regret(scores: Iterable[Mapping[str, Any]]) -> float | None:
 def _total(records: Iterable[Mapping[str, Any]], name: str) -> float | None:
     values = [value for record in records if (value := number(record.get(name))) is not None]
     return math.fsum(values) if values else None
+
+
+def _highest(records: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    return max((value for record in records if (value := number(record.get(name))) is not None), default=None)
 
 
 def _ratio(records: Iterable[Mapping[str, Any]], above: str, below: str, sign: float = 1.0) -> float | None:

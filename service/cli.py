@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import typer
 from pydantic import ValidationError
 
+from service.drafter_commands import add_commands
 from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings
 
@@ -46,7 +47,7 @@ def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -
     log = logging.getLogger("draftalign")
     if unknown := unknown_variables():
         log.warning("no setting is called %s; see docs/settings.md for the names", ", ".join(unknown))
-    log.info("settings: %s", settings)
+    log.info("settings that differ from the defaults: %s", settings.model_dump(exclude_defaults=True, mode="json"))
     return settings
 
 
@@ -128,7 +129,8 @@ def demo(
     port: Annotated[int, typer.Option(help="TCP port of the API and its page.")] = 8400,
     redis_url: RedisUrl = None,
     engine: Annotated[
-        str, typer.Option(help="`example` (built in), `vllm` (a real one, after `make vllm`), or the URL of an example.")
+        str,
+        typer.Option(help="`example` (built in), `vllm` (a real one, after `make vllm`), or the URL of an example."),
     ] = "example",
     keep: Annotated[bool, typer.Option(help="Keep the service running (and its state) after the run.")] = False,
 ) -> None:
@@ -136,6 +138,19 @@ def demo(
     from examples.demo import DemoConfig, run_demo
 
     run_demo(DemoConfig(steps=steps, seed=seed, out=out, port=port, redis_url=redis_url, engine=engine, keep=keep))
+
+
+add_commands(app)
+
+
+def check_redis(url: str) -> None:
+    """ConfigurationError, in one line, when no Redis answers at `url`."""
+    import redis
+
+    try:
+        redis.Redis.from_url(url, socket_connect_timeout=3.0, socket_timeout=3.0).ping()
+    except (redis.RedisError, ValueError, OSError) as error:
+        raise ConfigurationError(f"no Redis answers at {url}: {error}; check --redis-url") from error
 
 
 def unknown_variables() -> list[str]:

@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from drafter.acceptance import Replay
 from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.errors import BatchRejected
+from drafter.kinds import Drafter, share
 from rl_hooks.wire import MappedFile, WireError
 from service.checkpoint import WorkerCheckpoint
 from service.controller import Action, Controller, Decision, Economy
@@ -122,7 +123,7 @@ class RunWorker:
             self._lineage.begin()
             self._know_vocabulary()
             return
-        state = self._checkpoint.restore(self._lineage.take_up(self._checkpoint.drafter(self._target.embed_tokens)))
+        state = self._checkpoint.restore(self._lineage.take_up(self._stored_candidate()))
         self._controller = Controller.from_json(state["controller"])
         self._drift = _drift_monitor(state["drift"])
         self._totals = Totals(**state["totals"])
@@ -133,6 +134,9 @@ class RunWorker:
         self._recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self._totals.batches,
                  self._totals.trained_tokens)  # fmt: skip
+
+    def _stored_candidate(self) -> Drafter:
+        return self._checkpoint.drafter(self._target.embed_tokens, self._target.lm_head)
 
     def _know_vocabulary(self) -> None:
         """Heads that lack rows of the draft vocabulary are of no use from now on."""
@@ -285,6 +289,7 @@ class RunWorker:
                 policy.embed_tokens,
                 depth=self._settings.depth,
                 drafting=self._settings.drafting,
+                head=policy.head,
             )
         except BatchRejected as error:
             self._bury(entry, str(error))
@@ -325,7 +330,7 @@ class RunWorker:
         device = torch.device(self._settings.device)
         for batches in drawn:
             heads = [self._target.at(b.policy_version, device) for b in batches]
-            trainer.drafter.embed_tokens = heads[0].embed_tokens
+            share(trainer.drafter, heads[0].embed_tokens, heads[0].head)
             report = trainer.step(batches, [policy.head for policy in heads])
             if report.skipped is None:
                 self._totals.trained_tokens += report.response_tokens
@@ -346,7 +351,7 @@ class RunWorker:
             return None
         policy_version = max(kept.policy_version for kept in newest)
         policy = self._target.at(policy_version, torch.device(self._settings.device))
-        outcomes = contest(self._settings, self._lineage, evidence, policy.embed_tokens, versions)
+        outcomes = contest(self._settings, self._lineage, evidence, policy.embed_tokens, versions, policy.head)
         winner = outcomes[0]
         if winner.verdict.promote:
             self._keep_lease()
@@ -371,7 +376,15 @@ class RunWorker:
 
     def _record(self, scored: Sequence[tuple[Entry, Scores]], decision: Decision, seconds: float) -> None:
         for entry, scores in scored:
-            scores.record.update({"action": decision.action.value, "train_seconds": seconds / len(scored)})
+            scores.record.update(
+                {
+                    "action": decision.action.value,
+                    "train_seconds": seconds / len(scored),
+                    "published_total": self._totals.published,
+                    "refused_total": self._totals.refused,
+                    "trained_tokens_total": self._totals.trained_tokens,
+                }
+            )
             self._unsent[entry.batch_id] = scores.record
             self._totals.batches += 1
             self._watch(scores.replays.get("served"))

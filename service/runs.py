@@ -77,6 +77,10 @@ def read_run_header(run: str, header: Header) -> RunRecord:
             "target_fingerprint", f"config and aux_layers give {fingerprint}; compute it with rl_hooks.wire"
         )
     _check_run_tensors(header, config)
+    if "drafter_config" not in meta:
+        for key in ("intermediate_size", "num_attention_heads"):
+            if type(config.get(key)) is not int or config[key] <= 0:
+                raise WireError("config", f"a drafter from scratch takes its sizes from the target's: {key} is missing")
     LogitMap.from_metadata(meta)
     size = meta.get("draft_vocab_size")
     if size is not None and not (_is_count(size) and 0 < int(size) <= config["vocab_size"]):

@@ -42,6 +42,9 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     with context.spool.reserve(length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         if upload.written_bytes == length:
+            # Before the run exists, so that nothing of it can be lost: what an earlier run of this name left in Redis.
+            if not context.layout.run_json(run).exists():
+                await context.store(run).forget()
             created = await asyncio.to_thread(commit_run, context.layout, records[0], upload)
     await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
     response.status_code = 201 if created else 200
@@ -64,6 +67,7 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
         "drafter": None if latest is None else latest.version,
         "reference_version": versions[0] if versions else None,
         "latest_head": await context.store(run).latest_head(),
+        "worker_error": worker.get("error"),
         # What the drafters in use can propose, and the share of the newest scored tokens that this is.
         "draft_vocab_size": worker.get("draft_vocab_size") or record.draft_vocab_size,
         "draft_coverage": worker.get("draft_coverage"),

@@ -8,6 +8,7 @@ in docs/architecture.md.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -27,7 +28,7 @@ class StoreKeys:
     """Redis keys of one run's reports."""
 
     def __init__(self, run: str) -> None:
-        prefix = Keys(run).prefix
+        self.prefix = prefix = Keys(run).prefix
         self.scores = prefix + "scores"
         self.acceptance = prefix + "acceptance"
         self.worker = prefix + "worker"
@@ -116,6 +117,11 @@ class AsyncStore:
         value = await self._redis.get(self._keys.latest_head)
         return None if value is None else int(value)
 
+    async def forget(self) -> int:
+        """Delete every key of the run, those of the queue included; returns how many there were."""
+        keys = [key async for key in self._redis.scan_iter(match=f"{glob_escape(self._keys.prefix)}*", count=1000)]
+        return int(await self._redis.delete(*keys)) if keys else 0
+
     async def raise_latest_head(self, policy_version: int) -> int:
         """Note that a head was received; returns the highest policy version so far."""
         return int(await self._redis.eval(_RAISE, 1, self._keys.latest_head, policy_version))
@@ -127,6 +133,11 @@ local highest = math.max(tonumber(redis.call('GET', KEYS[1]) or '0'), tonumber(A
 redis.call('SET', KEYS[1], string.format('%.0f', highest))
 return highest
 """
+
+
+def glob_escape(text: str) -> str:
+    """`text` as a Redis pattern that matches nothing else."""
+    return re.sub(r"([\\*?\[\]])", r"\\\1", text)
 
 
 def acceptance_key(record: Mapping[str, Any]) -> str:

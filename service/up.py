@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from service.auth import check_binding
-from service.cli import port_is_free
+from service.cli import check_redis, port_is_free
 from service.errors import ConfigurationError
 from service.settings import Settings
 from service.supervisor import Child, Supervisor
@@ -40,6 +40,7 @@ def run_up(settings: Settings) -> None:
         children.append(Child("valkey", ["service.valkey", str(settings.state_dir)]))
         environment["DRAFTALIGN_REDIS_URL"] = valkey.url
     else:
+        check_redis(settings.redis_url.get_secret_value())
         environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
     children.append(Child("api", ["service.cli", "serve"], environment))
     children.append(Child("worker", ["service.cli", "worker"], environment))

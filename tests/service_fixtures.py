@@ -25,6 +25,8 @@ CONFIG: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "num_hidden_layers": 8,
     "vocab_size": VOCAB,
+    "intermediate_size": 2 * HIDDEN,
+    "num_attention_heads": 1,
 }
 FINGERPRINT = wire.target_fingerprint(CONFIG, LAYERS)
 HEADERS = {"Content-Type": wire.CONTENT_TYPE}

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
-from service_fixtures import HEADERS, RunningService, rollout_file, run_file
+from service_fixtures import CONFIG, HEADERS, RunningService, rollout_file, run_file
 
 from service.api import create_app
 from service.auth import PUBLIC, allowed_scopes
@@ -160,7 +160,7 @@ def test_every_error_is_a_problem_document(service: RunningService) -> None:
         405: service.client.delete("/rollouts"),
         422: service.client.get("/drafter/latest", params={"wait": "long"}),
         415: service.client.post("/rollouts", content=b"x"),
-        409: service.register(config={**{"hidden_size": 8, "vocab_size": 50}, "num_hidden_layers": 9}),
+        409: service.register(config=CONFIG | {"num_hidden_layers": 9}),
     }
     for status, reply in replies.items():
         assert reply.status_code == status

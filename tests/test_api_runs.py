@@ -142,3 +142,21 @@ def test_a_bad_head_is_refused(service: RunningService, body: bytes, field: str)
     assert (reply.status_code, reply.json()["field"]) == (422, field)
     assert list(service.layout.heads("default").iterdir()) == []
     assert service.spooled() == []
+
+
+def test_a_config_without_the_sizes_of_a_drafter_from_scratch_is_refused(bare: RunningService) -> None:
+    answer = bare.register(config={k: v for k, v in CONFIG.items() if k != "intermediate_size"})
+    assert answer.status_code == 422
+    assert "intermediate_size is missing" in answer.json()["detail"]
+
+
+def test_a_new_run_does_not_inherit_what_an_old_one_of_its_name_left_in_redis(
+    bare: RunningService, redis_client: Redis
+) -> None:
+    for part in ("scores", "acceptance", "latest_head"):
+        redis_client.set(f"da:{{default}}:{part}-stale", "old")
+    redis_client.hset("da:{default}:scores", "0" * 32, '{"policy_version": 7}')
+    redis_client.set("da:{defaults}:latest_head", "5")
+    assert bare.register().status_code == 201
+    assert bare.client.get("/alpha", params={"run": "default"}).json()["points"] == []
+    assert redis_client.get("da:{defaults}:latest_head") is not None, "another run was touched"

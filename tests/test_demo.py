@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from examples.demo import free_port
+from examples.demo import free_port, scored_points
 
 STEPS = 60
 FIELDS = {
@@ -23,8 +23,8 @@ FIELDS = {
 }
 
 
-def child_of(state_dir: Path, name: str) -> int | None:
-    """Process id of the service's child `name` that works on `state_dir`, by its environment."""
+def child_of(out: Path, name: str) -> int | None:
+    """Process id of the service's child `name` that works below `out`, by its environment."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -32,8 +32,8 @@ def child_of(state_dir: Path, name: str) -> int | None:
             environment = (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        wanted = {f"DRAFTALIGN_CHILD={name}".encode(), f"DRAFTALIGN_STATE_DIR={state_dir}".encode()}
-        if wanted <= set(environment):
+        state = [v for v in environment if v.startswith(f"DRAFTALIGN_STATE_DIR={out}/".encode())]
+        if state and f"DRAFTALIGN_CHILD={name}".encode() in environment:
             return int(entry.name)
     return None
 
@@ -69,7 +69,7 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
         while demo.poll() is None:
             time.sleep(0.2)
             if not killed and b"step  20 " in log.read_bytes():
-                worker = child_of(out / "state", "worker")
+                worker = child_of(out, "worker")
                 assert worker is not None
                 os.kill(worker, signal.SIGKILL)
                 killed = True
@@ -82,6 +82,8 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(row.keys() >= FIELDS for row in rows)
     assert all(row["alpha_served"] is not None for row in rows), "a step was lost when the worker was killed"
+    assert rows[-1]["versions_published"] >= 2
+    assert rows[-1]["tokens_trained"] > rows[20]["tokens_trained"] > 0
 
     # RL is real: the policy learns. The aligned drafter follows; the frozen one does not.
     assert mean(rows[-5:], "reward") > mean(rows[:5], "reward") + 0.2
@@ -99,8 +101,22 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
     assert summary["tokens_trained"] > 0
     assert "does not always fall" in summary["explanation"]
     assert (out / "alpha.png").stat().st_size > 10_000
-    assert not (out / "state").exists()
+    assert sorted(p.name for p in out.iterdir()) == ["alpha.png", "steps.jsonl", "summary.json"]
     assert left_over(out) == []
+
+
+def test_a_policy_version_that_only_the_engine_counted_is_not_taken_for_scored() -> None:
+    counted, scored = {"policy_version": 4, "alpha_frozen": None}, {"policy_version": 3, "alpha_frozen": 2.0}
+    assert scored_points({"points": [scored, counted]}) == {3: scored}
+
+
+def test_a_redis_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
+    argv = ["-m", "service.cli", "demo", "--out", str(tmp_path / "out"), "--port", str(free_port())]
+    url = f"redis://127.0.0.1:{free_port()}"
+    found = subprocess.run([sys.executable, *argv, "--redis-url", url], capture_output=True, text=True, timeout=60)
+    assert found.returncode != 0
+    assert f"no Redis answers at {url}" in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 def test_a_taken_port_is_said_in_one_line(tmp_path: Path) -> None:

@@ -161,11 +161,21 @@ def test_a_dead_drafter_is_the_headline(tmp_path: Path) -> None:
 
 @needs_browser
 def test_a_drift_alarm_is_the_headline(tmp_path: Path) -> None:
+    sums = drafter_sums([30.0, 31.0], [10.0, 10.0])
+    scores = [{"policy_version": 4, "served": sums, "frozen": sums, "created": 1.0}]
+    worker = {"drift": {"fast": {"statistic": 11.0, "limit": 9.5}}}
+    page = show(RunSnapshot(scores, (), (), {}, worker), tmp_path)
+    assert page.texts["headline"].startswith("Drifting: ")
+    assert "fast lane at 116 %" in page.texts["tiles"]
+
+
+@needs_browser
+def test_a_drafter_far_above_the_frozen_one_is_aligned_even_below_its_first_level(tmp_path: Path) -> None:
     sample = sample_run(20)
     worker = {**sample.worker, "drift": {"fast": {"statistic": 11.0, "limit": 9.5}}}
     page = show(RunSnapshot(sample.scores, (), (), {}, worker), tmp_path)
-    assert page.texts["headline"].startswith("Drifting: ")
-    assert "fast lane at 116 %" in page.texts["tiles"]
+    assert page.texts["headline"].startswith("Aligned: ")
+    assert "Still below the level that the run began with" in page.texts["detail"]
 
 
 @needs_browser

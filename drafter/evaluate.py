@@ -1,0 +1,167 @@
+"""Replay α of any drafter on any rollout files, beside n-gram drafting and the upper bound of draft trees.
+
+The bound: a round with k branches per step keeps the emitted token x at step j exactly if x is among the k likeliest of
+q[t, j], so c = 1 there and 0 elsewhere (`drafter.acceptance` does the rest). It supposes a full tree of k^j nodes at
+step j; a real tree (`drafter.tree`) verifies a few dozen and keeps less.
+
+Legend: T tokens, N tokens emitted by rounds, K depth, k branches, D draft vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.acceptance import Floats, Ints, Replay, Segments, find_segments, replay_rounds
+from drafter.batch import RolloutBatch, screen
+from drafter.errors import DrafterError
+from drafter.model import Eagle3Drafter
+from drafter.ngram import ngram_replay
+from drafter.replay import Drafting, prompt_groups, replay
+from drafter.unroll import make_plan, unroll
+
+#: Logits held at once, in elements: 128 MiB of float32.
+_LOGITS_ELEMENTS = 1 << 25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """Replays of the same rollouts, in one order. `groups` numbers each rollout's prompt: the unit that varies."""
+
+    drafter: Replay
+    ngram: Replay
+    trees: dict[int, Replay]  # branches -> upper bound
+    groups: Ints
+    policy_versions: tuple[int, int]  # lowest and highest
+    tokens: int  # prompts included
+
+    def rows(self) -> dict[str, Replay]:
+        """All replays by the name that tables give them."""
+        bounds = {f"tree of {k}, at most": bound for k, bound in self.trees.items()}
+        return {"drafter": self.drafter, "n-gram": self.ngram, **bounds}
+
+    def summary(self, level: float = 0.95) -> dict[str, Any]:
+        """Every figure as plain numbers, ready for JSON; nan becomes None."""
+        figures = {
+            name: {
+                "alpha": _plain(one.alpha),
+                "interval": [_plain(x) for x in one.interval(level, self.groups)],
+                "rounds": float(one.rounds.sum()),
+                "position_acceptance": [_plain(x) for x in one.position_acceptance.tolist()],
+                "conditional_acceptance": [_plain(x) for x in conditional(one).tolist()],
+            }
+            for name, one in self.rows().items()
+        }
+        return {
+            "rollouts": self.drafter.rollouts,
+            "prompts": int(torch.unique(torch.from_numpy(self.groups)).numel()),
+            "tokens": self.tokens,
+            "tokens_by_rounds": float(self.drafter.tokens.sum()),
+            "policy_versions": list(self.policy_versions),
+            "depth": self.drafter.depth,
+            "level": level,
+            "drafters": figures,
+        }
+
+
+def evaluate(
+    drafter: Eagle3Drafter,
+    batches: Sequence[RolloutBatch],
+    *,
+    depth: int,
+    drafting: Drafting = "probabilistic",
+    branches: Sequence[int] = (),
+    embedding: Callable[[RolloutBatch], Tensor] | None = None,
+) -> Evaluation:
+    """Replay every batch; `embedding` gives the target's as of a batch's policy version, where that moves.
+
+    Raises `BatchRejected` for features that give no probabilities, `DrafterError` where a batch is of another target.
+    """
+    if not batches:
+        raise DrafterError("expected at least one batch of rollouts to evaluate on")
+    own, ngram, trees = [], [], {k: list[Replay]() for k in sorted(set(branches))}
+    for batch in batches:
+        screen(batch)
+        if embedding is not None:
+            drafter.embed_tokens = embedding(batch)
+        own.append(replay(drafter, batch, depth=depth, drafting=drafting))
+        ngram.append(ngram_replay(batch, depth=depth))
+        for k, bounds in trees.items():
+            bounds.append(tree_bound(drafter, batch, depth=depth, branches=k))
+    versions = [batch.policy_version for batch in batches]
+    return Evaluation(
+        drafter=Replay.concat(own),
+        ngram=Replay.concat(ngram),
+        trees={k: Replay.concat(bounds) for k, bounds in trees.items()},
+        groups=prompt_groups(RolloutBatch.concat([_text_only(batch) for batch in batches])),
+        policy_versions=(min(versions), max(versions)),
+        tokens=sum(batch.tokens for batch in batches),
+    )
+
+
+@torch.no_grad()
+def tree_bound(drafter: Eagle3Drafter, batch: RolloutBatch, *, depth: int, branches: int) -> Replay:
+    """Upper bound on what a tree of `branches` per step would have had, one forward pass of the unroll."""
+    if depth < 1 or not 1 <= branches <= drafter.config.draft_vocab_size:
+        raise DrafterError(f"expected depth >= 1 and branches from 1 to the draft vocabulary: {depth=} {branches=}")
+    device = drafter.fc.weight.device
+    segments = find_segments(batch.loss_mask.cpu().numpy(), batch.cu_seqlens.numpy())
+    batch = batch.to(device)
+    plan = make_plan(batch.cu_seqlens, batch.loss_mask, depth).to(device)
+    unrolled = unroll(drafter, plan, batch.input_ids, batch.aux_hidden)
+    place = _places(segments, batch.tokens).to(device)
+    found = torch.zeros(int(segments.tokens.sum()), depth, device=device)
+    for step, (rows, pre) in enumerate(zip(unrolled.rows, unrolled.pre, strict=True)):
+        begins = place[rows + 2] >= 0  # rows whose x[row + 2] a round can draft first
+        rows, pre = rows[begins], pre[begins]
+        found[place[rows + 2], step] = _among_best(drafter, pre, batch.input_ids[rows + 2 + step], branches)
+    return replay_rounds(found.cpu().numpy(), segments)
+
+
+def conditional(one: Replay) -> Floats:
+    """Share of drafts j kept among rounds that had kept those before it: [K], nan where none had."""
+    joint = torch.from_numpy(one.position_acceptance)
+    before = torch.cat([joint.new_ones(1), joint[:-1]])
+    share: Floats = torch.where(before > 0, joint / before, torch.nan).numpy()
+    return share
+
+
+def _places(segments: Segments, tokens: int) -> Tensor:
+    """int64[T]: number on the packed axis of each token that a round emitted, -1 elsewhere."""
+    rows = torch.from_numpy(segments.rows())
+    place = torch.full((tokens,), -1)
+    place[rows] = torch.arange(rows.numel())
+    return place
+
+
+def _among_best(drafter: Eagle3Drafter, pre: Tensor, emitted: Tensor, branches: int) -> Tensor:
+    """1 where the emitted target token [n] is among the likeliest drafts of pre [n, H], else 0."""
+    limit = max(1, _LOGITS_ELEMENTS // drafter.config.draft_vocab_size)
+    parts = [pre.new_zeros(0)]
+    for part, wanted in zip(torch.split(pre, limit), torch.split(emitted, limit), strict=True):
+        best = drafter.to_target(drafter.logits(part).topk(branches, dim=-1).indices)
+        parts.append((best == wanted[:, None]).any(dim=1).to(pre.dtype))
+    return torch.cat(parts)
+
+
+def _text_only(batch: RolloutBatch) -> RolloutBatch:
+    """What prompts are told apart by; features and sampling are left out, so that any batches can be pooled."""
+    return replace(
+        batch,
+        aux_hidden=batch.aux_hidden.new_zeros(batch.tokens, 0, dtype=torch.float32),
+        last_hidden=None,
+        logsumexp=None,
+        top_ids=None,
+        top_logprobs=None,
+        temperature=1.0,
+        warped=False,
+    )
+
+
+def _plain(value: float) -> float | None:
+    return None if math.isnan(value) else value

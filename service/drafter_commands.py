@@ -1,0 +1,290 @@
+"""The commands that work on drafters as files: convert, inspect, eval. torch is imported when one of them runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from service.errors import ConfigurationError
+from service.layout import Layout
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from drafter.batch import RolloutBatch
+    from drafter.evaluate import Evaluation
+    from drafter.formats import Imported, Verifier
+
+#: Names of a target's token embedding: a run's own, and those of transformers checkpoints.
+_EMBEDDINGS: Final = (
+    "embed_tokens",
+    "embed_tokens.weight",
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "gpt_neox.embed_in.weight",
+)
+_NORM: Final = "What norm_before_residual is, where the config does not say."
+
+Source = Annotated[Path, typer.Argument(help="Directory with model.safetensors and config.json, in any layout.")]
+From = Annotated[
+    str | None, typer.Option("--from", help="Layout, where it cannot be told: sglang, specforge or speculators.")
+]
+AuxLayers = Annotated[
+    str | None, typer.Option(help="Layers whose input the drafter reads, as 2,18,33, where the config does not say.")
+]
+Norm = Annotated[bool | None, typer.Option("--norm-before-residual/--no-norm-before-residual", help=_NORM)]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the three commands to the command line."""
+    app.command()(convert)
+    app.command()(inspect)
+    app.command("eval")(evaluate)
+
+
+def convert(
+    source: Source,
+    destination: Annotated[Path, typer.Argument(help="Directory to write; it must not hold files yet.")],
+    to: Annotated[str, typer.Option(help="Layout to write: sglang, specforge or speculators.")],
+    from_: From = None,
+    aux_layers: AuxLayers = None,
+    norm_before_residual: Norm = None,
+    verifier: Annotated[str | None, typer.Option(help="Target's name or path, for a speculators config.")] = None,
+) -> None:
+    """Rewrite a drafter in another project's layout, the weights bit for bit."""
+    with _explained():
+        from drafter.formats import export_drafter
+
+        imported = _read(source, from_, aux_layers, norm_before_residual)
+        if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+            raise ConfigurationError(f"{destination} holds something already; name a new directory")
+        created = not destination.exists()
+        destination.mkdir(parents=True, exist_ok=True)
+        try:
+            named = _verifier(imported.verifier, verifier)
+            files = export_drafter(destination, imported.stored, to, verifier=named)  # type: ignore[arg-type]
+        except Exception:
+            if created and not any(destination.iterdir()):
+                destination.rmdir()
+            raise
+        for note in imported.notes:
+            typer.echo(f"note: {note}")
+        for name, file in files.items():
+            typer.echo(f"{destination / name}  {file.bytes} bytes  sha256 {file.sha256}")
+
+
+def inspect(
+    source: Source,
+    from_: From = None,
+    aux_layers: AuxLayers = None,
+    norm_before_residual: Norm = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a drafter's files and say what it is: layout, sizes, layers, vocabulary, and who cannot serve it."""
+    with _explained():
+        facts = _facts(_read(source, from_, aux_layers, norm_before_residual))
+        if as_json:
+            typer.echo(json.dumps(facts, indent=1))
+            return
+        notes = facts.pop("notes")
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            typer.echo(f"{name.replace('_', ' '):<{width}}  {value}")
+        for note in notes:
+            typer.echo(f"note: {note}")
+
+
+def evaluate(
+    drafter: Source,
+    rollouts: Annotated[list[Path], typer.Argument(help="Rollout files, or directories of them.")],
+    target: Annotated[
+        str,
+        typer.Option(help="Where the target's embedding is: a run of --state-dir, a safetensors file or a model."),
+    ] = "default",
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted per round.")] = 4,
+    drafting: Annotated[str, typer.Option(help="How drafts are sampled: probabilistic or greedy.")] = "probabilistic",
+    tree: Annotated[bool, typer.Option("--tree", help="Add the upper bounds of trees of 2, 4 and 8 branches.")] = False,
+    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.95,
+    state_dir: Annotated[Path | None, typer.Option(help="Where runs live.")] = None,
+    from_: From = None,
+    aux_layers: AuxLayers = None,
+    norm_before_residual: Norm = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Replay α of a drafter on rollout files: what it would have accepted, by position, beside n-gram drafting."""
+    with _explained():
+        from drafter.checkpoint import build_drafter
+        from drafter.evaluate import evaluate as replay_all
+
+        imported = _read(drafter, from_, aux_layers, norm_before_residual)
+        config = imported.stored.config
+        files = _rollout_files(rollouts)
+        embedding = _embedding(target, state_dir)
+        batches = [_load(path, config.vocab_size) for path in files]
+        model = build_drafter(imported.stored, embedding(batches[0])).eval()
+        result = replay_all(
+            model,
+            batches,
+            depth=depth,
+            drafting=drafting,  # type: ignore[arg-type]
+            branches=[k for k in (2, 4, 8) if tree and k <= config.draft_vocab_size],
+            embedding=embedding,
+        )
+        if as_json:
+            typer.echo(json.dumps({"files": len(files), **result.summary(level)}, indent=1))
+            return
+        for line in table(result, len(files), level):
+            typer.echo(line)
+
+
+def table(result: Evaluation, files: int, level: float = 0.95) -> Iterator[str]:
+    """The report, line by line: one row per drafter, then one per position."""
+    facts = result.summary(level)
+    low, high = facts["policy_versions"]
+    yield (
+        f"{facts['rollouts']} rollouts of {facts['prompts']} prompts in {files} files, policy versions {low} to "
+        f"{high}, {facts['tokens_by_rounds']:.0f} tokens emitted by rounds of depth {facts['depth']}"
+    )
+    yield ""
+    yield f"{'':<20}{'α':>8}   {f'{level:.0%} interval':<18}{'rounds':>10}"
+    for name, figures in facts["drafters"].items():
+        interval = f"[{_number(figures['interval'][0])}, {_number(figures['interval'][1])}]"
+        yield f"{name:<20}{_number(figures['alpha']):>8}   {interval:<18}{figures['rounds']:>10.0f}"
+    yield ""
+    yield "accepted at position (given those before)"
+    yield f"{'':<20}" + "".join(f"{j:>16}" for j in range(1, facts["depth"] + 1))
+    for name, figures in facts["drafters"].items():
+        pairs = zip(figures["position_acceptance"], figures["conditional_acceptance"], strict=True)
+        yield f"{name:<20}" + "".join(f"{f'{_number(joint)} ({_number(given)})':>16}" for joint, given in pairs)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what a person can act on into the error that ends the command with one line."""
+    from drafter.errors import DrafterError
+    from rl_hooks.wire import WireError
+
+    try:
+        yield
+    except (DrafterError, WireError) as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _read(source: Path, layout: str | None, aux_layers: str | None, norm_before_residual: bool | None) -> Imported:
+    from drafter.formats import LAYOUTS, import_drafter
+
+    if layout is not None and layout not in LAYOUTS:
+        raise ConfigurationError(f"a layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
+    layers = None
+    if aux_layers is not None:
+        parts = aux_layers.split(",")
+        if not all(part.strip().isdecimal() for part in parts):
+            raise ConfigurationError(f"--aux-layers must be numbers such as 2,18,33, got {aux_layers!r}")
+        layers = [int(part) for part in parts]
+    return import_drafter(source, layout=layout, aux_layers=layers, norm_before_residual=norm_before_residual)
+
+
+def _verifier(own: Verifier, name: str | None) -> Verifier:
+    from drafter.formats import Verifier
+
+    return own if name is None else Verifier(name, own.architectures if name == own.name_or_path else ())
+
+
+def _facts(imported: Imported) -> dict[str, Any]:
+    from drafter.checkpoint import config_fingerprint
+
+    stored = imported.stored
+    config, vocabulary = stored.config, stored.vocabulary
+    parameters = sum(t.numel() for t in stored.weights.values())
+    return {
+        "layout": imported.layout,
+        "parameters": parameters,
+        "dtype": str(stored.dtype).removeprefix("torch."),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads": f"{config.num_attention_heads} queries, {config.num_key_value_heads} keys, of {config.head_dim}",
+        "rope_theta": config.rope_theta,
+        "aux_layers_entering": list(config.aux_layers),
+        "aux_layers_outputs": [layer - 1 for layer in config.aux_layers],
+        "draft_vocabulary": f"{len(vocabulary)} of {vocabulary.vocab_size} tokens",
+        "d2t_sha256": vocabulary.digest,
+        "norm_before_residual": config.norm_before_residual,
+        "config_fingerprint": config_fingerprint(config, vocabulary),
+        "verifier": imported.verifier.name_or_path,
+        "notes": list(imported.notes),
+    }
+
+
+def _rollout_files(paths: Sequence[Path]) -> list[Path]:
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        if not found:
+            raise ConfigurationError(f"{path} holds no files; name rollout files or a directory of them")
+        files += found
+    return files
+
+
+def _load(path: Path, vocab_size: int) -> RolloutBatch:
+    from drafter.batch import load_batch
+    from rl_hooks.wire import WireError
+
+    try:
+        return load_batch(path, vocab_size=vocab_size)
+    except WireError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+
+
+def _embedding(target: str, state_dir: Path | None) -> Callable[[RolloutBatch], Tensor]:
+    """The target's embedding for a batch: fixed where it comes from a file, of its policy version where from a run."""
+    import torch
+
+    from service.target import Target
+
+    path = Path(target)
+    if path.is_dir() or path.suffix == ".safetensors":
+        fixed = _embedding_of(path)
+        return lambda _: fixed
+    layout = Layout(Settings(**({} if state_dir is None else {"state_dir": state_dir})).state_dir)  # type: ignore[arg-type]
+    if target not in layout.run_names():
+        raise ConfigurationError(
+            f"no run {target!r} under {layout.runs}, and no such file; --target takes a run's name, a safetensors file "
+            "with the target's embedding, or the directory of a transformers model"
+        )
+    run = Target.open(layout, target)
+    return lambda batch: run.at(batch.policy_version, torch.device("cpu")).embed_tokens
+
+
+def _embedding_of(path: Path) -> Tensor:
+    """embed_tokens [V, H] fp32 of a safetensors file or of a model's directory, sharded or not."""
+    from rl_hooks.wire import MappedFile
+    from service.target import read_tensor
+
+    for file in _shards(path) if path.is_dir() else [path]:
+        mapped = MappedFile(file)
+        for name in _EMBEDDINGS:
+            if name in mapped:
+                return read_tensor(mapped, name)
+    raise ConfigurationError(f"{path} holds no token embedding; looked for {', '.join(_EMBEDDINGS)}")
+
+
+def _shards(directory: Path) -> list[Path]:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigurationError(f"{directory} holds no safetensors file to take the target's embedding from")
+    return files
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
