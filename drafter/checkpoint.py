@@ -27,6 +27,7 @@ from torch import Tensor
 
 from drafter.errors import CheckpointError, DrafterError, VocabularyError
 from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.mtp import MtpConfig
 from drafter.vocabulary import DraftVocabulary
 
 MODEL_FILE: Final = "model.safetensors"
@@ -240,7 +241,7 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
         raise CheckpointError(f"config.json: {error}") from error
 
 
-def config_fingerprint(config: DrafterConfig, vocabulary: DraftVocabulary) -> str:
+def config_fingerprint(config: DrafterConfig | MtpConfig, vocabulary: DraftVocabulary) -> str:
     """Identity (32 hexadecimal digits) of all that an engine cannot swap along with the weights.
 
     Sizes, layers, rotary base, norm epsilon and the draft vocabulary. `max_position_embeddings` is left out: it is a

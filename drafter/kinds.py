@@ -1,14 +1,25 @@
-"""The kinds of drafter, and what differs between them where a batch is read: everything else treats them alike."""
+"""The kinds of drafter, and what differs between them where a batch or a file is read: all else treats them alike.
+
+`eagle3` reads the auxiliary states and has its own head over a draft vocabulary. `mtp` (`draftalign.kind` in its
+config.json) reads last_hidden and uses the policy's head over the whole vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
+from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.errors import BatchRejected
+from drafter.checkpoint import CONFIG_FILE, FileDigest, read_config, read_drafter, write_drafter
+from drafter.errors import BatchRejected, CheckpointError, TargetHeadError
 from drafter.model import Eagle3Drafter
 from drafter.mtp import MtpDrafter, unroll_mtp
+from drafter.mtp_checkpoint import read_mtp, write_mtp
 from drafter.plan import Plan
+from drafter.target import TargetHead
 from drafter.unroll import Unrolled, unroll
 
 Drafter = Eagle3Drafter | MtpDrafter
@@ -21,3 +32,29 @@ def unroll_batch(drafter: Drafter, plan: Plan, batch: RolloutBatch, *, dtype: to
             raise BatchRejected("an MTP drafter reads last_hidden, and this batch carries top entries in its place")
         return unroll_mtp(drafter, plan, batch.input_ids, batch.last_hidden, dtype=dtype)
     return unroll(drafter, plan, batch.input_ids, batch.aux_hidden, dtype=dtype)
+
+
+def share(drafter: Drafter, embed_tokens: Tensor, head: TargetHead | None) -> None:
+    """Give a drafter what engines let it share with the policy: the embedding, and for MTP the whole head."""
+    drafter.embed_tokens = embed_tokens
+    if not isinstance(drafter, MtpDrafter):
+        return
+    if head is None or not head.whole:
+        raise TargetHeadError("an MTP drafter draws from the policy's whole lm_head; send all of its rows")
+    drafter.head = head.lm_head
+
+
+def read_kind(directory: Path, embed_tokens: Tensor, lm_head: Callable[[], Tensor]) -> Drafter:
+    """Read a stored drafter of either kind over the policy's embed_tokens and lm_head [V, H], asked for if needed."""
+    own = read_config(directory / CONFIG_FILE).get("draftalign") or {}
+    kind = own.get("kind", "eagle3") if isinstance(own, dict) else own
+    if kind == "mtp":
+        return read_mtp(directory, embed_tokens, lm_head())
+    if kind != "eagle3":
+        raise CheckpointError(f"config.json: draftalign.kind must be eagle3 or mtp, got {kind!r}")
+    return read_drafter(directory, embed_tokens)
+
+
+def write_kind(directory: Path, drafter: Drafter) -> dict[str, FileDigest]:
+    """Write a drafter of either kind as engines read it, in float32."""
+    return write_mtp(directory, drafter) if isinstance(drafter, MtpDrafter) else write_drafter(directory, drafter)

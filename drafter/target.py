@@ -45,6 +45,11 @@ class TargetHead:
         self._slices: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
 
     @property
+    def whole(self) -> bool:
+        """Whether it is the policy's whole head, row by row."""
+        return self._ids is None
+
+    @property
     def hidden_size(self) -> int:
         """Ht."""
         return self.lm_head.shape[1]

@@ -35,7 +35,7 @@ from drafter.unroll import make_plan
 if TYPE_CHECKING:  # a type variable's default is newer than Python 3.11
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    _D = TypeVarWithDefault("_D", bound=Drafter, default=Eagle3Drafter)
+    _D = TypeVarWithDefault("_D", bound=Drafter, default=Drafter)
 else:
     _D = TypeVar("_D", bound=Drafter)
 

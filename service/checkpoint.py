@@ -9,15 +9,14 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
 
-from drafter.checkpoint import read_drafter, write_drafter
-from drafter.model import Eagle3Drafter
+from drafter.kinds import Drafter, read_kind, write_kind
 from drafter.trainer import DrafterTrainer
 from service.errors import WorkerError
 
@@ -54,7 +53,7 @@ class WorkerCheckpoint:
             (temporary / part).mkdir(parents=True)
         with full_disk_as_os_error():
             trainer.save(temporary / "trainer")
-            write_drafter(temporary / "drafter", trainer.drafter)
+            write_kind(temporary / "drafter", trainer.drafter)
         (temporary / "state.json").write_text(json.dumps(state))
         for path in [*temporary.rglob("*"), temporary]:
             _sync(path)
@@ -70,9 +69,9 @@ class WorkerCheckpoint:
             if before.name != self._mine:
                 shutil.rmtree(before, ignore_errors=True)
 
-    def drafter(self, embed_tokens: Tensor) -> Eagle3Drafter:
-        """The candidate, as the newest checkpoint holds it."""
-        return read_drafter(self._require() / "drafter", embed_tokens)
+    def drafter(self, embed_tokens: Tensor, lm_head: Callable[[], Tensor]) -> Drafter:
+        """The candidate, as the newest checkpoint holds it, over the policy's embed_tokens and lm_head [V, H]."""
+        return read_kind(self._require() / "drafter", embed_tokens, lm_head)
 
     def restore(self, trainer: DrafterTrainer) -> dict[str, Any]:
         """Load weights and optimizer into `trainer`; returns the state that was saved beside them."""

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
-from drafter.checkpoint import config_fingerprint, read_drafter, write_drafter
+from drafter.checkpoint import config_fingerprint
+from drafter.kinds import Drafter, read_kind, write_kind
 from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
@@ -45,7 +46,7 @@ class Lineage:
         self._target = target
         self._registry = Registry(layout)
         self._device = torch.device(settings.device)
-        self._versions: OrderedDict[str, Eagle3Drafter] = OrderedDict()
+        self._versions: OrderedDict[str, Drafter] = OrderedDict()
         self.trainer: DrafterTrainer | None = None
         self._archive_turn = 0
 
@@ -82,10 +83,11 @@ class Lineage:
             with full_disk_as_os_error():
                 save_file(tensors or {}, staged / "model.safetensors")
             (staged / "config.json").write_text(json.dumps(config, indent=1))
-            drafter = read_drafter(staged, self._target.embed_tokens)  # refuses what no engine could serve
-            if drafter.config.aux_layers != self._target.aux_layers:
+            drafter = read_kind(staged, self._target.embed_tokens, self._target.lm_head)  # refuses the unservable
+            layers = _layers(drafter)
+            if layers and layers != self._target.aux_layers:
                 raise WorkerError(
-                    f"the initial drafter reads layers {list(drafter.config.aux_layers)} (entering), the run captures "
+                    f"the initial drafter reads layers {list(layers)} (entering), the run captures "
                     f"{list(self._target.aux_layers)}; register the run with the drafter's layers"
                 )
             return self._announce(drafter, staged, self._target.policy_version, None, "initial drafter", None)
@@ -99,7 +101,7 @@ class Lineage:
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 
-    def take_up(self, drafter: Eagle3Drafter) -> DrafterTrainer:
+    def take_up(self, drafter: Drafter) -> DrafterTrainer:
         """Make a drafter the candidate, with a fresh trainer."""
         config = TrainConfig(
             steps_ahead=self._settings.depth, learning_rate=self._settings.learning_rate, loss=self._settings.loss
@@ -120,7 +122,7 @@ class Lineage:
 
     # --- drafters by role
     @property
-    def candidate(self) -> Eagle3Drafter:
+    def candidate(self) -> Drafter:
         """The drafter that is being trained."""
         if self.trainer is None:
             raise RuntimeError("the lineage has not begun")
@@ -134,7 +136,7 @@ class Lineage:
         """The version if it is still on disk, else None."""
         return version if version in self._registry.versions(self._run) else None
 
-    def roles(self, served: str | None, latest: str | None) -> dict[str, tuple[str, Eagle3Drafter]]:
+    def roles(self, served: str | None, latest: str | None) -> dict[str, tuple[str, Drafter]]:
         """Everything worth scoring on a batch: role -> (version, drafter).
 
         `served` drafted the batch's rollouts; `latest` is what the registry offers now.
@@ -151,7 +153,7 @@ class Lineage:
             roles["archive"] = (version, self.version(version))
         return roles
 
-    def version(self, version: str) -> Eagle3Drafter:
+    def version(self, version: str) -> Drafter:
         """A published drafter, from a small cache."""
         if version in self._versions:
             self._versions.move_to_end(version)
@@ -161,8 +163,9 @@ class Lineage:
                 self._versions.popitem(last=False)
         return self._versions[version]
 
-    def _read(self, version: str) -> Eagle3Drafter:
-        return read_drafter(self._layout.drafter(self._run, version), self._target.embed_tokens)
+    def _read(self, version: str) -> Drafter:
+        directory = self._layout.drafter(self._run, version)
+        return read_kind(directory, self._target.embed_tokens, self._target.lm_head)
 
     # --- publishing
     def promote(self, version: str, policy_version: int, reason: str, evidence: dict[str, Any]) -> Manifest:
@@ -172,7 +175,7 @@ class Lineage:
         parent = self.served()
         with self._staged() as staged:
             with full_disk_as_os_error():
-                write_drafter(staged, self.candidate)
+                write_kind(staged, self.candidate)
             manifest = self._announce(
                 self.candidate, staged, policy_version, parent.version if parent else None, reason, evidence
             )
@@ -182,7 +185,7 @@ class Lineage:
 
     def _announce(
         self,
-        drafter: Eagle3Drafter,
+        drafter: Drafter,
         staged: Path,
         policy_version: int,
         parent: str | None,
@@ -196,7 +199,7 @@ class Lineage:
             parent=parent,
             config_fingerprint=config_fingerprint(drafter.config, drafter.vocabulary),
             d2t_sha256=drafter.vocabulary.digest,
-            aux_layers=drafter.config.aux_layers,
+            aux_layers=_layers(drafter),
             gate=evidence,
             reason=reason,
         )
@@ -208,3 +211,8 @@ class Lineage:
         self._registry.record(
             self._run, {"event": "refused", "policy_version": policy_version, "reason": reason, "gate": evidence}
         )
+
+
+def _layers(drafter: Drafter) -> tuple[int, ...]:
+    """Layers whose entering state a drafter reads; an MTP module reads none."""
+    return drafter.config.aux_layers if isinstance(drafter, Eagle3Drafter) else ()

@@ -14,6 +14,7 @@ from drafter.acceptance import Replay
 from drafter.batch import RolloutBatch
 from drafter.gate import MIN_ROLLOUTS, Verdict, judge
 from drafter.replay import prompt_groups
+from drafter.target import TargetHead
 from service.drift import paired_difference
 from service.lineage import CANDIDATE, Lineage
 from service.scoring import replay_with
@@ -55,6 +56,7 @@ def contest(
     evidence: Sequence[RolloutBatch],
     embed_tokens: Tensor,
     versions: Sequence[str],
+    head: TargetHead | None = None,
 ) -> list[Contest]:
     """Judge each of `versions` against the served drafter on the same rollouts, best lower bound first.
 
@@ -64,7 +66,7 @@ def contest(
     def replay_all(version: str) -> Replay:
         drafter = lineage.candidate if version == CANDIDATE else lineage.version(version)
         return Replay.concat(
-            [replay_with(drafter, embed_tokens, batch, settings.depth, settings.drafting) for batch in evidence]
+            [replay_with(drafter, embed_tokens, batch, settings.depth, settings.drafting, head) for batch in evidence]
         )
 
     groups = _prompts(evidence)

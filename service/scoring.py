@@ -15,9 +15,10 @@ from torch import Tensor
 
 from drafter.acceptance import Replay
 from drafter.batch import RolloutBatch
-from drafter.model import Eagle3Drafter
+from drafter.kinds import Drafter, share
 from drafter.ngram import ngram_replay
 from drafter.replay import Drafting, replay
+from drafter.target import TargetHead
 from service.alpha import drafter_sums
 
 
@@ -41,20 +42,26 @@ class Scores:
 
 
 def replay_with(
-    drafter: Eagle3Drafter, embed_tokens: Tensor, batch: RolloutBatch, depth: int, drafting: Drafting
+    drafter: Drafter,
+    embed_tokens: Tensor,
+    batch: RolloutBatch,
+    depth: int,
+    drafting: Drafting,
+    head: TargetHead | None = None,
 ) -> Replay:
-    """Replay with the embedding of the batch's policy: engines let the drafter share the target's live embedding."""
-    drafter.embed_tokens = embed_tokens
+    """Replay with the embedding (for MTP, and the head) of the batch's policy: engines share the live ones."""
+    share(drafter, embed_tokens, head)
     return replay(drafter, batch, depth=depth, drafting=drafting)
 
 
 def score(
     batch: RolloutBatch,
-    drafters: Mapping[str, tuple[str, Eagle3Drafter]],
+    drafters: Mapping[str, tuple[str, Drafter]],
     embed_tokens: Tensor,
     *,
     depth: int,
     drafting: Drafting,
+    head: TargetHead | None = None,
 ) -> Scores:
     """Score a batch with every drafter of `drafters`: role -> (version, drafter).
 
@@ -64,7 +71,7 @@ def score(
     replays: dict[str, Replay] = {"ngram": ngram_replay(batch, depth=depth)}
     for role, (version, drafter) in drafters.items():
         if version not in by_version:
-            by_version[version] = replay_with(drafter, embed_tokens, batch, depth, drafting)
+            by_version[version] = replay_with(drafter, embed_tokens, batch, depth, drafting, head)
         if role in ("served", "candidate", "frozen"):
             replays[role] = by_version[version]
     best_version = max(by_version, key=lambda v: _or_zero(by_version[v].alpha), default=None)
