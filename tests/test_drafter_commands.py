@@ -1,0 +1,314 @@
+"""convert, inspect and eval on real files, and the bounds that `eval --tree` prints."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decode_fixtures import log_rollouts, make_drafter, make_prompts, make_target, train_lightly
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+from worker_fixtures import DRAFT, LAYERS, World
+
+from drafter.acceptance import find_segments, replay_rounds
+from drafter.batch import load_batch
+from drafter.checkpoint import CONFIG_FILE, MODEL_FILE, config_fingerprint, read_drafter, write_drafter
+from drafter.decode import generate
+from drafter.errors import DrafterError
+from drafter.evaluate import conditional, evaluate, tree_bound
+from drafter.model import Eagle3Drafter
+from drafter.ngram import ngram_replay
+from drafter.replay import replay
+from drafter.tree import generate_tree
+from service.cli import app
+from service.errors import ConfigurationError
+from service.layout import Layout
+
+ENTERING = list(LAYERS)
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def draftalign(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def worked(*arguments: object) -> str:
+    result = draftalign(*arguments)
+    assert result.exception is None, result.exception
+    return result.stdout
+
+
+def refused(*arguments: object) -> str:
+    result = draftalign(*arguments)
+    assert isinstance(result.exception, ConfigurationError), (result.exception, result.stdout)
+    return str(result.exception)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def drafter_dir(tmp_path: Path, world: World) -> Path:
+    directory = tmp_path / "drafter"
+    directory.mkdir()
+    write_drafter(directory, world.trained_drafter(tmp_path), dtype=torch.bfloat16)
+    return directory
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path, world: World) -> Path:
+    directory = tmp_path / "rollouts"
+    directory.mkdir()
+    for index in range(3):
+        data = world.rollout_file(f"file{index}", policy_version=index, temperature=(1.0, 0.7, 1.0)[index])
+        (directory / f"{index}.safetensors").write_bytes(data)
+    return directory
+
+
+@pytest.fixture
+def embedding(tmp_path: Path, world: World) -> Path:
+    save_file({"model.embed_tokens.weight": world.embed}, tmp_path / "embedding.safetensors")
+    return tmp_path / "embedding.safetensors"
+
+
+# --- convert --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["sglang", "specforge", "speculators"])
+def test_convert_there_and_back_gives_the_same_files(tmp_path: Path, drafter_dir: Path, layout: str) -> None:
+    there, back = tmp_path / "there", tmp_path / "deep" / "back"
+    out = worked("convert", drafter_dir, there, "--to", layout)
+    assert str(there / MODEL_FILE) in out
+    assert "sha256" in out
+    worked("convert", there, back, "--to", "sglang")
+    for name in (MODEL_FILE, CONFIG_FILE):
+        assert (back / name).read_bytes() == (drafter_dir / name).read_bytes()
+
+
+def test_convert_names_the_verifier_and_keeps_it(tmp_path: Path, drafter_dir: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    worked("convert", drafter_dir, first, "--to", "speculators", "--verifier", "org/target")
+    worked("convert", first, second, "--to", "speculators")
+    document = json.loads((second / CONFIG_FILE).read_text())
+    assert document["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+
+
+def test_convert_writes_over_nothing_and_leaves_nothing_behind(tmp_path: Path, drafter_dir: Path) -> None:
+    assert "holds something already" in refused("convert", drafter_dir, tmp_path, "--to", "sglang")
+    assert "a layout is one of" in refused("convert", drafter_dir, tmp_path / "new", "--to", "gguf")
+    normed = tmp_path / "normed"
+    worked("convert", drafter_dir, normed, "--to", "speculators")
+    document = json.loads((normed / CONFIG_FILE).read_text()) | {"norm_before_residual": True}
+    (normed / CONFIG_FILE).write_text(json.dumps(document))
+    assert "norm_before_residual is true" in refused("convert", normed, tmp_path / "new", "--to", "sglang")
+    assert not (tmp_path / "new").exists()
+    assert "SGLang" in worked("convert", normed, tmp_path / "new", "--to", "speculators")
+
+
+def test_convert_says_what_the_config_leaves_open(tmp_path: Path, drafter_dir: Path) -> None:
+    document = json.loads((drafter_dir / CONFIG_FILE).read_text())
+    del document["eagle_aux_hidden_state_layer_ids"], document["eagle_config"]
+    (drafter_dir / CONFIG_FILE).write_text(json.dumps(document))
+    assert "--aux-layers" in refused("convert", drafter_dir, tmp_path / "new", "--to", "sglang")
+    assert "must be numbers" in refused("convert", drafter_dir, tmp_path / "x", "--to", "sglang", "--aux-layers", "a,b")
+    layers = ",".join(map(str, LAYERS))
+    worked("convert", drafter_dir, tmp_path / "new", "--to", "sglang", "--aux-layers", layers)
+    assert json.loads((tmp_path / "new" / CONFIG_FILE).read_text())["eagle_aux_hidden_state_layer_ids"] == ENTERING
+
+
+# --- inspect --------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_gives_the_identity_that_the_service_gives(drafter_dir: Path, world: World) -> None:
+    facts = json.loads(worked("inspect", drafter_dir, "--json"))
+    drafter = read_drafter(drafter_dir, world.embed)
+    assert facts["config_fingerprint"] == config_fingerprint(drafter.config, drafter.vocabulary)
+    assert facts["d2t_sha256"] == drafter.vocabulary.digest
+    assert facts["aux_layers_entering"] == ENTERING
+    assert facts["aux_layers_outputs"] == [layer - 1 for layer in LAYERS]
+    assert facts["dtype"] == "bfloat16"
+    assert facts["parameters"] == sum(p.numel() for p in drafter.parameters())
+    assert facts["notes"] == []
+    text = worked("inspect", drafter_dir)
+    assert facts["config_fingerprint"] in text
+    assert f"{DRAFT} of" in text
+
+
+def test_inspect_refuses_what_engines_would_load_silently(drafter_dir: Path) -> None:
+    tensors = load_file(drafter_dir / MODEL_FILE)
+    del tensors["lm_head.weight"]
+    save_file(tensors, drafter_dir / MODEL_FILE)
+    assert "lm_head.weight" in refused("inspect", drafter_dir)
+
+
+# --- eval -----------------------------------------------------------------------------------------------------------
+
+
+def test_eval_is_replay_pooled_over_the_files(drafter_dir: Path, rollouts: Path, embedding: Path, world: World) -> None:
+    facts = json.loads(worked("eval", drafter_dir, rollouts, "--target", embedding, "--depth", 3, "--json"))
+    drafter = read_drafter(drafter_dir, world.embed)
+    batches = [load_batch(path) for path in sorted(rollouts.iterdir())]
+    parts = [replay(drafter, batch, depth=3) for batch in batches]
+    tokens, rounds = (sum(float(getattr(p, name).sum()) for p in parts) for name in ("tokens", "rounds"))
+    own = facts["drafters"]["drafter"]
+    assert own["alpha"] == pytest.approx(tokens / rounds, rel=1e-9)
+    assert own["interval"][0] < own["alpha"] < own["interval"][1]
+    assert facts["policy_versions"] == [0, 2]
+    assert (facts["rollouts"], facts["files"]) == (24, 3)
+    ngram = [ngram_replay(batch, depth=3) for batch in batches]
+    want = sum(float(p.tokens.sum()) for p in ngram) / sum(float(p.rounds.sum()) for p in ngram)
+    assert facts["drafters"]["n-gram"]["alpha"] == pytest.approx(want, rel=1e-9)
+    joint, given = own["position_acceptance"], own["conditional_acceptance"]
+    assert given[0] == joint[0]
+    assert given[1] == pytest.approx(joint[1] / joint[0])
+
+
+def test_eval_prints_a_table_per_position_and_the_bounds_of_trees(
+    drafter_dir: Path, rollouts: Path, embedding: Path
+) -> None:
+    text = worked("eval", drafter_dir, rollouts / "0.safetensors", "--target", embedding, "--depth", 2, "--tree")
+    lines = text.splitlines()
+    assert lines[0].startswith("8 rollouts of 8 prompts in 1 files, policy versions 0 to 0")
+    assert "95% interval" in text
+    for name in ("drafter", "n-gram", "tree of 2, at most", "tree of 4, at most", "tree of 8, at most"):
+        assert sum(line.startswith(name) for line in lines) == 2, name
+    assert lines[-1].count("(") == 2, "one pair per position"
+
+
+def test_eval_takes_the_embedding_of_each_policy_version_from_a_run(tmp_path: Path) -> None:
+    """Tied heads move the embedding; a drafter that is fed the old one drafts worse than it does live."""
+    world = World(tied=True)
+    moved = world.move_head(5)
+    layout = Layout(tmp_path / "state")
+    layout.make_run("tied")
+    layout.target("tied").write_bytes(world.run_file())
+    layout.run_json("tied").write_text("{}")
+    layout.head("tied", 5).write_bytes(world.head_file(5))
+    directory = tmp_path / "drafter"
+    directory.mkdir()
+    write_drafter(directory, world.trained_drafter(tmp_path))
+    file = tmp_path / "late.safetensors"
+    file.write_bytes(world.rollout_file("late", policy_version=6))
+    options = ("--target", "tied", "--state-dir", tmp_path / "state", "--json")
+    alpha = json.loads(worked("eval", directory, file, *options))["drafters"]["drafter"]["alpha"]
+    own = replay(read_drafter(directory, moved), load_batch(file), depth=4).alpha
+    stale = replay(read_drafter(directory, world.embed), load_batch(file), depth=4).alpha
+    assert alpha == pytest.approx(own, rel=1e-9)
+    assert abs(alpha - stale) > 1e-4
+
+
+def test_eval_finds_the_embedding_in_a_models_directory(
+    tmp_path: Path, drafter_dir: Path, rollouts: Path, embedding: Path, world: World
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file({"lm_head.weight": world.embed + 1}, model / "model-00001-of-00002.safetensors")
+    save_file({"model.embed_tokens.weight": world.embed}, model / "model-00002-of-00002.safetensors")
+    same = [worked("eval", drafter_dir, rollouts, "--target", target) for target in (model, embedding)]
+    assert same[0] == same[1]
+
+
+def test_eval_says_what_is_wrong_with_its_files(
+    tmp_path: Path, drafter_dir: Path, rollouts: Path, embedding: Path, world: World
+) -> None:
+    assert "no run 'nowhere'" in refused("eval", drafter_dir, rollouts, "--target", "nowhere", "--state-dir", tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert "holds no files" in refused("eval", drafter_dir, tmp_path / "empty", "--target", embedding)
+    save_file({"something": world.embed}, tmp_path / "other.safetensors")
+    assert "no token embedding" in refused("eval", drafter_dir, rollouts, "--target", tmp_path / "other.safetensors")
+    save_file({"embed_tokens": world.embed[:5].clone()}, tmp_path / "small.safetensors")
+    assert "embed_tokens must be" in refused("eval", drafter_dir, rollouts, "--target", tmp_path / "small.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"not a file of rollouts at all")
+    message = refused("eval", drafter_dir, tmp_path / "broken.safetensors", "--target", embedding)
+    assert "broken.safetensors" in message
+    assert "drafting mode" in refused("eval", drafter_dir, rollouts, "--target", embedding, "--drafting", "maybe")
+    spoilt = world.rollout_file("nan", change=lambda t: t["aux_hidden"].fill_(math.nan))
+    (tmp_path / "nan.safetensors").write_bytes(spoilt)
+    assert "NaN" in refused("eval", drafter_dir, tmp_path / "nan.safetensors", "--target", embedding)
+
+
+def test_an_error_ends_the_command_with_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", "inspect", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("draftalign: ")
+    assert "has no model.safetensors" in done.stderr
+
+
+# --- bounds of trees ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return make_target()
+
+
+@pytest.fixture(scope="module")
+def trained(target: Any) -> Eagle3Drafter:
+    prompts = make_prompts(60, 64, seed=9)
+    plain = generate(target, None, prompts, max_tokens=20, generator=torch.Generator().manual_seed(9))
+    return train_lightly(make_drafter(target, 56), log_rollouts(target, prompts, plain), steps=25)
+
+
+def test_a_bound_of_one_branch_is_greedy_replay_and_more_branches_only_help(
+    target: Any, trained: Eagle3Drafter
+) -> None:
+    prompts = make_prompts(30, 64, seed=11)
+    made = generate(target, None, prompts, max_tokens=20, generator=torch.Generator().manual_seed(1))
+    batch = log_rollouts(target, prompts, made)
+    bounds = [tree_bound(trained, batch, depth=3, branches=k) for k in (1, 2, 4, 8, 56)]
+    np.testing.assert_allclose(bounds[0].rounds, replay(trained, batch, depth=3, drafting="greedy").rounds)
+    alphas = [bound.alpha for bound in bounds]
+    assert alphas == sorted(alphas)
+    assert alphas[2] > alphas[0] + 0.2
+    # With all D branches only tokens outside the draft vocabulary are missed.
+    segments = find_segments(batch.loss_mask.numpy(), batch.cu_seqlens.numpy())
+    known = (trained.vocabulary.to_draft[batch.input_ids] >= 0).numpy().astype(float)
+    rows = segments.rows()
+    padded = np.concatenate([known, np.zeros(3)])
+    want = replay_rounds(np.stack([padded[rows + j] for j in range(3)], axis=1), segments)
+    np.testing.assert_allclose(bounds[-1].rounds, want.rounds)
+
+
+def test_a_full_tree_needs_the_rounds_of_its_bound_and_a_pruned_one_more(target: Any, trained: Eagle3Drafter) -> None:
+    """Whether a token is in the tree hangs on the text alone, so live counting and replay agree round by round."""
+    prompts = make_prompts(150, 64, seed=12)
+    counts = {}
+    for nodes in (3 + 9, 5):
+        made = generate_tree(
+            target,
+            trained,
+            prompts,
+            max_tokens=24,
+            depth=2,
+            branches=3,
+            nodes=nodes,
+            generator=torch.Generator().manual_seed(2),
+        )
+        bound = tree_bound(trained, log_rollouts(target, prompts, made), depth=2, branches=3)
+        counts[nodes] = np.array(made.rounds) - bound.rounds
+    assert np.abs(counts[12]).max() == 0
+    assert counts[5].sum() > 10
+
+
+def test_evaluate_refuses_what_it_cannot_pool(target: Any, trained: Eagle3Drafter) -> None:
+    with pytest.raises(DrafterError, match="at least one batch"):
+        evaluate(trained, [], depth=3)
+    prompts = make_prompts(3, 64)
+    batch = log_rollouts(target, prompts, generate(target, None, prompts, max_tokens=8))
+    with pytest.raises(DrafterError, match="branches"):
+        tree_bound(trained, batch, depth=3, branches=57)
+    result = evaluate(trained, [batch, batch], depth=2, branches=(2,))
+    assert result.summary()["prompts"] == 3, "the same prompts in two files are the same prompts"
+    assert conditional(result.drafter).shape == (2,)
