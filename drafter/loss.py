@@ -36,6 +36,7 @@ from torch import Tensor
 
 from drafter.errors import DrafterError
 from drafter.kinds import Drafter
+from drafter.matmul import times
 from drafter.model import rms_norm
 from drafter.plan import Plan
 from drafter.target import DraftTarget
@@ -129,7 +130,7 @@ class _FusedLoss(torch.autograd.Function):
             p, mass, own = p.index_select(0, pick), mass.index_select(0, pick), own.index_select(0, pick)
 
             h = hidden[entries]
-            logq = F.log_softmax(F.linear(h, lm_head).to(wide).div_(target.divisor), dim=-1)
+            logq = F.log_softmax(times(h, lm_head).to(wide).div_(target.divisor), dim=-1)
             kl[entries] = own - (p * logq).sum(-1)
             q = logq.exp_()
             acceptance[entries] = torch.minimum(p, q).sum(-1)
@@ -143,9 +144,9 @@ class _FusedLoss(torch.autograd.Function):
                 else _mixed_slope(p, q, mass, by_kl * scale, by_acceptance * scale)
             ).to(h.dtype)
             if grad_hidden is not None:
-                torch.mm(slope, lm_head, out=grad_hidden[entries])
+                grad_hidden[entries] = times(slope, lm_head.t())
             if grad_head is not None:
-                grad_head += slope.t() @ h
+                grad_head += times(slope.t(), h.t())
         ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(lm_head.dtype))
         sums = torch.zeros_like(step_weights)
         kl_sums = sums.index_add(0, plan.entry_step, kl)

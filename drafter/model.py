@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
 from drafter.errors import DrafterError
+from drafter.matmul import linear
 from drafter.vocabulary import DraftVocabulary
 
 
@@ -273,9 +274,9 @@ class Eagle3Drafter(nn.Module):
 
     def finish(self, r: Tensor, attended: Tensor, weights: LayerWeights) -> Tensor:
         """Compute `pre` [.., H] from the residual r [.., H] and the attention output [.., N*hd]."""
-        h1 = r + F.linear(attended, weights.o)
-        gate_up = F.linear(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps), weights.gate_up)
-        return h1 + F.linear(_SwiGLU.apply(gate_up), weights.down)  # type: ignore[no-untyped-call]
+        h1 = r + linear(attended, weights.o)
+        gate_up = linear(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps), weights.gate_up)
+        return h1 + linear(_SwiGLU.apply(gate_up), weights.down)  # type: ignore[no-untyped-call]
 
     # --- incremental decoding ---------------------------------------------------------------------------------------
 

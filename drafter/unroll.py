@@ -18,6 +18,7 @@ from torch import Tensor
 
 from drafter.attention import attend, gather_keys
 from drafter.errors import DrafterError
+from drafter.matmul import linear
 from drafter.model import Eagle3Drafter, rms_norm, rotary, rotate
 from drafter.plan import Plan, make_plan
 
@@ -75,21 +76,22 @@ def unroll(
 
     tokens = input_ids.index_select(0, plan.read_rows)
     embedded = rms_norm(F.embedding(tokens, drafter.embed_tokens).to(cast), weights.input_norm, eps)
-    embedded_q = F.linear(embedded[: plan.read_by_queries], weights.qkv[:split, :half])
-    embedded_kv = F.linear(embedded, weights.qkv[split:, :half])
+    by_token, by_state = weights.qkv[:, :half].contiguous(), weights.qkv[:, half:].contiguous()
+    embedded_q = linear(embedded[: plan.read_by_queries], by_token[:split])
+    embedded_kv = linear(embedded, by_token[split:])
 
     def project_qkv(x: Tensor, step: int) -> Tensor:
         read = plan.read_index[step][: x.shape[0]]
         shared = torch.cat([embedded_q.index_select(0, read), embedded_kv.index_select(0, read)], dim=-1)
-        return F.linear(x, weights.qkv[:, half:]) + shared
+        return linear(x, by_state) + shared
 
-    r = F.linear(aux_hidden.index_select(0, plan.kv_rows).to(cast), weights.fc)
+    r = linear(aux_hidden.index_select(0, plan.kv_rows).to(cast), weights.fc)
     x = rms_norm(r, weights.hidden_norm, eps)
     n = plan.computed[0]
     qkv = project_qkv(x[:n], 0)
     kv = qkv[:, split:]
     if n < x.shape[0]:  # context rows: keys and values only
-        context_kv = F.linear(x[n:], weights.qkv[split:, half:]) + embedded_kv.index_select(0, plan.read_index[0][n:])
+        context_kv = linear(x[n:], by_state[split:]) + embedded_kv.index_select(0, plan.read_index[0][n:])
         kv = torch.cat([kv, context_kv])
     k, v = kv.view(-1, 2 * kv_heads, hd).chunk(2, dim=1)
     keys = gather_keys(plan, rotate(k, *rotary(plan.positions, hd, config.rope_theta, cast)), v)
