@@ -10,7 +10,7 @@ Legend: T tokens, N tokens emitted by rounds, K depth, k branches, D draft vocab
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,12 @@ from drafter.batch import RolloutBatch, screen
 from drafter.errors import DrafterError
 from drafter.model import Eagle3Drafter
 from drafter.ngram import ngram_replay
-from drafter.replay import Drafting, prompt_groups, replay
+from drafter.replay import Drafting, _groups, prompt_groups, replay
 from drafter.unroll import make_plan, unroll
 
 #: Logits held at once, in elements: 128 MiB of float32.
 _LOGITS_ELEMENTS = 1 << 25
+_TOKENS_AT_ONCE = 65_536
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,36 +72,38 @@ class Evaluation:
 
 def evaluate(
     drafter: Eagle3Drafter,
-    batches: Sequence[RolloutBatch],
+    batches: Iterable[RolloutBatch],
     *,
     depth: int,
     drafting: Drafting = "probabilistic",
     branches: Sequence[int] = (),
-    embedding: Callable[[RolloutBatch], Tensor] | None = None,
+    embedding: Callable[[int], Tensor] | None = None,
 ) -> Evaluation:
-    """Replay every batch; `embedding` gives the target's as of a batch's policy version, where that moves.
+    """Replay every batch, one in memory at a time; `embedding` gives the target's at a policy version, where it moves.
 
     Raises `BatchRejected` for features that give no probabilities, `DrafterError` where a batch is of another target.
     """
-    if not batches:
-        raise DrafterError("expected at least one batch of rollouts to evaluate on")
     own, ngram, trees = [], [], {k: list[Replay]() for k in sorted(set(branches))}
+    texts = []
     for batch in batches:
         screen(batch)
+        texts.append(_text_only(batch))
         if embedding is not None:
-            drafter.embed_tokens = embedding(batch)
+            drafter.embed_tokens = embedding(batch.policy_version)
         own.append(replay(drafter, batch, depth=depth, drafting=drafting))
         ngram.append(ngram_replay(batch, depth=depth))
         for k, bounds in trees.items():
             bounds.append(tree_bound(drafter, batch, depth=depth, branches=k))
-    versions = [batch.policy_version for batch in batches]
+    if not texts:
+        raise DrafterError("expected at least one batch of rollouts to evaluate on")
+    versions = [batch.policy_version for batch in texts]
     return Evaluation(
         drafter=Replay.concat(own),
         ngram=Replay.concat(ngram),
         trees={k: Replay.concat(bounds) for k, bounds in trees.items()},
-        groups=prompt_groups(RolloutBatch.concat([_text_only(batch) for batch in batches])),
+        groups=prompt_groups(RolloutBatch.concat(texts)),
         policy_versions=(min(versions), max(versions)),
-        tokens=sum(batch.tokens for batch in batches),
+        tokens=sum(batch.tokens for batch in texts),
     )
 
 
@@ -109,6 +112,11 @@ def tree_bound(drafter: Eagle3Drafter, batch: RolloutBatch, *, depth: int, branc
     """Upper bound on what a tree of `branches` per step would have had, one forward pass of the unroll."""
     if depth < 1 or not 1 <= branches <= drafter.config.draft_vocab_size:
         raise DrafterError(f"expected depth >= 1 and branches from 1 to the draft vocabulary: {depth=} {branches=}")
+    parts = [_tree_bound(drafter, group, depth, branches) for group in _groups(batch, _TOKENS_AT_ONCE)]
+    return Replay.concat(parts)
+
+
+def _tree_bound(drafter: Eagle3Drafter, batch: RolloutBatch, depth: int, branches: int) -> Replay:
     device = drafter.fc.weight.device
     segments = find_segments(batch.loss_mask.cpu().numpy(), batch.cu_seqlens.numpy())
     batch = batch.to(device)

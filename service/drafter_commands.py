@@ -128,11 +128,10 @@ def evaluate(
         config = imported.stored.config
         files = _rollout_files(rollouts)
         embedding = _embedding(target, state_dir)
-        batches = [_load(path, config.vocab_size) for path in files]
-        model = build_drafter(imported.stored, embedding(batches[0])).eval()
+        model = build_drafter(imported.stored, embedding(0)).eval()
         result = replay_all(
             model,
-            batches,
+            (_load(path, config.vocab_size) for path in files),
             depth=depth,
             drafting=drafting,  # type: ignore[arg-type]
             branches=[k for k in (2, 4, 8) if tree and k <= config.draft_vocab_size],
@@ -246,8 +245,8 @@ def _load(path: Path, vocab_size: int) -> RolloutBatch:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
-def _embedding(target: str, state_dir: Path | None) -> Callable[[RolloutBatch], Tensor]:
-    """The target's embedding for a batch: fixed where it comes from a file, of its policy version where from a run."""
+def _embedding(target: str, state_dir: Path | None) -> Callable[[int], Tensor]:
+    """The target's embedding at a policy version: always the same where it comes from a file, not where from a run."""
     import torch
 
     from service.target import Target
@@ -263,7 +262,7 @@ def _embedding(target: str, state_dir: Path | None) -> Callable[[RolloutBatch], 
             "with the target's embedding, or the directory of a transformers model"
         )
     run = Target.open(layout, target)
-    return lambda batch: run.at(batch.policy_version, torch.device("cpu")).embed_tokens
+    return lambda policy_version: run.at(policy_version, torch.device("cpu")).embed_tokens
 
 
 def _embedding_of(path: Path) -> Tensor:

@@ -246,3 +246,30 @@ def test_an_unknown_loss_is_refused_by_name() -> None:
 def test_the_service_offers_the_losses_that_the_trainer_knows() -> None:
     assert Settings.model_fields["loss"].annotation == Loss
     assert Settings.model_fields["loss"].default == TrainConfig().loss
+
+
+@pytest.mark.parametrize(("kind", "theirs"), [("lk", "lk_hybrid_loss"), ("nla", "neg_log_acceptance_loss")])
+def test_the_losses_per_draft_are_those_of_speculators(kind: str, theirs: str) -> None:
+    """Over the whole vocabulary, where p needs no renormalising and the two can be compared."""
+    eager = pytest.importorskip("speculators.losses.eager")
+    w = world(AWKWARD, draft=17)
+    unrolled, target = prepared(w, 3)
+    plan = unrolled.plan
+    logp = target.logprobs(0, plan.target_rows.numel(), torch.float64)
+    logits = torch.cat([w.drafter.logits(pre) for pre in unrolled.pre]).index_select(0, plan.order)
+    each = getattr(eager, theirs)(logits[None], logp.index_select(0, plan.target_index)[None])[0]
+    want = (each * DECAY**plan.entry_step).sum().item() / DENOMINATOR
+    assert production(w, 3, kind).loss.item() == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["kl", *KINDS])
+def test_bfloat16_training_with_each_loss_comes_near_float32(kind: Any) -> None:
+    acceptance = {}
+    for dtype in ("float32", "bfloat16"):
+        w = world((mask_of(20, 2), mask_of(24, 6)), dtype=torch.float32)
+        config = TrainConfig(steps_ahead=3, learning_rate=1e-2, loss=kind, compute_dtype=dtype)  # type: ignore[arg-type]
+        trainer = DrafterTrainer(w.drafter, config)
+        reports = [trainer.step(w.batch, TargetHead(w.head)) for _ in range(20)]
+        assert all(report.skipped is None for report in reports)
+        acceptance[dtype] = sum(reports[-1].acceptance_per_step)
+    assert acceptance["bfloat16"] == pytest.approx(acceptance["float32"], rel=0.05)
