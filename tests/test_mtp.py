@@ -313,6 +313,90 @@ def test_a_batch_without_last_hidden_is_refused() -> None:
         replay(fresh(model), without, depth=2)
 
 
+@torch.no_grad()
+def test_replay_of_greedy_drafts_counts_the_rounds_that_live_drafting_with_transformers_takes() -> None:
+    model = policy()
+    batch, depth, n = sampled(model, rollouts=6), 3, 16
+    learner = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=depth, learning_rate=1e-2))
+    head = TargetHead(model.lm_head.weight)
+    with torch.enable_grad():
+        for _ in range(25):
+            learner.step(batch, head)
+    drafter = MtpDrafter(
+        replace(learner.drafter.config, zero_first_embedding=False), learner.drafter.embed_tokens, learner.drafter.head
+    )
+    drafter.load_state_dict(learner.drafter.state_dict())
+    twin = transformers_twin(drafter, model.config).float()
+    ids, last = batch.input_ids.view(-1, n), batch.last_hidden.view(-1, n, 24)  # type: ignore[union-attr]
+    rounds, accepted = [], 0
+    for text, states in zip(ids, last, strict=True):
+        emitted, count = 3, 0  # a prompt of two tokens, and the first response token, which the prefill gives
+        while emitted < n:
+            count += 1
+            fed, drafts = states[: emitted - 1], text[1:emitted]
+            for _ in range(min(depth, n - emitted)):
+                out = twin.forward_layer(0, fed[None], torch.arange(len(fed))[None], None, input_ids=drafts[None])[0]
+                guess = int(twin.shared_head(out[-1]).argmax())
+                if guess != int(text[emitted]):
+                    break
+                fed, drafts = torch.cat([fed, out[-1:]]), torch.cat([drafts, torch.tensor([guess])])
+                emitted, accepted = emitted + 1, accepted + 1
+            emitted += 1  # the verified token that ends the round
+        rounds.append(count)
+    assert accepted > 10, "or nothing was tested"
+    assert replay(drafter, batch, depth=depth, drafting="greedy").rounds.tolist() == rounds
+
+
+def break_halves(drafter: MtpDrafter) -> None:
+    drafter.eh_proj.weight.data = drafter.eh_proj.weight.data.roll(24, dims=1)
+
+
+def break_norms(drafter: MtpDrafter) -> None:
+    drafter.enorm.weight.data, drafter.hnorm.weight.data = drafter.hnorm.weight.data, drafter.enorm.weight.data
+
+
+def break_bias(drafter: MtpDrafter) -> None:
+    dict(drafter.named_buffers())["mlp.gate.e_score_correction_bias"].mul_(-1)
+
+
+def break_rotation(drafter: MtpDrafter) -> None:
+    drafter.self_attn.sizes = replace(drafter.self_attn.sizes, interleaved=False)
+
+
+def break_first(drafter: MtpDrafter) -> None:
+    drafter.config = replace(drafter.config, zero_first_embedding=False)
+
+
+def break_feedback(drafter: MtpDrafter) -> None:
+    drafter.shared_head.norm.weight.data = drafter.shared_head.norm.weight.data.flip(0)
+
+
+@pytest.mark.parametrize(
+    "mutation", [break_halves, break_norms, break_bias, break_rotation, break_first, break_feedback]
+)
+def test_a_broken_module_is_seen_by_the_comparison(mutation: Any) -> None:
+    config = target_config()
+    drafter = drafter_for(config)
+    n = 10
+    g = torch.Generator().manual_seed(4)
+    ids = torch.randint(VOCAB, (n,), generator=g)
+    last = torch.randn(n, config.hidden_size, generator=g, dtype=torch.float64)
+    weights = {name: tensor.detach().clone() for name, tensor in drafter.state_dict().items()}
+    expected = reference_pres(weights, config, drafter.embed_tokens, ids.tolist(), last, 2, True)
+
+    def deviation() -> float:
+        got = unroll_mtp(drafter, make_plan(torch.tensor([0, n]), mask_of(n, 1), 2), ids, last)
+        return max(
+            float((pre - expected[row, step]).abs().max().detach())
+            for step in range(2)
+            for row, pre in zip(got.rows[step].tolist(), got.pre[step], strict=True)
+        )
+
+    assert deviation() < 1e-9
+    mutation(drafter)
+    assert deviation() > 1e-3
+
+
 # --- on disk, by DeepSeek-V3's names
 
 
