@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_idles_when_the_gain_is_real_but_costs_more_than_it_saves() -> None:
 def test_probes_come_less_and_less_often() -> None:
     actions = run([0.0])
     probes = [i for i, action in enumerate(actions) if action is Action.PROBE]
-    gaps = [b - a for a, b in zip(probes, probes[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(probes)]
     assert gaps == sorted(gaps)
     assert gaps[-1] >= 2 * gaps[0]
 
