@@ -168,7 +168,8 @@ class MtpDrafter(nn.Module):
                 )
         size, eps = config.hidden_size, config.rms_norm_eps
         self.config = config
-        self.vocabulary = DraftVocabulary.full(config.vocab_size)
+        with torch.device("cpu"):  # also where the module is only built for its shapes
+            self.vocabulary = DraftVocabulary.full(config.vocab_size)
         self.enorm = nn.RMSNorm(size, eps)
         self.hnorm = nn.RMSNorm(size, eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)

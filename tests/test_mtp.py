@@ -20,7 +20,7 @@ from drafter.batch import RolloutBatch
 from drafter.errors import BatchRejected, CheckpointError, DrafterError
 from drafter.model import rms_norm
 from drafter.mtp import MtpConfig, MtpDrafter, unroll_mtp
-from drafter.mtp_checkpoint import prefix, read_mtp, write_mtp
+from drafter.mtp_checkpoint import extract_mtp, prefix, read_mtp, write_mtp
 from drafter.plan import make_plan
 from drafter.replay import replay
 from drafter.target import TargetHead
@@ -256,11 +256,11 @@ def test_the_worker_s_trainer_lowers_its_loss_and_replay_finds_it_better() -> No
     assert torch.equal(drafter.head, shared)
 
 
-@pytest.mark.parametrize("loss", ["lk", "alpha"])
-def test_the_other_losses_serve_it_too(loss: Any) -> None:
+@pytest.mark.parametrize("how", [{"loss": "lk"}, {"loss": "alpha"}, {"compute_dtype": "bfloat16"}])
+def test_other_losses_and_half_precision_serve_it_too(how: dict[str, Any]) -> None:
     model = policy()
     batch, head = sampled(model, rollouts=8), TargetHead(model.lm_head.weight)
-    trainer = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=3, learning_rate=1e-2, loss=loss))
+    trainer = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=3, learning_rate=1e-2, **how))
     first, *_, last = [trainer.step(batch, head) for _ in range(15)]
     assert sum(last.acceptance_per_step) > sum(first.acceptance_per_step) + 0.2
 
@@ -464,6 +464,12 @@ def test_a_module_is_read_out_of_the_policys_sharded_checkpoint_and_the_copies_i
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     back = read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
     assert torch.equal(back.eh_proj.weight, drafter.eh_proj.weight)
+    (tmp_path / "alone").mkdir()
+    extract_mtp(tmp_path, tmp_path / "alone")
+    alone = load_file(tmp_path / "alone/model.safetensors")
+    assert alone.keys() == {where + name for name in drafter.state_dict()}
+    assert all(torch.equal(alone[where + name], tensor) for name, tensor in drafter.state_dict().items())
+    assert read_mtp(tmp_path / "alone", drafter.embed_tokens, drafter.head).config == drafter.config
     with pytest.raises(CheckpointError, match=r"shared_head\.head\.weight.*not the policy's head"):
         read_mtp(tmp_path, drafter.embed_tokens, drafter.head + 1)
 
