@@ -161,7 +161,11 @@ class DrafterEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ARG002 - vLLM's protocol
         """Called by vLLM once its engine is up."""
-        self._swapper = None if engine_client is None else Swapper(engine_client, self._directory)
+        if engine_client is None:
+            return
+        self._swapper = Swapper(engine_client, self._directory)
+        if os.environ.get("DRAFTALIGN_TAP_URL"):
+            await engine_client.collective_rpc("draftalign_tap")
 
     def _engine(self) -> Swapper:
         if self._swapper is None:

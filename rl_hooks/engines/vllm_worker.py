@@ -33,6 +33,7 @@ from rl_hooks.engines.vllm_layout import (
     read_candidate,
     vocabulary_digest,
 )
+from rl_hooks.engines.vllm_tap import VllmTap, start_tap
 
 log = logging.getLogger("vllm.draftalign")
 
@@ -78,6 +79,8 @@ class DrafterSwap:
         self._stall_seconds = 0.0
         self._broken: str | None = None
         self._marks: str | None = None
+        self.tap: VllmTap | None = None
+        self.tap_tried = False
         self.draft: nn.Module | None = worker.model_runner.get_draft_model()
         if self.draft is not None:
             self._shared = _shared_modules(self.draft, worker.model_runner.get_model())
@@ -148,6 +151,12 @@ class DrafterSwap:
                 document["d2t_sha256"] = vocabulary_digest(d2t, layout.vocab_size)
                 document["aux_layers"] = list(layout.aux_layers)
         return document
+
+    def start_tap(self) -> None:
+        """Start feature capture, once, where the environment asks for it."""
+        self.tap_tried = True
+        if self.draft is not None:
+            self.tap = start_tap(self._worker, _captured_layers(self._worker.model_runner.get_model()))
 
     # --- staging
     def _read(self, staged: Staged) -> None:
@@ -431,4 +440,12 @@ def draftalign_state(self: Any) -> dict[str, Any]:
     return _of(self).state()
 
 
-RPC_METHODS = (draftalign_stage, draftalign_staged, draftalign_apply, draftalign_state)
+def draftalign_tap(self: Any) -> dict[str, Any] | None:
+    """RPC: start the feature tap if the environment asks for one and it is not running; what it counted."""
+    swap = _of(self)
+    if not swap.tap_tried:
+        swap.start_tap()
+    return None if swap.tap is None else swap.tap.stats()
+
+
+RPC_METHODS = (draftalign_stage, draftalign_staged, draftalign_apply, draftalign_state, draftalign_tap)

@@ -1,0 +1,405 @@
+"""Features of live requests, collected step by step inside an inference engine, and sent as rollout files.
+
+Engine-independent: an adapter (`rl_hooks.engines.vllm_tap`) describes each step as a `Step`, and says when requests
+begin and end. Everything that a step's rows need is taken from the device in that step, without waiting for it: which
+drafts were rejected is known there and nowhere else until later. Rows are put together when their request has ended.
+
+Invariants
+* A position's newest row counts. A rejected draft's row is written over by the next step's, and so is what a preempted
+  request computes twice; rows behind the last accepted token carry the label -1.
+* Only whole requests are sent, from their first computed position on. What the prefix cache held has no rows.
+* The last token never goes through the target. It is a label; its own row is zeros, which nothing reads.
+* No failure of ours reaches the engine: it is counted, logged once, and ends the collecting of that request.
+
+Legend: N rows taken in a step, A aux layers, H hidden size, V vocabulary, T tokens of a rollout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rl_hooks import wire
+from rl_hooks.features import as_wire
+
+log = logging.getLogger("draftalign.tap")
+
+#: Logits held at once while normalisers are computed: 2^25 floats are 128 MiB.
+_LOGITS_AT_ONCE: Final = 1 << 25
+_REJECTED: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request's tokens were drawn. Files hold requests of one kind only."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What must be known of a request that is collected."""
+
+    request_id: str
+    prompt_tokens: int
+    sampling: Sampling
+    #: Generation ends with the first of these, or after `max_tokens`; engines emit no token behind that.
+    stop_ids: frozenset[int]
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward of the target. Tensors on its device; `first_rows` and `row_counts` on the host, one per request."""
+
+    request_ids: Sequence[str]
+    first_rows: npt.NDArray[np.int64]
+    row_counts: npt.NDArray[np.int64]
+    input_ids: Tensor  # [rows]
+    positions: Tensor  # [rows]
+    aux: Sequence[Tensor]  # A tensors [rows, H], entering the aux layers
+    last: Tensor  # [rows, H], after the final norm
+    rejected: Tensor  # [requests]: rows at the end of each request's that hold rejected drafts
+    last_sampled: Tensor  # [requests]: the token that follows the last row that holds
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The policy's head: logits = map(last @ weight^T)."""
+
+    weight: Tensor  # [V, H]
+    logit_map: wire.LogitMap = field(default_factory=wire.LogitMap)
+
+    def score(self, last_NH: Tensor, labels_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(logsumexp [N], log p of the labels [N]) of softmax(logits / temperature), float32."""
+        parts = []
+        at_once = max(1, _LOGITS_AT_ONCE // len(self.weight))
+        for begin in range(0, len(last_NH), at_once):
+            part = slice(begin, begin + at_once)
+            product = (last_NH[part].to(self.weight.dtype) @ self.weight.T).float()
+            logits = self.logit_map.apply(product).div_(temperature_N[part, None])
+            total = torch.logsumexp(logits, dim=-1)
+            chosen = logits.gather(1, labels_N[part].clamp(min=0)[:, None])[:, 0]
+            parts.append((total, chosen - total))
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Rows of one request from one step, on their way to the host."""
+
+    tensors: dict[str, Tensor]
+    copied: Any
+
+    def host(self) -> dict[str, Tensor]:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.tensors
+
+
+@dataclass(slots=True)
+class _Tracked:
+    request: Request
+    chunks: list[_Chunk] = field(default_factory=list)
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """One rollout: T tokens, T rows (the last one zeros where the engine never computed it)."""
+
+    request: Request
+    input_ids: npt.NDArray[np.int32]
+    generated: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    aux: Tensor  # [T, A * H]
+    last: Tensor  # [T, H]
+    logsumexp: Tensor  # [T]
+    first_position: int
+
+
+def sampling_position(request_id: str) -> float:
+    """Where a request falls in [0, 1): it is collected if that is below the fraction."""
+    digest = hashlib.sha256(b"draftalign-tap:" + request_id.encode()).digest()
+    return int.from_bytes(digest[:6], "big") / float(1 << 48)
+
+
+class FeatureTap:
+    """Collects a sampled fraction of an engine's requests, at most `tokens_per_minute`, and hands over whole ones.
+
+    `deliver` is called in the tap's own thread. `begin`, `step` and `end` are called by the engine's.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        deliver: Callable[[Collected], None],
+        *,
+        fraction: float,
+        tokens_per_minute: int,
+        max_tokens: int = 8192,
+    ) -> None:
+        self.head = head
+        self.fraction, self.tokens_per_minute, self.max_tokens = fraction, tokens_per_minute, max_tokens
+        self.counts: Counter[str] = Counter()
+        self._deliver = deliver
+        self._tracked: dict[str, _Tracked] = {}
+        self._budget, self._budget_at = float(tokens_per_minute), time.monotonic()
+        self._finished: queue.SimpleQueue[_Tracked] = queue.SimpleQueue()
+        self._warned: set[str] = set()
+        threading.Thread(target=self._work, name="draftalign-tap", daemon=True).start()
+
+    # --- the engine's thread
+    def begin(self, request: Request) -> None:
+        """A request was admitted; decide whether to collect it."""
+        if request.request_id in self._tracked or sampling_position(request.request_id) >= self.fraction:
+            return
+        if request.prompt_tokens > self.max_tokens or not self._afford(request.prompt_tokens):
+            self.counts["skipped_budget"] += 1
+            return
+        self.counts["begun"] += 1
+        self._tracked[request.request_id] = _Tracked(request)
+
+    def step(self, step: Step) -> None:
+        """Take the rows of collected requests. Launches work on the device, and waits for none of it."""
+        if not self._tracked:
+            return
+        chosen = [i for i, name in enumerate(step.request_ids) if name in self._tracked]
+        if not chosen:
+            return
+        try:
+            with torch.inference_mode():
+                self._take(step, chosen)
+        except Exception as error:  # noqa: BLE001 - the engine must not feel this
+            self._note("step", error)
+            for i in chosen:
+                self._tracked.pop(step.request_ids[i], None)
+
+    def end(self, request_ids: Collection[str]) -> None:
+        """These requests have ended, for whatever reason."""
+        if self._tracked:
+            for name in request_ids:
+                if (tracked := self._tracked.pop(name, None)) is not None:
+                    self._finished.put(tracked)
+
+    def _afford(self, tokens: int) -> bool:
+        now = time.monotonic()
+        limit = float(self.tokens_per_minute)
+        self._budget = min(limit, self._budget + (now - self._budget_at) * limit / 60)
+        self._budget_at = now
+        if tokens > self._budget:
+            return False
+        self._budget -= tokens
+        return True
+
+    def _take(self, step: Step, chosen: Sequence[int]) -> None:
+        device = step.last.device
+        counts = step.row_counts[chosen]
+        rows = np.concatenate([np.arange(step.first_rows[i], step.first_rows[i] + step.row_counts[i]) for i in chosen])
+        from_end = np.concatenate([np.arange(n - 1, -1, -1) for n in counts])
+        owner = np.repeat(np.asarray(chosen), counts)
+        temperature = np.repeat([self._temperature(step.request_ids[i]) for i in chosen], counts)
+        rows_N, owner_N = _to(device, rows), _to(device, owner)
+        behind_N = _to(device, from_end) - step.rejected[owner_N]  # 0: the last row that holds; below: rejected
+        following = step.input_ids[(rows_N + 1).clamp(max=len(step.input_ids) - 1)].long()
+        labels = torch.where(behind_N == 0, step.last_sampled[owner_N].long(), following)
+        labels = torch.where(behind_N < 0, torch.full_like(labels, _REJECTED), labels)
+        last = step.last[rows_N]
+        logsumexp, logprob = self.head.score(last, labels, _to(device, temperature.astype(np.float32)))
+        taken = {
+            "positions": step.positions[rows_N].long(),
+            "input_ids": step.input_ids[rows_N].long(),
+            "labels": labels,
+            "aux": torch.cat([state[rows_N] for state in step.aux], dim=-1),
+            "last": last,
+            "logsumexp": logsumexp,
+            "logprob": logprob,
+        }
+        host = {name: _start_copy(tensor) for name, tensor in taken.items()}
+        copied = None
+        if device.type == "cuda":
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(device))
+        begin = 0
+        for i, count in zip(chosen, counts.tolist(), strict=True):
+            part = {name: tensor[begin : begin + count] for name, tensor in host.items()}
+            begin += count
+            self._append(step.request_ids[i], _Chunk(part, copied), count)
+
+    def _append(self, name: str, chunk: _Chunk, rows: int) -> None:
+        tracked = self._tracked[name]
+        tracked.chunks.append(chunk)
+        tracked.rows += rows
+        if tracked.rows > 4 * self.max_tokens:  # with all its rejected drafts
+            self.counts["skipped_long"] += 1
+            del self._tracked[name]
+
+    def _temperature(self, name: str) -> float:
+        # Greedy (0) is scored at 1, as the rollout file says.
+        return self._tracked[name].request.sampling.temperature or 1.0
+
+    # --- the tap's thread
+    def _work(self) -> None:
+        while True:
+            tracked = self._finished.get()
+            try:
+                collected = assemble(tracked.request, [chunk.host() for chunk in tracked.chunks])
+                if collected is None or not self._afford(int(collected.generated.sum())):
+                    self.counts["skipped_short" if collected is None else "skipped_budget"] += 1
+                    continue
+                self._deliver(collected)
+                self.counts["delivered"] += 1
+            except Exception as error:  # noqa: BLE001 - one bad request must not end the thread
+                self._note("assemble", error)
+
+    def _note(self, kind: str, error: Exception) -> None:
+        self.counts["failures"] += 1
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("draftalign tap: %s failed, requests go uncollected (said once): %r", kind, error)
+
+
+def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collected | None:
+    """Put a request's rows in order; None when no token was generated, or rows are missing before it."""
+    if not chunks:
+        return None
+    rows = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    positions = rows["positions"].numpy()
+    first = int(positions.min())
+    newest = np.full(int(positions.max()) - first + 1, -1)
+    newest[positions - first] = np.arange(len(positions))  # NumPy assigns in order: the last one stays
+    labels = rows["labels"].numpy()
+    gaps = np.flatnonzero((newest < 0) | (labels[newest] == _REJECTED))
+    held = newest[: int(gaps[0])] if len(gaps) else newest
+    prompt = request.prompt_tokens - first  # prompt tokens that have rows
+    if prompt < 1 or len(held) < prompt:
+        return None
+    tokens = np.append(rows["input_ids"].numpy()[held], labels[held[-1]])
+    tokens = tokens[: prompt + generated_tokens(tokens[prompt:].tolist(), request)]
+    T = len(tokens)
+    generated = np.arange(T) >= prompt
+    if T - prompt < 1:
+        return None
+    order = torch.from_numpy(held[:T].copy())
+    logprobs = np.zeros(T, dtype=np.float32)
+    logprobs[1:] = rows["logprob"][order].numpy()[: T - 1]
+    return Collected(
+        request=request,
+        input_ids=tokens.astype(np.int32),
+        generated=generated,
+        logprobs=np.where(generated, logprobs, 0.0).astype(np.float32),
+        aux=_filled(rows["aux"][order], T, 0.0),
+        last=_filled(rows["last"][order], T, 0.0),
+        logsumexp=_filled(rows["logsumexp"][order], T, 1.0),
+        first_position=first,
+    )
+
+
+def generated_tokens(tokens: Sequence[int], request: Request) -> int:
+    """How many of these the engine emitted: up to the first stop token, and no more than asked for."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in request.stop_ids), len(tokens))
+    return end if request.max_tokens is None else min(end, request.max_tokens)
+
+
+def rollout_file(
+    batch: Sequence[Collected],
+    *,
+    run: str,
+    policy_version: int,
+    target_fingerprint: str,
+    aux_layers: Sequence[int],
+    drafter_version: str = "",
+) -> tuple[list[bytes | memoryview], str]:
+    """Lay out rollouts of one kind of sampling as a file; returns its parts and the batch id."""
+    lengths = [len(one.input_ids) for one in batch]
+    names = [hashlib.sha256(f"{run}/{one.request.request_id}".encode()).hexdigest()[:24] for one in batch]
+    tensors = {
+        "input_ids": wire.Tensor.of(np.concatenate([one.input_ids for one in batch]), "I32"),
+        "cu_seqlens": wire.Tensor.of(np.cumsum([0, *lengths], dtype=np.int32), "I32"),
+        "loss_mask": wire.Tensor.of(np.concatenate([one.generated for one in batch]).astype(np.uint8), "U8"),
+        "logprobs": wire.Tensor.of(np.concatenate([one.logprobs for one in batch]), "F32"),
+        "aux_hidden": as_wire(torch.cat([one.aux for one in batch]).to(torch.bfloat16)),
+        "last_hidden": as_wire(torch.cat([one.last for one in batch]).to(torch.bfloat16)),
+        "logsumexp": as_wire(torch.cat([one.logsumexp for one in batch]).float()),
+    }
+    sampling = batch[0].request.sampling
+    metadata = wire.rollout_metadata(
+        run=run,
+        policy_version=policy_version,
+        rollout_ids=names,
+        target_fingerprint=target_fingerprint,
+        aux_layers=aux_layers,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        drafter_version=drafter_version,
+        extra={"source": "engine", "first_positions": str([one.first_position for one in batch])},
+    )
+    return wire.encode(tensors, metadata), wire.batch_id(run, policy_version, names)
+
+
+class Batcher:
+    """Gathers rollouts of one kind of sampling until a file is worth sending. One thread uses it, `flush` any."""
+
+    def __init__(
+        self, send: Callable[[Sequence[Collected]], None], *, tokens: int = 4096, seconds: float = 5.0
+    ) -> None:
+        self._send, self._tokens, self._seconds = send, tokens, seconds
+        self._waiting: dict[Sampling, list[Collected]] = {}
+        self._since = math.inf
+        self._lock = threading.Lock()
+        threading.Thread(target=self._clock, name="draftalign-tap-batcher", daemon=True).start()
+
+    def add(self, collected: Collected) -> None:
+        """Take one rollout in; sends when there is enough of its kind."""
+        with self._lock:
+            kind = self._waiting.setdefault(collected.request.sampling, [])
+            kind.append(collected)
+            self._since = min(self._since, time.monotonic())
+            if sum(len(one.input_ids) for one in kind) >= self._tokens:
+                self._send(self._waiting.pop(collected.request.sampling))
+
+    def flush(self) -> None:
+        """Send everything that waits."""
+        with self._lock:
+            waiting, self._waiting, self._since = self._waiting, {}, math.inf
+            for batch in waiting.values():
+                self._send(batch)
+
+    def _clock(self) -> None:
+        while True:
+            time.sleep(min(self._seconds, 1.0) / 2)
+            if time.monotonic() - self._since > self._seconds:
+                self.flush()
+
+
+def _to(device: torch.device, array: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def _start_copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _filled(rows: Tensor, length: int, value: float) -> Tensor:
+    """`rows` with one more where the last token's is missing."""
+    missing = length - len(rows)
+    return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)]) if missing > 0 else rows
