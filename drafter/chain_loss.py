@@ -28,6 +28,7 @@ from torch import Tensor
 
 from drafter.kinds import Drafter
 from drafter.loss import CHUNK_ELEMENTS, DraftLoss, acceptance_slope
+from drafter.matmul import times
 from drafter.model import rms_norm
 from drafter.plan import Plan
 from drafter.target import DraftTarget
@@ -144,7 +145,7 @@ class _FusedChain(torch.autograd.Function):
             p, own, mass = _target(target, chains, begin, end, wide)
 
             h = hidden[entries]
-            logq = F.log_softmax(F.linear(h, lm_head).to(wide).div_(target.divisor), dim=-1)
+            logq = F.log_softmax(times(h, lm_head).to(wide).div_(target.divisor), dim=-1)
             kl = own - (p * logq).sum(-1)
             q = logq.exp_()
             acceptance = torch.minimum(p, q).sum(-1)
@@ -158,9 +159,9 @@ class _FusedChain(torch.autograd.Function):
             scale = by_acceptance[chain, step] / (denominator * target.divisor)
             slope = acceptance_slope(p, q).mul_(scale[:, None]).to(h.dtype)
             if grad_hidden is not None:
-                torch.mm(slope, lm_head, out=grad_hidden[entries])
+                grad_hidden[entries] = times(slope, lm_head.t())
             if grad_head is not None:
-                grad_head += slope.t() @ h
+                grad_head += times(slope.t(), h.t())
         ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(lm_head.dtype))
         kl_sums, acceptance_sums = sums.unbind(0)
         kl_sums, acceptance_sums = kl_sums.clone(), acceptance_sums.clone()

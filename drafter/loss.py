@@ -44,6 +44,10 @@ from drafter.unroll import Unrolled
 
 #: Logits held at once: 8 MiB of float32, near a CPU's last cache and small beside a GPU's memory.
 CHUNK_ELEMENTS = 1 << 21
+#: Logits passed over together on a CPU: 256 KiB of float32, so that the passes stay within its second cache.
+_BLOCK_ELEMENTS = 1 << 16
+#: Stands for log 0 where it is multiplied by that 0.
+_LEAST_LOG: Final = -1e30
 #: Losses per entry. "alpha" couples the steps of a row and has a module of its own.
 EntryLoss = Literal["kl", "lk", "nla"]
 #: How soon "lk" turns from KL to total variation: the authors' best setting.
@@ -122,27 +126,19 @@ class _FusedLoss(torch.autograd.Function):
         row_weights = step_weights.index_select(0, plan.entry_step)
         for begin, end in _chunks(plan, lm_head.shape[0], chunk_elements):
             entries = slice(plan.target_starts[begin], plan.target_starts[end])
-            logp = target.logprobs(begin, end, wide)
-            p = logp.exp()
-            mass = p.sum(-1)
-            own = torch.special.entr(mass) - torch.special.entr(p).sum(-1)  # sum p log p - m log m
+            p, mass, own = _target_of(target, begin, end, wide)
             pick = plan.target_index[entries] - begin
-            p, mass, own = p.index_select(0, pick), mass.index_select(0, pick), own.index_select(0, pick)
-
             h = hidden[entries]
-            logq = F.log_softmax(times(h, lm_head).to(wide).div_(target.divisor), dim=-1)
-            kl[entries] = own - (p * logq).sum(-1)
-            q = logq.exp_()
-            acceptance[entries] = torch.minimum(p, q).sum(-1)
-            value[entries], by_kl, by_acceptance = _value(kind, kl[entries], acceptance[entries])
-            if grad_hidden is None and grad_head is None:
-                continue
+            logits = times(h, lm_head).to(wide)
+            if target.divisor != 1:
+                logits.div_(target.divisor)
             scale = row_weights[entries] / target.divisor
-            slope = (
-                q.mul_(mass[:, None]).sub_(p).mul_(scale[:, None])
-                if by_acceptance is None
-                else _mixed_slope(p, q, mass, by_kl * scale, by_acceptance * scale)
-            ).to(h.dtype)
+            for rows in _blocks(logits):
+                at = slice(entries.start + rows.start, entries.start + rows.stop)
+                kl[at], acceptance[at], value[at] = _fold(
+                    kind, logits[rows], p, mass, own, pick[rows], scale[rows] if grad_enabled else None
+                )
+            slope = logits.to(h.dtype)
             if grad_hidden is not None:
                 grad_hidden[entries] = times(slope, lm_head.t())
             if grad_head is not None:
@@ -161,6 +157,42 @@ class _FusedLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None, None, None)
 
 
+def _target_of(target: DraftTarget, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Give p [n, D] of the target rows [begin, end), its mass m [n] and sum p log p - m log m [n]."""
+    logp = target.logprobs(begin, end, dtype).clamp_(min=_LEAST_LOG)
+    p = logp.exp()
+    mass = p.sum(-1)
+    return p, mass, torch.special.entr(mass) + torch.linalg.vecdot(p, logp)
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Ranges of rows to pass over together: on a CPU what its second cache holds, elsewhere all."""
+    n = logits.shape[0]
+    size = max(1, _BLOCK_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else max(n, 1)
+    return (slice(begin, min(begin + size, n)) for begin in range(0, n, size))
+
+
+def _fold(
+    kind: EntryLoss, logits: Tensor, p: Tensor, mass: Tensor, own: Tensor, pick: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kl, acceptance and loss [e] of entries with these tempered logits [e, D], whose targets are rows `pick` of p.
+
+    Unless `scale` [e] is None, the logits are overwritten by the derivative of the loss by them, times `scale`.
+    """
+    p, mass = p.index_select(0, pick), mass.index_select(0, pick)
+    q = F.log_softmax(logits, dim=-1)
+    kl = own.index_select(0, pick) - torch.linalg.vecdot(p, q)
+    q.exp_()
+    acceptance = torch.minimum(p, q).sum(-1)
+    value, by_kl, by_acceptance = _value(kind, kl, acceptance)
+    if scale is not None:
+        by_kl = (by_kl * scale)[:, None]
+        torch.mul(q, by_kl * mass[:, None], out=logits).addcmul_(p, by_kl, value=-1)
+        if by_acceptance is not None:
+            logits.addcmul_(acceptance_slope(p, q), (by_acceptance * scale)[:, None])
+    return kl, acceptance, value
+
+
 def _value(kind: EntryLoss, kl: Tensor, acceptance: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """The loss of entries [E], and its derivatives by their kl and acceptance (None: it has none)."""
     if kind == "lk":
@@ -175,12 +207,7 @@ def _value(kind: EntryLoss, kl: Tensor, acceptance: Tensor) -> tuple[Tensor, Ten
 def acceptance_slope(p: Tensor, q: Tensor) -> Tensor:
     """Derivative of sum_v min(p, q) by the drafter's tempered logits, [E, D]."""
     below = torch.where(q < p, q, 0)
-    return below - q * below.sum(-1, keepdim=True)
-
-
-def _mixed_slope(p: Tensor, q: Tensor, mass: Tensor, by_kl: Tensor, by_acceptance: Tensor) -> Tensor:
-    """Derivative by the tempered logits, given those by kl and acceptance [E]."""
-    return (q * mass[:, None] - p) * by_kl[:, None] + acceptance_slope(p, q) * by_acceptance[:, None]
+    return below.addcmul_(q, below.sum(-1, keepdim=True), value=-1)
 
 
 @torch.no_grad()
