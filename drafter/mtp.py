@@ -1,4 +1,6 @@
-"""A native multi-token-prediction head (DeepSeek-V3's layout) as a drafter: one module, applied again and again.
+"""A native multi-token-prediction head as a drafter: one module, applied again and again.
+
+The layout is DeepSeek-V3's, with its own latent attention or, as in GLM-4.5, a grouped one.
 
     e   = embed(token), zero at the document's first row, as vLLM reads it
     h   = eh_proj(cat(enorm(e), hnorm(r)))          r: the target's last_hidden; later steps: r = norm(pre)
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -24,7 +26,8 @@ from torch import Tensor, nn
 from drafter.attention import attend, gather_keys
 from drafter.errors import DrafterError
 from drafter.experts import Experts, ExpertSizes, SwiGLU
-from drafter.latent_attention import LatentAttention, LatentSizes, LatentWeights, Yarn
+from drafter.grouped_attention import GroupedAttention, GroupedSizes
+from drafter.latent_attention import LatentAttention, LatentSizes, Yarn
 from drafter.model import rms_norm
 from drafter.plan import Plan
 from drafter.unroll import Unrolled
@@ -38,7 +41,7 @@ class MtpConfig:
     layer: int
     hidden_size: int
     vocab_size: int
-    attention: LatentSizes
+    attention: LatentSizes | GroupedSizes
     experts: ExpertSizes | None  # None: a dense layer
     intermediate_size: int
     rms_norm_eps: float = 1e-6
@@ -54,36 +57,25 @@ class MtpConfig:
     @classmethod
     def from_target(cls, config: Mapping[str, Any], *, zero_first_embedding: bool = True) -> MtpConfig:
         """Read a DeepSeek-V3 style transformers config. Raises `DrafterError` naming what it lacks or has too much."""
+        grouped = config.get("model_type") in _GROUPED
         needed = [
             *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
-            *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+            *(() if grouped else ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
         ]
         missing = [name for name in needed if config.get(name) is None]
         if missing:
             raise DrafterError(
-                f"an MTP drafter needs a DeepSeek-V3 style config; this one ({config.get('model_type')!r}) lacks "
-                f"{', '.join(missing)}. Train an EAGLE-3 drafter on this policy instead"
+                f"an MTP drafter needs a config of DeepSeek-V3's or GLM-4.5's kind; this one "
+                f"({config.get('model_type')!r}) lacks {', '.join(missing)}. Train an EAGLE-3 drafter instead"
             )
-        if config.get("attention_bias") or config.get("hidden_act", "silu") != "silu":
-            raise DrafterError("an MTP drafter has neither attention biases nor an activation other than silu")
+        if config.get("hidden_act", "silu") != "silu":
+            raise DrafterError(f"an MTP drafter's activation must be silu, got {config['hidden_act']!r}")
         hidden, eps = int(config["hidden_size"]), float(config.get("rms_norm_eps") or 1e-6)
-        theta, yarn = _rope(config)
         return cls(
             layer=int(config["num_hidden_layers"]),
             hidden_size=hidden,
             vocab_size=int(config["vocab_size"]),
-            attention=LatentSizes(
-                hidden_size=hidden,
-                heads=int(config["num_attention_heads"]),
-                kv_rank=int(config["kv_lora_rank"]),
-                nope=int(config["qk_nope_head_dim"]),
-                rope=int(config["qk_rope_head_dim"]),
-                value=int(config["v_head_dim"]),
-                q_rank=None if config.get("q_lora_rank") is None else int(config["q_lora_rank"]),
-                rope_theta=theta,
-                interleaved=bool(config.get("rope_interleave", True)),
-                yarn=yarn,
-            ),
+            attention=_grouped(config) if grouped else _latent(config),
             experts=_experts(config),
             intermediate_size=int(config["intermediate_size"]),
             rms_norm_eps=eps,
@@ -91,6 +83,47 @@ class MtpConfig:
             model_type=str(config.get("model_type") or "deepseek_v3"),
             zero_first_embedding=zero_first_embedding,
         )
+
+
+#: Policies whose MTP layer has grouped attention under DeepSeek-V3's names.
+_GROUPED: Final = ("glm4_moe",)
+
+
+def _latent(config: Mapping[str, Any]) -> LatentSizes:
+    if config.get("attention_bias"):
+        raise DrafterError("latent attention with biases (attention_bias) is not supported")
+    theta, yarn = _rope(config)
+    return LatentSizes(
+        hidden_size=int(config["hidden_size"]),
+        heads=int(config["num_attention_heads"]),
+        kv_rank=int(config["kv_lora_rank"]),
+        nope=int(config["qk_nope_head_dim"]),
+        rope=int(config["qk_rope_head_dim"]),
+        value=int(config["v_head_dim"]),
+        q_rank=None if config.get("q_lora_rank") is None else int(config["q_lora_rank"]),
+        rope_theta=theta,
+        interleaved=bool(config.get("rope_interleave", True)),
+        yarn=yarn,
+    )
+
+
+def _grouped(config: Mapping[str, Any]) -> GroupedSizes:
+    theta, yarn = _rope(config)
+    if yarn is not None:
+        raise DrafterError("grouped attention with YaRN is not supported")
+    heads = int(config["num_attention_heads"])
+    width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    share = config.get("partial_rotary_factor") or (config.get("rope_parameters") or {}).get("partial_rotary_factor")
+    return GroupedSizes(
+        hidden_size=int(config["hidden_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=width,
+        rotary=int(width * float(share or 0.5)),  # the family's default
+        bias=bool(config.get("attention_bias")),
+        head_norms=bool(config.get("use_qk_norm")),
+        rope_theta=theta,
+    )
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
@@ -139,7 +172,7 @@ class MtpWeights(NamedTuple):
     hnorm: Tensor  # [H]
     eh: Tensor  # [H, 2H], columns: embedding half, then hidden half
     input_norm: Tensor  # [H]
-    attention: LatentWeights
+    attention: Any  # LatentWeights or GroupedWeights: of the attention itself
     post_norm: Tensor  # [H]
     norm: Tensor  # [H], shared_head.norm
     lm_head: Tensor  # [V, H], the policy's
@@ -174,7 +207,11 @@ class MtpDrafter(nn.Module):
         self.hnorm = nn.RMSNorm(size, eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.input_layernorm = nn.RMSNorm(size, eps)
-        self.self_attn = LatentAttention(config.attention, eps)
+        self.self_attn = (
+            LatentAttention(config.attention, eps)
+            if isinstance(config.attention, LatentSizes)
+            else GroupedAttention(config.attention, eps)
+        )
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = SwiGLU(size, config.intermediate_size) if config.experts is None else Experts(size, config.experts)
         self.shared_head = _SharedHead(size, eps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from drafter.checkpoint import CONFIG_FILE, MODEL_FILE, FileDigest, finish_files, read_config
 from drafter.errors import CheckpointError, DrafterError
+from drafter.grouped_attention import GroupedSizes
+from drafter.latent_attention import LatentSizes
 from drafter.mtp import MtpConfig, MtpDrafter
 
 _INDEX_FILE: Final = "model.safetensors.index.json"
@@ -54,40 +57,19 @@ def write_mtp(directory: Path, drafter: MtpDrafter, *, dtype: torch.dtype = torc
 
 def export_mtp_config(config: MtpConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """The module's config.json: the policy's own field names, and ours under `draftalign`."""
-    attention, experts, yarn = config.attention, config.experts, config.attention.yarn
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": attention.rope_theta}
-    if yarn is not None:
-        rope |= {
-            "rope_type": "yarn",
-            "factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_position_embeddings,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "mscale": yarn.mscale,
-            "mscale_all_dim": yarn.mscale_all_dim,
-        }
+    experts = config.experts
     document = {
-        "architectures": ["DeepseekV3ForCausalLM"],
+        "architectures": ["Glm4MoeForCausalLM" if config.model_type == "glm4_moe" else "DeepseekV3ForCausalLM"],
         "model_type": config.model_type,
         "num_hidden_layers": config.layer,
         "num_nextn_predict_layers": 1,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "intermediate_size": config.intermediate_size,
-        "num_attention_heads": attention.heads,
-        "num_key_value_heads": attention.heads,
-        "q_lora_rank": attention.q_rank,
-        "kv_lora_rank": attention.kv_rank,
-        "qk_nope_head_dim": attention.nope,
-        "qk_rope_head_dim": attention.rope,
-        "v_head_dim": attention.value,
-        "rope_theta": attention.rope_theta,
-        "rope_parameters": rope,
-        "rope_interleave": attention.interleaved,
+        **_attention_fields(config.attention),
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         "hidden_act": "silu",
-        "attention_bias": False,
         "tie_word_embeddings": False,
         "n_routed_experts": 0,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -107,6 +89,33 @@ def export_mtp_config(config: MtpConfig, dtype: torch.dtype = torch.float32) -> 
             "topk_method": "noaux_tc",
         }
     return document
+
+
+def _attention_fields(sizes: LatentSizes | GroupedSizes) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": sizes.rope_theta}
+    fields: dict[str, Any] = {"num_attention_heads": sizes.heads, "rope_theta": sizes.rope_theta}
+    if isinstance(sizes, GroupedSizes):
+        return fields | {
+            "num_key_value_heads": sizes.kv_heads,
+            "head_dim": sizes.head_dim,
+            "partial_rotary_factor": sizes.rotary / sizes.head_dim,
+            "rope_parameters": rope | {"partial_rotary_factor": sizes.rotary / sizes.head_dim},
+            "attention_bias": sizes.bias,
+            "use_qk_norm": sizes.head_norms,
+        }
+    if sizes.yarn is not None:
+        rope |= {"rope_type": "yarn", **asdict(sizes.yarn)}
+    return fields | {
+        "num_key_value_heads": sizes.heads,
+        "q_lora_rank": sizes.q_rank,
+        "kv_lora_rank": sizes.kv_rank,
+        "qk_nope_head_dim": sizes.nope,
+        "qk_rope_head_dim": sizes.rope,
+        "v_head_dim": sizes.value,
+        "rope_parameters": rope,
+        "rope_interleave": sizes.interleaved,
+        "attention_bias": False,
+    }
 
 
 def parse_mtp_config(document: Mapping[str, Any]) -> MtpConfig:

@@ -13,7 +13,7 @@ from drafter_worlds import SHAPES, mask_of
 from mtp_reference import reference_pres
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from drafter.batch import RolloutBatch
@@ -78,7 +78,38 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def drafter_for(config: DeepseekV3Config, seed: int = 0, **changes: Any) -> MtpDrafter:
+def glm_config(**changes: Any) -> Glm4MoeConfig:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "intermediate_size": 20,
+        "moe_intermediate_size": 10,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 1,
+        "max_position_embeddings": 64,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return Glm4MoeConfig(**(sizes | changes))
+
+
+CONFIGS: dict[str, Any] = {
+    **{name: (lambda changes=changes: target_config(**changes)) for name, changes in VARIANTS.items()},
+    "glm": glm_config,
+    "glm with biases and head norms": lambda: glm_config(attention_bias=True, use_qk_norm=True),
+}
+
+
+def drafter_for(config: Any, seed: int = 0, **changes: Any) -> MtpDrafter:
     """In float64, with weights large enough that every term of the formulas matters."""
     g = torch.Generator().manual_seed(seed)
 
@@ -123,9 +154,10 @@ def test_every_row_and_step_equals_the_reference(variant: str, zero_first: bool)
     assert compared == sum(got.plan.entries) > 60
 
 
-def transformers_twin(drafter: MtpDrafter, config: DeepseekV3Config) -> MtpModel:
+def transformers_twin(drafter: MtpDrafter, config: Any) -> MtpModel:
     """MTP as transformers has it, with the same weights."""
-    main = DeepseekV3ForCausalLM(config).double()
+    kind = Glm4MoeForCausalLM if config.model_type == "glm4_moe" else DeepseekV3ForCausalLM
+    main = kind(config).double()
     main.model.embed_tokens.weight.data = drafter.embed_tokens.clone()
     main.lm_head.weight.data = drafter.head.clone()
     twin = MtpModel(main, 1).double()
@@ -152,9 +184,9 @@ def transformers_twin(drafter: MtpDrafter, config: DeepseekV3Config) -> MtpModel
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", ["experts", "one query projection", "yarn", "weights not normalised"])
+@pytest.mark.parametrize("variant", sorted(CONFIGS.keys() - {"dense"}))
 def test_every_row_and_step_equals_transformers(variant: str) -> None:
-    config = target_config(**VARIANTS[variant])
+    config = CONFIGS[variant]()
     drafter = drafter_for(config, zero_first_embedding=False)
     twin = transformers_twin(drafter, config)
     n, steps = 11, 3
@@ -184,7 +216,7 @@ def test_every_row_and_step_equals_transformers(variant: str) -> None:
     ("changes", "message"),
     [
         ({"kv_lora_rank": None}, "lacks kv_lora_rank.*EAGLE-3"),
-        ({"attention_bias": True}, "attention biases"),
+        ({"attention_bias": True}, "attention_bias"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "YaRN"),
         ({"v_head_dim": 11}, "v_head_dim"),
         ({"scoring_func": "softmax"}, "sigmoid"),
@@ -201,9 +233,10 @@ def test_configs_of_another_layout_are_refused_by_what_differs(changes: dict[str
 
 
 @torch.no_grad()
-def policy(seed: int = 0) -> DeepseekV3ForCausalLM:
-    torch.manual_seed(seed)
-    model = DeepseekV3ForCausalLM(target_config()).eval()
+def policy(config: Any = None) -> Any:
+    torch.manual_seed(0)
+    config = config or target_config()
+    model = (Glm4MoeForCausalLM if config.model_type == "glm4_moe" else DeepseekV3ForCausalLM)(config).eval()
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
             parameter.normal_(std=0.7 if "embed" in name or "lm_head" in name else 0.25)
@@ -211,7 +244,7 @@ def policy(seed: int = 0) -> DeepseekV3ForCausalLM:
 
 
 @torch.no_grad()
-def sampled(model: DeepseekV3ForCausalLM, rollouts: int = 24, length: int = 16, prompt: int = 2) -> RolloutBatch:
+def sampled(model: Any, rollouts: int = 24, length: int = 16, prompt: int = 2) -> RolloutBatch:
     """Rollouts drawn from the policy, with its own states and log-probabilities."""
     g = torch.Generator().manual_seed(5)
     ids = torch.randint(2, VOCAB, (rollouts, prompt), generator=g)
@@ -233,14 +266,15 @@ def sampled(model: DeepseekV3ForCausalLM, rollouts: int = 24, length: int = 16, 
     )
 
 
-def fresh(model: DeepseekV3ForCausalLM) -> MtpDrafter:
+def fresh(model: Any) -> MtpDrafter:
     torch.manual_seed(1)
     config = MtpConfig.from_target(model.config.to_dict())
     return MtpDrafter(config, model.get_input_embeddings().weight, model.lm_head.weight)
 
 
-def test_the_worker_s_trainer_lowers_its_loss_and_replay_finds_it_better() -> None:
-    model = policy()
+@pytest.mark.parametrize("variant", ["experts", "glm"])
+def test_the_worker_s_trainer_lowers_its_loss_and_replay_finds_it_better(variant: str) -> None:
+    model = policy(CONFIGS[variant]())
     batch, drafter, head = sampled(model), fresh(model), TargetHead(model.lm_head.weight)
     assert head.logprob_gap(batch)[0] < 1e-5
     embedding, shared = drafter.embed_tokens.clone(), drafter.head.clone()
@@ -400,9 +434,9 @@ def test_a_broken_module_is_seen_by_the_comparison(mutation: Any) -> None:
 # --- on disk, by DeepSeek-V3's names
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CONFIGS)
 def test_what_is_written_is_read_back_to_the_bit(variant: str, tmp_path: Path) -> None:
-    drafter = drafter_for(target_config(**VARIANTS[variant]), zero_first_embedding=variant != "dense").float()
+    drafter = drafter_for(CONFIGS[variant](), zero_first_embedding=variant != "dense").float()
     digests = write_mtp(tmp_path, drafter)
     assert digests.keys() == {"model.safetensors", "config.json"}
     back = read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
@@ -412,8 +446,11 @@ def test_what_is_written_is_read_back_to_the_bit(variant: str, tmp_path: Path) -
 
 
 @torch.no_grad()
-def test_transformers_loads_the_export_as_the_policys_mtp_layer_and_computes_the_same(tmp_path: Path) -> None:
-    model = policy()
+@pytest.mark.parametrize("variant", ["experts", "glm with biases and head norms"])
+def test_transformers_loads_the_export_as_the_policys_mtp_layer_and_computes_the_same(
+    variant: str, tmp_path: Path
+) -> None:
+    model = policy(CONFIGS[variant]())
     model.save_pretrained(tmp_path / "policy")
     drafter = replace_norms(fresh(model))
     exported = tmp_path / "mtp"
@@ -422,7 +459,7 @@ def test_transformers_loads_the_export_as_the_policys_mtp_layer_and_computes_the
     # As published: one checkpoint holds the policy's layers and the module's.
     merged = load_file(tmp_path / "policy/model.safetensors") | load_file(exported / "model.safetensors")
     save_file(merged, tmp_path / "policy/model.safetensors", metadata={"format": "pt"})
-    main = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "policy", experts_implementation="eager").eval()
+    main = type(model).from_pretrained(tmp_path / "policy", experts_implementation="eager").eval()
     main._keys_to_ignore_on_load_unexpected = [r"layers\.3\."]  # names layer 61, as the published model has
     twin = MtpModel.from_pretrained(main).eval()
     g = torch.Generator().manual_seed(1)
@@ -431,7 +468,7 @@ def test_transformers_loads_the_export_as_the_policys_mtp_layer_and_computes_the
     plain = MtpDrafter(replace(drafter.config, zero_first_embedding=False), drafter.embed_tokens, drafter.head)
     plain.load_state_dict(drafter.state_dict())
     got = unroll_mtp(plain, make_plan(torch.tensor([0, 8]), mask_of(8, 1), 1), ids, last)
-    ours = rms_norm(got.pre[0], plain.shared_head.norm.weight, 1e-6)
+    ours = rms_norm(got.pre[0], plain.shared_head.norm.weight, plain.config.rms_norm_eps)
     assert torch.allclose(ours, theirs[got.rows[0]], rtol=1e-4, atol=1e-5)
 
 
