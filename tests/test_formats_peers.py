@@ -1,0 +1,83 @@
+"""Our exports in speculators' own model, and its own save in ours: same bits, same losses over several steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import parity_fixtures
+import pytest
+import torch
+from parity_fixtures import VOCAB, Case, case, deviation, ours, theirs
+
+from drafter.checkpoint import StoredDrafter
+from drafter.formats import Verifier, export_drafter, import_drafter
+
+pytest.importorskip("hs_connectors", reason="pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def drafted(*, normed: bool, draft: int) -> Case:
+    c = case((60, 31), response=0.6, draft=draft)
+    c.drafter.config = replace(c.drafter.config, norm_before_residual=normed)
+    return c
+
+
+def stored(c: Case) -> StoredDrafter:
+    weights = {name: p.detach().clone() for name, p in c.drafter.named_parameters()}
+    return StoredDrafter(c.drafter.config, c.drafter.vocabulary, weights)
+
+
+def loaded(directory: Path, c: Case) -> Any:
+    """Their model from our files, with what it takes from the verifier filled in."""
+    eagle3 = parity_fixtures._imported("speculators.models.eagle3")
+    config = eagle3.Eagle3SpeculatorConfig.from_pretrained(directory)
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    with pytest.MonkeyPatch.context() as patch:  # it would look the verifier up by its name
+        patch.setattr(eagle3.Eagle3DraftModel, "load_verifier_weights", lambda _: None)
+        model = eagle3.Eagle3DraftModel.from_pretrained(directory, config=config)
+    verifiers = {
+        "embed_tokens.weight": c.drafter.embed_tokens,
+        "verifier_lm_head.weight": c.head[c.drafter.vocabulary.ids],
+        "verifier_norm.weight": c.final_norm,
+    }
+    model.load_state_dict(verifiers, strict=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in verifiers)
+    return model
+
+
+@pytest.mark.parametrize("draft", [VOCAB, 23], ids=["whole vocabulary", "draft vocabulary"])
+@pytest.mark.parametrize("normed", [False, True], ids=["plain residual", "normed residual"])
+def test_their_model_computes_from_our_files_what_ours_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, normed: bool, draft: int
+) -> None:
+    c = drafted(normed=normed, draft=draft)
+    export_drafter(tmp_path, stored(c), "speculators", verifier=Verifier(None, ("LlamaForCausalLM",)))
+    monkeypatch.setattr(parity_fixtures, "_model", lambda case: loaded(tmp_path, case))
+    assert deviation(ours(c, 4), theirs(c, 4, packed=True)) < 1e-5
+    c.drafter.config = replace(c.drafter.config, norm_before_residual=not normed)
+    assert deviation(ours(c, 4), theirs(c, 4, packed=True)) > 1e-2, "the switch is in their config as well"
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain residual", "normed residual"])
+def test_what_their_model_saves_comes_back_bit_for_bit(tmp_path: Path, normed: bool) -> None:
+    c = drafted(normed=normed, draft=23)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    export_drafter(first, stored(c), "speculators")
+    loaded(first, c).save_pretrained(second)
+    imported = import_drafter(second)
+    assert imported.stored.vocabulary == c.drafter.vocabulary
+    assert replace(imported.stored.config, model_type="llama", max_position_embeddings=1) == replace(
+        c.drafter.config, model_type="llama", max_position_embeddings=1
+    )
+    for name, weight in stored(c).weights.items():
+        assert torch.equal(imported.stored.weights[name], weight), name
+    assert any("embed_tokens.weight is left out" in note for note in imported.notes)
+    assert any("SGLang" in note for note in imported.notes) == normed
