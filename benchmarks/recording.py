@@ -1,0 +1,179 @@
+"""Record the demo's RL run without its service: rollout files and the policy's head, one of each per policy version.
+
+TRL's GRPOTrainer, the demo's prompts, reward and inference server; no drafter anywhere, so that what is replayed later
+does not depend on one. A recording is a directory:
+
+    recording.json           {format, seed, steps, learning_rate, rewards}, rewards by policy version
+    base.safetensors         rollouts of the base policy, for drafters that are trained before RL begins
+    rollouts-<version>.safetensors   as `rl_hooks` sends them: bfloat16 features, `last_hidden` with `logsumexp`
+    heads.safetensors        <version>: lm_head [V, H] float32; the policy ties its embedding to it
+
+Nothing is pickled. `benchmarks/tracking.py` says how to run it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafter.batch import RolloutBatch, load_batch
+from examples import demo, elicit
+from examples.features import batch_of
+from examples.policy import AUX_LAYERS, BASE_POLICY, load
+from rl_hooks import wire
+from rl_hooks.features import as_wire
+
+_FORMAT: Final = "draftalign.recording.v1"
+_RUN: Final = "recording"
+BASE_FILE: Final = "base.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """One seed's RL run, loaded."""
+
+    seed: int
+    learning_rate: float
+    rewards: dict[int, float]  # policy version -> mean reward of its rollouts
+    directory: Path
+    base: RolloutBatch  # rollouts of the base policy
+    base_file: Path
+    versions: tuple[int, ...]
+    files: tuple[Path, ...]
+    batches: tuple[RolloutBatch, ...]
+    heads: tuple[Tensor, ...]  # [V, H] each
+
+
+def rollout_file(directory: Path, version: int) -> Path:
+    """Where the rollouts of one policy version lie."""
+    return directory / f"rollouts-{version:04d}.safetensors"
+
+
+def open_recording(directory: Path, *, every: int = 1) -> Recording:
+    """Load every `every`-th policy version. Raises OSError, ValueError or WireError where it is incomplete."""
+    facts = json.loads((directory / "recording.json").read_text())
+    if facts.get("format") != _FORMAT:
+        raise ValueError(f"{directory} is not a recording: expected format {_FORMAT}, got {facts.get('format')!r}")
+    heads = load_file(directory / "heads.safetensors")
+    versions = sorted(int(v) for v in heads)[::every]
+    files = tuple(rollout_file(directory, v) for v in versions)
+    return Recording(
+        seed=int(facts["seed"]),
+        learning_rate=float(facts["learning_rate"]),
+        rewards={int(v): float(r) for v, r in facts["rewards"].items()},
+        directory=directory,
+        base=load_batch(directory / BASE_FILE),
+        base_file=directory / BASE_FILE,
+        versions=tuple(versions),
+        files=files,
+        batches=tuple(load_batch(f) for f in files),
+        heads=tuple(heads[str(v)] for v in versions),
+    )
+
+
+def record(directory: Path, *, seed: int, steps: int, learning_rate: float) -> None:
+    """Run RL for `steps` steps and write the recording."""
+    os.environ.update({"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"})
+    directory.mkdir(parents=True, exist_ok=True)
+    port = demo.free_port()
+    server = ["examples.engine_server", "--policy", str(BASE_POLICY), "--port", str(port), "--seed", str(seed)]
+    with tempfile.TemporaryDirectory() as scratch, demo.child("engine", server) as process:
+        engine = demo.EngineClient(f"http://127.0.0.1:{port}")
+        engine.wait(process)
+        policy, tokenizer = load()
+        recorder = _Recorder(directory, Path(scratch), engine, policy, tokenizer, seed=seed, steps=steps)
+        recorder.record_base()
+        recorder.trainer.args.learning_rate = learning_rate  # the optimizer is built when training begins
+        recorder.trainer.train()
+    save_file(recorder.heads, directory / "heads.safetensors")
+    facts = {
+        "format": _FORMAT,
+        "seed": seed,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "rewards": {v: logs["reward"] for v, logs in sorted(recorder.logged.items())},
+    }
+    (directory / "recording.json").write_text(json.dumps(facts, indent=1))  # last: it says that all is there
+
+
+class _Recorder(demo.Session):
+    """The demo's RL session with a file in the place of the service."""
+
+    def __init__(
+        self, directory: Path, scratch: Path, engine: demo.EngineClient, policy: Any, tokenizer: Any, *, seed: int,
+        steps: int,
+    ) -> None:  # fmt: skip
+        # Not Session's own: that one attaches to a service.
+        self.config = demo.DemoConfig(steps=steps, seed=seed, out=directory)
+        self.state_dir = scratch
+        self.engine = engine
+        self.policy, self.tokenizer = policy, tokenizer
+        self.live, self.logged = {}, {}
+        self._loaded_version, self._current = 0, ""
+        self._directory = directory
+        self.heads: dict[str, Tensor] = {}
+        self.trainer = self._make_trainer()
+
+    def record_base(self) -> None:
+        """Rollouts of the policy before any RL, on prompts of their own: the demo's warm-up."""
+        texts = elicit.sample_prompts(demo.WARM_UP_ROLLOUTS, seed=10_000 + self.config.seed)
+        prompts = [self.tokenizer.encode(text) for text in texts]
+        rollouts = []
+        for start in range(0, len(prompts), 128):
+            part = prompts[start : start + 128]
+            rollouts += demo.as_rollouts(part, self.engine.generate(part, self.tokenizer.eos_token_id))
+        batch = batch_of(self.policy, [r for r in rollouts if len(r.token_ids) > 1])
+        write_rollouts(self._directory / BASE_FILE, batch, prefix="base")
+
+    def _rollouts(self, prompts: Sequence[str], trainer: Any) -> dict[str, list[Any]]:
+        reply = super()._rollouts(prompts, trainer)
+        step = int(trainer.state.global_step)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        rollouts = [r for r in self.live[step].rollouts if len(r.token_ids) > 1]
+        training = model.training
+        model.eval()
+        batch = batch_of(model, rollouts, policy_version=step)
+        model.train(training)
+        write_rollouts(rollout_file(self._directory, step), batch, prefix=f"v{step}")
+        self.heads[str(step)] = model.lm_head.weight.detach().float().clone()
+        return reply
+
+    def _on_log(self, step: int, logs: dict[str, float]) -> None:
+        if "reward" in logs:
+            self.logged[step - 1] = logs
+
+
+def write_rollouts(path: Path, batch: RolloutBatch, *, prefix: str) -> None:
+    """Write a batch with `last_hidden` as a rollout file, features in bfloat16."""
+    batch = replace(batch, rollout_ids=tuple(f"{prefix}-{i}" for i in range(batch.rollouts)))
+    if batch.last_hidden is None or batch.logsumexp is None:
+        raise ValueError("a recording needs last_hidden and logsumexp; got a batch without them")
+    hidden_size = batch.last_hidden.shape[1]
+    tensors = {
+        "input_ids": wire.Tensor.of(batch.input_ids.numpy().astype(np.int32), "I32"),
+        "cu_seqlens": wire.Tensor.of(batch.cu_seqlens.numpy().astype(np.int32), "I32"),
+        "loss_mask": wire.Tensor.of(batch.loss_mask.numpy().astype(np.uint8), "U8"),
+        "logprobs": as_wire(batch.logprobs.float()),
+        "logsumexp": as_wire(batch.logsumexp.float()),
+        "aux_hidden": as_wire(batch.aux_hidden.to(torch.bfloat16)),
+        "last_hidden": as_wire(batch.last_hidden.to(torch.bfloat16)),
+    }
+    config = {"model_type": "qwen3", "hidden_size": hidden_size, "num_hidden_layers": len(AUX_LAYERS) + 1}
+    metadata = wire.rollout_metadata(
+        run=_RUN,
+        policy_version=batch.policy_version,
+        rollout_ids=batch.rollout_ids,
+        target_fingerprint=wire.target_fingerprint(config, AUX_LAYERS),
+        aux_layers=AUX_LAYERS,
+    )
+    path.write_bytes(b"".join(bytes(part) for part in wire.encode(tensors, metadata)))

@@ -1,0 +1,398 @@
+"""Which recipe keeps a drafter closest to a policy that RL moves: replay one recorded run through many recipes.
+
+    python -m benchmarks.tracking record --out DIR [--seeds 0 1] [--steps 40] [--learning-rate 1e-3]
+    python -m benchmarks.tracking replay --out DIR [--only NAME ...]     # appends to DIR/results.jsonl; goes on from it
+    python -m benchmarks.tracking report --out DIR [--plot FILE]         # the tables of docs/recipes.md, as Markdown
+
+Every recipe sees the same rollouts in the same order, as the worker does: a policy version's rollouts are *tested* on
+(replay α of the drafter as it stands), then *trained* on through `DrafterTrainer`, in steps that the worker's own
+`RecentRollouts` draws. Gate and publication are left out: what is scored is the candidate. Run with OMP_NUM_THREADS=1.
+
+CPU seconds are of this process's training alone, without scoring. Regret is the gap in α to the best recipe of the
+same scoring mode at that version. Intervals are Student's t over blocks of consecutive versions (of which neighbours
+resemble each other), paired with the reference recipe, over all seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.stats import t as student
+
+from benchmarks.recording import Recording, open_recording, record
+from drafter.batch import RolloutBatch
+from drafter.model import Eagle3Drafter
+from drafter.replay import replay
+from drafter.target import TargetHead
+from drafter.trainer import DrafterTrainer, Loss, TrainConfig
+from examples.initial_drafter import LEARNING_RATE, SEQUENCES_PER_STEP, STEPS, train_initial_drafter
+from rl_hooks.features import to_e4m3
+from service.recent import RecentRollouts
+
+SERVING_DEPTH: Final = 4
+HOLDOUT_ONE_IN: Final = 4  # as the demo's worker: these are scored, never trained on
+BLOCK_VERSIONS: Final = 4
+#: Rollouts of the base policy that show what a drafter has forgotten at the end.
+BASE_ROLLOUTS: Final = 256
+DRAFTINGS: Final = ("probabilistic", "greedy")
+REFERENCE: Final = "reference"
+FROZEN: Final = "static, kl"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to keep a drafter in step. The defaults are the demo's settings, at half its passes."""
+
+    name: str
+    loss: Loss = "kl"
+    learning_rate: float = 3e-3
+    steps_ahead: int = SERVING_DEPTH  # training depth
+    passes: float = 4.0  # 0: never trained after its start
+    step_tokens: int = 900
+    recent_tokens: int = 8000  # 1: only the newest policy's rollouts
+    every: int = 1  # train after every n-th policy version
+    start_loss: Loss = "kl"  # of the training before RL
+    start_steps: int = STEPS  # 0: from scratch
+    fp8: bool = False
+    top_k: int = 0  # 0: last_hidden
+    stale: bool = False  # train on the base policy's rollouts alone
+    reservoir: float = 0.0  # share of steps whose older half comes from the base policy
+
+    @property
+    def start(self) -> tuple[Loss, int]:
+        """What the drafter was before RL."""
+        return self.start_loss, self.start_steps
+
+
+#: Most telling first. The leading `REPEATED` run on every seed, then all the others on the first, then on the rest.
+RECIPES: Final = (
+    Recipe(REFERENCE),
+    Recipe(FROZEN, passes=0),
+    Recipe("static, alpha", passes=0, start_loss="alpha"),
+    Recipe("loss alpha", loss="alpha"),
+    Recipe("loss lk", loss="lk"),
+    Recipe("rate 1e-2", learning_rate=1e-2),
+    Recipe("rate 1e-3", learning_rate=1e-3),
+    Recipe("stale rollouts", stale=True),
+    Recipe("newest only", recent_tokens=1),
+    Recipe("from scratch", start_steps=0),
+    Recipe("depth 1", steps_ahead=1),
+    Recipe("every 2nd version", every=2),
+    Recipe("fp8 features", fp8=True),
+    Recipe("top-8 targets", top_k=8),
+    Recipe("loss nla", loss="nla"),
+    Recipe("loss alpha, rate 1e-3", loss="alpha", learning_rate=1e-3),
+    Recipe("loss alpha, start alpha", loss="alpha", start_loss="alpha"),
+    Recipe("depth 3", steps_ahead=3),
+    Recipe("depth 7", steps_ahead=7),
+    Recipe("8 passes", passes=8),
+    Recipe("2 passes", passes=2),
+    Recipe("every 4th version", every=4),
+    Recipe("every 4th version, 4x the passes", every=4, passes=16),
+    Recipe("top-16 targets", top_k=16),
+    Recipe("reservoir 25 %", reservoir=0.25),
+    Recipe("depth 5", steps_ahead=5),
+    Recipe("steps of 1800 tokens", step_tokens=1800, passes=8),
+    Recipe("static, alpha, 3x the steps", passes=0, start_loss="alpha", start_steps=3 * STEPS),
+    Recipe("recent 3000 tokens", recent_tokens=3000),
+    Recipe("loss lk, rate 1e-2", loss="lk", learning_rate=1e-2),
+    Recipe("steps of 450 tokens", step_tokens=450, passes=2),
+    Recipe("recent 32000 tokens", recent_tokens=32000),
+)
+REPEATED: Final = 9
+
+
+@dataclass
+class Track:
+    """What one recipe did on one seed; one entry per policy version, scored before that version is trained on."""
+
+    recipe: str
+    seed: int
+    versions: list[int]
+    alpha: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in DRAFTINGS})
+    cpu_seconds: list[float] = field(default_factory=list)  # spent on training before that version, in all
+    windows: int = 0  # optimizer steps
+    skipped: int = 0
+    total_cpu_seconds: float = 0.0
+    base_alpha: float = math.nan  # of the last drafter, on rollouts of the base policy
+
+
+def follow(recipe: Recipe, recording: Recording) -> Track:
+    """Test then train along the recorded versions."""
+    drafter = copy.deepcopy(initial_drafter(recording.directory, *recipe.start))
+    config = TrainConfig(steps_ahead=recipe.steps_ahead, learning_rate=recipe.learning_rate, loss=recipe.loss)
+    trainer = DrafterTrainer(drafter, config)
+    heads = {v: TargetHead(h, v) for v, h in zip(recording.versions, recording.heads, strict=True)}
+    track = Track(recipe.name, recording.seed, list(recording.versions))
+    with tempfile.TemporaryDirectory() as scratch:
+        recent = RecentRollouts(
+            Path(scratch), capacity_tokens=recipe.recent_tokens, holdout_one_in=HOLDOUT_ONE_IN
+        )  # the files stay where they are: it is never settled
+        for index, (version, batch) in enumerate(zip(recording.versions, recording.batches, strict=True)):
+            drafter.embed_tokens = heads[version].lm_head
+            for drafting in DRAFTINGS:
+                result = replay(drafter, batch, depth=SERVING_DEPTH, drafting=drafting)
+                track.alpha[drafting].append(result.alpha)
+            track.cpu_seconds.append(track.total_cpu_seconds)
+            started = time.process_time()
+            newest = recent.add(recording.files[index], as_sent(batch, heads[version], recipe))
+            if recipe.passes and index % recipe.every == 0:
+                steps = max(1, round(recipe.passes * batch.tokens / recipe.step_tokens))
+                draws = recent.train_steps([newest], steps=steps, step_tokens=recipe.step_tokens, seed=index)
+                for drawn in _substituted(draws, recipe, recording, seed=index):
+                    drafter.embed_tokens = heads[drawn[0].policy_version].lm_head
+                    track.skipped += trainer.step(drawn, [heads[b.policy_version] for b in drawn]).skipped is not None
+                track.total_cpu_seconds += time.process_time() - started
+    drafter.embed_tokens = recording.heads[0]
+    base = recording.base.select(range(min(BASE_ROLLOUTS, recording.base.rollouts)))
+    track.base_alpha = replay(drafter, base, depth=SERVING_DEPTH).alpha
+    track.windows = trainer.windows
+    return track
+
+
+def _substituted(
+    draws: Iterator[list[RolloutBatch]], recipe: Recipe, recording: Recording, seed: int
+) -> Iterator[list[RolloutBatch]]:
+    """The worker's draws, some or all of them replaced by as many tokens of the base policy's rollouts."""
+    rng = np.random.default_rng(1_000_000 + seed)
+    for drawn in draws:
+        if recipe.stale:
+            yield [_draw_base(recording.base, recipe.step_tokens, rng)]
+        elif recipe.reservoir and len(drawn) > 1 and rng.random() < recipe.reservoir:
+            yield [drawn[0], _draw_base(recording.base, recipe.step_tokens // 2, rng)]
+        else:
+            yield drawn
+
+
+def _draw_base(base: RolloutBatch, tokens: int, rng: np.random.Generator) -> RolloutBatch:
+    """Random whole rollouts, on average of that many tokens."""
+    count = max(1, round(tokens * base.rollouts / base.tokens))
+    return base.select(sorted(int(i) for i in rng.choice(base.rollouts, size=count, replace=False)))
+
+
+def as_sent(batch: RolloutBatch, head: TargetHead, recipe: Recipe) -> RolloutBatch:
+    """The batch as it would have come in with fp8 features, or with top entries in the place of last_hidden."""
+    if recipe.fp8:
+        layers = batch.aux_hidden.shape[1] // head.hidden_size
+        values, scale = to_e4m3(batch.aux_hidden.view(batch.tokens * layers, -1))
+        batch = replace(batch, aux_hidden=(values.float() * scale[:, None]).view(batch.tokens, -1))
+    if recipe.top_k:
+        if batch.last_hidden is None or batch.logsumexp is None:
+            raise ValueError("the recording holds no last_hidden to take top entries from; record it again")
+        logp = batch.last_hidden.float() @ head.lm_head.t() - batch.logsumexp[:, None]
+        top = logp.topk(recipe.top_k, dim=-1)
+        values16 = top.values.to(torch.float16).float()  # as the rollout file carries them
+        batch = replace(batch, last_hidden=None, logsumexp=None, top_ids=top.indices, top_logprobs=values16)
+    return batch
+
+
+@lru_cache(maxsize=8)
+def initial_drafter(directory: Path, loss: Loss, steps: int) -> Eagle3Drafter:
+    """The drafter before RL: the demo's recipe on rollouts of the base policy, with a loss and a number of steps."""
+    from examples.policy import load
+
+    recording = open_recording(directory, every=1 << 30)
+    policy, tokenizer = load()
+    drafter = train_initial_drafter(
+        policy, recording.base, depth=SERVING_DEPTH, seed=recording.seed, eos_id=tokenizer.eos_token_id, steps=0
+    )
+    config = TrainConfig(steps_ahead=SERVING_DEPTH, learning_rate=LEARNING_RATE, loss=loss)
+    trainer = DrafterTrainer(drafter, config)
+    head, rng = TargetHead(recording.heads[0]), np.random.default_rng(recording.seed)
+    for _ in range(steps):
+        chosen = rng.choice(recording.base.rollouts, size=SEQUENCES_PER_STEP, replace=False)
+        trainer.step(recording.base.select([int(i) for i in chosen]), head)
+    return drafter
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+def read_tracks(path: Path) -> list[Track]:
+    """What `replay` has appended so far."""
+    return [Track(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe over all its seeds. α are means over versions and seeds, the first version left out."""
+
+    recipe: str
+    seeds: int
+    alpha: float
+    gain: float  # to the reference, paired
+    reach: float  # half the 95 % interval of it
+    last_fifth: float
+    regret: float
+    base_alpha: float
+    windows: float
+    cpu_seconds: float
+    greedy: float
+    greedy_gain: float
+    greedy_reach: float
+
+
+def rows_of(tracks: Sequence[Track]) -> list[Row]:
+    """One row per recipe, in the order of `RECIPES`; compared with the reference on the seeds that it has itself."""
+    by: dict[str, dict[int, Track]] = {}
+    for track in tracks:
+        by.setdefault(track.recipe, {})[track.seed] = track
+    best = best_alpha(tracks)
+    rows = []
+    for name in (r.name for r in RECIPES if r.name in by):
+        of_seed = by[name]
+        seeds = sorted(of_seed.keys() & by[REFERENCE].keys())
+        alpha, greedy = (_curves(of_seed, seeds, drafting) for drafting in DRAFTINGS)
+        gain, reach = paired(alpha - _curves(by[REFERENCE], seeds, "probabilistic"))
+        greedy_gain, greedy_reach = paired(greedy - _curves(by[REFERENCE], seeds, "greedy"))
+        fifth = max(1, round(alpha.shape[1] / 5))
+        rows.append(
+            Row(
+                recipe=name,
+                seeds=len(seeds),
+                alpha=float(alpha.mean()),
+                gain=gain,
+                reach=reach,
+                last_fifth=float(alpha[:, -fifth:].mean()),
+                regret=float(np.mean([best[s][1:] - of_seed[s].alpha["probabilistic"][1:] for s in seeds])),
+                base_alpha=float(np.mean([of_seed[s].base_alpha for s in seeds])),
+                windows=float(np.mean([of_seed[s].windows for s in seeds])),
+                cpu_seconds=float(np.mean([of_seed[s].total_cpu_seconds for s in seeds])),
+                greedy=float(greedy.mean()),
+                greedy_gain=greedy_gain,
+                greedy_reach=greedy_reach,
+            )
+        )
+    return rows
+
+
+def best_alpha(tracks: Sequence[Track]) -> dict[int, npt.NDArray[np.float64]]:
+    """Per seed, the best recipe's α at each version."""
+    seeds = {t.seed for t in tracks}
+    return {s: np.max([t.alpha["probabilistic"] for t in tracks if t.seed == s], axis=0) for s in seeds}
+
+
+def _curves(of_seed: dict[int, Track], seeds: Sequence[int], drafting: str) -> npt.NDArray[np.float64]:
+    """α [seeds, versions - 1]: at the first version nothing has been trained yet."""
+    return np.array([of_seed[s].alpha[drafting][1:] for s in seeds])
+
+
+def paired(difference: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Mean of [seeds, versions] and half of its 95 % interval over blocks of consecutive versions."""
+    blocks = max(1, difference.shape[1] // BLOCK_VERSIONS)
+    means = np.concatenate([[part.mean() for part in np.array_split(row, blocks)] for row in difference])
+    if len(means) < 2:
+        return float(difference.mean()), math.nan
+    return float(difference.mean()), float(student.ppf(0.975, len(means) - 1) * means.std(ddof=1) / len(means) ** 0.5)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table."""
+    lines = [
+        "| recipe | seeds | α | to reference | last fifth | regret | base α | steps | CPU s | greedy α | to ref. |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        own = r.recipe == REFERENCE
+        gain = "" if own else f"{r.gain:+.3f} ± {r.reach:.3f}"
+        greedy = "" if own else f"{r.greedy_gain:+.3f} ± {r.greedy_reach:.3f}"
+        lines.append(
+            f"| {r.recipe} | {r.seeds} | {r.alpha:.3f} | {gain} | {r.last_fifth:.3f} | {r.regret:.3f} | "
+            f"{r.base_alpha:.2f} | {r.windows:.0f} | {r.cpu_seconds:.1f} | {r.greedy:.3f} | {greedy} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(tracks: Sequence[Track], rows: Sequence[Row], path: Path) -> None:
+    """α per version, regret against the CPU seconds spent by then, and mean α against CPU seconds of all recipes."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    seeds = len({t.seed for t in tracks})
+    by = {r.recipe: [t for t in tracks if t.recipe == r.recipe] for r in rows if r.seeds == seeds}
+    alpha = {name: np.mean([t.alpha["probabilistic"] for t in of_seed], axis=0) for name, of_seed in by.items()}
+    best = np.mean(list(best_alpha(tracks).values()), axis=0)
+    shown = [FROZEN, "static, alpha", "stale rollouts", REFERENCE, "loss alpha", "loss lk"]
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.8), constrained_layout=True)
+    for number, name in enumerate(n for n in shown if n in by):
+        cpu = np.mean([t.cpu_seconds for t in by[name]], axis=0)
+        left.plot(by[name][0].versions, alpha[name], color=f"C{number}", label=name)
+        if cpu[-1]:
+            middle.plot(cpu, best - alpha[name], color=f"C{number}", label=name)
+    left.plot(by[REFERENCE][0].versions, best, ":", color="black", label="best recipe at each version")
+    left.set(xlabel="policy version (RL steps)", ylabel="α: tokens per verification round", title="Tracking")
+    middle.set(xlabel="CPU seconds of training so far", ylabel="regret in α", title="Gap to the best recipe")
+    right.set(xlabel="CPU seconds of training", ylabel="mean α over versions", title="What a recipe costs and gives")
+    for row in rows:
+        right.plot(row.cpu_seconds, row.alpha, "o", color="#0b3d91", ms=4)
+        right.annotate(row.recipe, (row.cpu_seconds, row.alpha), fontsize=6, xytext=(3, 2), textcoords="offset points")
+    left.legend(fontsize=8)
+    middle.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["record", "replay", "report"])
+    parser.add_argument("--out", type=Path, required=True, help="directory of recordings and results")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=40, help="RL steps to record")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the RL run that is recorded")
+    parser.add_argument("--every", type=int, default=2, help="replay every n-th policy version")
+    parser.add_argument("--only", nargs="*", default=[], help="names of recipes")
+    parser.add_argument("--plot", type=Path, help="where to draw the report")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if options.action == "record":
+        for seed in options.seeds:
+            record(options.out / f"seed-{seed}", seed=seed, steps=options.steps, learning_rate=options.learning_rate)
+    elif options.action == "replay":
+        _replay_all(options)
+    else:
+        tracks = read_tracks(options.out / "results.jsonl")
+        if not any(t.recipe == REFERENCE for t in tracks):
+            parser.error(f"{options.out} holds no results of the reference; run `replay` first")
+        rows = rows_of(tracks)
+        print(markdown(rows))
+        if options.plot:
+            plot(tracks, rows, options.plot)
+
+
+def _replay_all(options: Any) -> None:
+    results = options.out / "results.jsonl"
+    done = {(t.recipe, t.seed) for t in read_tracks(results)}
+    recordings = [open_recording(options.out / f"seed-{seed}", every=options.every) for seed in options.seeds]
+    work = [(recipe, recording) for recipe in RECIPES[:REPEATED] for recording in recordings]
+    work += [(recipe, recording) for recording in recordings for recipe in RECIPES[REPEATED:]]
+    for recipe, recording in work:
+        if (recipe.name, recording.seed) in done or (options.only and recipe.name not in options.only):
+            continue
+        track = follow(recipe, recording)
+        with results.open("a") as file:
+            file.write(json.dumps(asdict(track)) + "\n")
+        mean, last = np.mean(track.alpha["probabilistic"][1:]), track.alpha["probabilistic"][-1]
+        print(
+            f"seed {track.seed} {recipe.name:34s} α {mean:.3f}, last {last:.2f}, {track.total_cpu_seconds:.1f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
