@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -81,6 +81,16 @@ class Counts:
     def alpha(self) -> float:
         """Acceptance length, bonus included; nan before the first round."""
         return 1.0 + self.accepted_tokens / self.rounds if self.rounds else math.nan
+
+    def with_rounds_without_drafts(self) -> Counts:
+        """The same, with the rounds in which nothing was proposed: they emit one token each.
+
+        vLLM counts a round only if it had drafts. An EAGLE-3 drafter always has some; n-gram drafting mostly has none,
+        and α over its drafted rounds alone would be that of another quantity.
+        """
+        if self.emitted_tokens is None:
+            return self
+        return replace(self, rounds=max(self.rounds, self.emitted_tokens - self.accepted_tokens))
 
 
 @dataclass(frozen=True, slots=True)

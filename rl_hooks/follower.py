@@ -61,6 +61,7 @@ class EngineFollower:
         self._rejected: dict[str, int] = {}  # version -> sequence at which its canary failed
         self._given_up: int | None = None  # sequence that the engine itself refused
         self._lost = False  # the process that we swapped into is gone
+        self._other_method = False  # n-gram, MTP: nothing to swap
         self._recall()
 
     @property
@@ -79,12 +80,13 @@ class EngineFollower:
         # Asked *after* the scrape: if nothing changed since the last tick, all of the difference is one version's.
         state = await self._engine.state()
         self._metrics.contact(self.url)
+        self._other_method = not state.swappable
         verdict = self._account(snapshot, state)
         if verdict is not None:
             self._judge(verdict)
         wanted = self._wanted(offer)
         try:
-            if wanted is None or self._given_up == wanted.sequence:
+            if wanted is None or not state.swappable or self._given_up == wanted.sequence:
                 return False
             needed = self._needs(wanted, state)
             if needed:
@@ -100,7 +102,7 @@ class EngineFollower:
 
     def is_loaded(self, bucket: Bucket) -> bool:
         """Whether counts may still be added to this bucket soon."""
-        policy = None if self._snapshot is None else self._snapshot.policy_version
+        policy = None if self._snapshot is None or self._other_method else self._snapshot.policy_version
         return bucket.drafter_version == self.loaded_version and bucket.policy_version == policy
 
     # --- counting
@@ -126,20 +128,24 @@ class EngineFollower:
             return None
         if restarted:
             if state.swaps == 0:  # everything since its start is the work of what it started with
-                return self._book(state.serving, snapshot, Snapshot.zero(snapshot), seconds)
+                return self._book(state, snapshot, Snapshot.zero(snapshot), seconds)
             self.ledger.set_aside(snapshot.rounds)
         elif before is not None and known == self._known:
-            return self._book(state.serving, snapshot, before, seconds)
+            return self._book(state, snapshot, before, seconds)
         elif before is not None:
             log.warning("%s: somebody else changed the drafter from %s to %s", self.url, known, self._known)
             self._canary.interrupted()
             self.ledger.set_aside(snapshot.rounds - before.rounds)
         return None
 
-    def _book(self, version: str | None, snapshot: Snapshot, before: Snapshot, seconds: float) -> Verdict | None:
-        counts = snapshot.since(before, seconds)
+    def _book(self, state: EngineState, snapshot: Snapshot, before: Snapshot, seconds: float) -> Verdict | None:
+        counts, version = snapshot.since(before, seconds), state.serving
         if version is None:  # a drafter without a name: nobody to credit
             self.ledger.set_aside(counts.rounds)
+            return None
+        if not state.swappable:
+            # Another method. Without a policy version: the service pools those, and this is no drafter of the run.
+            self.ledger.book(version, None, counts.with_rounds_without_drafts())
             return None
         self.ledger.book(version, snapshot.policy_version, counts)
         return self._canary.count(version, counts, self._clock())

@@ -276,6 +276,7 @@ class Engine(Peer):
         self.hidden_metrics: set[str] = set()
         self.policy_version: int | None = None
         self.policy_in_state = False  # else a gauge
+        self.method: str | None = None  # vLLM's, when it is not one whose drafter can be swapped
         self.rounds_during_swap = 0
         self._start()
         super().__init__()
@@ -302,6 +303,11 @@ class Engine(Peer):
             for position in range(accepted):
                 self.positions[position] += rounds
 
+    def play_plainly(self, rounds: int) -> None:
+        """Run rounds in which nothing was drafted."""
+        with self.lock:
+            self.counters["generated"] += rounds
+
     def answer(self, handler: BaseHTTPRequestHandler, path: str, query: dict[str, str], body: Any) -> None:
         del query
         if path == "/drafter/state":
@@ -313,6 +319,8 @@ class Engine(Peer):
             }
             if self.policy_in_state:
                 state["policy_version"] = self.policy_version
+            if self.method is not None:
+                state["method"] = self.method
             if self.fingerprint is not None:
                 state["config_fingerprint"] = self.fingerprint
             self.send_json(handler, 200, state)

@@ -423,6 +423,28 @@ def test_blocks_keep_every_round(size: int) -> None:
     assert all(part.rounds >= min(size, 140) for part in joined)
 
 
+@pytest.mark.parametrize(("method", "reported"), [("ngram", True), ("mtp", True), ("extract_hidden_states", False)])
+def test_an_engine_that_speculates_by_another_method_is_counted_under_its_name(
+    service: Service, engine: Engine, tmp_path: Path, method: str, reported: bool
+) -> None:
+    engine.method = method
+    service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        settle(engine)
+        engine.play(10, 3, requests=2)  # rounds that had drafts
+        engine.play_plainly(25)  # rounds that had none: one token each, and vLLM does not count them
+        if reported:
+            report = eventually(lambda: service.last_report(method) if service.last_report(method) else None)
+            eventually(lambda: service.last_report(method).get("rounds") == 35)
+            report = service.last_report(method)
+            assert (report["accepted_tokens"], report["emitted_tokens"]) == (30, 65)
+        else:
+            eventually(lambda: agent.followers[engine.url].ledger.unattributed_rounds == 10)
+            assert service.reports == []
+        settle(engine, 4)
+    assert engine.swapped == []
+
+
 # --- the ledger by itself
 
 

@@ -89,7 +89,8 @@ def test_every_setting_is_documented_with_its_default(name: str) -> None:
 def test_no_setting_is_documented_that_does_not_exist() -> None:
     documented = {name for name in rows(page("docs/settings.md")) if name.startswith("DRAFTALIGN_")}
     own = {"DRAFTALIGN_LOG_LEVEL", "DRAFTALIGN_TOKEN", "DRAFTALIGN_ENGINE_TOKEN", "DRAFTALIGN_DRAFTER_DIR"}
-    own |= {"DRAFTALIGN_SWAP_TOKEN", "DRAFTALIGN_POLICY_DIR"}
+    own |= {"DRAFTALIGN_SWAP_TOKEN", "DRAFTALIGN_POLICY_DIR", "DRAFTALIGN_VLLM_PYTHON"}
+    own |= {f"DRAFTALIGN_TAP_{name}" for name in ("URL", "RUN", "TOKEN", "FRACTION", "TOKENS_PER_MINUTE")}
     assert documented - own == {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields}
 
 
@@ -242,9 +243,10 @@ def test_every_counter_and_field_that_is_stored_is_documented() -> None:
     assert missing_words(AcceptanceReport.model_fields, document) == []
     assert missing_words(drafter_sums([], []), document) == []
     assert missing_words(dict_keys("service/scoring.py", "score"), document) == []
-    for function in ("_test", "_record", "_publish_gauges", "save"):
+    written = {"run_worker": ("_test", "save"), "journal": ("state", "record", "_set_gauges")}
+    for module, function in ((module, name) for module, names in written.items() for name in names):
         # statistic and limit are one level deeper; docs/metrics.md has them.
-        stored = dict_keys("service/run_worker.py", function) - {"statistic", "limit"}
+        stored = dict_keys(f"service/{module}.py", function) - {"statistic", "limit"}
         assert missing_words(stored, document) == [], function
 
 

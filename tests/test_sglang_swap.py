@@ -189,7 +189,6 @@ def test_what_sglang_cannot_serve_is_refused_before_it_is_paused(
 @pytest.mark.parametrize(
     ("fact", "reason"),
     [
-        ({"speculative_algorithm": "NGRAM"}, "NGRAM"),
         ({"dp_size": 2}, "--dp-size 1"),
         ({"custom_weight_loader": None}, "--custom-weight-loader"),
     ],
@@ -208,6 +207,20 @@ def test_a_server_that_cannot_take_drafters_says_how_to_start_it(
         service.publish(1, files=drafter_files(tmp_path / "1", 1))
         eventually(lambda: reason in caplog.text)
     assert server.calls == []
+
+
+def test_a_server_that_speculates_by_another_method_is_counted_and_left_alone(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path
+) -> None:
+    server.info |= {"speculative_algorithm": "NGRAM"}
+    with agent(service, server, home) as running:
+        service.publish(1, files=drafter_files(tmp_path / "1", 1))
+        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == "ngram")
+        server.play(rounds=100, emitted=120, requests=1)
+        eventually(lambda: service.last_report("ngram").get("rounds") == 100)
+    assert server.calls == []
+    with pytest.raises(SwapRefusedError, match="NGRAM"):
+        swap(server, release(home, "one", 1))
 
 
 def swap(server: SGLangServer, release: Release) -> None:

@@ -1,6 +1,7 @@
 """HTTP adapter for engines that speak draftalign's swap protocol (the example engine, the vLLM plugin).
 
-GET  /drafter/state                          {"version", "loaded", "swaps", "config_fingerprint"?, "policy_version"?}
+GET  /drafter/state                          {"version", "loaded", "swaps", "config_fingerprint"?, "policy_version"?,
+                                              "method"?}
 POST /drafter/swap {"path", "version"}       200 {"version", "previous"}, or an error with nothing changed
 GET  /metrics                                vLLM's counters
 """
@@ -16,6 +17,9 @@ from rl_hooks.agent_errors import EngineError, SwapRefusedError
 from rl_hooks.counters import Snapshot
 from rl_hooks.release import Release
 
+#: vLLM's methods that have nothing to accept: its drafts are a way to store states.
+_NOT_SPECULATION = frozenset({"extract_hidden_states"})
+
 #: The engine understood the request and rejected this drafter. Other errors may be about the moment.
 _REFUSALS = frozenset({400, 409, 413, 415, 422})
 
@@ -29,11 +33,19 @@ class EngineState:
     swaps: int
     config_fingerprint: str | None = None
     policy_version: int | None = None
+    #: False for an engine that speculates without a drafter of ours (n-gram, MTP): `version` then names its method, and
+    #: all there is to do is to count.
+    swappable: bool = True
 
     @property
     def serving(self) -> str | None:
         """The version that proposes tokens now; None if there is none, or one without a name."""
         return self.version if self.loaded else None
+
+
+def counting_only(method: str | None, policy_version: int | None = None) -> EngineState:
+    """State of an engine that speculates by another method; None: its counts mean nothing."""
+    return EngineState(method, method is not None, 0, policy_version=policy_version, swappable=False)
 
 
 class Engine(Protocol):
@@ -79,6 +91,9 @@ class SwapEngine:
                 f"{self.url}/drafter/state: expected version (string or null), loaded (boolean), swaps (integer), "
                 f"got {str(document)[:200]}"
             )
+        method = document.get("method")
+        if isinstance(method, str) and method != "eagle3":
+            return counting_only(None if method in _NOT_SPECULATION else method, policy)
         return EngineState(version, loaded, swaps, fingerprint, policy)
 
     async def swap(self, release: Release) -> None:

@@ -34,7 +34,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rl_hooks import wire
 from rl_hooks.agent_errors import EngineError, MetricsError, SwapRefusedError
 from rl_hooks.counters import Snapshot
-from rl_hooks.engines.protocol import EngineState
+from rl_hooks.engines.protocol import EngineState, counting_only
 from rl_hooks.release import Release
 
 #: `--custom-weight-loader` of the server, and `load_format` of the update.
@@ -75,6 +75,9 @@ class SGLangEngine:
         self._depth = max(int(info.get("speculative_num_draft_tokens") or 1) - 1, 0)
         policy = model.get("weight_version")
         version = int(policy) if isinstance(policy, str) and policy.isdecimal() and len(policy) < 16 else None
+        algorithm = info.get("speculative_algorithm")
+        if str(algorithm).upper() != "EAGLE3":
+            return counting_only(None if algorithm is None else str(algorithm).lower(), version)
         started, loaded = process_identity(info), self._recall()
         if loaded is None or loaded[0] != started:
             return EngineState(None, False, 0, policy_version=version)

@@ -34,9 +34,21 @@ draftalign_tests = vllm_test_plugin:TestEndpoints
 
 
 class VllmServer:
-    """One server with the shipped policy and the drafter of `drafter`; swaps come from `drafters`."""
+    """One server with the shipped policy and the drafter of `drafter`; swaps come from `drafters`.
 
-    def __init__(self, scratch: Path, drafter: Path, drafters: Path, *, eager: bool = True, **environment: str) -> None:
+    `speculative`: another speculative configuration than EAGLE-3 with that drafter.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        drafter: Path,
+        drafters: Path,
+        *,
+        eager: bool = True,
+        speculative: dict[str, Any] | None = None,
+        **environment: str,
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120)
@@ -47,15 +59,15 @@ class VllmServer:
         (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self._command(drafter, eager=eager),
+                self._command(drafter, speculative, eager=eager),
                 env=self._environment(metadata.parent, drafters) | environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # one group: the engine's own processes go when it is killed
             )
 
-    def _command(self, drafter: Path, *, eager: bool) -> list[str]:
-        speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DEPTH}
+    def _command(self, drafter: Path, speculative: dict[str, Any] | None, *, eager: bool) -> list[str]:
+        eagle3 = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DEPTH}
         options = {
             "--served-model-name": "policy",
             "--host": "127.0.0.1",
@@ -65,7 +77,7 @@ class VllmServer:
             "--max-num-seqs": "8",
             "--max-num-batched-tokens": "256",
             "--generation-config": "vllm",
-            "--speculative-config": json.dumps(speculative),
+            "--speculative-config": json.dumps(speculative or eagle3),
         }
         flags = [part for pair in options.items() for part in pair] + (["--enforce-eager"] if eager else [])
         return [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(BASE_POLICY), *flags]

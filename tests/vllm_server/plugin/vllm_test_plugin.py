@@ -22,7 +22,8 @@ def register() -> None:
     """General plugin: the repair, and RPC methods on the workers."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    for method in (start_recording, stop_recording, policy_digest, storage, wipe_drafter, fail_next_load):
+    looking = (start_recording, stop_recording, policy_digest, storage, keep_collected, take_collected)
+    for method in (*looking, wipe_drafter, fail_next_load):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
 
@@ -73,6 +74,30 @@ def stop_recording(self: Any, path: str) -> int:
 
 
 # --- looking and breaking
+
+
+def keep_collected(self: Any) -> None:
+    """Keep what the tap collects as it is, before it is rounded to bfloat16 and sent."""
+    tap = self._draftalign_swap.tap.tap
+    deliver, self.tests_collected = tap._deliver, []
+
+    def keep(collected: Any) -> None:
+        self.tests_collected.append(collected)
+        deliver(collected)
+
+    tap._deliver = keep
+
+
+def take_collected(self: Any, path: str) -> list[dict[str, Any]]:
+    """Write the tensors of every rollout as `3.aux`, ...; return what else is known of them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for i, one in enumerate(self.tests_collected):
+        tensors |= {f"{i}.{name}": getattr(one, name).contiguous() for name in ("aux", "last", "logsumexp")}
+        tensors |= {
+            f"{i}.{name}": torch.from_numpy(getattr(one, name)) for name in ("input_ids", "generated", "logprobs")
+        }
+    save_file(tensors, path)
+    return [{"id": c.request.request_id, "first": c.first_position} for c in self.tests_collected]
 
 
 def policy_digest(self: Any) -> str:

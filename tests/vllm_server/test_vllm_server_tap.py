@@ -1,0 +1,148 @@
+"""Live traffic of a real vLLM trains its drafter: features come out exactly, and the worker takes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agent_fixtures import eventually
+from engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from redis import Redis
+from safetensors.torch import load_file
+from service_fixtures import RunningService
+from vllm_process import DEPTH, VllmServer
+
+from drafter.batch import load_batch
+from examples.policy import AUX_LAYERS
+from service.layout import Layout
+from service.queue import RolloutQueue
+from service.run_worker import RunWorker
+from service.store import Store
+
+pytestmark = pytest.mark.timeout(900)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def fleet(
+    serve: Callable[..., RunningService], redis_url: str, drafters: Path, tmp_path: Path
+) -> Iterator[tuple[RunningService, VllmServer]]:
+    """A service without any run, and a server that sends it all of its traffic."""
+    service = serve(drafting="greedy", depth=DEPTH, holdout_one_in=4, train_step_tokens=400)
+    environment = {
+        "DRAFTALIGN_TAP_URL": service.url,
+        "DRAFTALIGN_TAP_RUN": "live",
+        "DRAFTALIGN_TAP_FRACTION": "1.0",
+        "DRAFTALIGN_TAP_TOKENS_PER_MINUTE": "10000000",
+    }
+    server = VllmServer(tmp_path / "vllm", drafters / "trained", drafters, **environment)
+    try:
+        server.wait_until_healthy()
+        yield service, server
+    finally:
+        server.stop()
+
+
+@torch.no_grad()
+def expected(token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(aux states [T, A*H], last state [T, H], log-probabilities [T, V]) by a plain forward of the policy."""
+    model, _ = base_policy()
+    out = model.model(torch.tensor([token_ids]), output_hidden_states=True)
+    aux = torch.cat([out.hidden_states[layer][0] for layer in AUX_LAYERS], dim=-1)
+    last = out.last_hidden_state[0]
+    return aux, last, model.lm_head(last)
+
+
+def test_live_traffic_comes_out_exactly_and_the_worker_learns_from_it(
+    fleet: tuple[RunningService, VllmServer], redis_url: str, tmp_path: Path
+) -> None:
+    service, server = fleet
+    server.rpc("keep_collected")
+    prompts = elicit_prompts(72, seed=31) + odd_prompts(24, seed=31)
+    temperatures = [(0.0, 0.7, 1.0, 1.0)[i % 4] for i in range(len(prompts))]
+    before = server.counters()
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(
+            pool.map(lambda i: server.generate(prompts[i], temperature=temperatures[i], seed=i), range(len(prompts)))
+        )
+    after = server.counters()
+    server.generate([5], max_tokens=1)  # a step, in which the last ends are told
+    stats = eventually(lambda: _delivered(server, len(prompts)), 60)
+    assert stats["failures"] == 0
+
+    kept = server.rpc("take_collected", str(tmp_path / "kept.safetensors"))
+    tensors = load_file(tmp_path / "kept.safetensors")
+    worst = dict.fromkeys(("aux", "last", "logprobs"), 0.0)
+    wanted = {tuple(p + t): (i, len(p)) for i, (p, t) in enumerate(zip(prompts, texts, strict=True))}
+    found = set()
+    for n, _ in enumerate(kept):
+        first, ids = kept[n]["first"], tensors[f"{n}.input_ids"].tolist()
+        whole = next((w for w in wanted if list(w[first:]) == ids), None)
+        if whole is None:
+            assert len(ids) <= 2, "tokens that nobody was given"  # the single token of the last request
+            continue
+        number, prompt = wanted[whole]
+        found.add(number)
+        T = len(ids)
+        aux, last, logits = expected(list(whole))
+        worst["aux"] = max(worst["aux"], float((tensors[f"{n}.aux"][: T - 1] - aux[first:-1]).abs().max()))
+        worst["last"] = max(worst["last"], float((tensors[f"{n}.last"][: T - 1] - last[first:-1]).abs().max()))
+        law = (logits / (temperatures[number] or 1.0)).log_softmax(-1)
+        own = law[prompt - 1 : -1].gather(-1, torch.tensor(whole[prompt:])[:, None])[:, 0]
+        logged = tensors[f"{n}.logprobs"][prompt - first :]
+        worst["logprobs"] = max(worst["logprobs"], float((logged - own).abs().max()))
+        assert tensors[f"{n}.generated"].tolist() == [first + i >= prompt for i in range(T)]
+    print(f"{len(found)} of {len(prompts)} requests token-exact, largest differences {worst}; {stats}")
+    assert len(found) == len({tuple(p + t) for p, t in zip(prompts, texts, strict=True)})
+    assert worst["aux"] < TOLERANCE
+    assert worst["last"] < TOLERANCE
+    assert worst["logprobs"] < TOLERANCE
+    _check_service(service, redis_url, server, (before, after), len(prompts))
+
+
+def _delivered(server: VllmServer, count: int) -> dict[str, Any] | None:
+    stats: dict[str, Any] | None = server.client.post("/test/rpc", json={"method": "draftalign_tap"}).json()[0]
+    assert stats is not None
+    stats = {"failures": 0} | stats
+    return stats if stats.get("delivered", 0) >= count and stats["sender_sent"] >= 2 else None
+
+
+def _check_service(
+    service: RunningService, redis_url: str, server: VllmServer, counters: tuple[Any, Any], requests: int
+) -> None:
+    """The files are taken, scored and trained on; replay α of the served drafter is what the engine counted."""
+    eventually(lambda: service.client.get("/runs/live").status_code == 200, 30)
+    with Redis.from_url(redis_url) as redis:
+        queue, store = RolloutQueue(redis, "live"), Store(redis, "live")
+        worker = RunWorker(service.settings, Layout(service.settings.state_dir), queue, store, "live")
+        scores: dict[str, Any] = {}
+        for _ in range(400):
+            worker.cycle()
+            scores = service.client.get("/alpha", params={"run": "live"}).json()
+            if scores["points"] and scores["points"][0]["rollouts"] >= requests:
+                break
+    assert service.spooled() is not None
+    (point,) = scores["points"]
+    assert point["rollouts"] >= requests
+    before, after = counters
+    live = (after.emitted_tokens - before.emitted_tokens) / (after.rounds - before.rounds)
+    print(f"live α {live:.4f}, replay α of the served drafter {point['alpha_served']:.4f}")
+    assert math.isclose(point["alpha_served"], live, rel_tol=0.03)
+
+
+def test_loaded_files_are_whole(fleet: tuple[RunningService, VllmServer]) -> None:
+    """What is on the service's disk loads as a batch: the last row of each rollout is zeros, nothing is NaN."""
+    service, server = fleet
+    for i, prompt in enumerate(elicit_prompts(8, seed=77)):
+        server.generate(prompt, temperature=1.0, seed=i)
+    eventually(lambda: service.client.get("/runs/live").status_code == 200, 60)
+    files = eventually(lambda: [p for p in service.spooled() if "live" in p.parts], 30)
+    batch = load_batch(files[0])
+    assert batch.last_hidden is not None
+    assert bool(batch.last_hidden.isfinite().all())
+    assert bool((batch.last_hidden[batch.cu_seqlens[1:] - 1] == 0).all())
