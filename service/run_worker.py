@@ -14,21 +14,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from redis.exceptions import RedisError
 
-from drafter.acceptance import Replay
 from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.errors import BatchRejected
 from drafter.kinds import Drafter, share
 from rl_hooks.wire import MappedFile, WireError
 from service.checkpoint import WorkerCheckpoint
-from service.controller import Action, Controller, Decision, Economy
-from service.drift import DriftError, DriftMonitor, DriftReading, DriftState
+from service.controller import Action, Controller, Economy
 from service.errors import WorkerError
+from service.journal import Journal
 from service.layout import Layout
 from service.lineage import CANDIDATE, Lineage
 from service.promotion import Contest, contest
@@ -51,19 +49,6 @@ class LeaseLost(WorkerError):  # noqa: N818 - reads as what happened
     """Another worker has this run now; what this one still holds of it must not be written down."""
 
 
-@dataclass
-class Totals:
-    """Counters that survive restarts."""
-
-    trained_tokens: int = 0
-    train_seconds: float = 0.0
-    published: int = 0
-    refused: int = 0
-    batches: int = 0
-    rounds: dict[str, float] = field(default_factory=dict)
-    round_tokens: dict[str, float] = field(default_factory=dict)
-
-
 class RunWorker:
     """Everything that happens to one run."""
 
@@ -82,7 +67,6 @@ class RunWorker:
         self._settings = settings
         self._layout = layout
         self._queue = queue
-        self._store = store
         self._target = Target.open(layout, run)
         self._lineage = Lineage(settings, layout, run, self._target)
         self._recent = RecentRollouts(
@@ -93,15 +77,11 @@ class RunWorker:
         self._checkpoint = WorkerCheckpoint(layout.worker(run))
         self._economy = Economy(worker_cost=settings.worker_cost)
         self._controller = Controller()
-        self._drift = DriftMonitor()
-        self._drift_reading: DriftReading | None = None
-        self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
-        self._totals = Totals()
+        self._journal = Journal(store, run)
         self._counts = torch.zeros(self._target.embed_tokens.shape[0], dtype=torch.int64)  # [V], until a vocabulary is
         self._waiting: list[tuple[Entry, RolloutBatch]] = []  # batches seen before the vocabulary exists
         self._in_hand: list[Entry] = []  # of the cycle that runs now
         self._done: list[tuple[Entry, EndState]] = []  # processed, to be acknowledged by the next checkpoint
-        self._unsent: dict[str, dict[str, Any]] = {}  # score records that Redis has not taken yet, by batch
         self._applied: set[str] = set()  # unacknowledged batches whose effect the last checkpoint holds
         self._drafter_of: dict[str, str] = {}  # entry -> version that served its rollouts, where the trainer knew
         self._versions_seen: list[tuple[float, int]] = []  # (arrival seconds, policy version)
@@ -125,15 +105,14 @@ class RunWorker:
             return
         state = self._checkpoint.restore(self._lineage.take_up(self._stored_candidate()))
         self._controller = Controller.from_json(state["controller"])
-        self._drift = _drift_monitor(state["drift"])
-        self._totals = Totals(**state["totals"])
+        self._journal.restore(state)
         self._applied = set(state["applied"])
         self._lineage.check_vocabulary()
         self._know_vocabulary()
         self._recent.restore(state["recent"], self._layout.spool(self.run))
         self._recent.settle()  # the checkpoint lists them: the crash came before it could be done
-        log.info("%s: resumed after %d batches, %d tokens trained", self.run, self._totals.batches,
-                 self._totals.trained_tokens)  # fmt: skip
+        log.info("%s: resumed after %d batches, %d tokens trained", self.run, self._journal.totals.batches,
+                 self._journal.totals.trained_tokens)  # fmt: skip
 
     def _stored_candidate(self) -> Drafter:
         return self._checkpoint.drafter(self._target.embed_tokens, self._target.lm_head)
@@ -265,10 +244,11 @@ class RunWorker:
         self._done += [
             (entry, "trained" if kept.train else "held_out") for (entry, _), kept in zip(scored, newest, strict=True)
         ]
-        self._record(scored, decision, seconds)
+        self._journal.record(scored, decision, seconds)
         best_version = scored[-1][1].record["best_version"]
         outcome = self._judge(newest, best_version, trained=trained, train_seconds=seconds)
-        self._report(scored[-1][1], decision, outcome)
+        size = len(self._lineage.candidate.vocabulary)
+        self._journal.report(scored[-1][1], decision, outcome, size)
 
     def _test(self, entry: Entry, batch: RolloutBatch) -> Scores | None:
         """Score a batch and check its features against its log-probabilities; None when it is dead."""
@@ -297,7 +277,7 @@ class RunWorker:
         scores.record.update(
             {
                 "batch_id": entry.batch_id,
-                "drafter_version": current,
+                "drafter_version": by,
                 "logprob_gap": gap if checked else None,
             }
         )
@@ -325,7 +305,7 @@ class RunWorker:
             newest,
             steps=steps,
             step_tokens=self._settings.train_step_tokens,
-            seed=self._settings.seed * 1_000_003 + self._totals.batches,
+            seed=self._settings.seed * 1_000_003 + self._journal.totals.batches,
         )
         device = torch.device(self._settings.device)
         for batches in drawn:
@@ -333,9 +313,9 @@ class RunWorker:
             share(trainer.drafter, heads[0].embed_tokens, heads[0].head)
             report = trainer.step(batches, [policy.head for policy in heads])
             if report.skipped is None:
-                self._totals.trained_tokens += report.response_tokens
+                self._journal.totals.trained_tokens += report.response_tokens
         seconds = time.perf_counter() - started
-        self._totals.train_seconds += seconds
+        self._journal.totals.train_seconds += seconds
         return seconds
 
     def _judge(
@@ -358,13 +338,11 @@ class RunWorker:
             if winner.version == CANDIDATE:
                 self.save()
             self._lineage.promote(winner.version, policy_version, winner.verdict.reason, winner.facts)
-            self._totals.published += 1
-            self._drift.hand_over(winner.paired_difference)
         candidate = next((o for o in outcomes if o.version == CANDIDATE), None)
+        self._journal.judged(winner, refused=candidate is not None and not candidate.verdict.promote)
         if candidate is not None:
             if not candidate.verdict.promote:
                 self._lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
-                self._totals.refused += 1
             gain = candidate.verdict.gain
             self._controller.learn(
                 self._economy,
@@ -374,94 +352,20 @@ class RunWorker:
             )
         return winner
 
-    def _record(self, scored: Sequence[tuple[Entry, Scores]], decision: Decision, seconds: float) -> None:
-        for entry, scores in scored:
-            scores.record.update(
-                {
-                    "action": decision.action.value,
-                    "train_seconds": seconds / len(scored),
-                    "published_total": self._totals.published,
-                    "refused_total": self._totals.refused,
-                    "trained_tokens_total": self._totals.trained_tokens,
-                }
-            )
-            self._unsent[entry.batch_id] = scores.record
-            self._totals.batches += 1
-            self._watch(scores.replays.get("served"))
-            self._coverage = scores.record["draftable_tokens"] / max(1, scores.record["tokens"])
-            for name, found in scores.replays.items():
-                sums = found.total()
-                self._totals.rounds[name] = self._totals.rounds.get(name, 0.0) + float(sums["rounds"])
-                self._totals.round_tokens[name] = self._totals.round_tokens.get(name, 0.0) + float(sums["tokens"])
-        self._send_scores()
-
-    def _send_scores(self) -> None:
-        for batch_id in list(self._unsent):
-            self._store.put_score(batch_id, self._unsent[batch_id])
-            del self._unsent[batch_id]
-
-    def _report(self, newest: Scores, decision: Decision, outcome: Contest | None) -> None:
-        alpha = newest.alpha("served")
-        log.info(
-            "%s: policy %d  served α %s  draftable %s  %s: %s%s",
-            self.run,
-            newest.record["policy_version"],
-            "-" if alpha is None else f"{alpha:.3f}",
-            "-" if self._coverage is None else f"{self._coverage:.1%}",
-            decision.action.value,
-            decision.reason,
-            "" if outcome is None else f"; gate: {outcome.verdict.reason}",
-        )
-        self._publish_gauges(decision)
-
-    def _watch(self, served: Replay | None) -> None:
-        """Feed the drift monitor the served drafter's rollouts, scored before anything was trained on them."""
-        if served is None:
-            return
-        for reading in self._drift.observe(served.tokens.tolist(), served.rounds.tolist()):
-            before, self._drift_reading = self._drift_reading, reading
-            if reading.alarm and not (before is not None and before.alarm):
-                level = 0.0 if reading.baseline is None else reading.baseline
-                log.warning(
-                    "%s: α of the served drafter drifts down: %.2f, baseline %.2f", self.run, reading.value, level
-                )
-            elif before is not None and before.alarm and not reading.alarm:
-                log.warning("%s: α of the served drafter is back: %.2f", self.run, reading.value)
-
-    def _publish_gauges(self, decision: Decision) -> None:
-        lanes = {} if self._drift_reading is None else self._drift_reading.lanes
-        self._store.set_worker(
-            {
-                "heartbeat": time.time(),
-                "action": decision.action.value,
-                "action_reason": decision.reason,
-                "trained_tokens_total": self._totals.trained_tokens,
-                "train_seconds_total": self._totals.train_seconds,
-                "published_total": self._totals.published,
-                "refused_total": self._totals.refused,
-                "rounds_total": self._totals.rounds,
-                "round_tokens_total": self._totals.round_tokens,
-                "draft_vocab_size": len(self._lineage.candidate.vocabulary),
-                "draft_coverage": self._coverage,
-                "drift": {n: {"statistic": lane.statistic, "limit": lane.limit} for n, lane in lanes.items()},
-            }
-        )
-
     # --- checkpoint, then acknowledge
     def save(self) -> None:
         """Write a checkpoint and acknowledge what it holds."""
         if self._lineage.trainer is None:
             return
         self._keep_lease()
-        self._send_scores()  # first: what a checkpoint holds is not scored again
+        self._journal.send()  # first: what a checkpoint holds is not scored again
         done = {entry.batch_id for entry, _ in self._done}
         self._applied |= done
         self._checkpoint.save(
             self._lineage.trainer,
             {
                 "controller": self._controller.to_json(),
-                "drift": self._drift.state.to_json(),
-                "totals": _plain(self._totals),
+                **self._journal.state,
                 "applied": sorted(self._applied),
                 "recent": self._recent.names(),
             },
@@ -496,16 +400,3 @@ class RunWorker:
             raise
         finally:
             self._queue.release(CONSUMER, [entry for entry, _ in self._waiting])
-
-
-def _drift_monitor(state: str) -> DriftMonitor:
-    """The monitor as it was; a fresh one where its state is of another kind: no reason to refuse a run."""
-    try:
-        return DriftMonitor(state=DriftState.from_json(state))
-    except DriftError as error:
-        log.warning("the drift monitor starts afresh: %s", error)
-        return DriftMonitor()
-
-
-def _plain(totals: Totals) -> dict[str, Any]:
-    return dict(vars(totals))

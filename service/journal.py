@@ -1,0 +1,145 @@
+"""What the worker tells the world about one run: score records, running totals, the drift monitor, gauges, the log.
+
+Score records that Redis did not take are kept and sent with the next ones; `state` goes into the worker's checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from drafter.acceptance import Replay
+from service.controller import Decision
+from service.drift import DriftError, DriftMonitor, DriftReading, DriftState
+from service.promotion import Contest
+from service.queue import Entry
+from service.scoring import Scores
+from service.store import Store
+
+log = logging.getLogger("draftalign.worker")
+
+
+@dataclass
+class Totals:
+    """Counters that survive restarts."""
+
+    trained_tokens: int = 0
+    train_seconds: float = 0.0
+    published: int = 0
+    refused: int = 0
+    batches: int = 0
+    rounds: dict[str, float] = field(default_factory=dict)
+    round_tokens: dict[str, float] = field(default_factory=dict)
+
+
+class Journal:
+    """The journal of one run."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self.totals = Totals()
+        self._store = store
+        self._run = run
+        self._drift = DriftMonitor()
+        self._reading: DriftReading | None = None
+        self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
+        self._unsent: dict[str, dict[str, Any]] = {}  # score records that Redis has not taken yet, by batch
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain JSON values."""
+        return {"totals": asdict(self.totals), "drift": self._drift.state.to_json()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. A drift state of another kind is dropped: no reason to refuse a run."""
+        self.totals = Totals(**state["totals"])
+        try:
+            self._drift = DriftMonitor(state=DriftState.from_json(state["drift"]))
+        except DriftError as error:
+            log.warning("%s: the drift monitor starts afresh: %s", self._run, error)
+
+    def record(self, scored: Sequence[tuple[Entry, Scores]], decision: Decision, train_seconds: float) -> None:
+        """Count scored batches, feed the drift monitor, and send the score records."""
+        for entry, scores in scored:
+            scores.record.update(
+                {
+                    "action": decision.action.value,
+                    "train_seconds": train_seconds / len(scored),
+                    "published_total": self.totals.published,
+                    "refused_total": self.totals.refused,
+                    "trained_tokens_total": self.totals.trained_tokens,
+                }
+            )
+            self._unsent[entry.batch_id] = scores.record
+            self.totals.batches += 1
+            self._watch(scores.replays.get("served"))
+            self._coverage = scores.record["draftable_tokens"] / max(1, scores.record["tokens"])
+            for name, found in scores.replays.items():
+                sums = found.total()
+                self.totals.rounds[name] = self.totals.rounds.get(name, 0.0) + float(sums["rounds"])
+                self.totals.round_tokens[name] = self.totals.round_tokens.get(name, 0.0) + float(sums["tokens"])
+        self.send()
+
+    def send(self) -> None:
+        """Send the score records that Redis has not taken yet."""
+        for batch_id in list(self._unsent):
+            self._store.put_score(batch_id, self._unsent[batch_id])
+            del self._unsent[batch_id]
+
+    def judged(self, winner: Contest, refused: bool) -> None:
+        """Count what the gate decided; a promotion moves the drift monitor's baseline by the paired difference."""
+        if winner.verdict.promote:
+            self.totals.published += 1
+            self._drift.hand_over(winner.paired_difference)
+        self.totals.refused += refused
+
+    def report(self, newest: Scores, decision: Decision, outcome: Contest | None, draft_vocab_size: int) -> None:
+        """Say in one line what was done, and set the gauges."""
+        alpha = newest.alpha("served")
+        log.info(
+            "%s: policy %d  served α %s  draftable %s  %s: %s%s",
+            self._run,
+            newest.record["policy_version"],
+            "-" if alpha is None else f"{alpha:.3f}",
+            "-" if self._coverage is None else f"{self._coverage:.1%}",
+            decision.action.value,
+            decision.reason,
+            "" if outcome is None else f"; gate: {outcome.verdict.reason}",
+        )
+        self._set_gauges(decision, draft_vocab_size)
+
+    def _set_gauges(self, decision: Decision, draft_vocab_size: int) -> None:
+        lanes = {} if self._reading is None else self._reading.lanes
+        self._store.set_worker(
+            {
+                "heartbeat": time.time(),
+                "action": decision.action.value,
+                "action_reason": decision.reason,
+                "trained_tokens_total": self.totals.trained_tokens,
+                "train_seconds_total": self.totals.train_seconds,
+                "published_total": self.totals.published,
+                "refused_total": self.totals.refused,
+                "rounds_total": self.totals.rounds,
+                "round_tokens_total": self.totals.round_tokens,
+                "draft_vocab_size": draft_vocab_size,
+                "draft_coverage": self._coverage,
+                "drift": {n: {"statistic": lane.statistic, "limit": lane.limit} for n, lane in lanes.items()},
+            }
+        )
+
+    def _watch(self, served: Replay | None) -> None:
+        """Feed the drift monitor the served drafter's rollouts, scored before anything was trained on them."""
+        if served is None:
+            return
+        for reading in self._drift.observe(served.tokens.tolist(), served.rounds.tolist()):
+            before, self._reading = self._reading, reading
+            alarmed = before is not None and before.alarm
+            if reading.alarm and not alarmed:
+                level = 0.0 if reading.baseline is None else reading.baseline
+                log.warning(
+                    "%s: α of the served drafter drifts down: %.2f, baseline %.2f", self._run, reading.value, level
+                )
+            elif alarmed and not reading.alarm:
+                log.warning("%s: α of the served drafter is back: %.2f", self._run, reading.value)
