@@ -204,6 +204,11 @@ def _flatten(name: str, state: Any, shape: tuple[int, ...] | None) -> Tensor:
     """The state as detached rows [B * S, H], if it is one and fits [B, S]."""
     if not isinstance(state, Tensor) or state.ndim < 2:
         raise RolloutError(f"{name} was given {type(state).__name__}; expected a hidden state [B, S, H]")
+    if state.ndim > 3:
+        raise UnsupportedModelError(
+            f"the hidden state of {name} is {list(state.shape)}: several residual streams (AltUp, hyper-connections). "
+            "A drafter reads one [B, S, H]; such models are not supported"
+        )
     if shape is not None and tuple(state.shape[:-1]) != shape:
         raise RolloutError(
             f"the hidden state of {name} is {list(state.shape)}, but input_ids are {list(shape)}. Tensor, sequence "

@@ -49,8 +49,6 @@ _LOGIT_RULES: Final = (
         (
             "Gemma2ForCausalLM",
             "Gemma3ForCausalLM",
-            "Gemma3nForCausalLM",
-            "Gemma3nForConditionalGeneration",
             "Gemma4ForCausalLM",
             "Gemma4ForConditionalGeneration",
             "VaultGemmaForCausalLM",

@@ -46,6 +46,16 @@ _VISION: dict[str, Any] = {
     "image_size": 8,
     "patch_size": 4,
 }
+_QWEN3_NEXT: dict[str, Any] = _EXPERTS | {
+    "head_dim": 8,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "full_attention_interval": 3,
+}
 _DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -102,6 +112,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gemma 3 nested": _gemma3_vision,
     "gemma 4": _text("Gemma4TextConfig", "Gemma4ForCausalLM", **_GEMMA4, final_logit_softcapping=5.0),
     "gemma 4 nested": _gemma4_vision,
+    "glm 4.5": _text("Glm4MoeConfig", "Glm4MoeForCausalLM", head_dim=8, n_routed_experts=4, **_EXPERTS),
+    "mistral": _text("MistralConfig", "MistralForCausalLM", head_dim=8, sliding_window=4),
+    "qwen3 next": _text("Qwen3NextConfig", "Qwen3NextForCausalLM", **_QWEN3_NEXT),
     "deepseek-v3": _text("DeepseekV3Config", "DeepseekV3ForCausalLM", **_DEEPSEEK),
     "cohere": _text("CohereConfig", "CohereForCausalLM", logit_scale=0.25),
     "granite": _text("GraniteConfig", "GraniteForCausalLM", logits_scaling=4.0, embedding_multiplier=6.0),

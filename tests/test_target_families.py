@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from hooks_fixtures import mapped, receiver
 from target_families import FAMILIES, LAYERS, VOCAB, tiny
 from torch import Tensor, nn
 
@@ -20,9 +21,11 @@ from drafter.plan import make_plan
 from drafter.target import draft_target
 from drafter.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks import wire
 from rl_hooks.capture import Captured, FeatureCapture, find_decoder
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.features import score_rows
+from rl_hooks.hook import DrafterHook
 from rl_hooks.registration import _LOGIT_RULES, RunRegistration, head_weight
 from rl_hooks.wire import LogitMap, WireError
 from service.layout import Layout
@@ -148,6 +151,58 @@ def test_a_drafter_learns_from_it(family: str, observed: Any, tmp_path: Path) ->
     losses = [trainer.step(batch, policy.head).loss for _ in range(12)]
     assert losses[-1] < 0.75 * losses[0]
     assert all(b < a for a, b in pairwise(losses[2:]))
+
+
+@pytest.mark.parametrize("family", ["gemma 4", "granite"])
+def test_the_hook_sends_normalisers_and_the_map_that_belong_to_the_models_own_logits(
+    family: str, observed: Any, tmp_path: Path
+) -> None:
+    seen: Observed = observed(family)
+    mask = torch.ones_like(seen.ids)
+    mask[:, :PROMPT] = 0
+    with receiver() as service:
+        hook = DrafterHook(seen.model, service.url, aux_layers=AUX, strict=True)
+        with (
+            torch.no_grad(),
+            hook.capture(
+                input_ids=seen.ids,
+                attention_mask=torch.ones_like(seen.ids),
+                loss_mask=mask,
+                policy_version=0,
+                temperature=0.7,
+            ),
+        ):
+            seen.model(input_ids=seen.ids, attention_mask=torch.ones_like(seen.ids))
+        assert hook.flush(20), hook.stats()
+        run = next(r for r in service.requests if r.path == "/runs/default")
+        metadata = wire.parse_header(run.body[: wire.header_size(run.body)]).metadata
+        assert LogitMap.from_metadata(metadata) == seen.registration.logit_map
+        file = mapped(service.rollouts()[-1], tmp_path)
+        hook.close()
+    own = seen.logits / 0.7
+    sent = torch.from_numpy(file.array("logsumexp").copy()).view(ROLLOUTS, LENGTH)[:, PROMPT - 1 : -1]
+    assert torch.allclose(sent, own.logsumexp(-1)[:, PROMPT - 1 : -1], atol=1e-5)
+    expected = own.log_softmax(-1)[:, :-1].gather(2, seen.ids[:, 1:, None])[..., 0][:, PROMPT - 1 :]
+    logprobs = torch.from_numpy(file.array("logprobs").copy()).view(ROLLOUTS, LENGTH)[:, PROMPT:]
+    assert torch.allclose(logprobs, expected, atol=1e-5)
+
+
+def test_several_residual_streams_are_refused_by_shape() -> None:
+    class Streams(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Identity(), nn.Identity()])
+            self.norm = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.layers[1](self.layers[0](x)).mean(0))  # type: ignore[no-any-return]
+
+    model = Streams()
+    capture = FeatureCapture(model, (1,))
+    with capture.armed(shape=(2, 3)):
+        model(torch.zeros(4, 2, 3, 8))
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 is \[4, 2, 3, 8\]: several residual streams"):
+        capture.pop()
 
 
 @pytest.mark.parametrize(
