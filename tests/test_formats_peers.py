@@ -1,4 +1,4 @@
-"""Our exports in speculators' own model, and its own save in ours: same bits, same losses over several steps."""
+"""Our exports in the models of speculators and SpecForge, and what they save in ours: same bits, same figures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import parity_fixtures
 import pytest
 import torch
 from parity_fixtures import VOCAB, Case, case, deviation, ours, theirs
+from safetensors.torch import load_file
 
 from drafter.checkpoint import StoredDrafter
 from drafter.formats import Verifier, export_drafter, import_drafter
+from drafter.unroll import make_plan, unroll
 
-pytest.importorskip("hs_connectors", reason="pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
@@ -35,6 +36,7 @@ def stored(c: Case) -> StoredDrafter:
 
 def loaded(directory: Path, c: Case) -> Any:
     """Their model from our files, with what it takes from the verifier filled in."""
+    pytest.importorskip("hs_connectors", reason="pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0")
     eagle3 = parity_fixtures._imported("speculators.models.eagle3")
     config = eagle3.Eagle3SpeculatorConfig.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = "sdpa"
@@ -81,3 +83,36 @@ def test_what_their_model_saves_comes_back_bit_for_bit(tmp_path: Path, normed: b
         assert torch.equal(imported.stored.weights[name], weight), name
     assert any("embed_tokens.weight is left out" in note for note in imported.notes)
     assert any("SGLang" in note for note in imported.notes) == normed
+
+
+def test_specforges_own_model_computes_from_our_export_what_ours_computes(tmp_path: Path) -> None:
+    """Three steps, each fed by the last. Our canonical config, whose `norm_output` is false, would not do there."""
+    eagle = pytest.importorskip(
+        "specforge.modeling.draft.llama3_eagle", reason="pip install --no-deps specforge==0.2.0"
+    )
+    transformers, c = parity_fixtures._imported("transformers"), drafted(normed=False, draft=23)
+    b = c.batch.select([0])
+    T = b.tokens
+    plan = make_plan(b.cu_seqlens, torch.ones(T, dtype=torch.bool), 3)
+    unrolled = unroll(c.drafter, plan, b.input_ids, b.aux_hidden)
+    agrees = {}
+    for layout in ("specforge", "sglang"):
+        directory = tmp_path / layout
+        directory.mkdir()
+        export_drafter(directory, stored(c), layout)
+        model = eagle.LlamaForCausalLMEagle3(transformers.LlamaConfig.from_pretrained(directory)).float()
+        absent, unknown = model.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
+        assert (absent, unknown) == (["embed_tokens.weight"], [])
+        model.embed_tokens.weight.data.copy_(c.drafter.embed_tokens)
+        mask = eagle.prepare_decoder_attention_mask(torch.ones(1, T, dtype=torch.bool), (1, T), b.aux_hidden[None], 0)
+        h, cache, errors = model.project_hidden_states(b.aux_hidden[None]), [[], []], []
+        for step in range(3):
+            tokens = torch.zeros(1, T, dtype=torch.int64)
+            tokens[0, : T - 1 - step] = b.input_ids[1 + step :]
+            h = model.backbone(model.embed_input_ids(tokens), h, cache, mask, torch.arange(T)[None], None, True)
+            want = c.drafter.logits(unrolled.pre[step])
+            errors.append(
+                float((model.compute_logits(h)[0, unrolled.rows[step]] - want).abs().max() / want.abs().max())
+            )
+        agrees[layout] = max(errors) < 1e-5
+    assert agrees == {"specforge": True, "sglang": False}
