@@ -8,7 +8,7 @@ rollouts with the *initial* policy's features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from drafter.model import Eagle3Drafter
 from drafter.replay import replay
@@ -25,15 +25,16 @@ def take_apart(
     first: Sequence[Rollout],
     last: Sequence[Rollout],
     depth: int,
+    drafting: Literal["probabilistic", "greedy"] = "probabilistic",
 ) -> dict[str, float | None]:
-    """Replay α of `frozen` for each slice; None where a slice holds no rollout with a round."""
+    """Replay α of `frozen` for each slice, drafting as the engine does; None where a slice has no round."""
 
     def alpha(policy: Any, rollouts: Sequence[Rollout]) -> float | None:
         kept = [r for r in rollouts if len(r.token_ids) > 1]
         if not kept:
             return None
         frozen.embed_tokens = policy.get_input_embeddings().weight.detach().float()
-        return replay(frozen, batch_of(policy, kept), depth=depth).alpha
+        return replay(frozen, batch_of(policy, kept), depth=depth, drafting=drafting).alpha
 
     def split(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
         worked = [r for r in rollouts if is_worked(tokenizer.decode(list(r.token_ids), skip_special_tokens=True))]

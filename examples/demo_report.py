@@ -106,6 +106,7 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
         first=[r for v in versions[:2] for r in session.live[v].rollouts],
         last=[r for v in versions[-2:] for r in session.live[v].rollouts],
         depth=session.engine.drafter()["depth"],
+        drafting=session.engine.drafter()["drafting"],
     )
     return parts, explain(parts, _mean([row.alpha_served for row in rows[-2:]]))
 

@@ -102,7 +102,7 @@ def test_live_traffic_comes_out_exactly_and_the_worker_learns_from_it(
     assert worst["aux"] < TOLERANCE
     assert worst["last"] < TOLERANCE
     assert worst["logprobs"] < TOLERANCE
-    _check_service(service, redis_url, server, (before, after), len(prompts))
+    _check_service(service, redis_url, (before, after), len(prompts))
 
 
 def _delivered(server: VllmServer, count: int) -> dict[str, Any] | None:
@@ -112,11 +112,14 @@ def _delivered(server: VllmServer, count: int) -> dict[str, Any] | None:
     return stats if stats.get("delivered", 0) >= count and stats["sender_sent"] >= 2 else None
 
 
-def _check_service(
-    service: RunningService, redis_url: str, server: VllmServer, counters: tuple[Any, Any], requests: int
-) -> None:
+def _check_service(service: RunningService, redis_url: str, counters: tuple[Any, Any], requests: int) -> None:
     """The files are taken, scored and trained on; replay α of the served drafter is what the engine counted."""
     eventually(lambda: service.client.get("/runs/live").status_code == 200, 30)
+    files = eventually(lambda: [p for p in service.spooled() if "live" in p.parts], 30)
+    batch = load_batch(files[0])
+    assert batch.last_hidden is not None
+    assert bool(batch.last_hidden.isfinite().all())
+    assert bool((batch.last_hidden[batch.cu_seqlens[1:] - 1] == 0).all())  # of the last token, which nobody computed
     with Redis.from_url(redis_url) as redis:
         queue, store = RolloutQueue(redis, "live"), Store(redis, "live")
         worker = RunWorker(service.settings, Layout(service.settings.state_dir), queue, store, "live")
@@ -126,23 +129,9 @@ def _check_service(
             scores = service.client.get("/alpha", params={"run": "live"}).json()
             if scores["points"] and scores["points"][0]["rollouts"] >= requests:
                 break
-    assert service.spooled() is not None
     (point,) = scores["points"]
     assert point["rollouts"] >= requests
     before, after = counters
     live = (after.emitted_tokens - before.emitted_tokens) / (after.rounds - before.rounds)
     print(f"live α {live:.4f}, replay α of the served drafter {point['alpha_served']:.4f}")
     assert math.isclose(point["alpha_served"], live, rel_tol=0.03)
-
-
-def test_loaded_files_are_whole(fleet: tuple[RunningService, VllmServer]) -> None:
-    """What is on the service's disk loads as a batch: the last row of each rollout is zeros, nothing is NaN."""
-    service, server = fleet
-    for i, prompt in enumerate(elicit_prompts(8, seed=77)):
-        server.generate(prompt, temperature=1.0, seed=i)
-    eventually(lambda: service.client.get("/runs/live").status_code == 200, 60)
-    files = eventually(lambda: [p for p in service.spooled() if "live" in p.parts], 30)
-    batch = load_batch(files[0])
-    assert batch.last_hidden is not None
-    assert bool(batch.last_hidden.isfinite().all())
-    assert bool((batch.last_hidden[batch.cu_seqlens[1:] - 1] == 0).all())

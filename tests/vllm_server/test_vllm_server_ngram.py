@@ -1,0 +1,68 @@
+"""A vLLM that drafts by n-grams: counted under that name, comparable with our replay of the same texts, left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from agent_fixtures import eventually, start_agent
+from engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from redis import Redis
+from service_fixtures import RunningService
+from test_vllm_server_conformance import logged
+from vllm_process import DEPTH, VllmServer
+
+from drafter.ngram import ngram_replay
+from examples.features import batch_of
+from rl_hooks.follower import EngineFollower
+from service.store import Store
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_ngram_speculation_is_counted_as_replay_counts_it(
+    serve: Callable[..., RunningService], redis_url: str, drafters: Path, tmp_path: Path
+) -> None:
+    service = serve()
+    service.register()
+    speculative = {
+        "method": "ngram",
+        "num_speculative_tokens": DEPTH,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+    server = VllmServer(tmp_path / "vllm", drafters / "random", drafters, speculative=speculative)
+    try:
+        server.wait_until_healthy()
+        assert server.state()["method"] == "ngram"
+        # Repetition, which n-grams live on, and ordinary answers.
+        prompts = [p * 3 for p in odd_prompts(24, seed=5)] + elicit_prompts(48, seed=5)
+        with start_agent(service.url, server, cache=tmp_path / "cache", engine_kind="vllm") as agent:
+            follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
+            eventually(lambda: follower.loaded_version == "ngram")
+            with ThreadPoolExecutor(6) as pool:
+                texts = list(pool.map(lambda prompt: server.generate(prompt, max_tokens=40), prompts))
+            after = server.counters()
+            emitted = sum(len(text) - 1 for text in texts)
+            counts = eventually(
+                lambda: (c := follower.ledger.version_counts("ngram")).emitted_tokens == emitted and c, 30
+            )
+            with Redis.from_url(redis_url) as redis:
+                store = Store(redis, "default")
+                eventually(lambda: any(r["drafter_version"] == "ngram" for r in store.acceptances()))
+    finally:
+        server.stop()
+    model, _ = base_policy()
+    pairs = [(p, t) for p, t in zip(prompts, texts, strict=True) if len(t) > 1]
+    expected = ngram_replay(
+        batch_of(model, [logged(model, p, t) for p, t in pairs]), depth=DEPTH, occurrence="earliest"
+    )
+    live = emitted / counts.rounds
+    print(f"n-gram: live {live:.4f} over {counts.rounds} rounds, replay {expected.alpha:.4f}")
+    itself = 1 + after.accepted_tokens / after.rounds
+    print(f"vLLM itself counted {after.rounds} rounds, those with drafts: α {itself:.3f}")
+    assert after.rounds < counts.rounds
+    assert live == pytest.approx(expected.alpha, rel=0.03)
+    assert server.log.read_text().count("Traceback") == 0
