@@ -59,13 +59,13 @@ def rollout_file(directory: Path, version: int) -> Path:
     return directory / f"rollouts-{version:04d}.safetensors"
 
 
-def open_recording(directory: Path, *, every: int = 1) -> Recording:
-    """Load every `every`-th policy version. Raises OSError, ValueError or WireError where it is incomplete."""
+def open_recording(directory: Path, *, every: int = 1, until: int = 1 << 30) -> Recording:
+    """Load every `every`-th policy version below `until`; OSError, ValueError or WireError if one is not there."""
     facts = json.loads((directory / "recording.json").read_text())
     if facts.get("format") != _FORMAT:
         raise ValueError(f"{directory} is not a recording: expected format {_FORMAT}, got {facts.get('format')!r}")
     heads = load_file(directory / "heads.safetensors")
-    versions = sorted(int(v) for v in heads)[::every]
+    versions = sorted(int(v) for v in heads if int(v) < until)[::every]
     files = tuple(rollout_file(directory, v) for v in versions)
     return Recording(
         seed=int(facts["seed"]),

@@ -32,87 +32,23 @@ import numpy.typing as npt
 import torch
 from scipy.stats import t as student
 
+from benchmarks.recipes import FROZEN, RECIPES, REFERENCE, REPEATED, SERVING_DEPTH, Recipe
 from benchmarks.recording import Recording, open_recording, record
 from drafter.batch import RolloutBatch
+from drafter.checkpoint import read_drafter
 from drafter.model import Eagle3Drafter
 from drafter.replay import replay
 from drafter.target import TargetHead
 from drafter.trainer import DrafterTrainer, Loss, TrainConfig
-from examples.initial_drafter import LEARNING_RATE, SEQUENCES_PER_STEP, STEPS, train_initial_drafter
+from examples.initial_drafter import LEARNING_RATE, SEQUENCES_PER_STEP, save_drafter, train_initial_drafter
 from rl_hooks.features import to_e4m3
 from service.recent import RecentRollouts
 
-SERVING_DEPTH: Final = 4
 HOLDOUT_ONE_IN: Final = 4  # as the demo's worker: these are scored, never trained on
-BLOCK_VERSIONS: Final = 4
+BLOCK_VERSIONS: Final = 2
 #: Rollouts of the base policy that show what a drafter has forgotten at the end.
 BASE_ROLLOUTS: Final = 256
 DRAFTINGS: Final = ("probabilistic", "greedy")
-REFERENCE: Final = "reference"
-FROZEN: Final = "static, kl"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One way to keep a drafter in step. The defaults are the demo's settings, at half its passes."""
-
-    name: str
-    loss: Loss = "kl"
-    learning_rate: float = 3e-3
-    steps_ahead: int = SERVING_DEPTH  # training depth
-    passes: float = 4.0  # 0: never trained after its start
-    step_tokens: int = 900
-    recent_tokens: int = 8000  # 1: only the newest policy's rollouts
-    every: int = 1  # train after every n-th policy version
-    start_loss: Loss = "kl"  # of the training before RL
-    start_steps: int = STEPS  # 0: from scratch
-    fp8: bool = False
-    top_k: int = 0  # 0: last_hidden
-    stale: bool = False  # train on the base policy's rollouts alone
-    reservoir: float = 0.0  # share of steps whose older half comes from the base policy
-
-    @property
-    def start(self) -> tuple[Loss, int]:
-        """What the drafter was before RL."""
-        return self.start_loss, self.start_steps
-
-
-#: Most telling first. The leading `REPEATED` run on every seed, then all the others on the first, then on the rest.
-RECIPES: Final = (
-    Recipe(REFERENCE),
-    Recipe(FROZEN, passes=0),
-    Recipe("static, alpha", passes=0, start_loss="alpha"),
-    Recipe("loss alpha", loss="alpha"),
-    Recipe("loss lk", loss="lk"),
-    Recipe("rate 1e-2", learning_rate=1e-2),
-    Recipe("rate 1e-3", learning_rate=1e-3),
-    Recipe("stale rollouts", stale=True),
-    Recipe("newest only", recent_tokens=1),
-    Recipe("from scratch", start_steps=0),
-    Recipe("depth 1", steps_ahead=1),
-    Recipe("every 2nd version", every=2),
-    Recipe("fp8 features", fp8=True),
-    Recipe("top-8 targets", top_k=8),
-    Recipe("loss nla", loss="nla"),
-    Recipe("loss alpha, rate 1e-3", loss="alpha", learning_rate=1e-3),
-    Recipe("loss alpha, start alpha", loss="alpha", start_loss="alpha"),
-    Recipe("depth 3", steps_ahead=3),
-    Recipe("depth 7", steps_ahead=7),
-    Recipe("8 passes", passes=8),
-    Recipe("2 passes", passes=2),
-    Recipe("every 4th version", every=4),
-    Recipe("every 4th version, 4x the passes", every=4, passes=16),
-    Recipe("top-16 targets", top_k=16),
-    Recipe("reservoir 25 %", reservoir=0.25),
-    Recipe("depth 5", steps_ahead=5),
-    Recipe("steps of 1800 tokens", step_tokens=1800, passes=8),
-    Recipe("static, alpha, 3x the steps", passes=0, start_loss="alpha", start_steps=3 * STEPS),
-    Recipe("recent 3000 tokens", recent_tokens=3000),
-    Recipe("loss lk, rate 1e-2", loss="lk", learning_rate=1e-2),
-    Recipe("steps of 450 tokens", step_tokens=450, passes=2),
-    Recipe("recent 32000 tokens", recent_tokens=32000),
-)
-REPEATED: Final = 9
 
 
 @dataclass
@@ -212,9 +148,13 @@ def initial_drafter(directory: Path, loss: Loss, steps: int) -> Eagle3Drafter:
     config = TrainConfig(steps_ahead=SERVING_DEPTH, learning_rate=LEARNING_RATE, loss=loss)
     trainer = DrafterTrainer(drafter, config)
     head, rng = TargetHead(recording.heads[0]), np.random.default_rng(recording.seed)
+    kept = directory / f"drafter-{loss}-{steps}"
+    if kept.exists():
+        return read_drafter(kept, recording.heads[0])
     for _ in range(steps):
         chosen = rng.choice(recording.base.rollouts, size=SEQUENCES_PER_STEP, replace=False)
         trainer.step(recording.base.select([int(i) for i in chosen]), head)
+    save_drafter(drafter, kept)
     return drafter
 
 
@@ -356,6 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=40, help="RL steps to record")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the RL run that is recorded")
     parser.add_argument("--every", type=int, default=2, help="replay every n-th policy version")
+    parser.add_argument("--until", type=int, default=30, help="first policy version that is left out")
     parser.add_argument("--only", nargs="*", default=[], help="names of recipes")
     parser.add_argument("--plot", type=Path, help="where to draw the report")
     options = parser.parse_args(argv)
@@ -378,7 +319,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _replay_all(options: Any) -> None:
     results = options.out / "results.jsonl"
     done = {(t.recipe, t.seed) for t in read_tracks(results)}
-    recordings = [open_recording(options.out / f"seed-{seed}", every=options.every) for seed in options.seeds]
+    recordings = [
+        open_recording(options.out / f"seed-{seed}", every=options.every, until=options.until) for seed in options.seeds
+    ]
     work = [(recipe, recording) for recipe in RECIPES[:REPEATED] for recording in recordings]
     work += [(recipe, recording) for recording in recordings for recipe in RECIPES[REPEATED:]]
     for recipe, recording in work:

@@ -1,0 +1,76 @@
+"""The recipes that `benchmarks/tracking.py` compares: each differs from the reference in what its name says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from drafter.trainer import Loss
+from examples.initial_drafter import STEPS
+
+SERVING_DEPTH: Final = 4
+REFERENCE: Final = "reference"
+FROZEN: Final = "static, kl"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to keep a drafter in step. The defaults are the demo's settings, at half its passes."""
+
+    name: str
+    loss: Loss = "kl"
+    learning_rate: float = 3e-3
+    steps_ahead: int = SERVING_DEPTH  # training depth
+    passes: float = 4.0  # 0: never trained after its start
+    step_tokens: int = 900
+    recent_tokens: int = 8000  # 1: only the newest policy's rollouts
+    every: int = 1  # train after every n-th policy version
+    start_loss: Loss = "kl"  # of the training before RL
+    start_steps: int = STEPS  # 0: from scratch
+    fp8: bool = False
+    top_k: int = 0  # 0: last_hidden
+    stale: bool = False  # train on the base policy's rollouts alone
+    reservoir: float = 0.0  # share of steps whose older half comes from the base policy
+
+    @property
+    def start(self) -> tuple[Loss, int]:
+        """What the drafter was before RL."""
+        return self.start_loss, self.start_steps
+
+
+#: Most telling first. The leading `REPEATED` run on every seed, then all the others on the first, then on the rest.
+RECIPES: Final = (
+    Recipe(REFERENCE),
+    Recipe(FROZEN, passes=0),
+    Recipe("loss alpha", loss="alpha"),
+    Recipe("loss lk", loss="lk"),
+    Recipe("static, alpha", passes=0, start_loss="alpha"),
+    Recipe("stale rollouts", stale=True),
+    Recipe("rate 1e-2", learning_rate=1e-2),
+    Recipe("rate 1e-3", learning_rate=1e-3),
+    Recipe("depth 1", steps_ahead=1),
+    Recipe("newest only", recent_tokens=1),
+    Recipe("from scratch", start_steps=0),
+    Recipe("every 2nd version", every=2),
+    Recipe("top-8 targets", top_k=8),
+    Recipe("fp8 features", fp8=True),
+    Recipe("8 passes", passes=8),
+    Recipe("every 4th version, 4x the passes", every=4, passes=16),
+    Recipe("reservoir 25 %", reservoir=0.25),
+    Recipe("depth 7", steps_ahead=7),
+    Recipe("loss nla", loss="nla"),
+    Recipe("every 4th version", every=4),
+    Recipe("depth 3", steps_ahead=3),
+    Recipe("loss alpha, start alpha", loss="alpha", start_loss="alpha"),
+    Recipe("2 passes", passes=2),
+    Recipe("top-16 targets", top_k=16),
+    Recipe("steps of 1800 tokens", step_tokens=1800, passes=8),
+    Recipe("recent 3000 tokens", recent_tokens=3000),
+    Recipe("static, alpha, 3x the steps", passes=0, start_loss="alpha", start_steps=3 * STEPS),
+    Recipe("depth 5", steps_ahead=5),
+    Recipe("loss alpha, rate 1e-3", loss="alpha", learning_rate=1e-3),
+    Recipe("loss lk, rate 1e-2", loss="lk", learning_rate=1e-2),
+    Recipe("steps of 450 tokens", step_tokens=450, passes=2),
+    Recipe("recent 32000 tokens", recent_tokens=32000),
+)
+REPEATED: Final = 5
