@@ -51,8 +51,23 @@ class ExpertSizes:
             )
 
 
+class Cast:
+    """Weights in the dtype to compute in, each cast at its first use and kept: one copy serves every step."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._made: dict[int, Tensor] = {}  # by identity: parameters outlive the unroll that this belongs to
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """The weight in this dtype; gradients flow."""
+        key = id(weight)
+        if key not in self._made:
+            self._made[key] = weight.to(self._dtype)
+        return self._made[key]
+
+
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), computed in x's dtype."""
+    """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -60,9 +75,9 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cast: Cast) -> Tensor:
         """[n, H] from x [n, H]."""
-        gate, up, down = (p.weight.to(x.dtype) for p in (self.gate_proj, self.up_proj, self.down_proj))
+        gate, up, down = (cast(p.weight) for p in (self.gate_proj, self.up_proj, self.down_proj))
         return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
@@ -105,12 +120,12 @@ class Experts(nn.Module):
         if sizes.shared:
             self.shared_experts = SwiGLU(hidden_size, sizes.shared * sizes.intermediate_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cast: Cast) -> Tensor:
         """[n, H] from x [n, H]."""
         weights, chosen = self.gate(x)
-        out = torch.zeros_like(x) if self.shared_experts is None else self.shared_experts(x)
+        out = torch.zeros_like(x) if self.shared_experts is None else self.shared_experts(x, cast)
         for number in torch.unique(chosen).tolist():
             row, place = torch.nonzero(chosen == number, as_tuple=True)
-            part = self.experts[number](x.index_select(0, row))
+            part = self.experts[number](x.index_select(0, row), cast)
             out = out.index_add(0, row, part * weights[row, place, None].to(x.dtype))
         return out

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from drafter.attention import attend, gather_keys
 from drafter.errors import DrafterError
-from drafter.experts import Experts, ExpertSizes, SwiGLU
+from drafter.experts import Cast, Experts, ExpertSizes, SwiGLU
 from drafter.grouped_attention import GroupedAttention, GroupedSizes
 from drafter.latent_attention import LatentAttention, LatentSizes, Yarn
 from drafter.model import rms_norm
@@ -166,7 +166,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertSizes | None:
 
 
 class MtpWeights(NamedTuple):
-    """The module's weights outside the experts, in the dtype to compute in."""
+    """The module's weights in the dtype to compute in."""
 
     enorm: Tensor  # [H]
     hnorm: Tensor  # [H]
@@ -176,6 +176,7 @@ class MtpWeights(NamedTuple):
     post_norm: Tensor  # [H]
     norm: Tensor  # [H], shared_head.norm
     lm_head: Tensor  # [V, H], the policy's
+    experts: Cast  # of the feed-forward part, as they are used
 
 
 class _SharedHead(nn.Module):
@@ -233,6 +234,7 @@ class MtpDrafter(nn.Module):
             post_norm=self.post_attention_layernorm.weight.to(cast),
             norm=self.shared_head.norm.weight.to(cast),
             lm_head=self.head.to(cast),
+            experts=Cast(cast),
         )
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
@@ -242,7 +244,7 @@ class MtpDrafter(nn.Module):
     def finish(self, h: Tensor, attended: Tensor, weights: MtpWeights) -> Tensor:
         """Compute `pre` [n, H] from the layer's input h [n, H] and the kernel's output [n, N, hd]."""
         h1 = h + self.self_attn.merge(attended, weights.attention)
-        fed: Tensor = self.mlp(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps))
+        fed: Tensor = self.mlp(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps), weights.experts)
         return h1 + fed
 
 

@@ -299,6 +299,15 @@ def test_other_losses_and_half_precision_serve_it_too(how: dict[str, Any]) -> No
     assert sum(last.acceptance_per_step) > sum(first.acceptance_per_step) + 0.2
 
 
+def test_an_experts_weights_are_cast_once_for_all_steps() -> None:
+    drafter = drafter_for(target_config()).float()
+    cast = drafter.weights(torch.bfloat16).experts
+    weight = next(drafter.mlp.parameters())
+    assert cast(weight).dtype == torch.bfloat16
+    assert cast(weight) is cast(weight)
+    assert cast(weight).requires_grad
+
+
 def test_its_gradients_are_those_of_the_reference() -> None:
     config = target_config()
     drafter = drafter_for(config)
