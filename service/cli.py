@@ -28,7 +28,9 @@ app = typer.Typer(
 #: Variables that other parts read: logging, the agent's and the engine plugin's tokens, child processes.
 _OTHER_VARIABLES = {
     *("DRAFTALIGN_LOG_LEVEL", "DRAFTALIGN_TOKEN", "DRAFTALIGN_CHILD", "DRAFTALIGN_PARENT"),
-    *("DRAFTALIGN_DRAFTER_DIR", "DRAFTALIGN_SWAP_TOKEN"),
+    *("DRAFTALIGN_DRAFTER_DIR", "DRAFTALIGN_SWAP_TOKEN", "DRAFTALIGN_ENGINE_TOKEN", "DRAFTALIGN_POLICY_DIR"),
+    *(f"DRAFTALIGN_TAP_{name}" for name in ("URL", "RUN", "TOKEN", "FRACTION", "TOKENS_PER_MINUTE")),
+    "DRAFTALIGN_VLLM_PYTHON",
 }
 
 _REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://")

@@ -280,6 +280,16 @@ def test_a_load_that_breaks_half_way_puts_the_old_drafter_back(server: SGLangSer
     )
 
 
+def test_a_server_with_another_directory_is_told_apart_from_one_that_refuses(
+    server: SGLangServer, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTALIGN_DRAFTER_DIR", str(tmp_path / "elsewhere"))
+    before = server.models[0].weights()
+    with pytest.raises(EngineError, match="DRAFTALIGN_DRAFTER_DIR"):
+        swap(server, release(home, "one", 1))
+    assert all(torch.equal(now, before[name]) for name, now in server.models[0].weights().items())
+
+
 @pytest.mark.parametrize("path", ["/begin_weight_update", "/update_weights_from_tensor"])
 def test_a_call_that_fails_leaves_the_server_running(server: SGLangServer, home: Path, path: str) -> None:
     server.fail[path] = 1

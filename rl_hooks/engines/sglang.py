@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl_hooks import wire
@@ -155,7 +156,11 @@ class SGLangEngine:
             raise SwapRefusedError(f"{self.url} refused {release.version}: {refused[0]}")
         failed = [one["failed"] for one in said if one.get("failed")]
         if failed or len(said) < ranks or not all(one.get("ok") for one in said):
-            reason = failed[0] if failed else f"{len(said)} of {ranks} ranks told what became of it"
+            silent = (
+                f"{len(said)} of {ranks} ranks told what became of it; see the server's log, and whether its "
+                f"DRAFTALIGN_DRAFTER_DIR holds {release.path}"
+            )
+            reason = failed[0] if failed else silent
             raise EngineError(f"{self.url} did not load {release.version}: {reason}")
         if len({one["sha256"] for one in said}) != 1:
             raise EngineError(f"{self.url}: its ranks read different files for {release.version}")
@@ -231,8 +236,11 @@ def check_release(release: Release, info: Mapping[str, Any]) -> None:
     first = Path(str(info.get("speculative_draft_model_path") or "")) / "model.safetensors"
     if not first.is_file():
         return  # not on this disk; the loader compares with what the server has
-    started, offered = wire.MappedFile(first), wire.MappedFile(release.path / "model.safetensors")
-    if "d2t" in started and "d2t" in offered and bool((started.array("d2t") != offered.array("d2t")).any()):
+    try:
+        started, offered = (wire.MappedFile(path) for path in (first, release.path / "model.safetensors"))
+    except wire.WireError:
+        return  # with dtypes of its own, say; the loader compares in any case
+    if "d2t" in started and "d2t" in offered and not np.array_equal(started.array("d2t"), offered.array("d2t")):
         raise SwapRefusedError(
             f"{release.version}: d2t differs from that of {first.parent}, with which the server was started; SGLang "
             "reads the draft vocabulary once, at its start. Restart it with this drafter"
