@@ -186,7 +186,7 @@ class FeatureTap:
             with torch.inference_mode():
                 self._take(step, chosen)
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
-            self._note("step", error)
+            self.note("step", error)
             for i in chosen:
                 self._tracked.pop(step.request_ids[i], None)
 
@@ -265,9 +265,10 @@ class FeatureTap:
                 self._deliver(collected)
                 self.counts["delivered"] += 1
             except Exception as error:  # noqa: BLE001 - one bad request must not end the thread
-                self._note("assemble", error)
+                self.note("assemble", error)
 
-    def _note(self, kind: str, error: Exception) -> None:
+    def note(self, kind: str, error: Exception) -> None:
+        """Count a failure of ours; log it the first time that its kind comes up."""
         self.counts["failures"] += 1
         if kind not in self._warned:
             self._warned.add(kind)

@@ -150,12 +150,14 @@ class VllmTap:
             raise TapUnsupportedError(f"{type(runner).__name__} hands nothing to a drafter that the tap knows")
 
     def _watch(self, scheduler_output: Any) -> None:
-        # Ended in the step before; a name may be taken up again in this one.
-        self.tap.end(scheduler_output.finished_req_ids)
-        for new in scheduler_output.scheduled_new_reqs:
-            request = request_of(new)
-            if request is not None:
-                self.tap.begin(request)
+        try:
+            # Ended in the step before; a name may be taken up again in this one.
+            self.tap.end(scheduler_output.finished_req_ids)
+            for new in scheduler_output.scheduled_new_reqs:
+                if (request := request_of(new)) is not None:
+                    self.tap.begin(request)
+        except Exception as error:  # noqa: BLE001 - the engine must not feel this
+            self.tap.note("reading what was scheduled", error)
 
     def _tapped_v1(self, runner: Any, propose: Callable[..., Any]) -> Callable[..., Any]:
         def propose_draft_token_ids(*args: Any, **kwargs: Any) -> Any:
@@ -177,7 +179,7 @@ class VllmTap:
             if (step := read(runner, args)) is not None:
                 self.tap.step(step)
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
-            self.tap._note("reading a step", error)
+            self.tap.note("reading a step", error)
 
     def _send(self, batch: Sequence[Collected]) -> None:
         parts, batch_id = rollout_file(
