@@ -15,15 +15,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from drafter.acceptance import Floats, Ints, Replay, Segments, find_segments, replay_rounds
 from drafter.batch import RolloutBatch, screen
 from drafter.errors import DrafterError
-from drafter.model import Eagle3Drafter
+from drafter.kinds import Drafter, unroll_batch
+from drafter.model import rms_norm
 from drafter.ngram import ngram_replay
 from drafter.replay import Drafting, _groups, prompt_groups, replay
-from drafter.unroll import make_plan, unroll
+from drafter.unroll import Unrolled, make_plan
 
 #: Logits held at once, in elements: 128 MiB of float32.
 _LOGITS_ELEMENTS = 1 << 25
@@ -71,15 +73,17 @@ class Evaluation:
 
 
 def evaluate(
-    drafter: Eagle3Drafter,
+    drafter: Drafter,
     batches: Iterable[RolloutBatch],
     *,
     depth: int,
     drafting: Drafting = "probabilistic",
     branches: Sequence[int] = (),
-    embedding: Callable[[int], Tensor] | None = None,
+    share: Callable[[int], None] | None = None,
 ) -> Evaluation:
-    """Replay every batch, one in memory at a time; `embedding` gives the target's at a policy version, where it moves.
+    """Replay every batch, one in memory at a time.
+
+    `share` is called with each batch's policy version: to give the drafter what it shares with that policy.
 
     Raises `BatchRejected` for features that give no probabilities, `DrafterError` where a batch is of another target.
     """
@@ -88,8 +92,8 @@ def evaluate(
     for batch in batches:
         screen(batch)
         texts.append(_text_only(batch))
-        if embedding is not None:
-            drafter.embed_tokens = embedding(batch.policy_version)
+        if share is not None:
+            share(batch.policy_version)
         own.append(replay(drafter, batch, depth=depth, drafting=drafting))
         ngram.append(ngram_replay(batch, depth=depth))
         for k, bounds in trees.items():
@@ -108,26 +112,27 @@ def evaluate(
 
 
 @torch.no_grad()
-def tree_bound(drafter: Eagle3Drafter, batch: RolloutBatch, *, depth: int, branches: int) -> Replay:
+def tree_bound(drafter: Drafter, batch: RolloutBatch, *, depth: int, branches: int) -> Replay:
     """Upper bound on what a tree of `branches` per step would have had, one forward pass of the unroll."""
-    if depth < 1 or not 1 <= branches <= drafter.config.draft_vocab_size:
+    if depth < 1 or not 1 <= branches <= len(drafter.vocabulary):
         raise DrafterError(f"expected depth >= 1 and branches from 1 to the draft vocabulary: {depth=} {branches=}")
     parts = [_tree_bound(drafter, group, depth, branches) for group in _groups(batch, _TOKENS_AT_ONCE)]
     return Replay.concat(parts)
 
 
-def _tree_bound(drafter: Eagle3Drafter, batch: RolloutBatch, depth: int, branches: int) -> Replay:
-    device = drafter.fc.weight.device
+def _tree_bound(drafter: Drafter, batch: RolloutBatch, depth: int, branches: int) -> Replay:
+    device = next(drafter.parameters()).device
     segments = find_segments(batch.loss_mask.cpu().numpy(), batch.cu_seqlens.numpy())
     batch = batch.to(device)
     plan = make_plan(batch.cu_seqlens, batch.loss_mask, depth).to(device)
-    unrolled = unroll(drafter, plan, batch.input_ids, batch.aux_hidden)
+    unrolled = unroll_batch(drafter, plan, batch)
     place = _places(segments, batch.tokens).to(device)
     found = torch.zeros(int(segments.tokens.sum()), depth, device=device)
     for step, (rows, pre) in enumerate(zip(unrolled.rows, unrolled.pre, strict=True)):
         begins = place[rows + 2] >= 0  # rows whose x[row + 2] a round can draft first
         rows, pre = rows[begins], pre[begins]
-        found[place[rows + 2], step] = _among_best(drafter, pre, batch.input_ids[rows + 2 + step], branches)
+        emitted = batch.input_ids[rows + 2 + step]
+        found[place[rows + 2], step] = _among_best(drafter, unrolled, pre, emitted, branches)
     return replay_rounds(found.cpu().numpy(), segments)
 
 
@@ -147,12 +152,14 @@ def _places(segments: Segments, tokens: int) -> Tensor:
     return place
 
 
-def _among_best(drafter: Eagle3Drafter, pre: Tensor, emitted: Tensor, branches: int) -> Tensor:
+def _among_best(drafter: Drafter, unrolled: Unrolled, pre: Tensor, emitted: Tensor, branches: int) -> Tensor:
     """1 where the emitted target token [n] is among the likeliest drafts of pre [n, H], else 0."""
-    limit = max(1, _LOGITS_ELEMENTS // drafter.config.draft_vocab_size)
+    weights, ids = unrolled.weights, drafter.vocabulary.ids.to(pre.device)
+    limit = max(1, _LOGITS_ELEMENTS // ids.numel())
     parts = [pre.new_zeros(0)]
     for part, wanted in zip(torch.split(pre, limit), torch.split(emitted, limit), strict=True):
-        best = drafter.to_target(drafter.logits(part).topk(branches, dim=-1).indices)
+        normed = rms_norm(part, weights.norm, drafter.config.rms_norm_eps)
+        best = ids[F.linear(normed, weights.lm_head).topk(branches, dim=-1).indices]
         parts.append((best == wanted[:, None]).any(dim=1).to(pre.dtype))
     return torch.cat(parts)
 

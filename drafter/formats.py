@@ -85,6 +85,8 @@ def import_drafter(
     if not (directory / MODEL_FILE).is_file():
         _refuse_what_is_there(directory)
     document = read_config(directory / CONFIG_FILE)
+    if is_mtp(document):
+        raise CheckpointError(f"{directory} holds an MTP module, which has one layout in every project (DeepSeek-V3's)")
     nested = "speculators_model_type" in document or "transformer_layer_config" in document
     if layout is None:
         layout = "speculators" if nested else "sglang"
@@ -133,6 +135,12 @@ def export_drafter(
     save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
     return finish_files(directory)
+
+
+def is_mtp(document: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an MTP module (`drafter.mtp_checkpoint`) or of a policy that has one."""
+    own = document.get("draftalign")
+    return bool(document.get("num_nextn_predict_layers")) or (isinstance(own, Mapping) and own.get("kind") == "mtp")
 
 
 def engine_limits(config: DrafterConfig) -> tuple[str, ...]:

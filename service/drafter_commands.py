@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 import typer
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from drafter.batch import RolloutBatch
     from drafter.evaluate import Evaluation
     from drafter.formats import Imported, Verifier
+    from drafter.kinds import Drafter
+    from service.target import Target
 
 #: Names of a target's token embedding: a run's own, and those of transformers checkpoints.
 _EMBEDDINGS: Final = (
@@ -31,6 +33,7 @@ _EMBEDDINGS: Final = (
     "transformer.wte.weight",
     "gpt_neox.embed_in.weight",
 )
+_HEADS: Final = ("lm_head", "lm_head.weight", "language_model.lm_head.weight", "output.weight")
 _NORM: Final = "What norm_before_residual is, where the config does not say."
 
 Source = Annotated[Path, typer.Argument(help="Directory with model.safetensors and config.json, in any layout.")]
@@ -121,21 +124,26 @@ def evaluate(
 ) -> None:
     """Replay α of a drafter on rollout files: what it would have accepted, by position, beside n-gram drafting."""
     with _explained():
-        from drafter.checkpoint import build_drafter
+        from drafter.checkpoint import build_drafter, read_config
         from drafter.evaluate import evaluate as replay_all
+        from drafter.formats import is_mtp
+        from drafter.mtp_checkpoint import read_mtp
 
-        imported = _read(drafter, from_, aux_layers, norm_before_residual)
-        config = imported.stored.config
         files = _rollout_files(rollouts)
-        embedding = _embedding(target, state_dir)
-        model = build_drafter(imported.stored, embedding(0)).eval()
+        policy = _policy(target, state_dir)
+        embed_tokens = policy.embed_tokens
+        model: Drafter
+        if (drafter / "config.json").is_file() and is_mtp(read_config(drafter / "config.json")):
+            model = read_mtp(drafter, embed_tokens, policy.lm_head())
+        else:
+            model = build_drafter(_read(drafter, from_, aux_layers, norm_before_residual).stored, embed_tokens)
         result = replay_all(
-            model,
-            (_load(path, config.vocab_size) for path in files),
+            model.eval(),
+            (_load(path, model.config.vocab_size) for path in files),
             depth=depth,
             drafting=drafting,  # type: ignore[arg-type]
-            branches=[k for k in (2, 4, 8) if tree and k <= config.draft_vocab_size],
-            embedding=embedding,
+            branches=[k for k in (2, 4, 8) if tree and k <= len(model.vocabulary)],
+            share=lambda policy_version: policy.share(model, policy_version),
         )
         if as_json:
             typer.echo(json.dumps({"files": len(files), **result.summary(level)}, indent=1))
@@ -245,37 +253,74 @@ def _load(path: Path, vocab_size: int) -> RolloutBatch:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
-def _embedding(target: str, state_dir: Path | None) -> Callable[[int], Tensor]:
-    """The target's embedding at a policy version: always the same where it comes from a file, not where from a run."""
-    import torch
+class _Policy(Protocol):
+    """What a drafter shares with its target: the embedding, and for MTP the head."""
 
+    @property
+    def embed_tokens(self) -> Tensor:
+        """The first one known, [V, H] fp32."""
+
+    def lm_head(self) -> Tensor:
+        """The first one known, [V, H] fp32."""
+
+    def share(self, drafter: Drafter, policy_version: int) -> None:
+        """Set a drafter up for rollouts of this version."""
+
+
+class _FixedPolicy:
+    """Of a safetensors file or of a model's directory, sharded or not: the same for all versions."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.embed_tokens = self._find(_EMBEDDINGS, "token embedding")
+
+    def lm_head(self) -> Tensor:
+        return self._find((*_HEADS, *_EMBEDDINGS), "head")  # without one of its own it is tied
+
+    def share(self, drafter: Drafter, policy_version: int) -> None:
+        pass
+
+    def _find(self, names: Sequence[str], what: str) -> Tensor:
+        from rl_hooks.wire import MappedFile
+        from service.target import read_tensor
+
+        files = [MappedFile(path) for path in (_shards(self._path) if self._path.is_dir() else [self._path])]
+        for name in names:
+            for file in files:
+                if name in file:
+                    return read_tensor(file, name)
+        raise ConfigurationError(f"{self._path} holds no {what}; looked for {', '.join(names)}")
+
+
+class _RunsPolicy:
+    """Of a run: each batch meets the embedding and head of its own policy version, as in the worker."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
+
+    def share(self, drafter: Drafter, policy_version: int) -> None:
+        import torch
+
+        from drafter.kinds import share
+
+        then = self._target.at(policy_version, torch.device("cpu"))
+        share(drafter, then.embed_tokens, then.head)
+
+
+def _policy(target: str, state_dir: Path | None) -> _Policy:
     from service.target import Target
 
     path = Path(target)
     if path.is_dir() or path.suffix == ".safetensors":
-        fixed = _embedding_of(path)
-        return lambda _: fixed
+        return _FixedPolicy(path)
     layout = Layout(Settings(**({} if state_dir is None else {"state_dir": state_dir})).state_dir)  # type: ignore[arg-type]
     if target not in layout.run_names():
         raise ConfigurationError(
             f"no run {target!r} under {layout.runs}, and no such file; --target takes a run's name, a safetensors file "
             "with the target's embedding, or the directory of a transformers model"
         )
-    run = Target.open(layout, target)
-    return lambda policy_version: run.at(policy_version, torch.device("cpu")).embed_tokens
-
-
-def _embedding_of(path: Path) -> Tensor:
-    """embed_tokens [V, H] fp32 of a safetensors file or of a model's directory, sharded or not."""
-    from rl_hooks.wire import MappedFile
-    from service.target import read_tensor
-
-    for file in _shards(path) if path.is_dir() else [path]:
-        mapped = MappedFile(file)
-        for name in _EMBEDDINGS:
-            if name in mapped:
-                return read_tensor(mapped, name)
-    raise ConfigurationError(f"{path} holds no token embedding; looked for {', '.join(_EMBEDDINGS)}")
+    return _RunsPolicy(Target.open(layout, target))
 
 
 def _shards(directory: Path) -> list[Path]:

@@ -15,7 +15,7 @@ import torch
 from decode_fixtures import log_rollouts, make_drafter, make_prompts, make_target, train_lightly
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
-from worker_fixtures import DRAFT, LAYERS, World
+from worker_fixtures import CONFIG, DRAFT, LAYERS, World
 
 from drafter.acceptance import find_segments, replay_rounds
 from drafter.batch import load_batch
@@ -24,6 +24,8 @@ from drafter.decode import generate
 from drafter.errors import DrafterError
 from drafter.evaluate import conditional, evaluate, tree_bound
 from drafter.model import Eagle3Drafter
+from drafter.mtp import MtpConfig, MtpDrafter
+from drafter.mtp_checkpoint import write_mtp
 from drafter.ngram import ngram_replay
 from drafter.replay import replay
 from drafter.tree import generate_tree
@@ -204,6 +206,47 @@ def test_eval_takes_the_embedding_of_each_policy_version_from_a_run(tmp_path: Pa
     stale = replay(read_drafter(directory, world.embed), load_batch(file), depth=4).alpha
     assert alpha == pytest.approx(own, rel=1e-9)
     assert abs(alpha - stale) > 1e-4
+
+
+#: What a DeepSeek-V3 config says beyond the fields of any other.
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+}
+
+
+def test_eval_scores_an_mtp_module_with_the_head_of_each_policy_version(tmp_path: Path) -> None:
+    world = World()
+    moved = world.move_head(5)
+    layout = Layout(tmp_path / "state")
+    layout.make_run("mtp")
+    layout.target("mtp").write_bytes(world.run_file())
+    layout.run_json("mtp").write_text("{}")
+    layout.head("mtp", 5).write_bytes(world.head_file(5))
+    torch.manual_seed(0)
+    module = MtpDrafter(MtpConfig.from_target(CONFIG | LATENT), world.embed, world.heads[0])
+    directory = tmp_path / "module"
+    directory.mkdir()
+    write_mtp(directory, module)
+    file = tmp_path / "late.safetensors"
+    file.write_bytes(world.rollout_file("late", policy_version=6))
+    module.head = moved
+    want = replay(module, load_batch(file), depth=2).alpha
+    options = ("--depth", 2, "--tree", "--json", "--state-dir", tmp_path / "state")
+    figures = json.loads(worked("eval", directory, file, "--target", "mtp", *options))["drafters"]
+    assert figures["drafter"]["alpha"] == pytest.approx(want, rel=1e-9)
+    assert figures["tree of 8, at most"]["alpha"] > figures["tree of 2, at most"]["alpha"]
+    save_file({"model.embed_tokens.weight": world.embed, "lm_head.weight": moved}, tmp_path / "policy.safetensors")
+    fixed = json.loads(worked("eval", directory, file, "--target", tmp_path / "policy.safetensors", *options))
+    assert fixed["drafters"] == figures
+    assert "an MTP module" in refused("convert", directory, tmp_path / "new", "--to", "sglang")
 
 
 def test_eval_finds_the_embedding_in_a_models_directory(
