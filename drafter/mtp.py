@@ -3,7 +3,7 @@
 The layout is DeepSeek-V3's, with its own latent attention or, as in GLM-4.5, a grouped one.
 
     e   = embed(token), zero at the document's first row, as vLLM reads it
-    h   = eh_proj(cat(enorm(e), hnorm(r)))          r: the target's last_hidden; later steps: r = norm(pre)
+    h   = eh_proj(cat(enorm(e), hnorm(r)))          r: the target's last_hidden; later steps: norm(pre)
     h1  = h + attention(input_layernorm(h));   pre = h1 + mlp(post_attention_layernorm(h1))
     q   = softmax(head(norm(pre)))                  over the whole vocabulary, `norm` is shared_head.norm
 
@@ -48,6 +48,7 @@ class MtpConfig:
     max_position_embeddings: int = 4096
     model_type: str = "deepseek_v3"
     zero_first_embedding: bool = True  # as vLLM does; transformers does not
+    normed_feedback: bool = True  # a step is fed norm(pre), else `pre` itself
     kind: str = "mtp"
 
     def identity(self) -> dict[str, Any]:
@@ -55,8 +56,14 @@ class MtpConfig:
         return asdict(self)
 
     @classmethod
-    def from_target(cls, config: Mapping[str, Any], *, zero_first_embedding: bool = True) -> MtpConfig:
-        """Read a DeepSeek-V3 style transformers config. Raises `DrafterError` naming what it lacks or has too much."""
+    def from_target(
+        cls, config: Mapping[str, Any], *, zero_first_embedding: bool = True, normed_feedback: bool | None = None
+    ) -> MtpConfig:
+        """Read a transformers config. Raises `DrafterError` naming what it lacks or has too much.
+
+        The two switches are the serving engine's; by default vLLM's, which feeds back the normed state for DeepSeek's
+        modules and the un-normed one for GLM's.
+        """
         grouped = config.get("model_type") in _GROUPED
         needed = [
             *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
@@ -82,6 +89,7 @@ class MtpConfig:
             max_position_embeddings=int(config.get("max_position_embeddings") or 4096),
             model_type=str(config.get("model_type") or "deepseek_v3"),
             zero_first_embedding=zero_first_embedding,
+            normed_feedback=not grouped if normed_feedback is None else normed_feedback,
         )
 
 
@@ -296,7 +304,7 @@ def unroll_mtp(
             continue
         positions = plan.positions[:n] + step
         if step:
-            h = enter(rms_norm(pre[:n], weights.norm, eps), step)
+            h = enter(rms_norm(pre[:n], weights.norm, eps) if config.normed_feedback else pre[:n], step)
             x = rms_norm(h, weights.input_norm, eps)
             diagonal = [(old_k[:n], old_v[:n]) for old_k, old_v in diagonal]
             diagonal.append(layer.keys_values(x, positions, weights.attention))

@@ -28,6 +28,8 @@ _INDEX_FILE: Final = "model.safetensors.index.json"
 _STORAGE: Final = (torch.float32, torch.bfloat16, torch.float16)
 #: Stays float32 whatever the weights are: the router adds it to float32 scores.
 _FLOAT32: Final = "mlp.gate.e_score_correction_bias"
+#: What engines do differently, in config.json under `draftalign`.
+_SWITCHES: Final = ("zero_first_embedding", "normed_feedback")
 #: Copies of the policy's own that published checkpoints carry in this layer, and what they are copies of.
 _COPIES: Final[Mapping[str, str]] = {"embed_tokens.weight": "embed_tokens", "shared_head.head.weight": "head"}
 
@@ -73,7 +75,11 @@ def export_mtp_config(config: MtpConfig, dtype: torch.dtype = torch.float32) -> 
         "tie_word_embeddings": False,
         "n_routed_experts": 0,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "draftalign": {"kind": config.kind, "zero_first_embedding": config.zero_first_embedding},
+        "draftalign": {
+            "kind": config.kind,
+            "zero_first_embedding": config.zero_first_embedding,
+            "normed_feedback": config.normed_feedback,
+        },
     }
     if experts is not None:
         document |= {
@@ -121,11 +127,11 @@ def _attention_fields(sizes: LatentSizes | GroupedSizes) -> dict[str, Any]:
 def parse_mtp_config(document: Mapping[str, Any]) -> MtpConfig:
     """Read what `export_mtp_config` wrote, or a policy's own config.json. Raises `CheckpointError`."""
     own = document.get("draftalign") or {}
-    zero_first = own.get("zero_first_embedding", True) if isinstance(own, Mapping) else None
-    if not isinstance(zero_first, bool):
-        raise CheckpointError(f"config.json: zero_first_embedding must be true or false, got {own!r}")
+    switches = {k: own[k] for k in _SWITCHES if k in own} if isinstance(own, Mapping) else {"draftalign": own}
+    if not all(isinstance(value, bool) for value in switches.values()):
+        raise CheckpointError(f"config.json: {' and '.join(_SWITCHES)} must be true or false, got {own!r}")
     try:
-        return MtpConfig.from_target(document, zero_first_embedding=zero_first)
+        return MtpConfig.from_target(document, **switches)
     except (DrafterError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json: {error}") from error
 

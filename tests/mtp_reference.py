@@ -108,7 +108,14 @@ class Row:
 
 
 def reference_pres(
-    w: Mapping[str, Tensor], c: Any, embed: Tensor, ids: list[int], last_hidden: Tensor, steps: int, zero_first: bool
+    w: Mapping[str, Tensor],
+    c: Any,
+    embed: Tensor,
+    ids: list[int],
+    last_hidden: Tensor,
+    steps: int,
+    zero_first: bool,
+    normed: bool = True,
 ) -> dict[tuple[int, int], Tensor]:
     """`pre` of every (row, step) of one document whose drafted token lies in it."""
     n = len(ids)
@@ -122,7 +129,9 @@ def reference_pres(
             if t + 2 + j >= n:
                 break
             if j:
-                r = rms(out[t, j - 1], w["shared_head.norm.weight"], c.rms_norm_eps)
+                r = out[t, j - 1]
+                if normed:
+                    r = rms(r, w["shared_head.norm.weight"], c.rms_norm_eps)
                 here = Row(w, c, embed[ids[t + 1 + j]], r, t + j)
                 own.append(here)
             out[t, j] = here.pre(first[: t + 1] + own)

@@ -20,7 +20,7 @@ from drafter.batch import RolloutBatch
 from drafter.errors import BatchRejected, CheckpointError, DrafterError
 from drafter.model import rms_norm
 from drafter.mtp import MtpConfig, MtpDrafter, unroll_mtp
-from drafter.mtp_checkpoint import extract_mtp, prefix, read_mtp, write_mtp
+from drafter.mtp_checkpoint import extract_mtp, parse_mtp_config, prefix, read_mtp, write_mtp
 from drafter.plan import make_plan
 from drafter.replay import replay
 from drafter.target import TargetHead
@@ -128,11 +128,11 @@ def drafter_for(config: Any, seed: int = 0, **changes: Any) -> MtpDrafter:
     return drafter
 
 
-@pytest.mark.parametrize("zero_first", [True, False])
+@pytest.mark.parametrize(("zero_first", "normed"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_row_and_step_equals_the_reference(variant: str, zero_first: bool) -> None:
+def test_every_row_and_step_equals_the_reference(variant: str, zero_first: bool, normed: bool) -> None:
     config = target_config(**VARIANTS[variant])
-    drafter = drafter_for(config, zero_first_embedding=zero_first)
+    drafter = drafter_for(config, zero_first_embedding=zero_first, normed_feedback=normed)
     masks = SHAPES["packed, awkward"]
     g = torch.Generator().manual_seed(7)
     T = sum(m.numel() for m in masks)
@@ -144,7 +144,7 @@ def test_every_row_and_step_equals_the_reference(variant: str, zero_first: bool)
     compared = 0
     for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         expected = reference_pres(
-            weights, config, drafter.embed_tokens, ids[begin:end].tolist(), last[begin:end], 3, zero_first
+            weights, config, drafter.embed_tokens, ids[begin:end].tolist(), last[begin:end], 3, zero_first, normed
         )
         for step in range(3):
             for row, pre in zip(got.rows[step].tolist(), got.pre[step], strict=True):
@@ -187,7 +187,7 @@ def transformers_twin(drafter: MtpDrafter, config: Any) -> MtpModel:
 @pytest.mark.parametrize("variant", sorted(CONFIGS.keys() - {"dense"}))
 def test_every_row_and_step_equals_transformers(variant: str) -> None:
     config = CONFIGS[variant]()
-    drafter = drafter_for(config, zero_first_embedding=False)
+    drafter = drafter_for(config, zero_first_embedding=False, normed_feedback=True)
     twin = transformers_twin(drafter, config)
     n, steps = 11, 3
     g = torch.Generator().manual_seed(3)
@@ -410,12 +410,16 @@ def break_first(drafter: MtpDrafter) -> None:
     drafter.config = replace(drafter.config, zero_first_embedding=False)
 
 
+def break_norming(drafter: MtpDrafter) -> None:
+    drafter.config = replace(drafter.config, normed_feedback=False)
+
+
 def break_feedback(drafter: MtpDrafter) -> None:
     drafter.shared_head.norm.weight.data = drafter.shared_head.norm.weight.data.flip(0)
 
 
 @pytest.mark.parametrize(
-    "mutation", [break_halves, break_norms, break_bias, break_rotation, break_first, break_feedback]
+    "mutation", [break_halves, break_norms, break_bias, break_rotation, break_first, break_norming, break_feedback]
 )
 def test_a_broken_module_is_seen_by_the_comparison(mutation: Any) -> None:
     config = target_config()
@@ -545,3 +549,13 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     drafter.eh_proj.weight.data[0, 0] = 1e30
     with pytest.raises(CheckpointError, match=r"eh_proj\.weight is not finite as torch\.float16"):
         write_mtp(tmp_path, drafter, dtype=torch.float16)
+
+
+def test_the_switches_default_to_what_vllm_does_with_each_family_and_can_be_said(tmp_path: Path) -> None:
+    assert MtpConfig.from_target(target_config().to_dict()).normed_feedback
+    glm = glm_config().to_dict()
+    assert not MtpConfig.from_target(glm).normed_feedback
+    said = glm | {"draftalign": {"kind": "mtp", "normed_feedback": True, "zero_first_embedding": False}}
+    assert parse_mtp_config(said) == MtpConfig.from_target(glm, zero_first_embedding=False, normed_feedback=True)
+    with pytest.raises(CheckpointError, match="normed_feedback must be true or false"):
+        parse_mtp_config(glm | {"draftalign": {"normed_feedback": "yes"}})
