@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from hooks_fixtures import mapped, receiver
+from service_fixtures import CONFIG, run_file
 from target_families import FAMILIES, LAYERS, VOCAB, tiny
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ from rl_hooks.hook import DrafterHook
 from rl_hooks.registration import _LOGIT_RULES, RunRegistration, head_weight
 from rl_hooks.wire import LogitMap, WireError
 from service.layout import Layout
+from service.runs import read_run_header
 from service.target import Target
 
 AUX = (1, 3, 4)
@@ -284,6 +286,13 @@ def test_an_unknown_architecture_is_refused_by_name_and_works_once_its_layers_an
 def test_impossible_logit_maps_are_refused_by_field(metadata: dict[str, str]) -> None:
     with pytest.raises(WireError, match=next(iter(metadata))):
         LogitMap.from_metadata(metadata)
+
+
+def test_the_service_refuses_a_run_whose_logit_map_is_impossible() -> None:
+    sizes = CONFIG | {"intermediate_size": 8, "num_attention_heads": 2}
+    header = wire.parse_header(run_file(sizes, metadata={"logit_softcap": "-30"}))
+    with pytest.raises(WireError, match="logit_softcap"):
+        read_run_header("default", header)
 
 
 @pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(0.125), LogitMap(softcap=30.0), LogitMap(2.0, 30.0)])
