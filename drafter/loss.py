@@ -42,8 +42,8 @@ from drafter.plan import Plan
 from drafter.target import DraftTarget
 from drafter.unroll import Unrolled
 
-#: Logits held at once: 8 MiB of float32, near a CPU's last cache and small beside a GPU's memory.
-CHUNK_ELEMENTS = 1 << 21
+#: Logits held at once: 4 MiB of float32. Twice as many would save 1 % of the time and cost 10 MiB.
+CHUNK_ELEMENTS = 1 << 20
 #: Logits passed over together on a CPU: 256 KiB of float32, so that the passes stay within its second cache.
 _BLOCK_ELEMENTS = 1 << 16
 #: Stands for log 0 where it is multiplied by that 0.

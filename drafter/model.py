@@ -158,6 +158,28 @@ class _SwiGLU(torch.autograd.Function):
         return (grad,)
 
 
+class _Rotate(torch.autograd.Function):
+    """(low, high) -> (low cos - high sin, high cos + low sin), keeping only cos and sin."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = x.shape[-1] // 2
+        out = x * cos
+        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        grad, half = grads[0], grads[0].shape[-1] // 2
+        out = grad * cos
+        out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+        out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
+        return out, None, None
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise: x / rms(x) * weight over the last axis, in at least float32."""
     out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
@@ -175,8 +197,8 @@ def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary positions (the half-split layout of Llama) to x [..., heads, hd]."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin
+    out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Attention(nn.Module):

@@ -94,7 +94,8 @@ def unroll(
         context_kv = linear(x[n:], by_state[split:]) + embedded_kv.index_select(0, plan.read_index[0][n:])
         kv = torch.cat([kv, context_kv])
     k, v = kv.view(-1, 2 * kv_heads, hd).chunk(2, dim=1)
-    keys = gather_keys(plan, rotate(k, *rotary(plan.positions, hd, config.rope_theta, cast)), v)
+    cos, sin = rotary(plan.positions, hd, config.rope_theta, cast)
+    keys = gather_keys(plan, rotate(k, cos, sin), v)
 
     r = r[:n]
     pres: list[Tensor] = []
@@ -107,12 +108,15 @@ def unroll(
             r = r[:n]
             x = rms_norm(r, weights.hidden_norm, eps)
             qkv = project_qkv(x, step)
-        cos, sin = rotary(plan.positions[:n] + step, hd, config.rope_theta, cast)
-        q, k, v = drafter.split_heads(qkv)
         if step:
+            cos, sin = rotary(plan.positions[:n] + step, hd, config.rope_theta, cast)
+            turned, v = torch.split(qkv.view(n, -1, hd), [heads + kv_heads, kv_heads], dim=1)
+            q, k = torch.split(rotate(turned, cos, sin), [heads, kv_heads], dim=1)
             diagonal = [(old_k[:n], old_v[:n]) for old_k, old_v in diagonal]
-            diagonal.append((rotate(k, cos, sin), v))
-        attended = attend(plan, step, rotate(q, cos, sin), keys, diagonal)
+            diagonal.append((k, v))
+        else:
+            q = rotate(qkv[:, :split].view(n, heads, hd), cos[:n], sin[:n])
+        attended = attend(plan, step, q, keys, diagonal)
         r = drafter.finish(x[:n] if config.norm_before_residual else r, attended.flatten(1), weights)
         chosen = plan.active[step]
         pres.append(r if chosen is None else r.index_select(0, chosen))

@@ -1,0 +1,298 @@
+"""One training step, forward and backward, of each implementation on the same weights, documents and supervision.
+
+Each builder returns a function that runs one step and returns the gradients by our parameter names. Peers run their own
+model and loss code as installed; what had to be replaced to run it at all is said at each builder.
+
+Legend: T tokens, K steps, H hidden, V vocabulary, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.batch import RolloutBatch
+from drafter.loss import draft_loss
+from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.target import TargetHead, draft_target
+from drafter.unroll import make_plan, unroll
+from drafter.vocabulary import DraftVocabulary
+
+Step = Callable[[], dict[str, Tensor]]
+STEP_DECAY = 0.8
+AUX = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a drafter and its target's vocabulary."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    draft: int
+
+
+#: S, D and M fit a CPU; 8B is the drafter of a Qwen3-8B.
+SIZES = {
+    "S": Size(256, 768, 4, 2, 64, 16_384, 4096),
+    "D": Size(256, 768, 4, 2, 64, 32_768, 8192),
+    "M": Size(512, 1536, 8, 2, 64, 32_768, 8000),
+    "8B": Size(4096, 12_288, 32, 8, 128, 151_936, 32_000),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Weights and documents that every implementation gets."""
+
+    drafter: Eagle3Drafter
+    head: Tensor  # [V, H]
+    batch: RolloutBatch
+    steps: int  # K
+    train_head: bool
+
+
+def make_case(
+    size: Size,
+    *,
+    tokens: int,
+    response: float,
+    steps: int,
+    train_head: bool,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    documents: int = 1,
+) -> Case:
+    """Random documents of equal length whose last `response` share is generated.
+
+    The head favours the draft vocabulary, so that peers which drop rows whose target leaves it keep nearly all.
+    """
+    g = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=g, device=device).mul_(scale)
+
+    c = DrafterConfig(
+        size.hidden,
+        size.hidden,
+        size.intermediate,
+        size.heads,
+        size.kv_heads,
+        size.head_dim,
+        size.vocab,
+        size.draft,
+        AUX,
+    )
+    ids = torch.randperm(size.vocab, generator=g, device=device)[: size.draft].sort().values.cpu()
+    with torch.device(device):
+        drafter = Eagle3Drafter(c, DraftVocabulary(ids, size.vocab), drawn(size.vocab, size.hidden, scale=0.5))
+    drafter = drafter.to(device, dtype)
+    drafter.lm_head.weight.requires_grad_(train_head)
+    head, last = drawn(size.vocab, size.hidden, scale=size.hidden**-0.5), drawn(tokens, size.hidden)
+    last[:, 0] = 4.0
+    head[ids.to(device), 0] += 2.0
+    length = tokens // documents
+    chunks = [torch.logsumexp(x @ head.T, -1) for x in last.split(1024)]
+    mask = torch.arange(length) >= max(2, round(length * (1 - response)))
+    batch = RolloutBatch(
+        input_ids=torch.randint(size.vocab, (tokens,), generator=g, device=device),
+        cu_seqlens=torch.arange(documents + 1) * length,
+        loss_mask=mask.repeat(documents),
+        aux_hidden=drawn(tokens, len(AUX) * size.hidden).to(dtype),
+        logprobs=torch.zeros(tokens),
+        last_hidden=last.to(dtype),
+        logsumexp=torch.cat(chunks),
+    )
+    return Case(drafter, head.to(dtype), batch, steps, train_head)
+
+
+def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
+    """The trainer's step without its optimizer: plan, unroll, fused loss, backward.
+
+    `full_vocabulary` also reduces the target's logits over the whole vocabulary, row by row, as SpecForge has to. Ours
+    does not need it (rollouts carry their log-sum-exp); it is charged so that both do the same.
+    """
+    drafter, head = case.drafter, TargetHead(case.head)
+
+    def step() -> dict[str, Tensor]:
+        batch = case.batch
+        plan = make_plan(batch.cu_seqlens, batch.loss_mask, case.steps).to(batch.input_ids.device)
+        unrolled = unroll(drafter, plan, batch.input_ids, batch.aux_hidden)
+        if full_vocabulary and batch.last_hidden is not None:
+            for rows in batch.last_hidden[plan.target_rows].split(512):
+                (rows @ case.head.T).float().max(-1)
+        target = draft_target(batch, plan, drafter.vocabulary, head, torch.float32)
+        result = draft_loss(drafter, unrolled, target, denominator=max(plan.entries[0], 1), step_decay=STEP_DECAY)
+        return _gradients(drafter, result.loss)
+
+    return step
+
+
+def speculators(case: Case) -> Step:
+    """Run speculators 0.9.0: SDPA attention (its flex attention has no backward pass on a CPU), eager KL there.
+
+    On a GPU, what it does by default: flex attention, its Triton loss, the forward pass compiled.
+    """
+    eagle3, config = _imported("speculators.models.eagle3"), _imported("speculators.config")
+    losses = _imported("speculators.losses")
+    b, size = case.batch, case.drafter.config
+    cpu = b.input_ids.device.type == "cpu"
+    layer = _imported("transformers").LlamaConfig(**_layer_settings(size))
+    layer._attn_implementation = "sdpa" if cpu else "simple_flex_attention"
+    greedy = _imported("speculators.proposals.greedy").GreedyTokenProposalConfig(speculative_tokens=case.steps)
+    model = eagle3.Eagle3DraftModel(
+        eagle3.Eagle3SpeculatorConfig(
+            transformer_layer_config=layer,
+            draft_vocab_size=size.draft_vocab_size,
+            norm_before_residual=False,
+            eagle_aux_hidden_state_layer_ids=list(AUX),
+            speculators_config=config.SpeculatorsConfig(
+                algorithm="eagle3",
+                proposal_methods=[greedy],
+                default_proposal_method="greedy",
+                verifier=config.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+            ),
+        )
+    ).to(case.head.device, case.head.dtype)
+    rotary = model.rotary_emb.inv_freq.float()  # kept wide, as transformers keeps it
+    state = {n.replace("midlayer.", "layers.0."): t for n, t in case.drafter.state_dict().items()}
+    state["embed_tokens.weight"] = case.drafter.embed_tokens
+    state["verifier_lm_head.weight"] = case.head[case.drafter.vocabulary.ids.to(case.head.device)]
+    state["verifier_norm.weight"] = case.head.new_ones(size.hidden_size)
+    model.load_state_dict(state, strict=False)
+    model.rotary_emb.inv_freq = rotary
+    model.verifier_norm = torch.nn.Identity()  # our states are normed already
+    model.lm_head.weight.requires_grad_(case.train_head)
+    T = b.tokens
+    document = torch.repeat_interleave(torch.arange(b.rollouts), b.cu_seqlens.diff())
+    rows = {
+        "input_ids": b.input_ids[None, 1:],
+        "hidden_states": b.aux_hidden[None, :-1],
+        "verifier_last_hidden_states": _states(b)[None, 1:],
+        "loss_mask": _predicted(b)[None, : T - 1],
+        "document_ids": document[None, : T - 1].to(b.input_ids.device),
+        "position_ids": torch.arange(1, T, device=b.input_ids.device)[None],
+    }
+    loss_config = losses.resolve_loss_config("kl_div", "eager" if cpu else "fused")
+
+    def step() -> dict[str, Tensor]:
+        _, loss, _ = model(
+            **rows, ttt_steps=case.steps, ttt_step_loss_decay=STEP_DECAY, loss_config=loss_config, use_cache=True
+        )
+        found = _gradients(model, loss)
+        return {n.replace("layers.0.", "midlayer."): gradient for n, gradient in found.items()}
+
+    return step
+
+
+def specforge(case: Case) -> Step:
+    """Run SpecForge 0.2.0: its compact teacher; on a CPU SDPA attention, and its eager loss for its Triton one."""
+    model_module = _imported("specforge.algorithms.eagle3.model")
+    llama = _imported("specforge.modeling.draft.llama3_eagle")
+    b, size = case.batch, case.drafter.config
+    cpu = b.input_ids.device.type == "cpu"
+    if cpu:
+        reference = _imported("specforge.core.loss")._compute_loss
+        model_module.LogSoftmaxLoss = type("EagerLoss", (), {"apply": staticmethod(reference)})
+    settings = _layer_settings(size) | {"draft_vocab_size": size.draft_vocab_size, "pad_token_id": 0}
+    backend = "sdpa" if cpu else "flex_attention"
+    draft = llama.LlamaForCausalLMEagle3(_imported("transformers").LlamaConfig(**settings), attention_backend=backend)
+    draft = draft.to(case.head.device, case.head.dtype)
+    draft.load_state_dict({**case.drafter.state_dict(), "embed_tokens.weight": case.drafter.embed_tokens}, strict=False)
+    draft.embed_tokens.weight.requires_grad_(False)
+    draft.lm_head.weight.requires_grad_(case.train_head)
+    model = model_module.OnlineEagle3Model(draft, length=case.steps, attention_backend=backend)
+    rows = {
+        "input_ids": _left(b.input_ids)[None],
+        "attention_mask": torch.ones(1, b.tokens, dtype=torch.bool, device=b.input_ids.device),
+        "target": None,
+        "loss_mask": _predicted(b)[None, :, None].int(),
+        "hidden_states": b.aux_hidden[None],
+        "target_hidden_for_compact": _left(_states(b))[None],
+        "target_head_weight": case.head,
+    }
+
+    def step() -> dict[str, Tensor]:
+        losses, *_ = model(**rows)
+        loss = torch.stack([STEP_DECAY**i * x for i, x in enumerate(losses)]).sum()
+        return _gradients(draft, loss)
+
+    return step
+
+
+PEERS: dict[str, Callable[[Case], Step]] = {"specforge-0.2.0": specforge, "speculators-0.9.0": speculators}
+
+
+def agreement(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """Cosine of two sets of gradients: normalisers differ, so only the direction can agree."""
+    names = sorted(left.keys() & right.keys())
+    a, b = (torch.cat([side[n].double().flatten() for n in names]) for side in (left, right))
+    return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
+
+
+def floating_point_operations(size: Size, *, tokens: int, responses: int, steps: int, train_head: bool) -> float:
+    """Least work of one step over one document: a MAC is two, forward, both gradients, nothing recomputed.
+
+    Rows that only lend keys and values pay for fc, k and v; attention counts its causal half.
+    """
+    H, q, kv = size.hidden, size.heads * size.head_dim, size.kv_heads * size.head_dim
+    row = 4 * 3 * H * H + 6 * (steps + 1) * H * (q + 2 * kv) + 6 * steps * (q * H + 3 * H * size.intermediate)
+    row += 7 * steps * tokens * q + 3 * q * steps * (steps - 1)
+    row += (6 if train_head else 4) * steps * H * size.draft + 2 * H * size.draft
+    context = 4 * 3 * H * H + 12 * H * 2 * kv
+    return float(row * responses + context * (tokens - responses))
+
+
+def _gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def _layer_settings(config: DrafterConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }
+
+
+def _states(batch: RolloutBatch) -> Tensor:
+    if batch.last_hidden is None:
+        raise ValueError("the case has no last_hidden")
+    return batch.last_hidden
+
+
+def _left(x: Tensor) -> Tensor:
+    return torch.cat([x[1:], torch.zeros_like(x[:1])])
+
+
+def _predicted(batch: RolloutBatch) -> Tensor:
+    """Row t counts iff x[t+2] is a response token of its document: our supervision, in their layout."""
+    mask = torch.zeros(batch.tokens, dtype=torch.bool)
+    mask[:-2] = batch.loss_mask.cpu()[2:]
+    for end in batch.cu_seqlens[1:].tolist():
+        mask[max(end - 2, 0) : end] = False
+    return mask.to(batch.input_ids.device)
+
+
+def _imported(name: str) -> Any:
+    with warnings.catch_warnings():  # of their dependencies, at import
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)

@@ -1,0 +1,229 @@
+"""One EAGLE-3 training step, forward and backward: CPU time and peak memory of peers over ours; on a GPU, tokens/s.
+
+    python benchmarks/train_step.py --python .venv-peers/bin/python --json rows.json
+    python benchmarks/train_step.py --device cuda --json rows.json
+
+On a CPU every row is a process of its own that alternates ours and the peer on one thread, once in each order; the
+ratio is of process CPU time, the median over the pairs. Memory comes from another process, in which blocks of 64 KiB
+and more are mapped one by one: VmHWM of one step above what was resident before it. Peers: `benchmarks/step_peers.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Peers default to this depth with a frozen head (speculators) or a trained one (SpecForge); 7 trains it in both.
+GRID = [("speculators-0.9.0", 3, False), ("specforge-0.2.0", 3, True), ("speculators-0.9.0", 7, True)]
+GRID += [("specforge-0.2.0", 7, True)]
+MIB = 1 << 20
+
+
+def main() -> int:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has torch and the peers")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--peers", nargs="*", help="names to keep, e.g. speculators-0.9.0")
+    parser.add_argument("--sizes", nargs="*", default=["S"], help="S, D, M (see step_peers.SIZES)")
+    parser.add_argument("--dtypes", nargs="*", default=["float32"], help="float32, bfloat16")
+    parser.add_argument("--tokens", nargs="*", type=int, default=[512, 2048, 4096])
+    parser.add_argument("--steps", nargs="*", type=int, default=[3, 7])
+    parser.add_argument("--responses", nargs="*", type=float, default=[1.0, 0.5])
+    parser.add_argument("--pairs", type=int, default=2, help="pairs per order on a CPU, steps on a GPU")
+    parser.add_argument("--json", type=Path, help="keep the rows here, after each one")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    if options.cell:
+        print("CELL " + json.dumps(_run_cell(json.loads(options.cell))), flush=True)
+        return 0
+    rows: list[dict[str, Any]] = []
+    for cell in _cells(options):
+        for row in _measure(cell, options.python):
+            rows.append({"machine": _machine(), **row})
+            print(_line(row), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+def _cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every combination asked for, short ones first."""
+    common = {"device": options.device, "pairs": options.pairs, "responses": options.responses}
+    if options.device == "cuda":
+        for tokens in options.tokens:
+            for peer, steps, train_head in [("ours", k, True) for k in options.steps] + GRID:
+                if steps in options.steps and (not options.peers or peer in ("ours", *options.peers)):
+                    case = {"peer": peer, "steps": steps, "train_head": train_head, "size": "8B", "dtype": "bfloat16"}
+                    yield common | case | {"tokens": tokens, "mode": "gpu"}
+        return
+    for dtype in options.dtypes:
+        for tokens in sorted(options.tokens):
+            for size in options.sizes:
+                for peer, steps, train_head in GRID:
+                    if steps in options.steps and (not options.peers or peer in options.peers):
+                        case = {"peer": peer, "steps": steps, "train_head": train_head, "size": size, "dtype": dtype}
+                        yield common | case | {"tokens": tokens}
+
+
+def _measure(cell: dict[str, Any], python: str) -> list[dict[str, Any]]:
+    """Rows of one cell, one per response share."""
+    if cell["device"] == "cuda":
+        return _in_process(cell, python)
+    times = [_in_process({**cell, "mode": "time", "ours_first": first}, python) for first in (True, False)]
+    memory = _in_process({**cell, "mode": "memory"}, python)
+    rows = []
+    for one, other, peak in zip(*times, memory, strict=True):
+        pairs = [*zip(one["ours_s"], one["peer_s"], strict=True), *zip(other["ours_s"], other["peer_s"], strict=True)]
+        row = {k: cell[k] for k in ("peer", "steps", "train_head", "size", "dtype", "tokens")}
+        row |= {"response": one["response"], "agreement": one["agreement"], "pairs": pairs}
+        row |= {"cpu_ratio": statistics.median(theirs / ours for ours, theirs in pairs)}
+        row |= {"ours_s": statistics.median(p[0] for p in pairs), "peer_s": statistics.median(p[1] for p in pairs)}
+        row |= {"ours_mib": peak["ours_mib"], "peer_mib": peak["peer_mib"]}
+        rows.append(row | {"memory_ratio": peak["peer_mib"] / peak["ours_mib"]})
+    return rows
+
+
+def _in_process(cell: dict[str, Any], python: str) -> list[dict[str, Any]]:
+    """Run one cell in a process of its own and give back what it measured; nothing when it fails, saying why."""
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
+    if cell["device"] == "cuda":
+        del settings["OMP_NUM_THREADS"]
+    if cell["mode"] == "memory":
+        settings |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [python, str(Path(__file__).resolve()), "--cell", json.dumps(cell)]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith("CELL "):
+            found: list[dict[str, Any]] = json.loads(line[5:])
+            return found
+    reason = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+    print(f"{cell['peer']} K={cell['steps']} T={cell['tokens']} {cell['dtype']}: {reason[0]}", file=sys.stderr)
+    return []
+
+
+def _run_cell(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    import torch
+
+    if cell["device"] == "cuda":
+        return [_gpu(cell, response) for response in cell["responses"]]
+    torch.set_num_threads(1)
+    for tokens in (192, 320):  # two lengths, so that what compiles itself does so for any
+        for step in _steps(cell, tokens, 1.0):
+            step()
+    return [_compared(cell, response) for response in cell["responses"]]
+
+
+def _steps(cell: dict[str, Any], tokens: int, response: float) -> tuple[Any, Any]:
+    import torch
+    from step_peers import PEERS, SIZES, make_case, ours
+
+    case = make_case(
+        SIZES[cell["size"]],
+        tokens=tokens,
+        response=response,
+        steps=cell["steps"],
+        train_head=cell["train_head"],
+        dtype=getattr(torch, cell["dtype"]),
+    )
+    return ours(case, full_vocabulary=cell["peer"].startswith("specforge")), PEERS[cell["peer"]](case)
+
+
+def _compared(cell: dict[str, Any], response: float) -> dict[str, Any]:
+    """Ours against the peer: CPU seconds of alternating steps, or the peak of one step of each."""
+    from step_peers import agreement
+
+    ours, theirs = _steps(cell, cell["tokens"], response)
+    if cell["mode"] == "memory":
+        return {"response": response, "ours_mib": _peak(ours), "peer_mib": _peak(theirs)}
+    cosine = agreement(ours(), theirs())
+    seconds: dict[str, list[float]] = {"ours_s": [], "peer_s": []}
+    sides = [("ours_s", ours), ("peer_s", theirs)]
+    for _ in range(cell["pairs"]):
+        for name, step in sides if cell["ours_first"] else sides[::-1]:
+            begun = time.process_time()
+            step()
+            seconds[name].append(time.process_time() - begun)
+    return {"response": response, "agreement": cosine, **seconds}
+
+
+def _peak(step: Any) -> float:
+    """MiB of VmHWM during a step above what was resident before it, once compiled for its shapes."""
+    step()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    step()
+    return (_status("VmHWM") - before) / MIB
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _gpu(cell: dict[str, Any], response: float) -> dict[str, Any]:
+    """Response tokens per second on one GPU, and its share of 790 TFLOP/s by the count of docs/performance.md."""
+    import torch
+    from step_peers import PEERS, SIZES, floating_point_operations, make_case, ours
+
+    size, tokens, steps = SIZES[cell["size"]], cell["tokens"], cell["steps"]
+    train_head, dtype = cell["train_head"], getattr(torch, cell["dtype"])
+    case = make_case(
+        size, tokens=tokens, response=response, steps=steps, train_head=train_head, dtype=dtype, device="cuda"
+    )
+    step = ours(case) if cell["peer"] == "ours" else PEERS[cell["peer"]](case)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    resident = torch.cuda.memory_allocated()
+    begun = time.perf_counter()
+    for _ in range(max(cell["pairs"], 5)):
+        step()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - begun) / max(cell["pairs"], 5)
+    responses = case.batch.response_tokens
+    work = floating_point_operations(size, tokens=tokens, responses=responses, steps=steps, train_head=train_head)
+    row = {k: cell[k] for k in ("peer", "steps", "train_head", "size", "dtype", "tokens")}
+    row |= {"response": response, "seconds": seconds, "response_tokens_per_s": responses / seconds}
+    row |= {"share_of_790_tflops": work / seconds / 790e12, "gpu": torch.cuda.get_device_name()}
+    return row | {"peak_gib": (torch.cuda.max_memory_allocated() - resident) / 2**30}
+
+
+def _line(row: dict[str, Any]) -> str:
+    head = "trained" if row["train_head"] else "frozen"
+    start = f"| {row['peer']} | {row['steps']} | {head} | {row['size']} | {row['dtype']} | {row['tokens']} "
+    start += f"| {row['response']:.0%} "
+    if "seconds" in row:
+        share, rate = row["share_of_790_tflops"], row["response_tokens_per_s"]
+        return (
+            start
+            + f"| {row['seconds'] * 1e3:.1f} ms | {rate:,.0f} tokens/s | {share:.1%} | {row['peak_gib']:.2f} GiB |"
+        )
+    times = f"| **{row['cpu_ratio']:.2f}** | {row['ours_s']:.2f} / {row['peer_s']:.2f} s "
+    return start + times + f"| **{row['memory_ratio']:.2f}** | {row['ours_mib']:.0f} / {row['peer_mib']:.0f} MiB |"
+
+
+def _machine() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
