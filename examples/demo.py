@@ -476,7 +476,7 @@ def child(name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) 
     try:
         yield process
     finally:
-        stop(process)
+        stop(process, patience_seconds=60.0)  # `up` ends three children in turn, the worker after a checkpoint
 
 
 def free_port() -> int:

@@ -278,8 +278,11 @@ class DriftMonitor:
             return
         lost = max(0.0, state.baseline - state.recent)
         made_up = min(lost, max(0.0, paired_difference))
-        state.baseline += paired_difference - made_up
         state.recent += paired_difference
+        # A gain is never asked to lift the drafter above what it shows now: gains that each follow a fall of the
+        # policy would otherwise add up to a level that was never seen.
+        ceiling = max(state.baseline, state.recent) if paired_difference > 0 else math.inf
+        state.baseline = min(state.baseline + paired_difference - made_up, ceiling)
         state.offset += paired_difference
         state.stratum_means = {name: mean + paired_difference for name, mean in state.stratum_means.items()}
         # The tick being filled was scored with the old drafter.

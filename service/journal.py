@@ -21,6 +21,8 @@ from service.store import Store
 
 log = logging.getLogger("draftalign.worker")
 
+_QUIET_TICKS = 50
+
 
 @dataclass
 class Totals:
@@ -45,6 +47,7 @@ class Journal:
         self._drift = DriftMonitor()
         self._reading: DriftReading | None = None
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
+        self._quiet_until = 0  # tick before which a drift alarm is not logged again
         self._unsent: dict[str, dict[str, Any]] = {}  # score records that Redis has not taken yet, by batch
 
     @property
@@ -136,10 +139,9 @@ class Journal:
         for reading in self._drift.observe(served.tokens.tolist(), served.rounds.tolist()):
             before, self._reading = self._reading, reading
             alarmed = before is not None and before.alarm
-            if reading.alarm and not alarmed:
+            # Said once per spell: publishing takes an alarm back a little way, and it may return with the next tick.
+            if reading.alarm and not alarmed and reading.ticks >= self._quiet_until:
                 level = 0.0 if reading.baseline is None else reading.baseline
-                log.warning(
-                    "%s: α of the served drafter drifts down: %.2f, baseline %.2f", self._run, reading.value, level
-                )
-            elif alarmed and not reading.alarm:
-                log.warning("%s: α of the served drafter is back: %.2f", self._run, reading.value)
+                log.warning("%s: served α %.2f is below its level so far, %.2f", self._run, reading.value, level)
+            if reading.alarm:
+                self._quiet_until = reading.ticks + _QUIET_TICKS

@@ -359,3 +359,17 @@ def test_an_alarm_of_both_drafters_points_at_the_policy_and_of_one_at_the_drafte
     assert attribute(reading(3.0), reading(20.0)) == "none"
     assert attribute(reading(12.0), reading(11.0)) == "policy"
     assert attribute(reading(12.0), reading(1.0)) == "drafter"
+
+
+def test_gains_that_each_follow_a_fall_of_the_policy_do_not_lift_the_baseline_to_a_level_never_seen() -> None:
+    """A run whose every publish wins back what the policy's last moves cost: α saws between 3.3 and 3.6 for ever."""
+    rng = np.random.default_rng(5)
+    monitor = DriftMonitor()
+    seen = 0.0
+    for _ in range(60):
+        for step in range(6):
+            value = 3.6 - 0.05 * step + float(rng.normal(0, 0.02))
+            seen = max(seen, value)
+            monitor.tick(value)
+        monitor.hand_over(0.3)
+    assert monitor.state.baseline < seen + 0.35
