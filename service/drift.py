@@ -34,6 +34,8 @@ _HEADROOM_SD: Final = 5.0
 _MIN_DIFFERENCES: Final = 8
 #: Weight of the newest tick in the recent level, by which `hand_over` knows how much had been lost.
 _RECENT_WEIGHT: Final = 1 / 32
+#: The same for what is shown now, which caps what a gain may add to the baseline.
+_SHOWN_WEIGHT: Final = 1 / 4
 
 
 class DriftError(ValueError):
@@ -167,6 +169,7 @@ class DriftState:
     ticks: int = 0
     baseline: float = 0.0
     recent: float = 0.0  # exponentially weighted level of the last ticks
+    shown: float = 0.0  # level of the very last ticks: what the drafter shows now
     offset: float = 0.0  # sum of paired differences: takes publishes out of the sd
     statistics: dict[str, float] = field(default_factory=dict)
     spreads: list[Spread] = field(default_factory=list)
@@ -281,7 +284,8 @@ class DriftMonitor:
         state.recent += paired_difference
         # A gain is never asked to lift the drafter above what it shows now: gains that each follow a fall of the
         # policy would otherwise add up to a level that was never seen.
-        ceiling = max(state.baseline, state.recent) if paired_difference > 0 else math.inf
+        state.shown += paired_difference
+        ceiling = max(state.baseline, state.shown) if paired_difference > 0 else math.inf
         state.baseline = min(state.baseline + paired_difference - made_up, ceiling)
         state.offset += paired_difference
         state.stratum_means = {name: mean + paired_difference for name, mean in state.stratum_means.items()}
@@ -309,6 +313,7 @@ class DriftMonitor:
         if learning:
             state.baseline += (value - state.baseline) / state.ticks
         state.recent += max(_RECENT_WEIGHT, 1 / state.ticks) * (value - state.recent)
+        state.shown += max(_SHOWN_WEIGHT, 1 / state.ticks) * (value - state.shown)
         calm = learning or all(s < self._limits[name] / 2 for name, s in state.statistics.items())
         for spread in state.spreads:
             spread.add(value - state.offset, config.sd_window_ticks, counts=calm)
