@@ -20,6 +20,7 @@ class Recipe:
     name: str
     loss: Loss = "kl"
     learning_rate: float = 3e-3
+    warmup_windows: int = 0  # optimizer steps over which the learning rate rises
     steps_ahead: int = SERVING_DEPTH  # training depth
     passes: float = 4.0  # 0: never trained after its start
     step_tokens: int = 900
@@ -27,15 +28,17 @@ class Recipe:
     every: int = 1  # train after every n-th policy version
     start_loss: Loss = "kl"  # of the training before RL
     start_steps: int = STEPS  # 0: from scratch
+    extra_steps: int = 0  # more of that training, with a fresh optimizer and
+    extra_loss: Loss = "kl"
     fp8: bool = False
     top_k: int = 0  # 0: last_hidden
     stale: bool = False  # train on the base policy's rollouts alone
     reservoir: float = 0.0  # share of steps whose older half comes from the base policy
 
     @property
-    def start(self) -> tuple[Loss, int]:
+    def start(self) -> tuple[Loss, int, Loss, int]:
         """What the drafter was before RL."""
-        return self.start_loss, self.start_steps
+        return self.start_loss, self.start_steps, self.extra_loss, self.extra_steps
 
 
 #: Most telling first. The leading `REPEATED` run on every seed, then all the others on the first, then on the rest.
@@ -44,17 +47,23 @@ RECIPES: Final = (
     Recipe(FROZEN, passes=0),
     Recipe("loss alpha", loss="alpha"),
     Recipe("loss lk", loss="lk"),
-    Recipe("static, alpha", passes=0, start_loss="alpha"),
-    Recipe("stale rollouts", stale=True),
+    Recipe("static, kl then alpha", passes=0, extra_steps=100, extra_loss="alpha"),
     Recipe("rate 1e-2", learning_rate=1e-2),
-    Recipe("rate 1e-3", learning_rate=1e-3),
+    Recipe("stale rollouts", stale=True),
     Recipe("depth 1", steps_ahead=1),
     Recipe("newest only", recent_tokens=1),
-    Recipe("from scratch", start_steps=0),
     Recipe("every 2nd version", every=2),
+    Recipe("static, kl, as many steps", passes=0, extra_steps=100),
     Recipe("top-8 targets", top_k=8),
     Recipe("fp8 features", fp8=True),
+    Recipe("from scratch", start_steps=0),
+    Recipe("static, alpha", passes=0, start_loss="alpha"),
+    Recipe("rate 1e-3", learning_rate=1e-3),
+    Recipe("loss alpha, rate 1e-3", loss="alpha", learning_rate=1e-3),
+    Recipe("loss alpha, warm-up", loss="alpha", warmup_windows=30),
     Recipe("8 passes", passes=8),
+    Recipe("loss alpha, warm-up, 8 passes", loss="alpha", warmup_windows=30, passes=8),
+    Recipe("warm-up", warmup_windows=30),
     Recipe("every 4th version, 4x the passes", every=4, passes=16),
     Recipe("reservoir 25 %", reservoir=0.25),
     Recipe("depth 7", steps_ahead=7),
@@ -66,11 +75,9 @@ RECIPES: Final = (
     Recipe("top-16 targets", top_k=16),
     Recipe("steps of 1800 tokens", step_tokens=1800, passes=8),
     Recipe("recent 3000 tokens", recent_tokens=3000),
-    Recipe("static, alpha, 3x the steps", passes=0, start_loss="alpha", start_steps=3 * STEPS),
     Recipe("depth 5", steps_ahead=5),
-    Recipe("loss alpha, rate 1e-3", loss="alpha", learning_rate=1e-3),
     Recipe("loss lk, rate 1e-2", loss="lk", learning_rate=1e-2),
     Recipe("steps of 450 tokens", step_tokens=450, passes=2),
     Recipe("recent 32000 tokens", recent_tokens=32000),
 )
-REPEATED: Final = 5
+REPEATED: Final = 4

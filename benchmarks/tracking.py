@@ -69,7 +69,12 @@ class Track:
 def follow(recipe: Recipe, recording: Recording) -> Track:
     """Test then train along the recorded versions."""
     drafter = copy.deepcopy(initial_drafter(recording.directory, *recipe.start))
-    config = TrainConfig(steps_ahead=recipe.steps_ahead, learning_rate=recipe.learning_rate, loss=recipe.loss)
+    config = TrainConfig(
+        steps_ahead=recipe.steps_ahead,
+        learning_rate=recipe.learning_rate,
+        warmup_windows=recipe.warmup_windows,
+        loss=recipe.loss,
+    )
     trainer = DrafterTrainer(drafter, config)
     heads = {v: TargetHead(h, v) for v, h in zip(recording.versions, recording.heads, strict=True)}
     track = Track(recipe.name, recording.seed, list(recording.versions))
@@ -136,26 +141,38 @@ def as_sent(batch: RolloutBatch, head: TargetHead, recipe: Recipe) -> RolloutBat
 
 
 @lru_cache(maxsize=8)
-def initial_drafter(directory: Path, loss: Loss, steps: int) -> Eagle3Drafter:
-    """The drafter before RL: the demo's recipe on rollouts of the base policy, with a loss and a number of steps."""
+def initial_drafter(directory: Path, loss: Loss, steps: int, extra_loss: Loss, extra_steps: int) -> Eagle3Drafter:
+    """The drafter before RL: the demo's recipe on rollouts of the base policy, with losses and numbers of steps.
+
+    Kept beside the recording: every recipe starts from the very same one.
+    """
     from examples.policy import load
 
-    recording = open_recording(directory, every=1 << 30)
-    policy, tokenizer = load()
-    drafter = train_initial_drafter(
-        policy, recording.base, depth=SERVING_DEPTH, seed=recording.seed, eos_id=tokenizer.eos_token_id, steps=0
-    )
-    config = TrainConfig(steps_ahead=SERVING_DEPTH, learning_rate=LEARNING_RATE, loss=loss)
-    trainer = DrafterTrainer(drafter, config)
-    head, rng = TargetHead(recording.heads[0]), np.random.default_rng(recording.seed)
+    recording = open_recording(directory, until=1)
     kept = directory / f"drafter-{loss}-{steps}"
+    if extra_steps:
+        kept = kept.with_name(f"{kept.name}-{extra_loss}-{extra_steps}")
     if kept.exists():
         return read_drafter(kept, recording.heads[0])
+    policy, tokenizer = load()
+    if extra_steps:
+        drafter = copy.deepcopy(initial_drafter(directory, loss, steps, extra_loss, 0))
+        _train_on_base(drafter, recording, extra_loss, extra_steps, seed=1000 + recording.seed)
+    else:
+        drafter = train_initial_drafter(
+            policy, recording.base, depth=SERVING_DEPTH, seed=recording.seed, eos_id=tokenizer.eos_token_id, steps=0
+        )
+        _train_on_base(drafter, recording, loss, steps, seed=recording.seed)
+    save_drafter(drafter, kept)
+    return drafter
+
+
+def _train_on_base(drafter: Eagle3Drafter, recording: Recording, loss: Loss, steps: int, seed: int) -> None:
+    trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=SERVING_DEPTH, learning_rate=LEARNING_RATE, loss=loss))
+    head, rng = TargetHead(recording.heads[0]), np.random.default_rng(seed)
     for _ in range(steps):
         chosen = rng.choice(recording.base.rollouts, size=SEQUENCES_PER_STEP, replace=False)
         trainer.step(recording.base.select([int(i) for i in chosen]), head)
-    save_drafter(drafter, kept)
-    return drafter
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -257,17 +274,17 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def plot(tracks: Sequence[Track], rows: Sequence[Row], path: Path) -> None:
-    """α per version, regret against the CPU seconds spent by then, and mean α against CPU seconds of all recipes."""
+    """α per version, regret against the CPU seconds spent by then, and each recipe's gain against its CPU seconds."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    seeds = len({t.seed for t in tracks})
-    by = {r.recipe: [t for t in tracks if t.recipe == r.recipe] for r in rows if r.seeds == seeds}
+    first = min(t.seed for t in tracks if t.recipe == REFERENCE)  # curves: the one seed that every recipe has
+    by = {r.recipe: [t for t in tracks if t.recipe == r.recipe and t.seed == first] for r in rows}
     alpha = {name: np.mean([t.alpha["probabilistic"] for t in of_seed], axis=0) for name, of_seed in by.items()}
-    best = np.mean(list(best_alpha(tracks).values()), axis=0)
-    shown = [FROZEN, "static, alpha", "stale rollouts", REFERENCE, "loss alpha", "loss lk"]
+    best = best_alpha(tracks)[first]
+    shown = [FROZEN, "static, kl then alpha", "stale rollouts", REFERENCE, "loss alpha", "loss alpha, rate 1e-3"]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.8), constrained_layout=True)
     for number, name in enumerate(n for n in shown if n in by):
         cpu = np.mean([t.cpu_seconds for t in by[name]], axis=0)
@@ -275,12 +292,20 @@ def plot(tracks: Sequence[Track], rows: Sequence[Row], path: Path) -> None:
         if cpu[-1]:
             middle.plot(cpu, best - alpha[name], color=f"C{number}", label=name)
     left.plot(by[REFERENCE][0].versions, best, ":", color="black", label="best recipe at each version")
-    left.set(xlabel="policy version (RL steps)", ylabel="α: tokens per verification round", title="Tracking")
-    middle.set(xlabel="CPU seconds of training so far", ylabel="regret in α", title="Gap to the best recipe")
-    right.set(xlabel="CPU seconds of training", ylabel="mean α over versions", title="What a recipe costs and gives")
+    left.set(
+        xlabel="policy version (RL steps)", ylabel="α: tokens per verification round", title=f"Tracking (seed {first})"
+    )
+    middle.set(
+        xlabel="CPU seconds of training so far", ylabel="regret in α", title=f"Gap to the best recipe (seed {first})"
+    )
+    right.set(
+        xlabel="CPU seconds of training",
+        ylabel="mean α, less the reference's on the same seeds",
+        title="What a recipe costs and gives",
+    )
     for row in rows:
-        right.plot(row.cpu_seconds, row.alpha, "o", color="#0b3d91", ms=4)
-        right.annotate(row.recipe, (row.cpu_seconds, row.alpha), fontsize=6, xytext=(3, 2), textcoords="offset points")
+        right.plot(row.cpu_seconds, row.gain, "o", color="#0b3d91", ms=4)
+        right.annotate(row.recipe, (row.cpu_seconds, row.gain), fontsize=6, xytext=(3, 2), textcoords="offset points")
     left.legend(fontsize=8)
     middle.legend(fontsize=8)
     figure.savefig(path, dpi=110)
