@@ -12,13 +12,14 @@ help: ## Say what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # A stamp: a second `make` starts at once. torch comes first and pinned, so that nothing pulls another build of it.
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml constraints.txt tests/peers_requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "draftalign needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "setting up $(VENV) (once; a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/peers_requirements.txt
 	@touch $@
 
 setup: $(VENV)/.ready ## Make the virtual environment

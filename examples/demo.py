@@ -54,6 +54,7 @@ SERVICE_SETTINGS: Final[Mapping[str, str]] = {
     "DRAFTALIGN_TRAIN_STEP_TOKENS": "900",
     "DRAFTALIGN_CLAIM_TOKENS": "8000",
     "DRAFTALIGN_LEARNING_RATE": "3e-3",
+    "DRAFTALIGN_WARMUP_STEPS": "30",
     "DRAFTALIGN_RECENT_TOKENS": "8000",
     "DRAFTALIGN_CHECKPOINT_SECONDS": "5",
     "DRAFTALIGN_WORKER_COST": "0.02",
@@ -208,7 +209,7 @@ def _run(config: DemoConfig, state_dir: Path, stack: ExitStack) -> None:
     drafting = {"DRAFTALIGN_DRAFTING": "greedy"} if config.engine == "vllm" else {}  # vLLM drafts no other way
     stack.enter_context(child("up", up, {**SERVICE_SETTINGS, **drafting, "DRAFTALIGN_LOG_LEVEL": "WARNING"}))
     engine, engine_url = _engine(config, state_dir, initial, policy, tokenizer, stack)
-    agent = ["service.cli", "agent", "--engine", engine_url, "--service", service_url, "--run", RUN]
+    agent = ["service.cli", "agent", "--url", engine_url, "--service", service_url, "--run", RUN]
     agent += ["--cache-dir", str(state_dir / "agent"), "--report-seconds", "1"]
     stack.enter_context(child("agent", agent, {"DRAFTALIGN_LOG_LEVEL": "WARNING"}))
     console.print(f"Service, worker, engine and agent run. Watch α live at [bold]{service_url}/[/bold]")

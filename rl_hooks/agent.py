@@ -64,6 +64,7 @@ class AgentConfig:
     token: str | None = field(default=None, repr=False)
     engine_kind: EngineKind = "protocol"
     engine_token: str | None = field(default=None, repr=False)
+    signing_key: str | None = field(default=None, repr=False)
     wait_seconds: float = 30.0
     report_seconds: float = 5.0
     request_timeout_seconds: float = 10.0
@@ -249,7 +250,7 @@ class SwapAgent:
             document = response.json()
         except ValueError as error:
             raise ManifestError(f"GET /drafter/latest did not answer JSON: {response.text[:200]!r}") from error
-        manifest = parse_manifest(document, self.config.run)
+        manifest = parse_manifest(document, self.config.run, self.config.signing_key)
         if self.offer is not None and manifest.sequence <= self.offer.sequence:
             if manifest.sequence == self.offer.sequence and manifest.version == self.offer.version:
                 await asyncio.sleep(_MIN_POLL_SECONDS)  # the service does not honour If-None-Match

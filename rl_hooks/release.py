@@ -7,6 +7,8 @@ the agent builds a path from a name of its own.
 from __future__ import annotations
 
 import hashlib
+import hmac
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,8 +77,17 @@ def files_digest(files: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{files[name]} {name}\n" for name in sorted(files)).encode()).hexdigest()
 
 
-def parse_manifest(document: object, run: str) -> Manifest:
-    """Verify a manifest of `run`; raises ManifestError that names the field at fault."""
+def manifest_signature(key: str, *, run: str, version: str, sequence: int, digest: str) -> str:
+    """HMAC-SHA256 (hexadecimal) over what says which bytes to serve, and when: the service signs, agents verify.
+
+    `digest` covers the names and SHA-256 of all files. It binds origin, which digests from the same server cannot.
+    """
+    text = json.dumps([run, version, sequence, digest], separators=(",", ":"))
+    return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def parse_manifest(document: object, run: str, signing_key: str | None = None) -> Manifest:
+    """Verify a manifest of `run`, and its signature where a key is given; raises ManifestError naming the fault."""
     if not isinstance(document, dict):
         raise ManifestError(f"the manifest must be a JSON object, got {type(document).__name__}")
     if document.get("run") != run:
@@ -100,6 +111,16 @@ def parse_manifest(document: object, run: str) -> Manifest:
     )
     if files_digest(sha256s) != manifest.digest:
         raise ManifestError(f"digest: {manifest.digest} is not that of the listed files; do not use this version")
+    if signing_key:
+        wanted = manifest_signature(
+            signing_key, run=run, version=manifest.version, sequence=manifest.sequence, digest=manifest.digest
+        )
+        given = document.get("signature")
+        if not isinstance(given, str) or not hmac.compare_digest(given.encode(), wanted.encode()):
+            raise ManifestError(
+                "signature: it is missing or not made with this agent's DRAFTALIGN_SIGNING_KEY; set the same key on "
+                "the service, and do not use this version before that"
+            )
     return manifest
 
 

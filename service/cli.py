@@ -79,7 +79,8 @@ def up(state_dir: StateDir = None, port: Port = None, redis_url: RedisUrl = None
 
 @app.command()
 def agent(
-    engine: Annotated[list[str], typer.Option(help="URL of an inference engine; repeat for several.")],
+    url: Annotated[list[str], typer.Option(help="URL of an inference engine; repeat for several.")],
+    engine: Annotated[str, typer.Option(help="What the engines are: protocol, vllm or sglang.")] = "protocol",
     service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
     run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
     cache_dir: Annotated[Path, typer.Option(help="Where drafters are downloaded to; engines must see it.")] = Path(
@@ -89,7 +90,6 @@ def agent(
     metrics_port: Annotated[int | None, typer.Option(help="Serve the agent's own /metrics here.")] = None,
     metrics_host: Annotated[str, typer.Option(help="Address for that.")] = "127.0.0.1",
     agent_id: Annotated[str | None, typer.Option(help="Name in reports; the host's, unless given.")] = None,
-    engine_kind: Annotated[str, typer.Option(help="What the engines are: protocol, vllm or sglang.")] = "protocol",
     canary_rounds: Annotated[
         int | None, typer.Option(min=0, help="Rounds on which a new version is compared with the last; 0: never.")
     ] = None,
@@ -97,6 +97,7 @@ def agent(
     """Keep inference engines on the newest drafter, and report their acceptance back.
 
     DRAFTALIGN_TOKEN: the service's token. DRAFTALIGN_ENGINE_TOKEN: the engines', where they ask for one.
+    DRAFTALIGN_SIGNING_KEY: the service's; manifests without its signature are then refused.
     """
     from rl_hooks.agent import AgentConfig, run_agent
     from rl_hooks.canary import CanaryRule
@@ -104,17 +105,18 @@ def agent(
     try:
         config = AgentConfig(
             service_url=service,
-            engine_urls=tuple(engine),
+            engine_urls=tuple(url),
             run=run,
             cache_dir=cache_dir,
             agent_id=agent_id or socket.gethostname(),
             report_seconds=report_seconds,
             metrics_port=metrics_port,
             metrics_host=metrics_host,
-            engine_kind=engine_kind,  # type: ignore[arg-type]
+            engine_kind=engine,  # type: ignore[arg-type]
             canary=CanaryRule() if canary_rounds is None else CanaryRule(rounds=canary_rounds),
             token=os.environ.get("DRAFTALIGN_TOKEN"),
             engine_token=os.environ.get("DRAFTALIGN_ENGINE_TOKEN"),
+            signing_key=os.environ.get("DRAFTALIGN_SIGNING_KEY"),
         )
     except ValueError as error:
         raise ConfigurationError(str(error)) from error

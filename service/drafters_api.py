@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from rl_hooks.release import manifest_signature
 from service.context import Context, RunQuery, ServiceContext
 from service.problems import Problem, ProblemResponse
 from service.registry import MANIFEST, Manifest
@@ -87,7 +88,18 @@ async def get_latest(
     headers = {"ETag": manifest.etag, "Cache-Control": "no-cache"}
     if matches(known, manifest.etag):
         return Response(status_code=304, headers=headers)
-    return Response(manifest.model_dump_json(), media_type="application/json", headers=headers)
+    return Response(_signed(context, manifest).model_dump_json(), media_type="application/json", headers=headers)
+
+
+def _signed(context: ServiceContext, manifest: Manifest) -> Manifest:
+    """The manifest with this service's signature, where a key is set."""
+    key = context.settings.signing_key.get_secret_value()
+    if not key:
+        return manifest
+    signature = manifest_signature(
+        key, run=manifest.run, version=manifest.version, sequence=manifest.sequence, digest=manifest.digest
+    )
+    return manifest.model_copy(update={"signature": signature})
 
 
 def _pointer_state(context: ServiceContext, run: str) -> tuple[int, int] | None:

@@ -104,7 +104,10 @@ class Lineage:
     def take_up(self, drafter: Drafter) -> DrafterTrainer:
         """Make a drafter the candidate, with a fresh trainer."""
         config = TrainConfig(
-            steps_ahead=self._settings.depth, learning_rate=self._settings.learning_rate, loss=self._settings.loss
+            steps_ahead=self._settings.depth,
+            learning_rate=self._settings.learning_rate,
+            warmup_windows=self._settings.warmup_steps,
+            loss=self._settings.loss,
         )
         self.trainer = DrafterTrainer(drafter.to(self._device), config)
         return self.trainer

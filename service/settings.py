@@ -36,6 +36,10 @@ class Settings(BaseSettings):
         SecretStr(""), description='Tokens with scopes, "secret:write,read;other:admin". Empty: loopback only.'
     )
 
+    signing_key: SecretStr = Field(
+        SecretStr(""), description="Signs every manifest (HMAC-SHA256); agents that hold it refuse others."
+    )
+
     max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file, and largest PUT body beside runs.")
     max_run_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Largest body of PUT /runs/{run} and of its head.")
     queue_max_items: int = Field(10_000, gt=0, description="Batches in the queue before 429, per run.")
@@ -74,6 +78,7 @@ class Settings(BaseSettings):
     claim_tokens: int = Field(65_536, gt=0, description="Token budget of one claim from the queue.")
     train_passes: float = Field(2.0, gt=0, description="Times that a new training token is trained on, on average.")
     train_step_tokens: int = Field(16_384, gt=0, description="Tokens of one optimizer step.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the learning rate rises to its value.")
     learning_rate: float = Field(1e-4, gt=0, description="AdamW learning rate, constant.")
     loss: Literal["kl", "lk", "nla", "alpha"] = Field(
         "kl", description="What training minimises: distance per draft, or drafts lost by whole chains."

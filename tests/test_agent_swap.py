@@ -461,7 +461,7 @@ def test_pauses_grow_to_a_limit_and_differ() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_ends_on_a_signal(service: Service, engine: Engine, tmp_path: Path, number: signal.Signals) -> None:
     version = service.publish(1)
-    command = [sys.executable, "-m", "service.cli", "agent", "--service", service.url, "--engine", engine.url]
+    command = [sys.executable, "-m", "service.cli", "agent", "--service", service.url, "--url", engine.url]
     command += ["--cache-dir", str(tmp_path), "--report-seconds", "0.1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import drafter.unroll as unroll_module
 
-pytest.importorskip("hs_connectors", reason="pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0")
+pytest.importorskip("hs_connectors", reason="pip install --no-deps -r tests/peers_requirements.txt")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
 
 LIMIT = 1e-5
