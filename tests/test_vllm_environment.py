@@ -15,4 +15,4 @@ def test_the_real_vllm_is_there_with_our_plugins() -> None:
         pytest.skip("no .venv-vllm: `make vllm`; swaps, conformance and live α were not checked on a real vLLM")
     code = "from importlib.metadata import entry_points as e; print(*sorted(p.group for p in e(name='draftalign')))"
     found = subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True, timeout=60)
-    assert found.stdout.split() == ["vllm.endpoint_plugins", "vllm.general_plugins"], found.stderr
+    assert {"vllm.endpoint_plugins", "vllm.general_plugins"} <= set(found.stdout.split()), found.stderr
