@@ -66,7 +66,7 @@ class Lineage:
     def begin_from_scratch(self, counts: torch.Tensor) -> None:
         """Build and freeze the draft vocabulary from token counts [V]; random layers, the target's head."""
         size = self._target.draft_vocab_size or self._settings.draft_vocab_size
-        vocabulary = DraftVocabulary.build(counts, min(size, int(counts.numel())))
+        vocabulary = DraftVocabulary.build(counts, min(size, int(counts.numel())), always=self._target.ending_tokens)
         log.info("draft vocabulary: %d tokens cover %.2f%%", len(vocabulary), 100 * vocabulary.coverage(counts))
         config = DrafterConfig.from_target(self._target.config, self._target.aux_layers, len(vocabulary))
         torch.manual_seed(self._settings.seed)

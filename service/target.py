@@ -88,6 +88,13 @@ class Target:
         config: dict[str, Any] = json.loads(self._file.header.metadata["drafter_config"])
         return config
 
+    @property
+    def ending_tokens(self) -> list[int]:
+        """Tokens that end a response, as the target's configuration names them: always worth drafting."""
+        named = self.config.get("eos_token_id")
+        ids = named if isinstance(named, list) else [named]
+        return sorted({i for i in ids if type(i) is int and 0 <= i < self.embed_tokens.shape[0]})
+
     def lm_head(self) -> Tensor:
         """The registered head, [V, Ht] fp32."""
         return self.embed_tokens if self.tied else read_tensor(self._file, "lm_head")

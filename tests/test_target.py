@@ -156,3 +156,10 @@ def test_tensors_of_every_float_type_become_float32_with_the_same_values(dtype: 
     read = read_tensor(wire.MappedFile(path), "x")
     assert read.dtype == torch.float32
     assert torch.equal(read, values.float())
+
+
+@pytest.mark.parametrize(("named", "wanted"), [(3, [3]), ([7, 3], [3, 7]), ([3, 99, "x"], [3]), (None, [])])
+def test_tokens_that_end_a_response_are_always_worth_drafting(named: object, wanted: list[int]) -> None:
+    target = Target.__new__(Target)
+    target.config, target.embed_tokens = {"eos_token_id": named}, torch.zeros(10, 2)
+    assert target.ending_tokens == wanted
