@@ -149,9 +149,14 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def _table(rows: Sequence[StepRow]) -> Table:
-    headings = ("step", "drafter", "reward", "entropy", "live", "served", "frozen", "n-gram", "regret")
-    table = Table(title="per RL step: α is tokens per verification round", box=None, pad_edge=False)
-    for heading in (*headings, "pub/ref", "ktok", "hook ms"):
+    headings = ("step", "ver", "reward", "entr.", "live", "served", "frozen", "n-gram", "regret")
+    table = Table(
+        title="per RL step: α = tokens per round; ktok trained; ms of hook",
+        box=None,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for heading in (*headings, "pub/ref", "ktok", "ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     stride = max(1, len(rows) // 30)
     for row in [r for i, r in enumerate(rows) if i % stride == 0 or i == len(rows) - 1]:

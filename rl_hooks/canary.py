@@ -80,9 +80,16 @@ class Canary:
         self._recent: deque[Counts] = deque()
         self._recent_at = 0.0
         self._trial: list[Counts] = []
+        self._replayed: float | None = None
 
-    def loaded(self, version: str, *, exempt: bool) -> None:
-        """A version was just swapped in. `exempt`: a person insists on it, or it was restored after a restart."""
+    def loaded(self, version: str, *, exempt: bool, replayed: float | None = None) -> None:
+        """A version was just swapped in. `exempt`: a person insists on it, or it was restored after a restart.
+
+        `replayed`: α that the gate's replay gave the version *before* it, on rollouts of the newest policy. The engine
+        counted that version while the policy was an older one; where RL has lowered α since, a new version is not to
+        be blamed for it, so no more than the replayed α is asked of it.
+        """
+        self._replayed = replayed
         if version == self.good:
             self.trial = None
         elif exempt or self.good is None or self.rule.rounds <= 0 or self._baseline().rounds < self.rule.rounds:
@@ -111,7 +118,7 @@ class Canary:
             if trial.rounds < self.rule.patience * self.rule.rounds:
                 return None
             passed = True
-        verdict = Verdict(version, good, trial.alpha, baseline.alpha, trial.rounds, baseline.rounds, passed)
+        verdict = Verdict(version, good, trial.alpha, self._asked(baseline), trial.rounds, baseline.rounds, passed)
         if passed:
             kept = self._trial
             self._accept(version)
@@ -120,13 +127,17 @@ class Canary:
         self.trial = None
         return verdict
 
+    def _asked(self, baseline: Counts) -> float:
+        return baseline.alpha if self._replayed is None else min(baseline.alpha, self._replayed)
+
     def _holds(self, trial: Counts, baseline: Counts) -> bool | None:
         """Whether the trial holds its own; None if it looks worse, but might not be."""
-        if trial.alpha >= self.rule.ratio * baseline.alpha:
+        asked = self._asked(baseline)
+        if trial.alpha >= self.rule.ratio * asked:
             return True
         size = max(self.rule.rounds // _BLOCKS, 1)
         variance = log_alpha_variance(blocks(self._trial, size)) + log_alpha_variance(blocks(self._recent, size))
-        certain = math.log(trial.alpha / baseline.alpha) + _CERTAIN * math.sqrt(variance) < 0
+        certain = math.log(trial.alpha / asked) + _CERTAIN * math.sqrt(variance) < 0
         return False if certain else None
 
     def _accept(self, version: str) -> None:

@@ -218,7 +218,7 @@ class EngineFollower:
             ("restored" if self._lost else "rolled_back") if back and state.serving != release.version else "swapped"
         )
         insisted = self._rejected.pop(release.version, None) is not None
-        self._canary.loaded(release.version, exempt=insisted)
+        self._canary.loaded(release.version, exempt=insisted, replayed=release.manifest.replayed_alpha)
         self._known = Known(confirmed.serving, confirmed.swaps)
         self._snapshot, self._snapshot_at = _with_policy(after, confirmed), self._clock()
         self._shape = (release.manifest.config_fingerprint, release.manifest.d2t_sha256)

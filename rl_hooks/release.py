@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Manifest:
     files: tuple[OfferedFile, ...]
     config_fingerprint: str
     d2t_sha256: str
+    #: α of the version served before, as the gate replayed it on the newest rollouts; None where it is not known.
+    replayed_alpha: float | None = None
 
     @property
     def pushed_again(self) -> bool:
@@ -108,6 +111,7 @@ def parse_manifest(document: object, run: str, signing_key: str | None = None) -
         files=files,
         config_fingerprint=_text(document, "config_fingerprint"),
         d2t_sha256=_text(document, "d2t_sha256"),
+        replayed_alpha=_replayed_alpha(document.get("gate")),
     )
     if files_digest(sha256s) != manifest.digest:
         raise ManifestError(f"digest: {manifest.digest} is not that of the listed files; do not use this version")
@@ -122,6 +126,12 @@ def parse_manifest(document: object, run: str, signing_key: str | None = None) -
                 "the service, and do not use this version before that"
             )
     return manifest
+
+
+def _replayed_alpha(gate: object) -> float | None:
+    value = gate.get("alpha_served") if isinstance(gate, dict) else None
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and 1.0 <= value < math.inf
+    return float(value) if known and value is not None else None
 
 
 def _offered_file(entry: object) -> OfferedFile:

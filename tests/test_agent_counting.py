@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rl_hooks.agent_errors import MetricsError
 from rl_hooks.canary import Canary, CanaryRule, Verdict, blocks, log_alpha_variance
 from rl_hooks.counters import ACCEPTED, ACCEPTED_PER_POSITION, DRAFTED, MAX_BUCKETS, ROUNDS, Counts, Ledger, Snapshot
+from rl_hooks.release import _replayed_alpha
 
 
 @pytest.fixture
@@ -522,3 +523,22 @@ def test_dumped_books_are_restored_exactly(entries: list[tuple[str, int, int, in
     ]
     for version in "ab":
         assert ledger.version_counts(version).rounds == sum(r for v, _, r, _ in entries if v == version)
+
+
+@pytest.mark.parametrize(("replayed", "passed"), [(None, False), (2.0, True), (3.9, False)])
+def test_a_new_version_is_not_blamed_for_what_the_policy_did(replayed: float | None, passed: bool) -> None:
+    """The old version gave α 4 on an older policy and gives `replayed` on today's; the new one gives 2 live."""
+    canary = Canary(CanaryRule(rounds=100))
+    canary.loaded("a", exempt=False)
+    canary.count("a", _counts(100, 3), now=0.0)
+    canary.loaded("b", exempt=False, replayed=replayed)
+    verdict = canary.count("b", _counts(100, 1), now=1.0)
+    assert verdict is not None
+    assert verdict.passed is passed
+    assert verdict.previous_alpha == min(4.0, replayed or 4.0)
+
+
+@pytest.mark.parametrize("gate", [None, {}, {"alpha_served": None}, {"alpha_served": "2"}, {"alpha_served": 0.5}])
+def test_a_manifest_without_a_usable_replay_says_so(gate: object) -> None:
+    assert _replayed_alpha(gate) is None
+    assert _replayed_alpha({"alpha_served": 2.5}) == 2.5
