@@ -29,8 +29,8 @@ from torch import Tensor
 from drafter.kinds import Drafter
 from drafter.loss import CHUNK_ELEMENTS, DraftLoss, acceptance_slope
 from drafter.matmul import times
-from drafter.model import rms_norm
 from drafter.plan import Plan
+from drafter.pointwise import rms_norm
 from drafter.target import DraftTarget
 from drafter.unroll import Unrolled
 

@@ -22,8 +22,8 @@ from drafter.acceptance import Floats, Ints, Replay, Segments, find_segments, re
 from drafter.batch import RolloutBatch, screen
 from drafter.errors import DrafterError
 from drafter.kinds import Drafter, unroll_batch
-from drafter.model import rms_norm
 from drafter.ngram import ngram_replay
+from drafter.pointwise import rms_norm
 from drafter.replay import Drafting, _groups, prompt_groups, replay
 from drafter.unroll import Unrolled, make_plan
 

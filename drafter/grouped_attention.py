@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
 from drafter.errors import DrafterError
-from drafter.model import rms_norm, rotary, rotate
+from drafter.pointwise import rms_norm, rotary, rotate
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
 from drafter.errors import DrafterError
-from drafter.model import rms_norm
+from drafter.pointwise import rms_norm
 
 
 @dataclass(frozen=True)

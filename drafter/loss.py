@@ -37,8 +37,8 @@ from torch import Tensor
 from drafter.errors import DrafterError
 from drafter.kinds import Drafter
 from drafter.matmul import times
-from drafter.model import rms_norm
 from drafter.plan import Plan
+from drafter.pointwise import rms_norm
 from drafter.target import DraftTarget
 from drafter.unroll import Unrolled
 

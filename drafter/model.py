@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from drafter.errors import DrafterError
 from drafter.matmul import linear
+from drafter.pointwise import rms_norm, rotary, rotate, swiglu
 from drafter.vocabulary import DraftVocabulary
 
 
@@ -115,90 +116,6 @@ class LayerWeights(NamedTuple):
     down: Tensor  # [H, I]
     norm: Tensor  # [H]
     lm_head: Tensor  # [D, H]
-
-
-class _RMSNorm(torch.autograd.Function):
-    """Keeps x and one number per row for the backward pass; torch's own keeps several tensors of x's size on a CPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        inverse = torch.rsqrt(torch.linalg.vecdot(wide, wide)[..., None] / x.shape[-1] + eps)
-        ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).to(x.dtype).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse = ctx.saved_tensors
-        unit = (x * inverse).to(x.dtype)
-        slope = grads[0] * weight
-        shared = torch.linalg.vecdot(slope, unit)[..., None] / x.shape[-1]
-        grad_x = torch.addcmul(slope, unit, shared, value=-1).mul_(inverse.to(x.dtype))
-        grad_weight = torch.linalg.vecdot(grads[0].flatten(0, -2), unit.flatten(0, -2), dim=0)
-        return grad_x, grad_weight, None
-
-
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, keeping only its input."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        grad = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad.chunk(2, dim=-1)
-        torch.mul(grads[0], F.silu(gate), out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grads[0] * up, gate))
-        return (grad,)
-
-
-class _Rotate(torch.autograd.Function):
-    """(low, high) -> (low cos - high sin, high cos + low sin), keeping only cos and sin."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        half = x.shape[-1] // 2
-        out = x * cos
-        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        grad, half = grads[0], grads[0].shape[-1] // 2
-        out = grad * cos
-        out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
-        out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
-        return out, None, None
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise: x / rms(x) * weight over the last axis, in at least float32."""
-    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    return out
-
-
-def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos, sin [..., 1, hd] for integer `positions` [...]: computed in at least float32, then rounded to `dtype`."""
-    wide = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
-    angle = positions.to(wide)[..., None] * theta**-exponent
-    angle = torch.cat([angle, angle], dim=-1)[..., None, :]
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions (the half-split layout of Llama) to x [..., heads, hd]."""
-    out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-    return out
 
 
 class _Attention(nn.Module):
@@ -298,7 +215,7 @@ class Eagle3Drafter(nn.Module):
         """Compute `pre` [.., H] from the residual r [.., H] and the attention output [.., N*hd]."""
         h1 = r + linear(attended, weights.o)
         gate_up = linear(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps), weights.gate_up)
-        return h1 + linear(_SwiGLU.apply(gate_up), weights.down)  # type: ignore[no-untyped-call]
+        return h1 + linear(swiglu(gate_up), weights.down)
 
     # --- incremental decoding ---------------------------------------------------------------------------------------
 

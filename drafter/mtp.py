@@ -28,8 +28,8 @@ from drafter.errors import DrafterError
 from drafter.experts import Cast, Experts, ExpertSizes, SwiGLU
 from drafter.grouped_attention import GroupedAttention, GroupedSizes
 from drafter.latent_attention import LatentAttention, LatentSizes, Yarn
-from drafter.model import rms_norm
 from drafter.plan import Plan
+from drafter.pointwise import rms_norm
 from drafter.unroll import Unrolled
 from drafter.vocabulary import DraftVocabulary
 

@@ -29,7 +29,7 @@ from drafter.acceptance import Ints, Replay, Segments, find_segments, replay_rou
 from drafter.batch import RolloutBatch
 from drafter.errors import BatchRejected, DrafterError
 from drafter.kinds import Drafter, unroll_batch
-from drafter.model import rms_norm
+from drafter.pointwise import rms_norm
 from drafter.unroll import Unrolled, make_plan
 
 Drafting = Literal["probabilistic", "greedy"]

@@ -19,8 +19,9 @@ from torch import Tensor
 from drafter.attention import attend, gather_keys
 from drafter.errors import DrafterError
 from drafter.matmul import linear
-from drafter.model import Eagle3Drafter, rms_norm, rotary, rotate
+from drafter.model import Eagle3Drafter
 from drafter.plan import Plan, make_plan
+from drafter.pointwise import rms_norm, rotary, rotate
 
 __all__ = ["Plan", "Unrolled", "make_plan", "unroll"]
 

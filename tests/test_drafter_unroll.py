@@ -12,7 +12,8 @@ import drafter.unroll
 from drafter import attention
 from drafter.errors import DrafterError
 from drafter.loss import DraftLoss, draft_loss
-from drafter.model import Eagle3Drafter, LayerWeights, rms_norm, rotary
+from drafter.model import Eagle3Drafter, LayerWeights
+from drafter.pointwise import rms_norm, rotary
 from drafter.target import TargetHead, draft_target
 from drafter.unroll import Plan, make_plan, unroll
 

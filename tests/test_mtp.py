@@ -18,10 +18,10 @@ from transformers.modeling_layers import MtpModel
 
 from drafter.batch import RolloutBatch
 from drafter.errors import BatchRejected, CheckpointError, DrafterError
-from drafter.model import rms_norm
 from drafter.mtp import MtpConfig, MtpDrafter, unroll_mtp
 from drafter.mtp_checkpoint import extract_mtp, parse_mtp_config, prefix, read_mtp, write_mtp
 from drafter.plan import make_plan
+from drafter.pointwise import rms_norm
 from drafter.replay import replay
 from drafter.target import TargetHead
 from drafter.trainer import DrafterTrainer, TrainConfig
