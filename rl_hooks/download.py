@@ -23,6 +23,7 @@ import httpx
 
 from rl_hooks import wire
 from rl_hooks.agent_errors import CheckpointError, DigestError, DownloadError
+from rl_hooks.durable import sync, write_synced
 from rl_hooks.release import Manifest, OfferedFile, Release
 
 MODEL_FILE: Final = "model.safetensors"
@@ -68,9 +69,9 @@ def fetch_release(
             "digest": manifest.digest,
             "sha256": {file.name: _sha256(staging / file.name) for file in manifest.files},
         }
-        _write_synced(staging / RECEIPT, json.dumps(receipt).encode())
+        write_synced(staging / RECEIPT, json.dumps(receipt).encode())
         staging.rename(final)
-        _sync_directory(home)
+        sync(home)
     return Release(manifest, final)
 
 
@@ -229,21 +230,6 @@ def _matches(path: Path, file: OfferedFile) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from drafter.kinds import Drafter, read_kind, write_kind
 from drafter.trainer import DrafterTrainer
+from rl_hooks.durable import sync
 from service.errors import WorkerError
 
 _PREFIX = "checkpoint-"
@@ -56,7 +57,7 @@ class WorkerCheckpoint:
             write_kind(temporary / "drafter", trainer.drafter)
         (temporary / "state.json").write_text(json.dumps(state))
         for path in [*temporary.rglob("*"), temporary]:
-            _sync(path)
+            sync(path)
         newest = self.newest()
         if (newest.name if newest else None) != self._mine:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -64,7 +65,7 @@ class WorkerCheckpoint:
         mine = self._directory / f"{_PREFIX}{number:09d}"
         temporary.rename(mine)
         self._mine = mine.name
-        _sync(self._directory)
+        sync(self._directory)
         for before in self._directory.glob(f"{_PREFIX}*"):  # also one that an earlier life could not remove
             if before.name != self._mine:
                 shutil.rmtree(before, ignore_errors=True)
@@ -93,11 +94,3 @@ def full_disk_as_os_error() -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise OSError(f"could not be written: {error}") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,6 +27,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
+from rl_hooks.durable import sync, write_synced
 from service.errors import RegistryError, VersionNotFound
 from service.layout import FILE_NAME, VERSION_NAME, Layout
 
@@ -178,11 +179,11 @@ class Registry:
                 alpha=None if alpha is None else dict(alpha),
                 gate=None if gate is None else dict(gate),
             )
-            _write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
-            _sync_directory(staged)
+            write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
+            sync(staged)
             final = self._layout.drafter(run, manifest.version)
             staged.rename(final)
-            _sync_directory(final.parent)
+            sync(final.parent)
             self._point(run, manifest, reason, "published", {"parent": parent, "alpha": alpha, "gate": gate})
         return manifest
 
@@ -269,9 +270,9 @@ class Registry:
         latest = self._layout.latest(run)
         temporary = latest.with_name(f".latest-{uuid.uuid4().hex}")
         pointer = {"sequence": manifest.sequence, "version": manifest.version, "reason": reason, "event": kind}
-        _write_synced(temporary, json.dumps(pointer).encode())
+        write_synced(temporary, json.dumps(pointer).encode())
         temporary.replace(latest)
-        _sync_directory(latest.parent)
+        sync(latest.parent)
         self._append(run, event | dict(more))
 
     def _recover_history(self, run: str) -> None:
@@ -328,18 +329,3 @@ def _digest(path: Path) -> FileDigest:
             size += len(chunk)
         os.fsync(file.fileno())
     return FileDigest(name=path.name, bytes=size, sha256=sha.hexdigest())
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
