@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafter.device import to_device
 from drafter.errors import BatchRejected, DrafterError
 from rl_hooks import wire
 
@@ -124,7 +125,7 @@ class RolloutBatch:
             tensor = getattr(self, name)
             if tensor is not None:
                 wanted = dtype if name in ("aux_hidden", "last_hidden") else None
-                changes[name] = tensor.to(device=device, dtype=wanted or tensor.dtype)
+                changes[name] = to_device(tensor, device, wanted)
         return replace(self, **changes)
 
 

@@ -9,7 +9,8 @@ import torch
 from drafter_worlds import HIDDEN, SHAPES, Expected, World, deviation, expected, gradients, mask_of, ours, world
 
 import drafter.unroll
-from drafter import attention
+from drafter import attention, packed_attention
+from drafter.attention_layout import pack, pad
 from drafter.errors import DrafterError
 from drafter.loss import DraftLoss, draft_loss
 from drafter.model import Eagle3Drafter, LayerWeights
@@ -86,7 +87,7 @@ def test_bucketing_is_exact_whatever_the_lengths(lengths: tuple[int, ...], monke
     masks = tuple(mask_of(n, max(1, n // 3)) for n in lengths)
     w = world(masks)
     whole = ours(w, 3)
-    monkeypatch.setattr("drafter.plan._FREE_PAIRS", 0)  # many buckets instead of few
+    monkeypatch.setattr("drafter.attention_layout._FREE_PAIRS", 0)  # many buckets instead of few
     cut = ours(w, 3)
     torch.testing.assert_close(whole.kl_sums, cut.kl_sums, rtol=1e-11, atol=0)
     for a, b in zip(gradients(w, whole.loss).values(), gradients(w, cut.loss).values(), strict=True):
@@ -94,18 +95,23 @@ def test_bucketing_is_exact_whatever_the_lengths(lengths: tuple[int, ...], monke
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernel_for_other_devices_agrees_with_the_fused_one(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packed_layout_of_other_devices_agrees_with_the_padded_one(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w = world(SHAPES[shape])
     fused = ours(w, 4)
     fused_grads = gradients(w, fused.loss)
-    monkeypatch.setattr(attention, "_fused", lambda _q: False)
+    monkeypatch.setattr("drafter.plan.pad", pack)
+    monkeypatch.setattr(packed_attention, "_SCORES", 200)  # several blocks of queries per document
     plain = ours(w, 4)
     torch.testing.assert_close(fused.kl_sums, plain.kl_sums, rtol=1e-11, atol=0)
     for a, b in zip(fused_grads.values(), gradients(w, plain.loss).values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_gradcheck_of_the_merged_attention() -> None:
+@pytest.mark.parametrize("layout", [pad, pack], ids=["padded", "packed"])
+def test_gradcheck_of_the_merged_attention(layout: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.plan.pad", layout)
     plan = make_plan(torch.tensor([0, 6, 13]), torch.cat([mask_of(6, 3), mask_of(7, 6)]), 3)
     n, M = plan.computed[2], plan.kv_rows.numel()
     shapes = [(n, 4, 6), (M, 2, 6), (M, 2, 6), *[(n, 2, 6)] * 4]
