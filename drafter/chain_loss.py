@@ -22,13 +22,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
+from drafter.attention_layout import Ints, as_tensor
+from drafter.device import to_device
 from drafter.kinds import Drafter
-from drafter.loss import CHUNK_ELEMENTS, DraftLoss, acceptance_slope
-from drafter.matmul import times
+from drafter.loss import DraftLoss, acceptance_slope, chunk_size, kernels, target_of
+from drafter.matmul import times, times_wide
 from drafter.plan import Plan
 from drafter.pointwise import rms_norm
 from drafter.target import DraftTarget
@@ -58,23 +61,26 @@ class _Chains:
 
 
 def _chains(plan: Plan) -> _Chains:
-    rows, device = torch.cat(plan.rows).cpu(), plan.order.device
-    step = torch.cat([torch.full((n,), j) for j, n in enumerate(plan.entries)])
-    order = torch.argsort(rows, stable=True)  # steps were concatenated in order, so they ascend within a row
-    target_index = torch.empty_like(rows)
-    target_index[plan.order.cpu()] = plan.target_index.cpu()
-    target_index = target_index[order]
-    _, row, counts = torch.unique_consecutive(rows[order], return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0)
+    """Computed on the host from what the plan keeps there, so that no device is waited for."""
+    device = plan.order.device
+    step = np.repeat(np.arange(plan.steps), plan.entries)
+    order = np.argsort(plan.entry_rows, kind="stable")  # steps were concatenated in order: they ascend within a row
+    target = plan.entry_targets[order]
+    _, row, counts = np.unique(plan.entry_rows[order], return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+
+    def moved(array: Ints) -> Tensor:
+        return to_device(as_tensor(array), device)
+
     return _Chains(
-        order=order.to(device),
-        step=step[order].to(device),
-        row=row.to(device),
-        target_index=target_index.to(device),
+        order=moved(order),
+        step=moved(step[order]),
+        row=moved(row),
+        target_index=moved(target),
         starts=(0, *ends.tolist()),
         # Within a row, later steps look at later target rows.
-        first_target=tuple(target_index[ends - counts].tolist()),
-        last_target=tuple((target_index[ends - 1] + 1).tolist()),
+        first_target=tuple(target[ends - counts].tolist()),
+        last_target=tuple((target[ends - 1] + 1).tolist()),
     )
 
 
@@ -84,18 +90,26 @@ def chain_loss(
     target: DraftTarget,
     *,
     denominator: float,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> DraftLoss:
     """Drafts that whole chains are expected to lose. Gradients reach `pre`, norm and, unless frozen, lm_head.
 
-    Holds logits of at most `chunk_elements`, or of one row's K steps where those are more.
+    Holds logits of at most `chunk_elements` (default: what suits the device), or of one row's K steps where those are
+    more. Never waits for the device.
     """
     weights, plan = unrolled.weights, unrolled.plan
     chains = _chains(plan)
     ordered = torch.cat(unrolled.pre).index_select(0, chains.order)
     hidden = rms_norm(ordered, weights.norm, drafter.config.rms_norm_eps)
     loss, kl_sums, acceptance_sums = _FusedChain.apply(  # type: ignore[no-untyped-call]
-        hidden, weights.lm_head, target, chains, plan.steps, denominator, chunk_elements, torch.is_grad_enabled()
+        hidden,
+        weights.lm_head,
+        target,
+        chains,
+        plan.steps,
+        denominator,
+        chunk_elements or chunk_size(hidden.device),
+        torch.is_grad_enabled(),
     )
     return DraftLoss(loss, kl_sums, acceptance_sums, plan.entries)
 
@@ -139,29 +153,42 @@ class _FusedChain(torch.autograd.Function):
         grad_head = torch.zeros_like(lm_head, dtype=wide) if want_head else None
         loss = hidden.new_zeros((), dtype=wide)
         sums = hidden.new_zeros(2, steps, dtype=wide)  # kl, acceptance
+        fused = kernels(hidden)
         for begin, end in chains.chunks(max(1, chunk_elements // lm_head.shape[0])):
             entries = slice(chains.starts[begin], chains.starts[end])
             step, chain = chains.step[entries], chains.row[entries] - begin
-            p, own, mass = _target(target, chains, begin, end, wide)
+            low, high = chains.first_target[begin], max(chains.last_target[begin:end])
+            p, mass, own = target_of(target, low, high, wide)
+            pick = chains.target_index[entries] - low
 
             h = hidden[entries]
-            logq = F.log_softmax(times(h, lm_head).to(wide).div_(target.divisor), dim=-1)
-            kl = own - (p * logq).sum(-1)
-            q = logq.exp_()
-            acceptance = torch.minimum(p, q).sum(-1)
+            logits = times_wide(h, lm_head)
+            if fused is not None:
+                found = fused.measure(logits, p, own, pick, target.divisor)
+                kl, acceptance = found.kl, found.acceptance
+            else:
+                p = p.index_select(0, pick)
+                q = F.log_softmax(logits.div_(target.divisor), dim=-1)
+                kl = own.index_select(0, pick) - torch.linalg.vecdot(p, q)
+                acceptance = torch.minimum(p, q.exp_()).sum(-1)
             sums.index_add_(1, step, torch.stack([kl, acceptance]))
             a = acceptance.new_zeros(end - begin, steps).index_put_((chain, step), acceptance)
-            present = torch.zeros_like(a, dtype=torch.bool).index_put_((chain, step), torch.ones_like(mass) > 0)
+            present = torch.zeros_like(a, dtype=torch.bool)
+            present.index_put_((chain, step), torch.ones_like(chain, dtype=torch.bool))
             lost, by_acceptance = chain_length(a, present)
             loss += lost.sum() / denominator
             if grad_hidden is None and grad_head is None:
                 continue
             scale = by_acceptance[chain, step] / (denominator * target.divisor)
-            slope = acceptance_slope(p, q).mul_(scale[:, None]).to(h.dtype)
+            if fused is not None:
+                none = torch.zeros_like(scale)
+                slope = fused.slope(logits, p, mass, pick, found, none, scale, target.divisor, h.dtype)
+            else:
+                slope = acceptance_slope(p, q).mul_(scale[:, None]).to(h.dtype)
             if grad_hidden is not None:
                 grad_hidden[entries] = times(slope, lm_head.t())
             if grad_head is not None:
-                grad_head += times(slope.t(), h.t())
+                grad_head += times_wide(slope.t(), h.t())
         ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(lm_head.dtype))
         kl_sums, acceptance_sums = sums.unbind(0)
         kl_sums, acceptance_sums = kl_sums.clone(), acceptance_sums.clone()
@@ -173,15 +200,3 @@ class _FusedChain(torch.autograd.Function):
         grad_hidden, grad_head = ctx.saved_tensors
         scaled = [None if g is None else g * grads[0].to(g.dtype) for g in (grad_hidden, grad_head)]
         return (*scaled, None, None, None, None, None, None)
-
-
-def _target(
-    target: DraftTarget, chains: _Chains, begin: int, end: int, wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For a chunk's entries: p [E, D], the part of kl that is the target's own, and p's mass."""
-    low, high = chains.first_target[begin], max(chains.last_target[begin:end])
-    p = target.logprobs(low, high, wide).exp()
-    mass = p.sum(-1)
-    own = torch.special.entr(mass) - torch.special.entr(p).sum(-1)  # sum p log p - m log m
-    pick = chains.target_index[chains.starts[begin] : chains.starts[end]] - low
-    return p.index_select(0, pick), own.index_select(0, pick), mass.index_select(0, pick)

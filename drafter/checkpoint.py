@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from drafter.errors import CheckpointError, DrafterError, VocabularyError
 from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.mtp import MtpConfig
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.durable import sync
 
 MODEL_FILE: Final = "model.safetensors"
 CONFIG_FILE: Final = "config.json"
@@ -112,7 +112,7 @@ def write_stored(directory: Path, stored: StoredDrafter) -> dict[str, FileDigest
 def finish_files(directory: Path) -> dict[str, FileDigest]:
     """Sync both files and their directory to the disk; return what they must be when they are read elsewhere."""
     digests = {name: _sync_and_digest(directory / name) for name in (MODEL_FILE, CONFIG_FILE)}
-    _sync(directory)
+    sync(directory)
     return digests
 
 
@@ -371,14 +371,6 @@ def read_vocabulary(tensors: Mapping[str, Tensor], config: DrafterConfig) -> Dra
 
 
 def _sync_and_digest(path: Path) -> FileDigest:
-    _sync(path)
+    sync(path)
     with path.open("rb") as file:
         return FileDigest(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

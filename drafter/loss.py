@@ -28,6 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -36,14 +39,16 @@ from torch import Tensor
 
 from drafter.errors import DrafterError
 from drafter.kinds import Drafter
-from drafter.matmul import times
+from drafter.matmul import times, times_wide
 from drafter.plan import Plan
 from drafter.pointwise import rms_norm
 from drafter.target import DraftTarget
 from drafter.unroll import Unrolled
 
-#: Logits held at once: 4 MiB of float32. Twice as many would save 1 % of the time and cost 10 MiB.
+#: Logits held at once on a CPU: 4 MiB of float32. Twice as many would save 1 % of the time and cost 10 MiB.
 CHUNK_ELEMENTS = 1 << 20
+#: Elsewhere 512 MiB of float32: some 4000 rows of 32k logits, so that each product fills a GPU.
+_DEVICE_CHUNK_ELEMENTS = 1 << 27
 #: Logits passed over together on a CPU: 256 KiB of float32, so that the passes stay within its second cache.
 _BLOCK_ELEMENTS = 1 << 16
 #: Stands for log 0 where it is multiplied by that 0.
@@ -74,22 +79,45 @@ def draft_loss(
     denominator: float,
     step_decay: float = 1.0,
     kind: EntryLoss = "kl",
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> DraftLoss:
-    """Weighted loss over every entry of the unroll. Gradients reach `pre`, norm and, unless it is frozen, lm_head."""
+    """Weighted loss over every entry of the unroll. Gradients reach `pre`, norm and, unless it is frozen, lm_head.
+
+    Holds logits of at most `chunk_elements` (default: what suits the device) or of one target row's entries. Never
+    waits for the device.
+    """
     if kind not in get_args(EntryLoss):
         raise DrafterError(f"a loss per entry is one of {', '.join(get_args(EntryLoss))}, got {kind!r}")
     weights, plan = unrolled.weights, unrolled.plan
     wide = torch.promote_types(weights.lm_head.dtype, torch.float32)
-    step_weights = torch.tensor(
-        [step_decay**j / denominator for j in range(plan.steps)], dtype=wide, device=weights.lm_head.device
-    )
+    device = weights.lm_head.device
+    step_weights = torch.full((plan.steps,), step_decay, dtype=wide, device=device)
+    step_weights = step_weights.pow_(torch.arange(plan.steps, device=device)).div_(denominator)
     ordered = torch.cat(unrolled.pre).index_select(0, plan.order)
     hidden = rms_norm(ordered, weights.norm, drafter.config.rms_norm_eps)
     loss, kl_sums, acceptance_sums = _FusedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weights.lm_head, target, plan, step_weights, kind, chunk_elements, torch.is_grad_enabled()
+        hidden,
+        weights.lm_head,
+        target,
+        plan,
+        step_weights,
+        kind,
+        chunk_elements or chunk_size(device),
+        torch.is_grad_enabled(),
     )
     return DraftLoss(loss, kl_sums, acceptance_sums, plan.entries)
+
+
+def chunk_size(device: torch.device) -> int:
+    """Logits to hold at once on a device."""
+    return CHUNK_ELEMENTS if device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
+
+
+def kernels(x: Tensor) -> ModuleType | None:
+    """The Triton kernels for tensors on CUDA, where Triton is installed; None: torch does their work."""
+    if not x.is_cuda or find_spec("triton") is None:
+        return None
+    return import_module("drafter.triton_loss")
 
 
 def _chunks(plan: Plan, size: int, chunk_elements: int) -> Iterator[tuple[int, int]]:
@@ -124,25 +152,35 @@ class _FusedLoss(torch.autograd.Function):
         kl = hidden.new_zeros(hidden.shape[0], dtype=wide)
         acceptance, value = torch.zeros_like(kl), torch.zeros_like(kl)
         row_weights = step_weights.index_select(0, plan.entry_step)
+        fused = kernels(hidden)
         for begin, end in _chunks(plan, lm_head.shape[0], chunk_elements):
             entries = slice(plan.target_starts[begin], plan.target_starts[end])
-            p, mass, own = _target_of(target, begin, end, wide)
+            p, mass, own = target_of(target, begin, end, wide)
             pick = plan.target_index[entries] - begin
             h = hidden[entries]
-            logits = times(h, lm_head).to(wide)
-            if target.divisor != 1:
-                logits.div_(target.divisor)
+            logits = times_wide(h, lm_head)
             scale = row_weights[entries] / target.divisor
-            for rows in _blocks(logits):
-                at = slice(entries.start + rows.start, entries.start + rows.stop)
-                kl[at], acceptance[at], value[at] = _fold(
-                    kind, logits[rows], p, mass, own, pick[rows], scale[rows] if grad_enabled else None
-                )
-            slope = logits.to(h.dtype)
+            if fused is not None:
+                found = fused.measure(logits, p, own, pick, target.divisor)
+                kl[entries], acceptance[entries] = found.kl, found.acceptance
+                value[entries], by_kl, by_acceptance = _value(kind, found.kl, found.acceptance)
+                if not grad_enabled:
+                    continue
+                by_acceptance = torch.zeros_like(by_kl) if by_acceptance is None else by_acceptance * scale
+                slope = fused.slope(logits, p, mass, pick, found, by_kl * scale, by_acceptance, target.divisor, h.dtype)
+            else:
+                if target.divisor != 1:
+                    logits.div_(target.divisor)
+                for rows in _blocks(logits):
+                    at = slice(entries.start + rows.start, entries.start + rows.stop)
+                    kl[at], acceptance[at], value[at] = _fold(
+                        kind, logits[rows], p, mass, own, pick[rows], scale[rows] if grad_enabled else None
+                    )
+                slope = logits.to(h.dtype)
             if grad_hidden is not None:
                 grad_hidden[entries] = times(slope, lm_head.t())
             if grad_head is not None:
-                grad_head += times(slope.t(), h.t())
+                grad_head += times_wide(slope.t(), h.t())
         ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(lm_head.dtype))
         sums = torch.zeros_like(step_weights)
         kl_sums = sums.index_add(0, plan.entry_step, kl)
@@ -157,9 +195,13 @@ class _FusedLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None, None, None)
 
 
-def _target_of(target: DraftTarget, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def target_of(target: DraftTarget, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Give p [n, D] of the target rows [begin, end), its mass m [n] and sum p log p - m log m [n]."""
-    logp = target.logprobs(begin, end, dtype).clamp_(min=_LEAST_LOG)
+    logp = target.logprobs(begin, end, dtype)
+    if (fused := kernels(logp)) is not None:
+        p = logp.contiguous()
+        return p, *fused.target(p)
+    logp.clamp_(min=_LEAST_LOG)
     p = logp.exp()
     mass = p.sum(-1)
     return p, mass, torch.special.entr(mass) + torch.linalg.vecdot(p, logp)

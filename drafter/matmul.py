@@ -47,6 +47,14 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
+def times_wide(a: Tensor, b: Tensor) -> Tensor:
+    """`times` in at least float32: half-precision operands keep the float32 sums of a GPU's matrix units."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.dtype is not wide and a.device.type in ("cuda", "meta"):  # CPUs have no such product
+        return torch.mm(a, b.t(), out_dtype=wide)
+    return times(a, b).to(wide)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

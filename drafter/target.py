@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
 from drafter.errors import TargetHeadError
+from drafter.matmul import times_wide
 from drafter.plan import Plan
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.wire import LogitMap
@@ -133,9 +133,11 @@ class DraftTarget:
     def logprobs(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """Form log p [end-begin, D] of target rows [begin, end): -inf where top entries say nothing."""
         if self.hidden is not None and self.head_rows is not None and self.logsumexp is not None:
-            logits = F.linear(self.hidden[begin:end].to(self.head_rows.dtype), self.head_rows).to(dtype)
+            logits = times_wide(self.hidden[begin:end].to(self.head_rows.dtype), self.head_rows).to(dtype)
             mapped: Tensor = self.logit_map.apply(logits)
-            return mapped.div_(self.divisor).sub_(self.logsumexp[begin:end, None])
+            if self.divisor != 1:
+                mapped.div_(self.divisor)
+            return mapped.sub_(self.logsumexp[begin:end, None])
         if self.top_draft_ids is None or self.top_logprobs is None:
             raise TargetHeadError("a target needs last_hidden with head rows, or top entries")
         ids, values = self.top_draft_ids[begin:end], self.top_logprobs[begin:end].to(dtype)
@@ -151,7 +153,10 @@ def draft_target(
     head: TargetHead | None,
     dtype: torch.dtype = torch.float32,
 ) -> DraftTarget:
-    """The target of a batch on its plan's rows: from last_hidden and the head where they are, else from top entries."""
+    """The target of a batch on its plan's rows: from last_hidden and the head where they are, else from top entries.
+
+    `dtype` is what last_hidden and head are multiplied in; log-probabilities are formed in at least float32.
+    """
     rows, device = plan.target_rows, batch.input_ids.device
     if batch.last_hidden is not None and batch.logsumexp is not None:
         if head is None:
@@ -163,7 +168,7 @@ def draft_target(
             len(vocabulary),
             hidden=batch.last_hidden.index_select(0, rows),
             head_rows=head.rows(vocabulary, device, dtype),
-            logsumexp=batch.logsumexp.index_select(0, rows).to(dtype),
+            logsumexp=batch.logsumexp.index_select(0, rows).to(torch.promote_types(dtype, torch.float32)),
             logit_map=head.logit_map,
         )
     if batch.top_ids is None or batch.top_logprobs is None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from drafter.batch import RolloutBatch
 from drafter.chain_loss import chain_loss
@@ -29,8 +27,10 @@ from drafter.errors import CheckpointError, DrafterError
 from drafter.kinds import Drafter, unroll_batch
 from drafter.loss import DraftLoss, draft_loss
 from drafter.model import Eagle3Drafter
-from drafter.target import TargetHead, draft_target
+from drafter.plan import Plan
+from drafter.target import DraftTarget, TargetHead, draft_target
 from drafter.unroll import make_plan
+from rl_hooks.durable import sync
 
 if TYPE_CHECKING:  # a type variable's default is newer than Python 3.11
     from typing_extensions import TypeVar as TypeVarWithDefault
@@ -94,6 +94,17 @@ class StepReport:
     skipped: str | None  # why parameters were left alone; None: they moved
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a window's gradients, and its figures as read from the device."""
+
+    skipped: str | None
+    loss: float
+    grad_norm: float
+    kl_sums: Sequence[float]  # K
+    acceptance_sums: Sequence[float]  # K
+
+
 class DrafterTrainer(Generic[_D]):
     """Trains `drafter` in place; its parameters become the float32 (or float64) masters."""
 
@@ -116,6 +127,7 @@ class DrafterTrainer(Generic[_D]):
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.epsilon,
+            fused=True if self.device.type == "cuda" else None,
         )
 
     @property
@@ -144,25 +156,25 @@ class DrafterTrainer(Generic[_D]):
             if (result := self._accumulate(b, h, max(response_tokens, 1))) is not None
         ]
         learning_rate = self._learning_rate()
-        skipped, loss, norm = self._update(results, learning_rate)
-        if skipped is None:
+        entries = [sum(r.entries[j] for r in results) for j in range(self.config.steps_ahead)]
+        outcome = self._update(results, learning_rate)
+        if outcome.skipped is None:
             self.windows += 1
             self.tokens_trained += response_tokens
         else:
             self.skipped_windows += 1
         self._optimizer.zero_grad(set_to_none=True)
-        entries = [sum(r.entries[j] for r in results) for j in range(self.config.steps_ahead)]
         return StepReport(
-            loss=loss,
-            loss_per_step=_means([r.kl_sums for r in results], entries),
-            acceptance_per_step=_means([r.acceptance_sums for r in results], entries),
+            loss=outcome.loss,
+            loss_per_step=_means(outcome.kl_sums, entries),
+            acceptance_per_step=_means(outcome.acceptance_sums, entries),
             entries_per_step=tuple(entries),
             response_tokens=response_tokens,
             tokens=sum(b.tokens for b in window),
-            grad_norm=norm,
+            grad_norm=outcome.grad_norm,
             learning_rate=learning_rate,
             seconds=time.perf_counter() - started,
-            skipped=skipped,
+            skipped=outcome.skipped,
         )
 
     def evaluate(self, batch: RolloutBatch, head: TargetHead | None) -> DraftLoss | None:
@@ -175,9 +187,14 @@ class DrafterTrainer(Generic[_D]):
         if not any(plan.entries):
             return None
         plan, batch = plan.to(self.device), batch.to(self.device)
+        # A GPU's matrix units sum half-precision products in float32; a CPU's do not hand such sums out.
+        product = torch.promote_types(self._dtype, torch.float32) if self.device.type == "cpu" else self._dtype
+        target = draft_target(batch, plan, self.drafter.vocabulary, head, product)
+        return self.loss_of(plan, batch, target, denominator)
+
+    def loss_of(self, plan: Plan, batch: RolloutBatch, target: DraftTarget, denominator: float) -> DraftLoss:
+        """Give the loss of a plan, its batch and its target, all on the drafter's device. Never waits for it."""
         unrolled = unroll_batch(self.drafter, plan, batch, dtype=self._dtype)
-        wide = torch.promote_types(self._dtype, torch.float32)
-        target = draft_target(batch, plan, self.drafter.vocabulary, head, wide)
         if self.config.loss == "alpha":
             return chain_loss(self.drafter, unrolled, target, denominator=denominator)
         return draft_loss(
@@ -201,23 +218,31 @@ class DrafterTrainer(Generic[_D]):
             return self.config.learning_rate
         return self.config.learning_rate * (self.windows + 1) / self.config.warmup_windows
 
-    def _update(self, results: Sequence[DraftLoss], learning_rate: float) -> tuple[str | None, float, float]:
-        """Clip and step, unless something is not finite. Returns why it was skipped, the loss and the gradient norm."""
+    def _update(self, results: Sequence[DraftLoss], learning_rate: float) -> _Outcome:
+        """Clip and step, unless something is not finite.
+
+        The window's only wait for the device is here: one copy of all its figures, once everything is queued.
+        """
         if not results:
-            return "no supervised row: responses are too short", math.nan, math.nan
-        parameters = list(self._named.values())
+            return _Outcome("no supervised row: responses are too short", math.nan, math.nan, [], [])
+        parameters, steps = list(self._named.values()), self.config.steps_ahead
         total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        loss, norm = float(sum(float(r.loss) for r in results)), float(total)
+        losses = torch.stack([r.loss.double() for r in results]).sum()
+        sums = [torch.stack([getattr(r, n) for r in results]).double().sum(0) for n in ("kl_sums", "acceptance_sums")]
+        figures = torch.cat([losses[None], total.double()[None], *sums]).tolist()
+        loss, norm, kl_sums, acceptance_sums = figures[0], figures[1], figures[2 : 2 + steps], figures[2 + steps :]
+        skipped = None
         if not math.isfinite(loss):
-            return f"the loss is {loss}", loss, norm
-        if not math.isfinite(norm):
-            return f"the gradient norm is {norm}", loss, norm
-        if self.config.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, total)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        return None, loss, norm
+            skipped = f"the loss is {loss}"
+        elif not math.isfinite(norm):
+            skipped = f"the gradient norm is {norm}"
+        else:
+            if self.config.grad_clip:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, total)
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
+        return _Outcome(skipped, loss, norm, kl_sums, acceptance_sums)
 
     # --- state on disk ----------------------------------------------------------------------------------------------
 
@@ -232,7 +257,7 @@ class DrafterTrainer(Generic[_D]):
         # A new name each time: the file that the pointer names is never written over.
         file = f"state-{'b' if str(old.get('file', '')).startswith('state-a') else 'a'}.safetensors"
         save_file(tensors, directory / file)
-        _sync(directory / file)
+        sync(directory / file)
         pointer = {
             "format": _FORMAT,
             "file": file,
@@ -244,9 +269,9 @@ class DrafterTrainer(Generic[_D]):
         }
         temporary = directory / f"{_POINTER}.tmp"
         temporary.write_text(json.dumps(pointer, indent=1))
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(directory / _POINTER)
-        _sync(directory)
+        sync(directory)
 
     def load(self, directory: Path) -> None:
         """Continue from a saved state; hyperparameters stay those of this trainer. Raises `CheckpointError`."""
@@ -309,17 +334,7 @@ class DrafterTrainer(Generic[_D]):
         return pointer
 
 
-def _means(sums: Sequence[Tensor], entries: Sequence[int]) -> tuple[float, ...]:
+def _means(sums: Sequence[float], entries: Sequence[int]) -> tuple[float, ...]:
     if not sums:
         return tuple(math.nan for _ in entries)
-    totals = torch.stack(list(sums)).double().sum(0).tolist()
-    return tuple(total / count if count else math.nan for total, count in zip(totals, entries, strict=True))
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or a directory's entries, to the disk: a rename is durable only after this."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return tuple(total / count if count else math.nan for total, count in zip(sums, entries, strict=True))

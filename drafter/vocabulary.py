@@ -75,20 +75,20 @@ class DraftVocabulary:
     @property
     def d2t(self) -> Tensor:
         """Offsets int64[D]: ids - arange(D)."""
-        return self.ids - torch.arange(len(self))
+        return self.ids - torch.arange(len(self), device=self.ids.device)
 
     @property
     def t2d(self) -> Tensor:
         """bool[V]: is this target token in the draft vocabulary."""
-        mask = torch.zeros(self.vocab_size, dtype=torch.bool)
+        mask = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.ids.device)
         mask[self.ids] = True
         return mask
 
     @property
     def to_draft(self) -> Tensor:
         """int64[V]: the draft id of a target token, -1 outside."""
-        table = torch.full((self.vocab_size,), -1, dtype=torch.int64)
-        table[self.ids] = torch.arange(len(self))
+        table = torch.full((self.vocab_size,), -1, dtype=torch.int64, device=self.ids.device)
+        table[self.ids] = torch.arange(len(self), device=self.ids.device)
         return table
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton_fixtures  # noqa: F401 - before anything imports Triton
 from redis import Redis
 from service_fixtures import RunningService
 

@@ -41,10 +41,11 @@ def test_rl_hooks_imports_neither_drafter_nor_service(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", files("drafter"), ids=lambda p: p.name)
-def test_drafter_imports_only_the_wire_format_and_no_network(path: Path) -> None:
+def test_drafter_imports_only_the_wire_format_durable_writing_and_no_network(path: Path) -> None:
     assert not tops(path) & {"service", "examples", "redis", "fastapi", "httpx", "uvicorn", "starlette"}
     hooks = {name for name in imported(path) if name.split(".")[0] == "rl_hooks"}
-    assert {name for name in hooks if not name.startswith("rl_hooks.wire")} <= {"rl_hooks"}
+    allowed = ("rl_hooks.wire", "rl_hooks.durable")
+    assert {name for name in hooks if not name.startswith(allowed)} <= {"rl_hooks"}
 
 
 def reachable(module: str) -> set[str]:

@@ -15,7 +15,7 @@ from worker_fixtures import Bench, World
 
 from drafter.batch import load_batch
 from drafter.replay import replay
-from drafter.trainer import DrafterTrainer
+from drafter.trainer import DrafterTrainer, _Outcome
 from service.recent import is_held_out
 from service.registry import Registry
 
@@ -193,7 +193,8 @@ def test_of_one_claim_what_its_newest_makes_stale_is_skipped(bench: Bench) -> No
 
 def test_an_update_that_was_left_out_is_not_counted_as_trained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     start(bench)
-    monkeypatch.setattr(DrafterTrainer, "_update", lambda *_: ("the loss is nan", float("nan"), float("nan")))
+    left_out = _Outcome("the loss is nan", float("nan"), float("nan"), [], [])
+    monkeypatch.setattr(DrafterTrainer, "_update", lambda *_: left_out)
     bench.post("a")
     bench.drain(bench.worker())
     assert bench.totals()["trained_tokens"] == 0

@@ -1,0 +1,155 @@
+"""Peak memory of one whole training step on a device, found without one: shapes run, nothing is computed.
+
+    python -m benchmarks.step_memory                       # a Qwen3-8B's drafter, 16k tokens
+    python -m benchmarks.step_memory --tokens 4096 --documents 4 --steps 3
+
+Every tensor lives on torch's `meta` device, which has shapes and no data: a device's code runs as it would, and waiting
+for the device (reading a number from it) is an error. Counted is every storage alive at once: parameters (float32
+masters), AdamW's moments, gradients, the policy's embedding and head, features and everything between. Not counted are
+the allocator's fragments, workspaces of the kernels, and the CUDA context (about 0.5 GB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.step_peers import AUX, SIZES, Size
+from drafter.batch import RolloutBatch
+from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.target import DraftTarget
+from drafter.trainer import DrafterTrainer, Loss, TrainConfig
+from drafter.unroll import make_plan
+from drafter.vocabulary import DraftVocabulary
+
+GIB = 1 << 30
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def hold(self, tensors: Any) -> None:
+        """Count the storages of tensors, each once."""
+        for tensor in tree_leaves(tensors):
+            if not isinstance(tensor, Tensor) or tensor.device.type == "cpu":
+                continue
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key in self._known:
+                continue
+            self._known.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count what it made."""
+        result = func(*args, **(kwargs or {}))
+        self.hold(result)
+        return result
+
+
+@dataclass(frozen=True)
+class Peak:
+    """GiB of one step."""
+
+    resident: float  # parameters, moments, embedding, head: before the step
+    step: float  # the most alive during it
+
+
+def peak_of(
+    size: Size, *, tokens: int, documents: int = 1, response: float = 1.0, steps: int = 3, loss: Loss = "kl"
+) -> Peak:
+    """Peak of one trainer step in bfloat16 on `documents` equal rollouts whose last `response` share was generated."""
+    config = DrafterConfig(
+        size.hidden,
+        size.hidden,
+        size.intermediate,
+        size.heads,
+        size.kv_heads,
+        size.head_dim,
+        size.vocab,
+        size.draft,
+        AUX,
+    )
+    length = tokens // documents
+    mask = (torch.arange(length) >= max(1, round(length * (1 - response)))).repeat(documents)
+
+    def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    vocabulary = DraftVocabulary(torch.arange(size.draft), size.vocab)
+    with LiveBytes() as memory:
+        with torch.device("meta"):
+            drafter = Eagle3Drafter(config, vocabulary, made(size.vocab, size.hidden)).to("meta")
+        trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=steps, compute_dtype="bfloat16", loss=loss))
+        moments = [torch.zeros_like(p) for p in drafter.parameters() for _ in range(2)]
+        head = made(size.vocab, size.hidden)
+        head_rows = made(size.draft, size.hidden)  # the draft vocabulary's, gathered once per policy version
+        memory.hold([list(drafter.parameters()), drafter.embed_tokens, moments, head, head_rows])
+        resident = memory.peak
+        batch = RolloutBatch(
+            input_ids=made(tokens, dtype=torch.int64),
+            cu_seqlens=torch.arange(documents + 1) * length,
+            loss_mask=mask,
+            aux_hidden=made(tokens, len(AUX) * size.hidden),
+            logprobs=made(tokens, dtype=torch.float32),
+            last_hidden=made(tokens, size.hidden),
+            logsumexp=made(tokens, dtype=torch.float32),
+        )
+        plan = make_plan(batch.cu_seqlens, mask, steps).to("meta")
+        rows = plan.target_rows
+        target = DraftTarget(
+            1.0,
+            size.draft,
+            hidden=batch.last_hidden.index_select(0, rows) if batch.last_hidden is not None else None,
+            head_rows=head_rows,
+            logsumexp=made(rows.numel(), dtype=torch.float32),
+        )
+        result = trainer.loss_of(plan, batch, target, max(int(mask.sum()), 1))
+        torch.autograd.backward(result.loss)
+        if any(p.grad is None for p in drafter.parameters()):
+            raise AssertionError("a parameter got no gradient")
+        return Peak(resident / GIB, memory.peak / GIB)
+
+
+def main() -> int:
+    """Parse the command line and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="8B", choices=SIZES)
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--documents", nargs="*", type=int, default=[1, 16])
+    parser.add_argument("--steps", nargs="*", type=int, default=[3, 7])
+    parser.add_argument("--responses", nargs="*", type=float, default=[1.0, 0.5])
+    parser.add_argument("--losses", nargs="*", default=["kl", "alpha"])
+    options = parser.parse_args()
+    print("| loss | steps | documents | response | resident, GiB | peak, GiB |\n|---|---|---|---|---|---|")
+    for loss in options.losses:
+        for steps in options.steps:
+            for documents in options.documents:
+                for response in options.responses:
+                    case = {"tokens": options.tokens, "documents": documents, "response": response, "steps": steps}
+                    found = peak_of(SIZES[options.size], loss=loss, **case)
+                    row = f"| {loss} | {steps} | {documents} | {response:.0%} "
+                    print(row + f"| {found.resident:.1f} | **{found.step:.1f}** |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

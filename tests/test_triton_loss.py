@@ -1,0 +1,151 @@
+"""The Triton kernels of the loss in Triton's interpreter, against the torch code, float64 and brute force."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from drafter_worlds import SHAPES, gradients, world
+from test_losses import brute_force, production
+from torch import Tensor
+from triton_fixtures import interpreted
+
+from drafter import chain_loss, loss
+from drafter.loss import acceptance_slope
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The kernels for the interpreter, in blocks that no row fills evenly."""
+    module = interpreted("drafter.triton_loss", monkeypatch)
+    monkeypatch.setattr(module, "_BLOCK", 16)
+    return module
+
+
+def case(e: int, n: int, D: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(D)
+    logp = torch.log_softmax(3 * torch.randn(n, D + 3, generator=g, dtype=torch.float64), -1)[:, :D]  # mass below 1
+    logits = 4 * torch.randn(e, D, generator=g, dtype=torch.float64)
+    pick = torch.randint(n, (e,), generator=g).sort().values
+    return logits.to(dtype), logp.to(dtype).contiguous(), pick
+
+
+def reference(logits: Tensor, logp: Tensor, pick: Tensor, divisor: float) -> dict[str, Tensor]:
+    p, z = logp.double().exp()[pick], logits.double() / divisor
+    logq, mass = torch.log_softmax(z, -1), p.sum(-1)
+    q = logq.exp()
+    kl = (torch.special.xlogy(p, p) - p * logq).sum(-1) - torch.special.xlogy(mass, mass)
+    return {"kl": kl, "acceptance": torch.minimum(p, q).sum(-1), "logsumexp": z.logsumexp(-1), "p": p, "q": q}
+
+
+@pytest.mark.parametrize("D", [1, 15, 16, 17, 50])
+@pytest.mark.parametrize("divisor", [1.0, 0.75])
+def test_the_kernels_measure_what_the_formulas_say(kernels: ModuleType, D: int, divisor: float) -> None:
+    logits, logp, pick = case(9, 4, D)
+    want = reference(logits, logp, pick, divisor)
+    p = logp.clone()
+    mass, own = kernels.target(p)
+    torch.testing.assert_close(p, logp.exp())
+    torch.testing.assert_close(mass, logp.exp().sum(-1))
+    found = kernels.measure(logits, p, own, pick, divisor)
+    for name in ("kl", "acceptance", "logsumexp"):
+        torch.testing.assert_close(getattr(found, name), want[name], rtol=1e-10, atol=1e-12)
+    of_kl, of_acceptance = torch.randn(2, 9, dtype=torch.float64)
+    slope = kernels.slope(logits, p, mass, pick, found, of_kl, of_acceptance, divisor, torch.float64)
+    by_kl = want["p"].sum(-1, keepdim=True) * want["q"] - want["p"]
+    by_acceptance = acceptance_slope(want["p"], want["q"])
+    want_slope = of_kl[:, None] * by_kl + of_acceptance[:, None] * by_acceptance
+    torch.testing.assert_close(slope, want_slope, rtol=1e-9, atol=1e-12)
+
+
+def test_extreme_logits_and_empty_targets_stay_exact(kernels: ModuleType) -> None:
+    logits, logp, pick = case(9, 4, 50)
+    logits[0], logits[1, 3], logits[2, :] = -1e4, 1e4, 0.0
+    logp[:, 7:20] = -torch.inf  # top entries say nothing about these
+    logp[pick[4]] = -torch.inf  # a target without mass on the draft vocabulary
+    want = reference(logits, logp, pick, 1.0)
+    p = logp.clone()
+    _, own = kernels.target(p)
+    found = kernels.measure(logits, p, own, pick, 1.0)
+    for name in ("kl", "acceptance", "logsumexp"):
+        torch.testing.assert_close(getattr(found, name), want[name], rtol=1e-10, atol=1e-9)
+    assert float(found.kl[4]) == 0.0
+    assert bool(found.kl.isfinite().all())
+
+
+def test_float32_rows_lose_no_more_than_float32_must(kernels: ModuleType) -> None:
+    logits, logp, pick = case(7, 3, 333, torch.float32)
+    want = reference(logits, logp, pick, 1.0)
+    p = logp.clone()
+    _, own = kernels.target(p)
+    found = kernels.measure(logits, p, own, pick, 1.0)
+    assert found.kl.dtype == torch.float32
+    torch.testing.assert_close(found.kl.double(), want["kl"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.acceptance.double(), want["acceptance"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_broken_row_shows_and_stays_in_its_row(kernels: ModuleType) -> None:
+    logits, logp, pick = case(5, 2, 20)
+    logits[2, 11] = torch.nan
+    p = logp.clone()
+    _, own = kernels.target(p)
+    found = kernels.measure(logits, p, own, pick, 1.0)
+    assert found.kl.isnan().tolist() == [False, False, True, False, False]
+
+
+@pytest.fixture
+def routed(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The losses as they run on CUDA."""
+    monkeypatch.setattr(loss, "kernels", lambda _: kernels)
+    monkeypatch.setattr(chain_loss, "kernels", lambda _: kernels)
+    return kernels
+
+
+@pytest.mark.parametrize("kind", ["lk", "nla", "alpha"])
+def test_every_loss_through_the_kernels_equals_brute_force(routed: ModuleType, kind: str) -> None:
+    w = world(SHAPES["packed, awkward"], temperature=0.75)
+    expected, slopes = brute_force(w, 3, kind)
+    result = production(w, 3, kind, chunk=120)
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    for name, gradient in gradients(w, result.loss).items():
+        torch.testing.assert_close(gradient, slopes[name], rtol=1e-7, atol=1e-10, msg=name)
+
+
+def test_kl_through_the_kernels_equals_kl_without_them(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world(SHAPES["packed, awkward"], temperature=0.75)
+    plain = production(w, 3, "kl")
+    wanted = gradients(w, plain.loss)
+    monkeypatch.setattr(loss, "kernels", lambda _: kernels)
+    fused = production(w, 3, "kl", chunk=120)
+    torch.testing.assert_close(fused.kl_sums, plain.kl_sums, rtol=1e-10, atol=0)
+    torch.testing.assert_close(fused.acceptance_sums, plain.acceptance_sums, rtol=1e-10, atol=0)
+    for name, gradient in gradients(w, fused.loss).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-8, atol=1e-11, msg=name)
+
+
+def _without_mass(module: Any) -> Any:
+    slope = module.slope
+    return {"slope": lambda logits, p, mass, *rest: slope(logits, p, torch.ones_like(mass), *rest)}
+
+
+def _wrong_pick(module: Any) -> Any:
+    measure = module.measure
+    return {"measure": lambda logits, p, own, pick, divisor: measure(logits, p, own, pick * 0, divisor)}
+
+
+def _untempered(module: Any) -> Any:
+    measure = module.measure
+    return {"measure": lambda logits, p, own, pick, _divisor: measure(logits, p, own, pick, 1.0)}
+
+
+@pytest.mark.parametrize("break_it", [_without_mass, _wrong_pick, _untempered])
+def test_a_broken_kernel_would_be_noticed(routed: ModuleType, monkeypatch: pytest.MonkeyPatch, break_it: Any) -> None:
+    w = world(SHAPES["packed, awkward"], temperature=0.75)
+    _, slopes = brute_force(w, 3, "lk")
+    for name, function in break_it(routed).items():
+        monkeypatch.setattr(routed, name, function)
+    found = gradients(w, production(w, 3, "lk").loss)
+    worst = max(float((found[n] - slopes[n]).norm() / slopes[n].norm()) for n in slopes)
+    assert worst > 1e-2
