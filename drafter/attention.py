@@ -21,6 +21,7 @@ from torch import Tensor
 
 from drafter import packed_attention, padded_attention
 from drafter.attention_layout import Layout, Packed
+from drafter.device import fused_on_cuda
 from drafter.plan import Plan
 
 
@@ -102,6 +103,7 @@ def _group(x: Tensor, kv_heads: int) -> Tensor:
     return x.view(x.shape[0], kv_heads, -1, *x.shape[2:])
 
 
+@fused_on_cuda
 def _merge_diagonal(
     q: Tensor, out: Tensor, lse: Tensor, diagonal: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
@@ -116,6 +118,7 @@ def _merge_diagonal(
     return total.view_as(out), merged.view_as(lse)
 
 
+@fused_on_cuda
 def _backward_diagonal(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, diagonal: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, list[Tensor]]:

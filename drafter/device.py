@@ -1,9 +1,22 @@
-"""Moving tensors to the device that trains."""
+"""What differs between devices: moving tensors to the one that trains, and fusing element-wise work there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed: it is optional."""
+    return find_spec("triton") is not None
 
 
 def to_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
@@ -11,3 +24,25 @@ def to_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | N
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=True)
+
+
+def fuses(x: Tensor) -> bool:
+    """Whether element-wise work on `x` is worth compiling: on CUDA, where each pass costs a trip to device memory."""
+    return x.is_cuda and has_triton()
+
+
+def fused_on_cuda(function: _F) -> _F:
+    """Compile a function of tensors without gradients where its first argument `fuses`; elsewhere run it as it stands.
+
+    Shapes are compiled as symbols: batches of other lengths do not compile again.
+    """
+
+    @cache
+    def compiled() -> Callable[..., Any]:  # not before it is needed: the compiler takes seconds to import
+        return torch.compile(function, dynamic=True)
+
+    @wraps(function)
+    def run(first: Tensor, *rest: Any) -> Any:
+        return (compiled() if fuses(first) else function)(first, *rest)
+
+    return run  # type: ignore[return-value]

@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final, Literal, get_args
 
@@ -37,6 +36,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
+from drafter.device import has_triton
 from drafter.errors import DrafterError
 from drafter.kinds import Drafter
 from drafter.matmul import times, times_wide
@@ -115,9 +115,7 @@ def chunk_size(device: torch.device) -> int:
 
 def kernels(x: Tensor) -> ModuleType | None:
     """The Triton kernels for tensors on CUDA, where Triton is installed; None: torch does their work."""
-    if not x.is_cuda or find_spec("triton") is None:
-        return None
-    return import_module("drafter.triton_loss")
+    return import_module("drafter.triton_loss") if x.is_cuda and has_triton() else None
 
 
 def _chunks(plan: Plan, size: int, chunk_elements: int) -> Iterator[tuple[int, int]]:

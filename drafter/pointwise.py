@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
+from drafter.device import fused_on_cuda
+
 
 class _RMSNorm(torch.autograd.Function):
     """Keeps x and one number per row for the backward pass; torch's own keeps several tensors of x's size on a CPU."""
@@ -34,24 +36,52 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+@fused_on_cuda
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+@fused_on_cuda
+def _swiglu_slope(grad: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    slope = torch.empty_like(gate_up)
+    by_gate, by_up = slope.chunk(2, dim=-1)
+    by_up.copy_(F.silu(gate).mul_(grad))
+    by_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+    return slope
+
+
 class _SwiGLU(torch.autograd.Function):
     """silu(gate) * up, keeping only its input."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        out: Tensor = _swiglu(gate_up)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        grad = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad.chunk(2, dim=-1)
-        torch.mul(grads[0], F.silu(gate), out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grads[0] * up, gate))
-        return (grad,)
+        return (_swiglu_slope(grads[0], *ctx.saved_tensors),)
+
+
+@fused_on_cuda
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
+
+
+@fused_on_cuda
+def _rotate_slope(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = grad.shape[-1] // 2
+    out = grad * cos
+    out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+    out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
+    return out
 
 
 class _Rotate(torch.autograd.Function):
@@ -60,24 +90,18 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        half = x.shape[-1] // 2
-        out = x * cos
-        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        out: Tensor = _rotate(x, cos, sin)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        grad, half = grads[0], grads[0].shape[-1] // 2
-        out = grad * cos
-        out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
-        out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
-        return out, None, None
+        return _rotate_slope(grads[0], *ctx.saved_tensors), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise: x / rms(x) * weight over the last axis, in at least float32."""
+    if x.is_cuda:  # one kernel there, which keeps as little
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
     out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return out
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
+from drafter_worlds import SHAPES, gradients, ours, world
 
 from benchmarks.step_memory import LiveBytes, peak_of
 from benchmarks.step_peers import SIZES, Size
@@ -11,6 +14,7 @@ from drafter.attention_layout import Packed
 from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.packed_attention import runs_flash
 from drafter.plan import make_plan
+from drafter.pointwise import rms_norm
 from drafter.trainer import Loss
 from drafter.unroll import unroll
 from drafter.vocabulary import DraftVocabulary
@@ -77,17 +81,53 @@ def test_live_bytes_counts_each_storage_while_it_lives() -> None:
 
 
 def test_scores_of_a_long_document_are_never_held_whole() -> None:
-    # One document of 4096 tokens: all its scores in float32 would take 4 heads x 4096 x 4096 x 4 bytes = 256 MiB.
+    # One document of 8192 tokens: all its scores in float32 would take 4 heads x 8192 x 8192 x 4 bytes = 1 GiB.
     size = Size(64, 128, 4, 2, 16, 256, 128)
     config = DrafterConfig(64, 64, 128, 4, 2, 16, 256, 128, (1, 2, 3))
     drafter = Eagle3Drafter(config, DraftVocabulary(torch.arange(128), 256), torch.empty(256, 64)).to("meta")
     with LiveBytes() as memory:
-        plan = make_plan(torch.tensor([0, 4096]), torch.ones(4096, dtype=torch.bool), 1).to("meta")
+        plan = make_plan(torch.tensor([0, 8192]), torch.ones(8192, dtype=torch.bool), 1).to("meta")
         unrolled = unroll(
             drafter,
             plan,
-            torch.zeros(4096, dtype=torch.int64, device="meta"),
-            torch.zeros(4096, 192, device="meta"),
+            torch.zeros(8192, dtype=torch.int64, device="meta"),
+            torch.zeros(8192, 192, device="meta"),
         )
         unrolled.pre[0].sum().backward()
-    assert size.heads * 4096 * 4096 * 4 > 2.0 * memory.peak
+    assert size.heads * 8192 * 8192 * 4 > 2.0 * memory.peak
+
+
+def _compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("clang++")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(_compiler() is None, reason="no C++ compiler here: what is compiled on CUDA cannot be compiled")
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_what_is_compiled_on_cuda_computes_what_it_computes_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world(SHAPES["packed, awkward"], dtype=torch.float64)
+    plain = gradients(w, ours(w, 3).loss)
+    compiled: list[str] = []
+
+    def fuses(x: torch.Tensor) -> bool:
+        compiled.append(str(x.shape))
+        return True
+
+    monkeypatch.setattr("drafter.device.fuses", fuses)
+    fused = gradients(w, ours(w, 3).loss)
+    assert len(compiled) > 10
+    for name, gradient in fused.items():
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_torchs_own_rms_norm_which_cuda_takes_is_ours() -> None:
+    x = torch.randn(7, 48, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(48, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(7, 48, dtype=torch.float64)
+    one, two = rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (48,), weight, 1e-6)
+    torch.testing.assert_close(one, two)
+    for a, b in zip(
+        torch.autograd.grad(one, (x, weight), grad), torch.autograd.grad(two, (x, weight), grad), strict=True
+    ):
+        torch.testing.assert_close(a, b)
