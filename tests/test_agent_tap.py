@@ -30,7 +30,17 @@ from rl_hooks.engines.tap import (
     rollout_file,
     sampling_position,
 )
-from rl_hooks.engines.vllm_tap import TapSettings, request_of, step_v1, step_v2
+from rl_hooks.engines.vllm_tap import (
+    V1_ARGUMENTS,
+    V2_ARGUMENTS,
+    TapSettings,
+    TapUnsupportedError,
+    VllmTap,
+    named_arguments,
+    request_of,
+    step_v1,
+    step_v2,
+)
 
 VOCAB, HIDDEN, AUX, STOP = 30, 4, 2, 1
 GENERATOR = torch.Generator().manual_seed(0)
@@ -318,7 +328,8 @@ def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
         input_ids=SimpleNamespace(gpu=tokens),
         positions=torch.arange(16),
     )
-    first = step_v1(runner, [output, sampled, None, hidden, None, aux, None, None, None])
+    given_v1 = dict(zip(V1_ARGUMENTS, (output, sampled, hidden, aux), strict=True))
+    first = step_v1(runner, given_v1)
     batch = SimpleNamespace(
         num_reqs=3,
         req_ids=["a", "b", "c"],
@@ -329,7 +340,7 @@ def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
     )
     by_state = torch.tensor([[22], [0], [26], [0], [20]])
     rejected = torch.tensor([0, 2, 0], dtype=torch.int32)
-    second = step_v2(None, [batch, None, None, hidden, aux, None, rejected, by_state, None])
+    second = step_v2(None, dict(zip(V2_ARGUMENTS, (batch, hidden, aux, rejected, by_state), strict=True)))
     assert first is not None
     assert second is not None
     for one in (first, second):
@@ -338,7 +349,86 @@ def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
         assert one.row_counts.tolist() == counts
         assert one.rejected.tolist() == [0, 2, 0]
         assert one.last_sampled.tolist() == [20, 22, 26]
-    assert step_v1(runner, [output, sampled, None, hidden, None, None, None, None, None]) is None
+    assert step_v1(runner, given_v1 | {"aux_hidden_states": None}) is None
+
+
+class Runner:
+    """A model runner whose parameters stand in another order than today's, with new ones between."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[Any, ...]] = []
+
+    def execute_model(self, new: int, scheduler_output: Any) -> str:
+        self.ran.append((new, scheduler_output))
+        return "executed"
+
+    def propose_draft_token_ids(
+        self, aux_hidden_states: Any, new: int, hidden_states: Any, sampled_token_ids: Any, *, scheduler_output: Any
+    ) -> str:
+        self.ran.append((aux_hidden_states, new, hidden_states, sampled_token_ids, scheduler_output))
+        return "drafted"
+
+
+class Renamed(Runner):
+    """One whose states have another name."""
+
+    def propose_draft_token_ids(  # type: ignore[override]
+        self, scheduler_output: Any, sampled_token_ids: Any, states: Any
+    ) -> tuple[Any, ...]:
+        return scheduler_output, sampled_token_ids, states
+
+
+def tap_on(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Wrap `runner` with a tap that only notes what it is given."""
+    seen: list[dict[str, Any]] = []
+
+    def note(_: Any, given: dict[str, Any]) -> None:
+        seen.append(dict(given))
+
+    monkeypatch.setattr("rl_hooks.engines.vllm_tap.step_v1", note)
+    tap = VllmTap.__new__(VllmTap)
+    tap.tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=1000)
+    tap._wrap(runner)
+    return seen
+
+
+def test_parameters_that_moved_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner()
+    seen = tap_on(runner, monkeypatch)
+    output = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[])
+    assert runner.execute_model(7, output) == "executed"
+    assert runner.propose_draft_token_ids("aux", 8, "hidden", "sampled", scheduler_output=output) == "drafted"
+    assert seen == [
+        {
+            "aux_hidden_states": "aux",
+            "new": 8,
+            "hidden_states": "hidden",
+            "sampled_token_ids": "sampled",
+            "scheduler_output": output,
+        }
+    ]
+    assert runner.ran == [(7, output), ("aux", 8, "hidden", "sampled", output)]
+
+
+def test_an_unknown_signature_turns_the_tap_off_and_leaves_the_engine_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = Renamed()
+    with pytest.raises(TapUnsupportedError, match=r"no parameter hidden_states, aux_hidden_states .* it takes"):
+        tap_on(runner, monkeypatch)
+    assert vars(runner) == {"ran": []}, "half of a tap is on"
+    runner = Runner()
+    monkeypatch.setattr(Runner, "execute_model", lambda self, output: (self, output))
+    with pytest.raises(TapUnsupportedError, match="scheduler_output"):
+        tap_on(runner, monkeypatch)
+    assert vars(runner) == {"ran": []}
+
+
+def test_a_call_that_does_not_fit_its_own_signature_is_the_engines_to_raise() -> None:
+    read = named_arguments(Runner().execute_model, ("scheduler_output",))
+    assert read(1, scheduler_output=2) == {"new": 1, "scheduler_output": 2}
+    with pytest.raises(TypeError, match="missing"):
+        read(1)
 
 
 def test_settings_come_from_the_environment_or_are_off() -> None:

@@ -5,7 +5,7 @@
 
 | call | what |
 |---|---|
-| `POST /drafter/swap` | `{path, version}` -> `{version, previous}`; checked first, all or nothing, idempotent |
+| `POST /drafter/swap` | `{path, version}` -> `{version, previous}`; checked first, all or nothing |
 | `GET /drafter/state` | `{version, loaded, swaps, depth, drafting, config_fingerprint, ...}` |
 
 `path` is a directory with model.safetensors and config.json under DRAFTALIGN_DRAFTER_DIR; nothing outside can be named.

@@ -16,6 +16,7 @@ from vLLM's source (0.32, 0.33) and were not run. One rank only: with tensor par
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +46,29 @@ _PLAIN: Final[Mapping[str, Any]] = {
 _ABSENT: Final = ("logit_bias", "allowed_token_ids", "structured_outputs", "bad_words", "logits_processors")
 
 
+#: What the tap reads, by the name of the parameter, so that vLLM may add and reorder others.
+V1_ARGUMENTS: Final = ("scheduler_output", "sampled_token_ids", "hidden_states", "aux_hidden_states")
+V2_ARGUMENTS: Final = ("input_batch", "last_hidden_states", "aux_hidden_states", "num_rejected", "last_sampled")
+
+
 class TapUnsupportedError(Exception):
     """Features cannot be captured in this server; the message says why."""
+
+
+def named_arguments(function: Callable[..., Any], wanted: Sequence[str]) -> Callable[..., dict[str, Any]]:
+    """What turns a call's arguments into a dict by parameter name; raises TapUnsupportedError if a name is missing."""
+    signature = inspect.signature(function)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if missing := [one for one in wanted if one not in signature.parameters]:
+        raise TapUnsupportedError(
+            f"{name} has no parameter {', '.join(missing)} in this vLLM; it takes {', '.join(signature.parameters)}. "
+            "The tap knows vLLM 0.32 and 0.33"
+        )
+    return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments
+
+
+_Named = Callable[..., dict[str, Any]]
+_Read = Callable[[Any, Mapping[str, Any]], Step | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,22 +157,31 @@ class VllmTap:
             raise TapUnsupportedError("this server does not speculate with EAGLE-3, so no states reach a drafter")
 
     def _wrap(self, runner: Any) -> None:
+        # Every name is looked for before anything is wrapped: a tap is whole, or it is not there.
+        scheduled = named_arguments(runner.execute_model, ("scheduler_output",))
+        owner, method, read, wanted = self._place(runner)
+        propose = getattr(owner, method)
+        setattr(owner, method, self._tapped(runner, propose, read, named_arguments(propose, wanted)))
         execute = runner.execute_model
 
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self._watch(scheduler_output)
-            return execute(scheduler_output, *args, **kwargs)
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            self._watch(scheduled, args, kwargs)
+            return execute(*args, **kwargs)
 
         runner.execute_model = execute_model
-        if hasattr(runner, "propose_draft_token_ids"):
-            runner.propose_draft_token_ids = self._tapped_v1(runner, runner.propose_draft_token_ids)
-        elif hasattr(getattr(runner, "speculator", None), "propose"):
-            runner.speculator.propose = self._tapped_v2(runner.speculator.propose)
-        else:
-            raise TapUnsupportedError(f"{type(runner).__name__} hands nothing to a drafter that the tap knows")
 
-    def _watch(self, scheduler_output: Any) -> None:
+    @staticmethod
+    def _place(runner: Any) -> tuple[Any, str, _Read, tuple[str, ...]]:
+        """Where the target's states are handed over: the object, its method, and how to read that."""
+        if hasattr(runner, "propose_draft_token_ids"):
+            return runner, "propose_draft_token_ids", step_v1, V1_ARGUMENTS
+        if hasattr(getattr(runner, "speculator", None), "propose"):
+            return runner.speculator, "propose", step_v2, V2_ARGUMENTS
+        raise TapUnsupportedError(f"{type(runner).__name__} hands nothing to a drafter that the tap knows")
+
+    def _watch(self, named: _Named, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         try:
+            scheduler_output = named(*args, **kwargs)["scheduler_output"]
             # Ended in the step before; a name may be taken up again in this one.
             self.tap.end(scheduler_output.finished_req_ids)
             for new in scheduler_output.scheduled_new_reqs:
@@ -159,27 +190,18 @@ class VllmTap:
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
             self.tap.note("reading what was scheduled", error)
 
-    def _tapped_v1(self, runner: Any, propose: Callable[..., Any]) -> Callable[..., Any]:
-        def propose_draft_token_ids(*args: Any, **kwargs: Any) -> Any:
-            self._step(step_v1, runner, args)
-            return propose(*args, **kwargs)
-
-        return propose_draft_token_ids
-
-    def _tapped_v2(self, propose: Callable[..., Any]) -> Callable[..., Any]:
+    def _tapped(self, runner: Any, propose: Callable[..., Any], read: _Read, named: _Named) -> Callable[..., Any]:
         def tapped(*args: Any, **kwargs: Any) -> Any:
-            if not kwargs.get("dummy_run"):
-                self._step(step_v2, None, args)
+            try:
+                given = named(*args, **kwargs)
+                # V2 rehearses with empty batches while it warms up.
+                if not given.get("dummy_run") and (step := read(runner, given)) is not None:
+                    self.tap.step(step)
+            except Exception as error:  # noqa: BLE001 - the engine must not feel this
+                self.tap.note("reading a step", error)
             return propose(*args, **kwargs)
 
         return tapped
-
-    def _step(self, read: Callable[[Any, Sequence[Any]], Step | None], runner: Any, args: Sequence[Any]) -> None:
-        try:
-            if (step := read(runner, args)) is not None:
-                self.tap.step(step)
-        except Exception as error:  # noqa: BLE001 - the engine must not feel this
-            self.tap.note("reading a step", error)
 
     def _send(self, batch: Sequence[Collected]) -> None:
         parts, batch_id = rollout_file(
@@ -213,13 +235,12 @@ def request_of(new: Any) -> Request | None:
     return Request(new.req_id, len(new.prompt_token_ids), sampling, stop, params.max_tokens)
 
 
-def step_v1(runner: Any, args: Sequence[Any]) -> Step | None:
-    """Read a step from the arguments of V1's `propose_draft_token_ids`.
+def step_v1(runner: Any, given: Mapping[str, Any]) -> Step | None:
+    """Read a step from V1_ARGUMENTS of `propose_draft_token_ids`.
 
-    They are scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states,
-    aux_hidden_states, ...; sampled_token_ids is a tensor [requests, drafts + 1] padded with -1, or a list of lists.
+    sampled_token_ids is a tensor [requests, drafts + 1] padded with -1, or a list of lists.
     """
-    scheduled, sampled, hidden, aux = args[0], args[1], args[3], args[5]
+    scheduled, sampled, hidden, aux = (given[name] for name in V1_ARGUMENTS)
     if aux is None:
         return None
     names = list(runner.input_batch.req_ids)
@@ -246,13 +267,9 @@ def step_v1(runner: Any, args: Sequence[Any]) -> Step | None:
     )
 
 
-def step_v2(_: Any, args: Sequence[Any]) -> Step | None:
-    """Read a step from the arguments of V2's `speculator.propose`.
-
-    (input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected,
-    last_sampled_tokens by request state, ...)
-    """
-    batch, hidden, aux, rejected, last_sampled = args[0], args[3], args[4], args[6], args[7]
+def step_v2(_: Any, given: Mapping[str, Any]) -> Step | None:
+    """Read a step from V2_ARGUMENTS of `speculator.propose`; last_sampled is by request state."""
+    batch, hidden, aux, rejected, last_sampled = (given[name] for name in V2_ARGUMENTS)
     if aux is None:
         return None
     counts = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1]).astype(np.int64)

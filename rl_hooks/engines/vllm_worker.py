@@ -108,7 +108,7 @@ class DrafterSwap:
         }
 
     def apply(self, version: str, sha256: str) -> dict[str, Any]:
-        """Swap in what was staged. Idempotent: the same bytes under the same version are not loaded twice."""
+        """Swap in what was staged: anew too if it is served already, for weights can be dead without looking so."""
         staged = self._staged
         if staged is None or staged.version != version:
             raise RuntimeError(f"{version} is not staged here; another swap came between. Ask again")
@@ -120,9 +120,8 @@ class DrafterSwap:
         if self.draft is not None and staged.sha256 != sha256:
             raise RuntimeError(f"this worker read {staged.sha256} for {version}, another one read {sha256}")
         previous, self._staged = self._served, None
-        if not (self._intact() and (previous.version, previous.sha256) == (version, sha256)):
-            self._replace(Served(version, sha256, staged.tensors))
-            log.info("draftalign: drafter %s for %s in %.4f s", version, previous.version, self._stall_seconds)
+        self._replace(Served(version, sha256, staged.tensors))
+        log.info("draftalign: drafter %s for %s in %.4f s", version, previous.version, self._stall_seconds)
         return {"previous": previous.version, "version": version}
 
     def state(self) -> dict[str, Any]:
@@ -142,6 +141,7 @@ class DrafterSwap:
         if self.draft is not None:
             document["shared_modules"] = sorted(self._shared)
             try:
+                self._check_method()
                 self._check_engine()
                 layout, d2t = self._layout(), self._d2t()
             except DrafterRefusedError as error:
@@ -162,6 +162,7 @@ class DrafterSwap:
     def _read(self, staged: Staged) -> None:
         began = time.perf_counter()
         try:
+            self._check_method()
             if self.draft is not None:  # on other pipeline ranks there is nothing to read for
                 self._check_engine()
                 layout, d2t = self._layout(), self._d2t()
@@ -206,6 +207,15 @@ class DrafterSwap:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"the draft model's dtype is {dtype!r}; this vLLM is unknown to the plugin")
         return dtype
+
+    def _check_method(self) -> None:
+        """Refuse servers that draft by n-grams, with their policy's own MTP module, or not at all."""
+        method = getattr(self._worker.vllm_config.speculative_config, "method", None)
+        if method != "eagle3":
+            raise DrafterRefusedError(
+                f"this server speculates with {method or 'nothing'}; a drafter can be swapped only where the "
+                'server was started with method "eagle3"'
+            )
 
     def _check_engine(self) -> None:
         """Refuse engines whose drafter shares a head with the policy, or is built otherwise than the layout says."""

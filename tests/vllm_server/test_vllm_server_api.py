@@ -1,0 +1,40 @@
+"""vLLM's source still has every name that the plugin uses; `vllm_api.py` can be pointed at any other version too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_api import differences
+from vllm_process import PYTHON
+
+from rl_hooks.engines.vllm_tap import V1_ARGUMENTS, V2_ARGUMENTS
+
+#: bin/python of the environment, or of another one that a variable names.
+SITE = next((PYTHON.parents[1] / "lib").glob("python3*")) / "site-packages"
+RUNNER = Path("v1/worker/gpu_model_runner.py")
+
+
+def test_the_installed_vllm_has_everything_that_the_plugin_uses() -> None:
+    assert differences(SITE / "vllm") == []
+
+
+def test_a_renamed_parameter_is_found(tmp_path: Path) -> None:
+    changed = tmp_path / RUNNER
+    changed.parent.mkdir(parents=True)
+    source = (SITE / "vllm" / RUNNER).read_text()
+    changed.write_text(source.replace("aux_hidden_states", "auxiliary"))
+    found = differences(tmp_path)
+    assert f"{RUNNER}: propose_draft_token_ids has no aux_hidden_states" in found
+    assert not [fault for fault in found if fault.startswith(f"{RUNNER}: execute_model")]
+    assert "plugins/__init__.py: no such file" in found
+
+
+def test_the_list_names_what_the_tap_reads() -> None:
+    from vllm_api import FUNCTIONS
+
+    v1 = [set(parameters) for _, _, name, parameters in FUNCTIONS if name == "propose_draft_token_ids"]
+    v2 = [set(parameters) for _, _, name, parameters in FUNCTIONS if name == "propose"]
+    assert v1
+    assert v2
+    assert all(parameters >= set(V1_ARGUMENTS) for parameters in v1)
+    assert all(parameters >= set(V2_ARGUMENTS) for parameters in v2)

@@ -1,0 +1,177 @@
+"""What the plugin and the examples use of vLLM, looked up in vLLM's source without importing it.
+
+    python tests/vllm_server/vllm_api.py PATH      # the folder `vllm` of an unpacked wheel or sdist
+
+Prints what is missing; the exit status is the number of it. `FUNCTIONS` and `NAMES` are the whole list of what is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import Final
+
+_V1, _V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
+_RELOAD = "model_executor/model_loader/reload/"
+
+#: (file, class or "", function, parameters that are passed or read by name)
+FUNCTIONS: Final = (
+    (_V1, "GPUModelRunner", "get_model", ()),
+    (_V1, "GPUModelRunner", "get_draft_model", ()),
+    (_V1, "GPUModelRunner", "execute_model", ("scheduler_output",)),
+    (
+        _V1,
+        "GPUModelRunner",
+        "propose_draft_token_ids",
+        ("scheduler_output", "sampled_token_ids", "hidden_states", "aux_hidden_states"),
+    ),
+    (_V2, "GPUModelRunner", "get_model", ()),
+    (_V2, "GPUModelRunner", "get_draft_model", ()),
+    (_V2, "GPUModelRunner", "execute_model", ("scheduler_output",)),
+    *(
+        (
+            f"v1/worker/gpu/spec_decode/{path}",
+            name,
+            "propose",
+            ("input_batch", "last_hidden_states", "aux_hidden_states", "num_rejected", "last_sampled", "dummy_run"),
+        )
+        for path, name in (
+            ("speculator.py", "BaseSpeculator"),
+            ("target_dependent_ar/speculator.py", "TargetDependentARSpeculator"),
+        )
+    ),
+    (_RELOAD + "layerwise.py", "", "get_layerwise_info", ("layer",)),
+    (_RELOAD + "layerwise.py", "", "initialize_layerwise_reload", ("model",)),
+    # It passes its arguments on to the next one.
+    (_RELOAD + "layerwise.py", "", "finalize_layerwise_reload", ()),
+    (_RELOAD + "layerwise.py", "", "finalize_layerwise_processing", ("model", "model_config")),
+    (_RELOAD + "types.py", "LayerReloadingInfo", "can_load", ()),
+    ("model_executor/layers/attention/__init__.py", "", "is_deferred_attention_layer", ("layer",)),
+    ("v1/engine/async_llm.py", "AsyncLLM", "collective_rpc", ("method", "args")),
+    ("v1/engine/async_llm.py", "AsyncLLM", "is_sleeping", ()),
+    ("v1/engine/async_llm.py", "AsyncLLM", "reset_prefix_cache", ()),
+    ("plugins/endpoint_plugins/interface.py", "EndpointPlugin", "attach_router", ("app",)),
+    ("plugins/endpoint_plugins/interface.py", "EndpointPlugin", "init_state", ("engine_client", "state", "args")),
+    ("v1/worker/gpu_worker.py", "Worker", "reload_weights", ()),
+    ("utils/cpu_triton_utils.py", "", "_expand_kernel_impl", ()),
+)
+
+#: (file, class or "" for anywhere in it, attributes, fields or texts that are read)
+NAMES: Final = (
+    ("plugins/__init__.py", "", ("vllm.general_plugins", "vllm.endpoint_plugins")),
+    ("v1/worker/worker_base.py", "WorkerBase", ("vllm_config", "model_runner", "device")),
+    (_V1, "GPUModelRunner", ("input_batch", "input_ids", "positions")),
+    (_V2, "GPUModelRunner", ("speculator",)),
+    (
+        "v1/worker/gpu/input_batch.py",
+        "InputBatch",
+        ("req_ids", "num_reqs", "query_start_loc_np", "idx_mapping", "input_ids", "positions"),
+    ),
+    (
+        "v1/core/sched/output.py",
+        "SchedulerOutput",
+        ("scheduled_new_reqs", "num_scheduled_tokens", "scheduled_spec_decode_tokens", "finished_req_ids"),
+    ),
+    (
+        "v1/core/sched/output.py",
+        "NewRequestData",
+        ("req_id", "prompt_token_ids", "sampling_params", "mm_features", "lora_request", "prompt_embeds"),
+    ),
+    (
+        "sampling_params.py",
+        "SamplingParams",
+        (
+            *("temperature", "top_p", "top_k", "min_p", "min_tokens", "max_tokens", "ignore_eos", "stop_token_ids"),
+            *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
+            *("structured_outputs", "bad_words", "all_stop_token_ids", "eos_token_id"),
+        ),
+    ),
+    (_RELOAD + "types.py", "LayerReloadingInfo", ("restore_metadata", "load_numel")),
+    (
+        "config/speculative.py",
+        "SpeculativeConfig",
+        ("method", "num_speculative_tokens", "draft_model_config", "draft_sample_method"),
+    ),
+    ("config/model.py", "ModelConfig", ("hf_config", "hf_text_config", "dtype", "model", "enable_sleep_mode")),
+    ("config/parallel.py", "ParallelConfig", ("tensor_parallel_size", "pipeline_parallel_size")),
+    ("config/__init__.py", "", ("set_current_vllm_config",)),
+    ("model_executor/models/interfaces.py", "", ("aux_hidden_state_layers",)),
+    ("model_executor/models/llama_eagle3.py", "Eagle3LlamaForCausalLM", ("draft_id_to_target_id", "load_weights")),
+    (
+        "v1/spec_decode/metrics.py",
+        "",
+        (
+            *("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens"),
+            *("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens_per_pos"),
+        ),
+    ),
+    ("v1/metrics/loggers.py", "", ("vllm:generation_tokens", "vllm:time_to_first_token_seconds")),
+)
+
+
+def differences(root: Path) -> list[str]:
+    """What of `FUNCTIONS` and `NAMES` the source below `root` does not have."""
+    return [
+        *(fault for function in FUNCTIONS if (fault := _function_fault(root, *function)) is not None),
+        *(fault for names in NAMES for fault in _name_faults(root, *names)),
+    ]
+
+
+def _function_fault(root: Path, path: str, owner: str, name: str, parameters: tuple[str, ...]) -> str | None:
+    scope = _scope(root, path, owner)
+    if scope is None:
+        return f"{path}: no {owner or 'such file'}"
+    fault = f"{path}: no {owner + '.' if owner else ''}{name}"
+    for node in ast.walk(scope):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            given = node.args
+            known = {a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+            if known.issuperset(parameters):
+                return None
+            fault = f"{path}: {name} has no {', '.join(p for p in parameters if p not in known)}"
+    return fault  # of the last function of that name; one may stand inside another
+
+
+def _name_faults(root: Path, path: str, owner: str, names: tuple[str, ...]) -> list[str]:
+    scope = _scope(root, path, owner)
+    if scope is None:
+        return [f"{path}: no {owner or 'such file'}"]
+    known = set()
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Attribute):
+            known.add(node.attr)
+        elif isinstance(node, ast.Name):
+            known.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            known.add(node.name)
+        elif isinstance(node, ast.alias):
+            known.add(node.asname or node.name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            known.add(node.value)
+    return [f"{path}: {owner or 'the file'} has no {name}" for name in names if name not in known]
+
+
+def _scope(root: Path, path: str, owner: str) -> ast.AST | None:
+    file = root / path
+    if not file.is_file():
+        return None
+    tree = ast.parse(file.read_text())
+    if not owner:
+        return tree
+    return next((node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner), None)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the differences; how many there are."""
+    if len(arguments) != 1 or not (Path(arguments[0]) / "plugins").is_dir():
+        sys.exit("expected one argument: the folder `vllm` of an unpacked vLLM")
+    found = differences(Path(arguments[0]))
+    for line in found:
+        print(line)
+    print(f"{len(FUNCTIONS)} functions and {sum(len(n[2]) for n in NAMES)} names looked for, {len(found)} missing")
+    return len(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
