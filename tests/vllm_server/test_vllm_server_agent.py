@@ -9,18 +9,25 @@ from typing import Any
 import pytest
 import torch
 from agent_fixtures import eventually, start_agent
-from engine_fixtures import elicit_prompts
+from engine_fixtures import base_policy, elicit_prompts
+from redis import Redis
 from safetensors.torch import load_file
 from service_fixtures import RunningService
+from test_vllm_server_conformance import logged
 from torch import Tensor
-from vllm_load import Load, edited
-from vllm_process import VllmServer
+from vllm_load import Load, alpha, edited
+from vllm_process import DEPTH, VllmServer
 
 from drafter.checkpoint import config_fingerprint
 from drafter.model import Eagle3Drafter
+from drafter.replay import replay
 from drafter.vocabulary import DraftVocabulary
+from examples.features import batch_of
+from rl_hooks.agent import SwapAgent
 from rl_hooks.canary import CanaryRule
+from rl_hooks.counters import Snapshot
 from rl_hooks.follower import EngineFollower
+from service.store import Store
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -49,6 +56,12 @@ def next_words(tensors: dict[str, Tensor]) -> None:
     tensors["t2d"] = tensors["t2d"].roll(-1)
 
 
+def refusals(agent: SwapAgent, server: VllmServer) -> float:
+    """What the agent's own metrics say."""
+    labels = {"engine": server.url, "outcome": "refused"}
+    return agent.metrics.registry.get_sample_value("draftalign_agent_swaps_total", labels) or 0.0
+
+
 def rounds_of(follower: EngineFollower, version: str) -> int:
     return follower.ledger.version_counts(version).rounds
 
@@ -56,15 +69,20 @@ def rounds_of(follower: EngineFollower, version: str) -> int:
 def test_the_agent_keeps_a_real_vllm_on_the_right_drafter(
     server: VllmServer, service: RunningService, trained: Eagle3Drafter, drafters: Path
 ) -> None:
+    assert server.swap("trained", "to-measure").status_code == 200
+    prompts = elicit_prompts(24, seed=4)  # one kind of traffic: a canary compares over time
+    best = alpha(server, prompts)
     assert server.swap("random", "before-the-agent").status_code == 200
+    assert alpha(server, prompts) < 1.05
     policy = server.rpc("policy_digest")
-    load = Load(server, elicit_prompts(24, seed=4))  # one kind of traffic: a canary compares over time
+    load = Load(server, prompts)
     rule = CanaryRule(rounds=200)
     with load.running(), start_agent(service.url, server, cache=drafters / "agent", canary=rule) as agent:
         good = publish(service, drafters / "trained", trained)
         follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
         eventually(lambda: follower.loaded_version == good)
         eventually(lambda: rounds_of(follower, good) > 400, 120)
+        assert follower.ledger.version_counts(good).alpha == pytest.approx(best, rel=0.1)
 
         worse = publish(service, drafters / "random", trained)
         eventually(lambda: follower.loaded_version == worse)
@@ -76,7 +94,9 @@ def test_the_agent_keeps_a_real_vllm_on_the_right_drafter(
         assert server.rpc("policy_digest") == policy
         eventually(lambda: rounds_of(follower, poisoned) > 400, 120)  # its canary is over
 
+        refused = refusals(agent, server)
         publish(service, edited(drafters, next_words), trained)
+        eventually(lambda: refusals(agent, server) == refused + 1, 60)
         load.wait_for(20)
         assert server.state()["version"] == poisoned
 
@@ -90,4 +110,58 @@ def test_the_agent_keeps_a_real_vllm_on_the_right_drafter(
     assert load.changed == {}
     assert server.rpc("policy_digest") == policy
     print(f"alpha of the good drafter {alphas[0]:.3f}, of the worse {alphas[1]:.3f}; {load.served} requests")
-    assert alphas[1] < 0.9 * alphas[0]
+    assert alphas[0] == pytest.approx(best, rel=0.1)
+    assert alphas[1] < 1.05
+
+
+def test_a_drafter_that_only_alpha_shows_dead_is_pushed_again_by_the_service(
+    server: VllmServer, service: RunningService, trained: Eagle3Drafter, drafters: Path, redis_url: str
+) -> None:
+    """The engine says that all is well; the agent's counts and the replayed α of the same version disagree."""
+    assert server.swap("random", "before-the-agent").status_code == 200
+    prompts = elicit_prompts(24, seed=4)
+    load = Load(server, prompts)
+    replayed = replay_of(server, trained, prompts)
+    with load.running(), start_agent(service.url, server, cache=drafters / "agent-of-the-dead") as agent:
+        version = publish(service, drafters / "trained", trained)
+        with Redis.from_url(redis_url) as redis:  # as the worker writes it
+            served = {"tokens": replayed["tokens"], "rounds": replayed["rounds"]}
+            Store(redis, "default").put_score("batch", {"drafter_version": version, "served": served})
+        follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
+        eventually(lambda: follower.loaded_version == version, 60)
+        load.wait_for(30)
+        before, swaps = server.counters(), server.state()["swaps"]
+        load.wait_for(20)
+        alive = alpha_since(server, before)
+
+        server.rpc("rot_drafter")
+        before = server.counters()
+        load.wait_for(5)
+        assert (server.state()["loaded"], server.state()["swaps"]) == (True, swaps)
+        dead = alpha_since(server, before)
+        eventually(lambda: server.state()["swaps"] == swaps + 1, 120)
+        before = server.counters()
+        load.wait_for(20)
+        revived = alpha_since(server, before)
+        assert (server.state()["version"], server.state()["loaded"]) == (version, True)
+    reasons = [e.get("reason", "") for e in service.registry.history("default") if e["event"] == "pushed_again"]
+    print(f"α alive {alive:.3f}, dead {dead:.3f}, revived {revived:.3f}; {reasons}")
+    assert len(reasons) == 1
+    assert "drafter dead in" in reasons[0]
+    assert dead < 1.05 < 1.5 < alive
+    assert revived == pytest.approx(alive, rel=0.15)
+    assert load.failures == []
+    assert load.changed == {}
+
+
+def alpha_since(server: VllmServer, before: Snapshot) -> float:
+    """Acceptance length since `before`."""
+    after = server.counters()
+    return 1 + (after.accepted_tokens - before.accepted_tokens) / (after.rounds - before.rounds)
+
+
+def replay_of(server: VllmServer, drafter: Eagle3Drafter, prompts: list[list[int]]) -> dict[str, float]:
+    """Replayed tokens and rounds of the server's own greedy answers."""
+    model, _ = base_policy()
+    answers = [logged(model, prompt, server.generate(prompt, max_tokens=48)) for prompt in prompts]
+    return dict(replay(drafter, batch_of(model, answers), depth=DEPTH, drafting="greedy").total())

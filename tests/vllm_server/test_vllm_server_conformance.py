@@ -152,6 +152,7 @@ def test_replay_gives_the_alpha_that_vllm_counted(server: VllmServer, trained: E
     alpha = live_tokens / live_rounds
     print(f"live alpha {alpha:.4f}, replay {expected.alpha:.4f} [{low:.4f}, {high:.4f}], {live_rounds} rounds")
     assert alpha == pytest.approx(expected.alpha, rel=0.01)
+    assert low <= alpha <= high
 
 
 @torch.no_grad()

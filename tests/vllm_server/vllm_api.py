@@ -122,15 +122,16 @@ def _function_fault(root: Path, path: str, owner: str, name: str, parameters: tu
     scope = _scope(root, path, owner)
     if scope is None:
         return f"{path}: no {owner or 'such file'}"
-    fault = f"{path}: no {owner + '.' if owner else ''}{name}"
+    absent: list[list[str]] = []
     for node in ast.walk(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
             given = node.args
             known = {a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
-            if known.issuperset(parameters):
-                return None
-            fault = f"{path}: {name} has no {', '.join(p for p in parameters if p not in known)}"
-    return fault  # of the last function of that name; one may stand inside another
+            absent.append([p for p in parameters if p not in known])
+    if not absent:
+        return f"{path}: no {owner + '.' if owner else ''}{name}"
+    least = min(absent, key=len)  # functions of that name may stand inside others
+    return f"{path}: {name} has no {', '.join(least)}" if least else None
 
 
 def _name_faults(root: Path, path: str, owner: str, names: tuple[str, ...]) -> list[str]:

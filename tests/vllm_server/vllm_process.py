@@ -36,7 +36,7 @@ draftalign_tests = vllm_test_plugin:TestEndpoints
 class VllmServer:
     """One server with the shipped policy and the drafter of `drafter`; swaps come from `drafters`.
 
-    `speculative`: another speculative configuration than EAGLE-3 with that drafter.
+    `speculative`: another speculative configuration than EAGLE-3 with that drafter. `policy`: another policy.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class VllmServer:
         *,
         eager: bool = True,
         speculative: dict[str, Any] | None = None,
+        policy: Path = BASE_POLICY,
         **environment: str,
     ) -> None:
         self.port = free_port()
@@ -59,14 +60,14 @@ class VllmServer:
         (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self._command(drafter, speculative, eager=eager),
+                self._command(policy, drafter, speculative, eager=eager),
                 env=self._environment(metadata.parent, drafters) | environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # one group: the engine's own processes go when it is killed
             )
 
-    def _command(self, drafter: Path, speculative: dict[str, Any] | None, *, eager: bool) -> list[str]:
+    def _command(self, policy: Path, drafter: Path, speculative: dict[str, Any] | None, *, eager: bool) -> list[str]:
         eagle3 = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DEPTH}
         options = {
             "--served-model-name": "policy",
@@ -80,7 +81,7 @@ class VllmServer:
             "--speculative-config": json.dumps(speculative or eagle3),
         }
         flags = [part for pair in options.items() for part in pair] + (["--enforce-eager"] if eager else [])
-        return [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(BASE_POLICY), *flags]
+        return [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(policy), *flags]
 
     @staticmethod
     def _environment(overlay: Path, drafters: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     looking = (start_recording, stop_recording, policy_digest, storage, keep_collected, take_collected)
-    for method in (*looking, wipe_drafter, fail_next_load):
+    for method in (*looking, set_tap, wipe_drafter, rot_drafter, fail_next_load):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
 
@@ -100,6 +100,19 @@ def take_collected(self: Any, path: str) -> list[dict[str, Any]]:
     return [{"id": c.request.request_id, "first": c.first_position} for c in self.tests_collected]
 
 
+def set_tap(self: Any, fraction: float | None) -> None:
+    """Sample this fraction of requests from now on; None takes the tap off the model runner."""
+    runner, names = self.model_runner, ("execute_model", "propose_draft_token_ids")
+    wrapped = getattr(self, "tests_wrapped", None) or {name: vars(runner)[name] for name in names}
+    self.tests_wrapped = wrapped
+    for name, wrapper in wrapped.items():
+        if fraction is None:
+            vars(runner).pop(name, None)
+        else:
+            setattr(runner, name, wrapper)
+    self._draftalign_swap.tap.tap.fraction = fraction or 0.0
+
+
 def policy_digest(self: Any) -> str:
     """SHA-256 of all of the policy's parameters that a CPU leaves readable, its embedding among them."""
     digest = hashlib.sha256()
@@ -119,6 +132,14 @@ def wipe_drafter(self: Any) -> None:
     with torch.inference_mode():
         draft.lm_head.weight.zero_()
         draft.model.norm.weight.zero_()
+
+
+def rot_drafter(self: Any) -> None:
+    """Weights that are rubbish, in a server whose state does not show it: what is left is α."""
+    swap = self._draftalign_swap
+    rubbish = {name: torch.zeros_like(tensor) for name, tensor in swap._served.tensors.items()}
+    swap._load(rubbish)
+    swap._marks = swap._fingerprint_weights()
 
 
 def fail_next_load(self: Any) -> None:
