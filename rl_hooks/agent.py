@@ -327,6 +327,7 @@ class SwapAgent:
             "run": self.config.run,
             "reporter": f"{self.config.agent_id} {follower.url}",
             "engine": follower.url,
+            "method": bucket.method,
             "drafter_version": bucket.drafter_version,
             "policy_version": bucket.policy_version,
             **asdict(bucket.counts),

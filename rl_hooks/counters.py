@@ -44,6 +44,8 @@ _NAMES: Final = (
     POLICY_VERSION,
 )
 _MAX_POSITIONS: Final = 64
+#: Method of counts that were made with a published drafter.
+OUR_DRAFTER: Final = "drafter"
 #: Buckets kept per engine; older ones have been reported as final.
 MAX_BUCKETS: Final = 32
 
@@ -165,6 +167,8 @@ class Bucket:
     drafter_version: str
     policy_version: int | None
     counts: Counts = field(default_factory=Counts)
+    #: How the engine speculated: with a drafter of ours, or as it names it ("ngram", "mtp").
+    method: str = OUR_DRAFTER
     #: The counts, and whether the drafter was still loaded, as the service last acknowledged them.
     reported: tuple[int, bool] | None = None
 
@@ -176,7 +180,7 @@ class Ledger:
         self._buckets: dict[tuple[str, int | None], Bucket] = {}
         self.unattributed_rounds = 0
 
-    def book(self, version: str, policy_version: int | None, counts: Counts) -> None:
+    def book(self, version: str, policy_version: int | None, counts: Counts, method: str = OUR_DRAFTER) -> None:
         """Add counts that were made with `version` loaded throughout.
 
         A difference across a policy update is booked under the newer policy: with synchronous RL, rounds resume only
@@ -185,7 +189,7 @@ class Ledger:
         key = (version, policy_version)
         if counts.rounds == 0 and key not in self._buckets:
             return
-        bucket = self._buckets.pop(key, None) or Bucket(version, policy_version)
+        bucket = self._buckets.pop(key, None) or Bucket(version, policy_version, method=method)
         bucket.counts += counts
         self._buckets[key] = bucket  # last in order: most recently used
         while len(self._buckets) > MAX_BUCKETS:
@@ -213,7 +217,8 @@ class Ledger:
             counts = Counts(
                 **{**document["counts"], "accepted_per_position": tuple(document["counts"]["accepted_per_position"])}
             )
-            bucket = Bucket(str(document["drafter_version"]), document["policy_version"], counts)
+            method = str(document.get("method", OUR_DRAFTER))
+            bucket = Bucket(str(document["drafter_version"]), document["policy_version"], counts, method)
             self._buckets[bucket.drafter_version, bucket.policy_version] = bucket
 
 

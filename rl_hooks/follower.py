@@ -61,7 +61,6 @@ class EngineFollower:
         self._rejected: dict[str, int] = {}  # version -> sequence at which its canary failed
         self._given_up: int | None = None  # sequence that the engine itself refused
         self._lost = False  # the process that we swapped into is gone
-        self._other_method = False  # n-gram, MTP: nothing to swap
         self._recall()
 
     @property
@@ -80,7 +79,6 @@ class EngineFollower:
         # Asked *after* the scrape: if nothing changed since the last tick, all of the difference is one version's.
         state = await self._engine.state()
         self._metrics.contact(self.url)
-        self._other_method = not state.swappable
         verdict = self._account(snapshot, state)
         if verdict is not None:
             self._judge(verdict)
@@ -102,7 +100,7 @@ class EngineFollower:
 
     def is_loaded(self, bucket: Bucket) -> bool:
         """Whether counts may still be added to this bucket soon."""
-        policy = None if self._snapshot is None or self._other_method else self._snapshot.policy_version
+        policy = None if self._snapshot is None else self._snapshot.policy_version
         return bucket.drafter_version == self.loaded_version and bucket.policy_version == policy
 
     # --- counting
@@ -144,8 +142,7 @@ class EngineFollower:
             self.ledger.set_aside(counts.rounds)
             return None
         if not state.swappable:
-            # Another method. Without a policy version: the service pools those, and this is no drafter of the run.
-            self.ledger.book(version, None, counts.with_rounds_without_drafts())
+            self.ledger.book(version, snapshot.policy_version, counts.with_rounds_without_drafts(), method=version)
             return None
         self.ledger.book(version, snapshot.policy_version, counts)
         return self._canary.count(version, counts, self._clock())

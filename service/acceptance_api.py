@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from service.acceptance import OUR_DRAFTER
 from service.alpha import alpha_document
 from service.context import Context, RunQuery, ServiceContext
 from service.dead_drafter import Judgement, judge, pooled_replay_alpha
@@ -41,6 +42,7 @@ class AcceptanceReport(BaseModel):
     run: str = "default"
     reporter: Name
     engine: str = Field("", max_length=200)
+    method: Name = Field(OUR_DRAFTER, description="`drafter`, or what the engine speculates by instead: ngram, mtp.")
     drafter_version: Name
     policy_version: Count | None = None
     rounds: Count
@@ -76,7 +78,8 @@ async def post_acceptance(request: Request, context: Context) -> AcceptanceReply
     report = await parse_body(request, AcceptanceReport)
     context.run(report.run)
     store = context.store(report.run)
-    await store.put_acceptance(report.model_dump() | {"created": time.time()})
+    record = report.model_dump() | {"created": time.time()}
+    await (store.place_acceptance if report.policy_version is None else store.put_acceptance)(record)
     if report.canary is not None:
         await asyncio.to_thread(_record_canary, context, report, report.canary)
     judgement = await _judge(context, report)

@@ -19,12 +19,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from service.acceptance import OUR_DRAFTER, Z_95, by_drafter, by_method, live_sums, method_of, number, servers
+
 #: Drafters that a score record may carry, in the order in which people compare them.
 DRAFTERS: Final = ("served", "candidate", "frozen", "ngram", "best")
 #: Sums since the run began, as they stood when a policy version had been worked on.
 RUNNING_TOTALS: Final = ("published_total", "refused_total", "trained_tokens_total")
-#: Two-sided 95 % quantile of the normal distribution.
-_Z_95: Final = 1.959963984540054
 
 
 def drafter_sums(tokens: Iterable[float], rounds: Iterable[float]) -> dict[str, float]:
@@ -88,45 +88,17 @@ class Sums:
         alpha = self.alpha
         residual = self.tokens_squared - 2 * alpha * self.tokens_rounds + alpha * alpha * self.rounds_squared
         variance = self.rollouts / (self.rollouts - 1) * max(residual, 0.0) / (self.rounds * self.rounds)
-        return _Z_95 * math.sqrt(variance)
+        return Z_95 * math.sqrt(variance)
 
     def as_record(self) -> dict[str, float]:
         """The object that a score record carries."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def number(value: object) -> float | None:
-    """`value` as a finite float; None for anything else (JSON true and "3" are not numbers)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if math.isfinite(value) else None
-
-
 def version(value: object) -> int | None:
     """`value` as a policy version: an integer, or a float that is one."""
     found = number(value)
     return int(found) if found is not None and found.is_integer() else None
-
-
-def live_sums(records: Iterable[Mapping[str, Any]]) -> tuple[float, float] | None:
-    """Pool acceptance records to (emitted tokens, rounds); None without a round.
-
-    `emitted_tokens` is what rounds emitted after trimming at the end of a response, which is what replay α counts.
-    Where the engine does not know it, every round is taken to have emitted its accepted drafts and one token more,
-    which is high by what was trimmed.
-    """
-    tokens = rounds = 0.0
-    for record in records:
-        count = number(record.get("rounds"))
-        emitted = number(record.get("emitted_tokens"))
-        accepted = number(record.get("accepted_tokens"))
-        if emitted is None and accepted is not None and count is not None:
-            emitted = accepted + count
-        if count is None or count <= 0 or emitted is None:
-            continue
-        tokens += emitted
-        rounds += count
-    return (tokens, rounds) if rounds > 0 else None
 
 
 def alpha_document(
@@ -136,7 +108,7 @@ def alpha_document(
     history: Iterable[Mapping[str, Any]],
     depth: int,
 ) -> dict[str, Any]:
-    """Build the `GET /alpha` document: `{run, depth, points, events}`.
+    """Build the `GET /alpha` document: `{run, depth, points, events, servers}`.
 
     `scores`: score records, or batch id -> score record. `acceptances`: cumulative acceptance records, one per
     (reporter, drafter version, policy version). `history`: the registry's events, oldest first, passed on as `events`.
@@ -147,21 +119,29 @@ def alpha_document(
     for record in scores.values() if isinstance(scores, Mapping) else scores:
         if (policy := version(record.get("policy_version"))) is not None:
             scored[policy].append(record)
+    acceptances = list(acceptances)
     counted: defaultdict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for record in acceptances:
         if (policy := version(record.get("policy_version"))) is not None:
             counted[policy].append(record)
     points = [_point(policy, scored.get(policy, []), counted.get(policy, [])) for policy in sorted({*scored, *counted})]
-    return {"run": run, "depth": depth, "points": points, "events": [dict(event) for event in history]}
+    return {
+        "run": run,
+        "depth": depth,
+        "points": points,
+        "events": [dict(event) for event in history],
+        "servers": servers(acceptances),
+    }
 
 
 def _point(
     policy: int, scores: Sequence[Mapping[str, Any]], acceptances: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Pool one policy version's records."""
+    """Pool one policy version's records. `alpha_live` is of published drafters; other methods stand beside it."""
+    ours = [record for record in acceptances if method_of(record) == OUR_DRAFTER]
     point: dict[str, Any] = {
         "policy_version": policy,
-        "drafter_version": _weightiest(scores, "drafter_version", "served") or _most_rounds(acceptances),
+        "drafter_version": _weightiest(scores, "drafter_version", "served") or _most_rounds(ours),
         "rollouts": int(_total(scores, "rollouts") or 0),
         "tokens": int(_total(scores, "tokens") or 0),
     }
@@ -169,7 +149,7 @@ def _point(
         sums = _pool(scores, drafter)
         point[f"alpha_{drafter}"] = None if sums is None else sums.alpha
         point[f"alpha_{drafter}_half_width"] = None if sums is None else sums.half_width
-    live = live_sums(acceptances)
+    live = live_sums(ours)
     return point | {
         "best_version": _weightiest(scores, "best_version", "best"),
         "regret": _regret(scores),
@@ -177,6 +157,8 @@ def _point(
         "reward": _ratio(scores, "reward_sum", "reward_count"),
         "alpha_live": None if live is None else live[0] / live[1],
         "live_rounds": None if live is None else int(live[1]),
+        "live_by_drafter": by_drafter(acceptances),
+        "live_by_method": by_method(acceptances),
         "action": _newest(scores, "action"),
         **{name: _highest(scores, name) for name in RUNNING_TOTALS},
     }

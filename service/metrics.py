@@ -20,7 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from service.alpha import DRAFTERS, alpha_document, number
+from service.acceptance import number
+from service.alpha import DRAFTERS, alpha_document
 
 #: What `/metrics` is served as.
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -17,6 +17,7 @@ import redis.asyncio
 from pydantic_core import to_json
 from redis import Redis
 
+from service.acceptance import since, total
 from service.queue import Keys
 
 Record = dict[str, Any]
@@ -34,6 +35,8 @@ class StoreKeys:
         self.worker = prefix + "worker"
         self.latest_head = prefix + "latest_head"
         self.judged = prefix + "judged"
+        self.unplaced = prefix + "unplaced"
+        self.latest_policy = prefix + "latest_policy"
 
 
 class Store:
@@ -91,6 +94,27 @@ class AsyncStore:
     async def put_acceptance(self, record: Mapping[str, Any]) -> None:
         """Record an engine's cumulative counts; the newest of one reporter, drafter and policy version replaces."""
         await self._redis.hset(self._keys.acceptance, acceptance_key(record), _encoded(record))
+
+    async def place_acceptance(self, record: Mapping[str, Any]) -> None:
+        """Record cumulative counts that name no policy version: what came since the last report goes to the newest one.
+
+        In one transaction: a crash loses no report and counts none twice.
+        """
+        key = f"{record['reporter']}/{record['drafter_version']}"
+        latest = await self._redis.get(self._keys.latest_policy)
+        placed = dict(record) | {"policy_version": None if latest is None else int(latest), "as_of_arrival": True}
+        before = await self._redis.hget(self._keys.unplaced, key)
+        so_far = await self._redis.hget(self._keys.acceptance, acceptance_key(placed))
+        more = since(record, None if before is None else json.loads(before))
+        placed |= total(more, None if so_far is None else json.loads(so_far))
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hset(self._keys.unplaced, key, _encoded(record))
+            pipe.hset(self._keys.acceptance, acceptance_key(placed), _encoded(placed))
+            await pipe.execute()
+
+    async def raise_latest_policy(self, policy_version: int) -> int:
+        """Note that a policy version wrote rollouts; returns the highest so far."""
+        return int(await self._redis.eval(_RAISE, 1, self._keys.latest_policy, policy_version))
 
     async def judged(self, reporter: str, drafter_version: str) -> tuple[int, int]:
         """Rounds and accepted tokens of a reporter's drafter when it was last judged dead or alive."""

@@ -21,8 +21,13 @@ from service.metrics import CONTENT_TYPE, RunSnapshot, render
 PAGE = Path(__file__).resolve().parents[1] / "service" / "page.html"
 
 
-def sample_run(policies: int, seed: int = 0, *, live: bool = True) -> RunSnapshot:
-    """A run like the demo's: the frozen drafter falls as the policy learns to reason, the served one follows."""
+def sample_run(
+    policies: int, seed: int = 0, *, live: bool = True, others: Mapping[str, float] | None = None
+) -> RunSnapshot:
+    """A run like the demo's: the frozen drafter falls as the policy learns to reason, the served one follows.
+
+    `others`: α of further engines by the method that they draft by.
+    """
     rng = random.Random(seed)
     now = time.time()
     scores: list[dict[str, Any]] = []
@@ -65,6 +70,24 @@ def sample_run(policies: int, seed: int = 0, *, live: bool = True) -> RunSnapsho
                     "rounds": 1200,
                     "accepted_tokens": round(1200 * (alpha - 1)) + 40,
                     "emitted_tokens": round(1200 * alpha),
+                    "accepted_per_position": [round(1200 * (alpha - 1) * share) for share in (0.31, 0.27, 0.23, 0.19)],
+                    "created": age,
+                }
+            )
+        for method, level in (others or {}).items():
+            alpha = level + rng.gauss(0, 0.03)
+            acceptances.append(
+                {
+                    "reporter": f"agent http://{method}:8000",
+                    "engine": f"http://{method}:8000",
+                    "method": method,
+                    "drafter_version": method,
+                    "policy_version": policy,
+                    "rounds": 900,
+                    "accepted_tokens": round(900 * (alpha - 1)),
+                    "emitted_tokens": round(900 * alpha),
+                    "accepted_per_position": [round(900 * (alpha - 1))],
+                    "created": age,
                 }
             )
     worker: dict[str, Any] = {}

@@ -64,6 +64,7 @@ def test_rounds_are_booked_under_the_version_that_made_them(service: Service, en
         "run": "default",
         "reporter": f"agent {engine.url}",
         "engine": engine.url,
+        "method": "drafter",
         "drafter_version": first,
         "policy_version": None,
         "rounds": 100,
@@ -438,6 +439,7 @@ def test_an_engine_that_speculates_by_another_method_is_counted_under_its_name(
             report = eventually(lambda: service.last_report(method) if service.last_report(method) else None)
             eventually(lambda: service.last_report(method).get("rounds") == 35)
             report = service.last_report(method)
+            assert report["method"] == method
             assert (report["accepted_tokens"], report["emitted_tokens"]) == (30, 65)
         else:
             eventually(lambda: agent.followers[engine.url].ledger.unattributed_rounds == 10)

@@ -48,7 +48,7 @@ def test_what_has_no_data_is_null_and_never_zero() -> None:
     empty = [k for k, v in point.items() if v is None]
     assert {"alpha_served", "alpha_ngram", "alpha_best", "alpha_frozen", "alpha_candidate"} <= set(empty)
     assert {"regret", "entropy", "reward", "alpha_live", "live_rounds", "action", "best_version"} <= set(empty)
-    assert alpha_document("r", {}, [], [], 4) == {"run": "r", "depth": 4, "points": [], "events": []}
+    assert alpha_document("r", {}, [], [], 4) == {"run": "r", "depth": 4, "points": [], "events": [], "servers": []}
 
 
 def test_regret_is_formed_only_where_best_and_served_are_both_known() -> None:

@@ -224,3 +224,27 @@ def test_without_a_default_run_it_shows_the_one_there_is_or_how_to_begin(tmp_pat
         assert page.texts["headline"] == "Waiting for the first rollouts."
         assert url in page.texts["snippet"]
         assert browse(f"{url}/?run=gone", tmp_path).texts["headline"] == "There is no such run here."
+
+
+@needs_browser
+def test_engines_that_draft_by_other_methods_are_compared(tmp_path: Path) -> None:
+    snapshot = sample_run(40, others={"ngram": 1.31, "mtp": 1.78})
+    page = show(snapshot, tmp_path)
+    assert not page.hidden("servers-card")
+    rows = re.findall(r"http://(\w+):8000(ngram|mtp)([\d.]+)", page.texts["servers"])
+    assert [(name, method) for name, method, _ in rows] == [("mtp", "mtp"), ("ngram", "ngram")]
+    for (_, method, alpha), level in zip(rows, (1.78, 1.31), strict=True):
+        records = [r for r in snapshot.acceptances if r.get("method") == method]
+        pooled = sum(r["emitted_tokens"] for r in records) / sum(r["rounds"] for r in records)
+        assert float(alpha) == pytest.approx(pooled, abs=0.006)
+        assert float(alpha) == pytest.approx(level, abs=0.03)
+    assert "drafter v0" in page.texts["servers"]
+    # In the chart they stand beside the run's own live α, which they do not enter.
+    for name in ("live", "live ngram", "live mtp"):
+        assert page.having("data-series", name), name
+    assert "live mtp" in page.texts["legend"]
+
+
+@needs_browser
+def test_without_engines_nothing_is_compared(tmp_path: Path) -> None:
+    assert show(sample_run(5, live=False), tmp_path).hidden("servers-card")
