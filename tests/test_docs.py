@@ -234,7 +234,9 @@ def test_no_other_redis_key_is_built_from_the_prefix() -> None:
         for suffix in re.findall(r"prefix(?:\}| \+ \")([a-z_]+)", path.read_text("utf-8"))
     }
     known = {"queue", "counters", "dead", "batch", "rollout", "lease"}
-    assert built == known | {"scores", "acceptance", "worker", "latest_head", "judged"}
+    assert built == known | {
+        *("scores", "acceptance", "worker", "latest_head", "judged", "unplaced", "latest_policy"),
+    }
 
 
 def test_every_counter_and_field_that_is_stored_is_documented() -> None:
