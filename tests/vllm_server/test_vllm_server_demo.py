@@ -1,0 +1,55 @@
+"""`draftalign demo --engine vllm` in its shortest form that still swaps: RL, service, agent and vLLM as processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.demo import free_port
+
+STEPS = 24
+
+
+@pytest.mark.timeout(480)
+def test_the_demo_runs_on_a_real_vllm_and_its_alphas_agree(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    argv = ["demo", "--engine", "vllm", "--steps", str(STEPS), "--out", str(out), "--port", str(free_port())]
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=450,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    rows = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+
+    served = sorted({row["drafter_version"] for row in rows})
+    print(f"served {served}; {rows[-1]['versions_published']} versions published")
+    assert rows[-1]["versions_published"] >= 1
+    assert len(served) >= 2, "no version of the service's was swapped in"
+
+    # The same quantity, by vLLM's counters and by replay; the interval is of 95 %.
+    pure = [row for row in rows if row["drafter_versions"] == 1 and row["alpha_served"] is not None]
+    inside = [row for row in pure if row["alpha_live_low"] <= row["alpha_served"] <= row["alpha_live_high"]]
+    print(f"replay α inside the interval of live α in {len(inside)} of {len(pure)} steps")
+    assert len(pure) >= 0.8 * STEPS
+    assert len(inside) >= 0.85 * len(pure)
+    # So early in the run the policy moves faster than its drafter can follow; but a dead drafter's α is 1.
+    assert all(1.0 < row["alpha_live_low"] <= row["alpha_live"] <= 5.0 for row in rows)
+
+    answers = re.findall(r'"(?:GET|POST) (?:/v1|/drafter|/policy|/rounds)\S* HTTP/1.1" (\d+)', _log(out))
+    assert len(answers) > STEPS
+    assert set(answers) == {"200"}
+
+
+def _log(out: Path) -> str:
+    (log,) = out.rglob("vllm.log")
+    return log.read_text(errors="replace")
