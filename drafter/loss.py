@@ -21,6 +21,12 @@ transfer.
 Neither [E, D] nor [T, V] is ever held: chunks walk the target rows, one target softmax serves every step that looks at
 it, and the gradients for hidden states and lm_head are formed in the forward pass.
 
+In half precision, what is rounded to it is: norm(pre) and lm_head before their product, the slopes before theirs with
+lm_head and norm(pre), and the gradients for hidden states and, once all chunks are summed, for lm_head. Logits,
+probabilities, the loss and sums over entries, over chunks and (the masters' own gradients) over batches are float32. A
+CPU's products hand out half precision: there the drafter's logits and each chunk's share of lm_head's gradient are
+rounded once more.
+
 Legend: E entries (all steps), U target rows, D draft vocabulary, H hidden, K steps.
 """
 
@@ -36,7 +42,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from drafter.device import has_triton
+from drafter.device import has_triton, to_device
 from drafter.errors import DrafterError
 from drafter.kinds import Drafter
 from drafter.matmul import times, times_wide
@@ -257,16 +263,17 @@ def token_logprobs(
     input_ids: Tensor,
     temperature: float,
     *,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Per step, for every active row: log q of the emitted token x[row+2+j], and the target id of the drafter's argmax.
 
     log q is at `temperature` (0 counts as 1), in at least float32, -inf outside the draft vocabulary. No gradients.
+    Holds logits of at most `chunk_elements` (default: what suits the device).
     """
     weights, divisor = unrolled.weights, temperature or 1.0
     wide = torch.promote_types(weights.lm_head.dtype, torch.float32)
-    to_draft = drafter.vocabulary.to_draft.to(input_ids.device)
-    limit = max(1, chunk_elements // weights.lm_head.shape[0])
+    to_draft = to_device(drafter.vocabulary.to_draft, input_ids.device)
+    limit = max(1, (chunk_elements or chunk_size(input_ids.device)) // weights.lm_head.shape[0])
     results = []
     for step, (rows, pre) in enumerate(zip(unrolled.rows, unrolled.pre, strict=True)):
         drafted = to_draft[input_ids[rows + 2 + step]]

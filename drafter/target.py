@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
+from drafter.device import to_device
 from drafter.errors import TargetHeadError
 from drafter.matmul import times_wide
 from drafter.plan import Plan
@@ -176,6 +177,6 @@ def draft_target(
     return DraftTarget(
         batch.divisor,
         len(vocabulary),
-        top_draft_ids=vocabulary.to_draft.to(device)[batch.top_ids.index_select(0, rows)],
+        top_draft_ids=to_device(vocabulary.to_draft, device)[batch.top_ids.index_select(0, rows)],
         top_logprobs=batch.top_logprobs.index_select(0, rows),
     )

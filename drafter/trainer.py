@@ -304,10 +304,12 @@ class DrafterTrainer(Generic[_D]):
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[f"parameter.{name}"])
         self._optimizer.state.clear()
+        fused = bool(self._optimizer.defaults["fused"])  # then AdamW counts its steps on the device, else on the CPU
         for name in moved:
             parameter = parameters[name]
+            step = tensors[f"step.{name}"]
             self._optimizer.state[parameter] = {
-                "step": tensors[f"step.{name}"],  # AdamW keeps it on the CPU
+                "step": step.to(parameter.device) if fused else step,
                 "exp_avg": tensors[f"exp_avg.{name}"].to(parameter),
                 "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter),
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.packed_attention import runs_flash
 from drafter.plan import make_plan
 from drafter.pointwise import rms_norm
+from drafter.target import TargetHead, draft_target
 from drafter.trainer import Loss
 from drafter.unroll import unroll
 from drafter.vocabulary import DraftVocabulary
@@ -26,6 +28,19 @@ def test_a_whole_step_never_waits_for_the_device(loss: Loss, response: float) ->
     # Reading a number from a meta tensor raises, as does mixing devices; gradients of every parameter are checked.
     found = peak_of(SIZES["S"], tokens=96, documents=3, response=response, steps=3, loss=loss)
     assert found.step > found.resident > 0
+
+
+@pytest.mark.parametrize("top", [True, False])
+def test_the_target_of_a_batch_is_found_without_waiting_for_the_device(top: bool) -> None:
+    w = world(SHAPES["packed, awkward"])
+    plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, 2).to("meta")
+    batch, T = w.batch, w.batch.tokens
+    if top:
+        entries = torch.zeros(T, 3, dtype=torch.int64), torch.zeros(T, 3)
+        batch = replace(batch, last_hidden=None, logsumexp=None, top_ids=entries[0], top_logprobs=entries[1])
+    target = draft_target(batch.to("meta"), plan, w.drafter.vocabulary, None if top else TargetHead(w.head))
+    rows = plan.target_rows.numel()
+    assert target.logprobs(0, rows, torch.float32).shape == (rows, len(w.drafter.vocabulary))
 
 
 def test_a_meta_tensor_would_say_if_it_were_read() -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -103,9 +109,10 @@ def routed(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return kernels
 
 
-@pytest.mark.parametrize("kind", ["lk", "nla", "alpha"])
-def test_every_loss_through_the_kernels_equals_brute_force(routed: ModuleType, kind: str) -> None:
-    w = world(SHAPES["packed, awkward"], temperature=0.75)
+@pytest.mark.parametrize(("kind", "temperature"), [("lk", 0.75), ("nla", 0.75), ("alpha", 0.75), ("lk", 0.0)])
+def test_every_loss_through_the_kernels_equals_brute_force(routed: ModuleType, kind: str, temperature: float) -> None:
+    w = world(SHAPES["packed, awkward"], temperature=temperature or 1.0)
+    w = replace(w, batch=replace(w.batch, temperature=temperature))  # greedy: logits are not divided
     expected, slopes = brute_force(w, 3, kind)
     result = production(w, 3, kind, chunk=120)
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-9)
@@ -149,3 +156,69 @@ def test_a_broken_kernel_would_be_noticed(routed: ModuleType, monkeypatch: pytes
     found = gradients(w, production(w, 3, "lk").loss)
     worst = max(float((found[n] - slopes[n]).norm() / slopes[n].norm()) for n in slopes)
     assert worst > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        ("below += tl.where(q < target_p", "below += tl.where(q > target_p"),
+        ("of_acceptance * (tl.where(q < target_p", "of_acceptance * (tl.where(q > target_p"),
+        ("m * q - target_p", "q - target_p"),
+        ("total = total * kept +", "total = total +"),
+    ],
+)
+def test_a_slip_inside_a_kernel_would_be_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, written: str, instead: str
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    source = (Path(loss.__file__).parent / "triton_loss.py").read_text()
+    assert source.count(written) == 1
+    path = tmp_path / "broken_kernels.py"
+    path.write_text(source.replace(written, instead))
+    spec = importlib.util.spec_from_file_location("broken_kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
+    broken = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(broken)
+    monkeypatch.setattr(broken, "_BLOCK", 4)
+    with pytest.raises(AssertionError):
+        test_the_kernels_measure_what_the_formulas_say(broken, 50, 0.75)
+
+
+_COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from drafter import triton_loss as kernels
+
+types = {"pick": "*i64", "e": "i32", "D": "i32", "divisor": "fp32", "BLOCK": "constexpr", "out": "*bf16"}
+for kernel in (kernels._target, kernels._measure, kernels._slope):
+    source = ASTSource(
+        kernel,
+        signature={name: types.get(name, "*fp32") for name in kernel.arg_names},
+        constexprs={"BLOCK": kernels._BLOCK},
+    )
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels._WARPS})
+    assert built.asm["cubin"]
+    assert ".local" not in built.asm["ptx"], "an array does not fit the registers"
+    print(kernel.__name__)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles for NVIDIA on Linux only")
+def test_every_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """The interpreter takes more than the compiler does."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE],
+        cwd=Path(loss.__file__).parents[1],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["_target", "_measure", "_slope"]
