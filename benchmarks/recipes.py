@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from benchmarks.aims import Aim
 from drafter.trainer import Loss
 from examples.initial_drafter import STEPS
 
@@ -34,6 +35,9 @@ class Recipe:
     top_k: int = 0  # 0: last_hidden
     stale: bool = False  # train on the base policy's rollouts alone
     reservoir: float = 0.0  # share of steps whose older half comes from the base policy
+    aim: Aim = ""  # an experimental loss in the place of `loss`
+    late_loss: Loss | None = None  # instead of `loss` from the middle of the run on
+    serving_depth: int = SERVING_DEPTH
 
     @property
     def start(self) -> tuple[Loss, int, Loss, int]:
@@ -79,5 +83,16 @@ RECIPES: Final = (
     Recipe("loss lk, rate 1e-2", loss="lk", learning_rate=1e-2),
     Recipe("steps of 450 tokens", step_tokens=450, passes=2),
     Recipe("recent 32000 tokens", recent_tokens=32000),
+    Recipe("rejected positions", aim="rejected"),
+    Recipe("first rejected position", aim="first rejected"),
+    Recipe("kl and greedy", aim="greedy"),
+    Recipe("only greedy", aim="only greedy"),
+    Recipe("loss alpha, later kl, warm-up", loss="alpha", late_loss="kl", warmup_windows=30),
+    Recipe("depth 3, served at 3", steps_ahead=3, serving_depth=3),
+    Recipe("depth 1, served at 3", steps_ahead=1, serving_depth=3),
+    Recipe("depth 5, served at 3", steps_ahead=5, serving_depth=3),
+    Recipe("depth 7, served at 3", steps_ahead=7, serving_depth=3),
 )
+#: What recipes of a serving depth are compared with.
+REFERENCES: Final = {SERVING_DEPTH: REFERENCE, 3: "depth 3, served at 3"}
 REPEATED: Final = 4

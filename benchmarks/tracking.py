@@ -32,7 +32,8 @@ import numpy.typing as npt
 import torch
 from scipy.stats import t as student
 
-from benchmarks.recipes import FROZEN, RECIPES, REFERENCE, REPEATED, SERVING_DEPTH, Recipe
+from benchmarks.aims import AimedTrainer
+from benchmarks.recipes import FROZEN, RECIPES, REFERENCE, REFERENCES, REPEATED, SERVING_DEPTH, Recipe
 from benchmarks.recording import Recording, open_recording, record
 from drafter.batch import RolloutBatch
 from drafter.checkpoint import read_drafter
@@ -76,6 +77,9 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
         loss=recipe.loss,
     )
     trainer = DrafterTrainer(drafter, config)
+    if recipe.aim:
+        trainer = AimedTrainer(drafter, config)
+        trainer.aim = recipe.aim
     heads = {v: TargetHead(h, v) for v, h in zip(recording.versions, recording.heads, strict=True)}
     track = Track(recipe.name, recording.seed, list(recording.versions))
     with tempfile.TemporaryDirectory() as scratch:
@@ -84,8 +88,10 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
         )  # the files stay where they are: it is never settled
         for index, (version, batch) in enumerate(zip(recording.versions, recording.batches, strict=True)):
             drafter.embed_tokens = heads[version].lm_head
+            if recipe.late_loss is not None and index >= len(recording.versions) // 2:
+                trainer.config = replace(config, loss=recipe.late_loss)
             for drafting in DRAFTINGS:
-                result = replay(drafter, batch, depth=SERVING_DEPTH, drafting=drafting)
+                result = replay(drafter, batch, depth=recipe.serving_depth, drafting=drafting)
                 track.alpha[drafting].append(result.alpha)
             track.cpu_seconds.append(track.total_cpu_seconds)
             started = time.process_time()
@@ -99,7 +105,7 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
                 track.total_cpu_seconds += time.process_time() - started
     drafter.embed_tokens = recording.heads[0]
     base = recording.base.select(range(min(BASE_ROLLOUTS, recording.base.rollouts)))
-    track.base_alpha = replay(drafter, base, depth=SERVING_DEPTH).alpha
+    track.base_alpha = replay(drafter, base, depth=recipe.serving_depth).alpha
     track.windows = trainer.windows
     return track
 
@@ -207,14 +213,18 @@ def rows_of(tracks: Sequence[Track]) -> list[Row]:
     by: dict[str, dict[int, Track]] = {}
     for track in tracks:
         by.setdefault(track.recipe, {})[track.seed] = track
-    best = best_alpha(tracks)
     rows = []
-    for name in (r.name for r in RECIPES if r.name in by):
+    for recipe in (r for r in RECIPES if r.name in by):
+        name, reference = recipe.name, by.get(REFERENCES[recipe.serving_depth], {})
         of_seed = by[name]
-        seeds = sorted(of_seed.keys() & by[REFERENCE].keys())
+        seeds = sorted(of_seed.keys() & reference.keys())
+        if not seeds:
+            continue
+        peers = {r.name for r in RECIPES if r.serving_depth == recipe.serving_depth}
+        best = best_alpha([t for t in tracks if t.recipe in peers])
         alpha, greedy = (_curves(of_seed, seeds, drafting) for drafting in DRAFTINGS)
-        gain, reach = paired(alpha - _curves(by[REFERENCE], seeds, "probabilistic"))
-        greedy_gain, greedy_reach = paired(greedy - _curves(by[REFERENCE], seeds, "greedy"))
+        gain, reach = paired(alpha - _curves(reference, seeds, "probabilistic"))
+        greedy_gain, greedy_reach = paired(greedy - _curves(reference, seeds, "greedy"))
         fifth = max(1, round(alpha.shape[1] / 5))
         rows.append(
             Row(
