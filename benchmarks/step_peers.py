@@ -131,7 +131,8 @@ def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
         if full_vocabulary and batch.last_hidden is not None:
             for rows in batch.last_hidden[plan.target_rows].split(512):
                 (rows @ case.head.T).float().max(-1)
-        target = draft_target(batch, plan, drafter.vocabulary, head, torch.float32)
+        product = torch.float32 if batch.input_ids.device.type == "cpu" else batch.aux_hidden.dtype  # as the trainer
+        target = draft_target(batch, plan, drafter.vocabulary, head, product)
         result = draft_loss(drafter, unrolled, target, denominator=max(plan.entries[0], 1), step_decay=STEP_DECAY)
         return _gradients(drafter, result.loss)
 
@@ -195,8 +196,11 @@ def speculators(case: Case) -> Step:
     return step
 
 
-def specforge(case: Case) -> Step:
-    """Run SpecForge 0.2.0: its compact teacher; on a CPU SDPA attention, and its eager loss for its Triton one."""
+def specforge_model(case: Case) -> tuple[Any, Any, dict[str, Any]]:
+    """SpecForge 0.2.0's training model, its drafter and a batch in its layout.
+
+    Its compact teacher; on a CPU SDPA attention, and its eager loss for its Triton one.
+    """
     model_module = _imported("specforge.algorithms.eagle3.model")
     llama = _imported("specforge.modeling.draft.llama3_eagle")
     b, size = case.batch, case.drafter.config
@@ -221,6 +225,12 @@ def specforge(case: Case) -> Step:
         "target_hidden_for_compact": _left(_states(b))[None],
         "target_head_weight": case.head,
     }
+    return model, draft, rows
+
+
+def specforge(case: Case) -> Step:
+    """Run SpecForge 0.2.0, see `specforge_model`."""
+    model, draft, rows = specforge_model(case)
 
     def step() -> dict[str, Tensor]:
         losses, *_ = model(**rows)
