@@ -84,14 +84,14 @@ RECIPES: Final = (
     Recipe("steps of 450 tokens", step_tokens=450, passes=2),
     Recipe("recent 32000 tokens", recent_tokens=32000),
     Recipe("rejected positions", aim="rejected"),
-    Recipe("first rejected position", aim="first rejected"),
     Recipe("kl and greedy", aim="greedy"),
-    Recipe("only greedy", aim="only greedy"),
-    Recipe("loss alpha, later kl, warm-up", loss="alpha", late_loss="kl", warmup_windows=30),
     Recipe("depth 3, served at 3", steps_ahead=3, serving_depth=3),
+    Recipe("depth 7, served at 3", steps_ahead=7, serving_depth=3),
     Recipe("depth 1, served at 3", steps_ahead=1, serving_depth=3),
     Recipe("depth 5, served at 3", steps_ahead=5, serving_depth=3),
-    Recipe("depth 7, served at 3", steps_ahead=7, serving_depth=3),
+    Recipe("first rejected position", aim="first rejected"),
+    Recipe("only greedy", aim="only greedy"),
+    Recipe("loss alpha, later kl, warm-up", loss="alpha", late_loss="kl", warmup_windows=30),
 )
 #: What recipes of a serving depth are compared with.
 REFERENCES: Final = {SERVING_DEPTH: REFERENCE, 3: "depth 3, served at 3"}
