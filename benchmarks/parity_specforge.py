@@ -1,6 +1,6 @@
 """Our training step against SpecForge 0.2.0: float32, same weights, loss per step and every gradient within 1e-5.
 
-    python benchmarks/parity_specforge.py [--break-mask]
+    python benchmarks/parity_specforge.py [--mutate]
 
 What SpecForge does otherwise by design is arranged so that both must agree:
 
@@ -11,7 +11,7 @@ What SpecForge does otherwise by design is arranged so that both must agree:
 - its loss is the cross-entropy, ours KL(p || q): the target's entropy, which has no gradient, is added to ours;
 - it packs no documents into a row: several go through it one by one, and the results are added.
 
-Exit status 1 on a miss. `--break-mask` gives ours a mask that is one token late, which every case must notice.
+Exit status 1 on a miss. `--mutate` gives ours features that are one row late, which every case must notice.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def _document(c: Case, begin: int, end: int, steps: int) -> Result:
 def main() -> int:
     """Print one row per case; 1 if any misses."""
     parser = argparse.ArgumentParser(description="Parity of the training step with SpecForge 0.2.0.")
-    parser.add_argument("--break-mask", action="store_true", help="give ours a wrong mask: every case must miss")
-    broken, missed = parser.parse_args().break_mask, 0
+    parser.add_argument("--mutate", action="store_true", help="give ours wrong features: every case must miss")
+    broken, missed = parser.parse_args().mutate, 0
     print("| steps | documents | response | draft vocabulary | largest relative error | |\n|---|---|---|---|---|---|")
     for steps, documents, response, draft in itertools.product((1, 3, 7), DOCUMENTS, (1.0, 0.5), (VOCAB, 23)):
         c = case(DOCUMENTS[documents], response=response, draft=draft)
         mine = countable(c)
         if broken:
-            mine = replace(mine, batch=replace(mine.batch, loss_mask=mine.batch.loss_mask.roll(1, 0)))
+            mine = replace(mine, batch=replace(mine.batch, aux_hidden=mine.batch.aux_hidden.roll(1, 0)))
         error = deviation(with_entropy(ours(mine, steps), c, mine.batch.loss_mask), theirs(c, steps))
         missed += not error < LIMIT
         verdict = "agrees" if error < LIMIT else "MISSES"

@@ -108,15 +108,17 @@ def draft_loss(
         plan,
         step_weights,
         kind,
-        chunk_elements or chunk_size(device),
+        chunk_elements or chunk_size(device, plan.order.numel() * weights.lm_head.shape[0]),
         torch.is_grad_enabled(),
     )
     return DraftLoss(loss, kl_sums, acceptance_sums, plan.entries)
 
 
-def chunk_size(device: torch.device) -> int:
-    """Logits to hold at once on a device."""
-    return CHUNK_ELEMENTS if device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
+def chunk_size(device: torch.device, elements: int | None = None) -> int:
+    """Logits to hold at once on a device, of `elements` in all: short batches on a CPU make do with half."""
+    if device.type != "cpu":
+        return _DEVICE_CHUNK_ELEMENTS
+    return CHUNK_ELEMENTS if elements is None else min(CHUNK_ELEMENTS, max(CHUNK_ELEMENTS // 2, elements // 8))
 
 
 def kernels(x: Tensor) -> ModuleType | None:
