@@ -1,7 +1,7 @@
 """`draftalign demo --engine vllm` in a short form: RL, service, agent and vLLM as processes.
 
-The first new version comes after 12 to 20 steps or more, as the machine allows; swaps on a real vLLM are proved elsewhere
-(test_vllm_server_agent.py). What this shows is that the whole loop runs and counts right.
+The first new version comes after 12 to 20 steps or more, as the machine allows; swaps on a real vLLM are proved by
+test_vllm_server_agent.py. What this shows is that the whole loop runs and counts right.
 """
 
 from __future__ import annotations
