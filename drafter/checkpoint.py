@@ -34,7 +34,6 @@ MODEL_FILE: Final = "model.safetensors"
 CONFIG_FILE: Final = "config.json"
 #: Fields that change what the tensors mean. We support one value each; absent means that value.
 _FIXED: Final[Mapping[str, Any]] = {
-    "num_hidden_layers": 1,
     "norm_output": False,
     "norm_before_fc": False,
     "fc_norm": False,
@@ -43,7 +42,7 @@ _FIXED: Final[Mapping[str, Any]] = {
     "tie_word_embeddings": False,
 }
 #: Of those, what an export states. The others are newer switches, which are off where they are absent.
-_STATED: Final = ("num_hidden_layers", "norm_output", "attention_bias", "bias", "tie_word_embeddings")
+_STATED: Final = ("norm_output", "attention_bias", "bias", "tie_word_embeddings")
 _MAPS: Final = ("d2t", "t2d")
 _SIZES: Final = (
     "hidden_size",
@@ -168,22 +167,24 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     H, Ht, D, V = config.hidden_size, config.target_hidden_size, config.draft_vocab_size, config.vocab_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     maps: dict[str, tuple[int, ...]] = {} if D == V else {"d2t": (D,), "t2d": (V,)}
-    return {
+    shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (H, len(config.aux_layers) * Ht),
         "midlayer.hidden_norm.weight": (H,),
-        "midlayer.input_layernorm.weight": (H,),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * H),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * H),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * H),
-        "midlayer.self_attn.o_proj.weight": (H, queries),
-        "midlayer.post_attention_layernorm.weight": (H,),
-        "midlayer.mlp.gate_proj.weight": (config.intermediate_size, H),
-        "midlayer.mlp.up_proj.weight": (config.intermediate_size, H),
-        "midlayer.mlp.down_proj.weight": (H, config.intermediate_size),
-        "norm.weight": (H,),
-        "lm_head.weight": (D, H),
-        **maps,
     }
+    for number in range(config.num_hidden_layers):
+        layer, width = (f"layers.{number}", H) if number else ("midlayer", 2 * H)
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (H,),
+            f"{layer}.self_attn.q_proj.weight": (queries, width),
+            f"{layer}.self_attn.k_proj.weight": (keys, width),
+            f"{layer}.self_attn.v_proj.weight": (keys, width),
+            f"{layer}.self_attn.o_proj.weight": (H, queries),
+            f"{layer}.post_attention_layernorm.weight": (H,),
+            f"{layer}.mlp.gate_proj.weight": (config.intermediate_size, H),
+            f"{layer}.mlp.up_proj.weight": (config.intermediate_size, H),
+            f"{layer}.mlp.down_proj.weight": (H, config.intermediate_size),
+        }
+    return {**shapes, "norm.weight": (H,), "lm_head.weight": (D, H), **maps}
 
 
 def export_config(config: DrafterConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -200,6 +201,7 @@ def export_config(config: DrafterConfig, dtype: torch.dtype = torch.float32) -> 
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "norm_before_residual": config.norm_before_residual,
+        "num_hidden_layers": config.num_hidden_layers,
         **{name: _FIXED[name] for name in _STATED},
         "torch_dtype": str(dtype).removeprefix("torch."),
         "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
@@ -234,6 +236,7 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
             max_position_embeddings=_positive(document, "max_position_embeddings"),
             model_type=str(document.get("target_model_type", "llama")),
             norm_before_residual=before,
+            num_hidden_layers=_positive({"num_hidden_layers": 1, **document}, "num_hidden_layers"),
         )
     except CheckpointError:
         raise

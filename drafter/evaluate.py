@@ -21,11 +21,11 @@ from torch import Tensor
 from drafter.acceptance import Floats, Ints, Replay, Segments, find_segments, replay_rounds
 from drafter.batch import RolloutBatch, screen
 from drafter.errors import DrafterError
-from drafter.kinds import Drafter, unroll_batch
+from drafter.kinds import Drafter, plan_batch, unroll_batch
 from drafter.ngram import ngram_replay
 from drafter.pointwise import rms_norm
 from drafter.replay import Drafting, _groups, prompt_groups, replay
-from drafter.unroll import Unrolled, make_plan
+from drafter.unroll import Unrolled
 
 #: Logits held at once, in elements: 128 MiB of float32.
 _LOGITS_ELEMENTS = 1 << 25
@@ -124,7 +124,7 @@ def _tree_bound(drafter: Drafter, batch: RolloutBatch, depth: int, branches: int
     device = next(drafter.parameters()).device
     segments = find_segments(batch.loss_mask.cpu().numpy(), batch.cu_seqlens.numpy())
     batch = batch.to(device)
-    plan = make_plan(batch.cu_seqlens, batch.loss_mask, depth).to(device)
+    plan = plan_batch(drafter, batch, depth).to(device)
     unrolled = unroll_batch(drafter, plan, batch)
     place = _places(segments, batch.tokens).to(device)
     found = torch.zeros(int(segments.tokens.sum()), depth, device=device)

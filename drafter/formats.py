@@ -123,6 +123,11 @@ def export_drafter(
             f"norm_before_residual is true, which readers of the {layout} layout do not know: they would compute "
             "another function without an error. Export it as speculators (for vLLM), or train one without"
         )
+    if layout == "specforge" and stored.config.num_hidden_layers > 1:
+        raise CheckpointError(
+            f"the drafter has {stored.config.num_hidden_layers} layers, and SpecForge's model has one: it would leave "
+            "the others out without an error. Export it as sglang (its names are those that vLLM reads) or speculators"
+        )
     if layout == "sglang":
         return write_stored(directory, stored)
     check_tensors(stored.tensors(), stored.config)
@@ -145,12 +150,17 @@ def is_mtp(document: Mapping[str, Any]) -> bool:
 
 def engine_limits(config: DrafterConfig) -> tuple[str, ...]:
     """What engines cannot do with such a drafter, a sentence each."""
-    if not config.norm_before_residual:
-        return ()
-    return (
-        "norm_before_residual is true: SGLang (as of 0.5.23) cannot serve it, it would compute another function "
-        "without an error; vLLM serves it, but draftalign's vLLM plugin does not hot-swap it",
-    )
+    limits = []
+    if config.norm_before_residual:
+        limits.append(
+            "norm_before_residual is true: SGLang (as of 0.5.23) cannot serve it, it would compute another function "
+            "without an error; vLLM serves it, but draftalign's vLLM plugin does not hot-swap it"
+        )
+    if config.num_hidden_layers > 1:
+        limits.append(
+            f"it has {config.num_hidden_layers} layers: SGLang (as of 0.5.23) serves only drafters of one layer"
+        )
+    return tuple(limits)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------

@@ -18,11 +18,17 @@ from drafter.errors import BatchRejected, CheckpointError, TargetHeadError
 from drafter.model import Eagle3Drafter
 from drafter.mtp import MtpDrafter, unroll_mtp
 from drafter.mtp_checkpoint import read_mtp, write_mtp
-from drafter.plan import Plan
+from drafter.plan import Plan, make_plan
 from drafter.target import TargetHead
 from drafter.unroll import Unrolled, unroll
 
 Drafter = Eagle3Drafter | MtpDrafter
+
+
+def plan_batch(drafter: Drafter, batch: RolloutBatch, steps: int) -> Plan:
+    """Plan the unroll of a batch, on the host, as the drafter's layers need it."""
+    several = isinstance(drafter, Eagle3Drafter) and drafter.config.num_hidden_layers > 1
+    return make_plan(batch.cu_seqlens, batch.loss_mask, steps, every_row=several)
 
 
 def unroll_batch(drafter: Drafter, plan: Plan, batch: RolloutBatch, *, dtype: torch.dtype | None = None) -> Unrolled:

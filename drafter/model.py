@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter: one Llama-style decoder layer whose attention reads token embeddings and the target's features.
+"""The EAGLE-3 drafter: a Llama-style decoder layer whose attention reads token embeddings and the target's features.
 
     r   = fc(features)                            step 0; later steps: r = `pre` of the step before, un-normed
     x   = cat(input_layernorm(e(token)), hidden_norm(r))
@@ -6,6 +6,8 @@
     q   = softmax(lm_head(norm(pre)))             over the draft vocabulary
 
 With `norm_before_residual` (an option of speculators; not every engine has it) h1 = hidden_norm(r) + attention(x).
+With several layers, plain Llama layers follow (x = input_layernorm(pre), H wide), and the last one's `pre` is what the
+head and the next step read: as vLLM serves them and speculators trains them.
 
 Legend: A aux layers, H hidden, V target vocabulary, D draft vocabulary, N query heads, G key-value heads, hd head size.
 Parameter names are those of the published checkpoints; `embed_tokens` is the target's, frozen, never in the state dict.
@@ -46,8 +48,11 @@ class DrafterConfig:
     max_position_embeddings: int = 32_768
     model_type: str = "llama"
     norm_before_residual: bool = False
+    num_hidden_layers: int = 1
 
     def __post_init__(self) -> None:
+        if self.num_hidden_layers < 1:
+            raise DrafterError(f"num_hidden_layers must be at least 1, got {self.num_hidden_layers}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise DrafterError(
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
@@ -70,6 +75,8 @@ class DrafterConfig:
         fields = {**asdict(self), "aux_layers": list(self.aux_layers)}
         if not self.norm_before_residual:
             del fields["norm_before_residual"]
+        if self.num_hidden_layers == 1:
+            del fields["num_hidden_layers"]
         return fields
 
     @classmethod
@@ -103,8 +110,19 @@ class DrafterConfig:
         )
 
 
+class LaterWeights(NamedTuple):
+    """A plain layer's weights in the dtype to compute in, projections that read the same input stacked."""
+
+    input_norm: Tensor  # [H]
+    qkv: Tensor  # [(N+2G)*hd, H]
+    o: Tensor  # [H, N*hd]
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [2I, H]
+    down: Tensor  # [H, I]
+
+
 class LayerWeights(NamedTuple):
-    """The layer's weights in the dtype to compute in, projections that read the same input stacked into one matrix."""
+    """The weights in the dtype to compute in, projections that read the same input stacked into one matrix."""
 
     fc: Tensor  # [H, A*Ht]
     hidden_norm: Tensor  # [H]
@@ -116,12 +134,13 @@ class LayerWeights(NamedTuple):
     down: Tensor  # [H, I]
     norm: Tensor  # [H]
     lm_head: Tensor  # [D, H]
+    later: tuple[LaterWeights, ...] = ()  # layers after the first
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, width: int) -> None:
         super().__init__()
-        width, hd = 2 * config.hidden_size, config.head_dim
+        hd = config.head_dim
         self.q_proj = nn.Linear(width, config.num_attention_heads * hd, bias=False)
         self.k_proj = nn.Linear(width, config.num_key_value_heads * hd, bias=False)
         self.v_proj = nn.Linear(width, config.num_key_value_heads * hd, bias=False)
@@ -142,7 +161,17 @@ class _Layer(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.hidden_norm = nn.RMSNorm(size, eps)
         self.input_layernorm = nn.RMSNorm(size, eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = _Attention(config, 2 * size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = _MLP(config)
+
+
+class _LaterLayer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.self_attn = _Attention(config, size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = _MLP(config)
 
@@ -168,6 +197,8 @@ class Eagle3Drafter(nn.Module):
         self.vocabulary = vocabulary
         self.fc = nn.Linear(len(config.aux_layers) * config.target_hidden_size, config.hidden_size, bias=False)
         self.midlayer = _Layer(config)
+        #: The others, under the numbers by which checkpoints name them.
+        self.layers = nn.ModuleDict({str(i): _LaterLayer(config) for i in range(1, config.num_hidden_layers)})
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", vocabulary.d2t)
@@ -202,6 +233,7 @@ class Eagle3Drafter(nn.Module):
             down=mlp.down_proj.weight.to(cast),
             norm=self.norm.weight.to(cast),
             lm_head=self.lm_head.weight.to(cast),
+            later=tuple(_later_weights(layer, cast) for layer in self.layers.values()),
         )
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,8 +243,8 @@ class Eagle3Drafter(nn.Module):
         q, k, v = torch.split(x, [heads, kv_heads, kv_heads], dim=-2)
         return q, k, v
 
-    def finish(self, r: Tensor, attended: Tensor, weights: LayerWeights) -> Tensor:
-        """Compute `pre` [.., H] from the residual r [.., H] and the attention output [.., N*hd]."""
+    def finish(self, r: Tensor, attended: Tensor, weights: LayerWeights | LaterWeights) -> Tensor:
+        """Compute a layer's `pre` [.., H] from the residual r [.., H] and the attention output [.., N*hd]."""
         h1 = r + linear(attended, weights.o)
         gate_up = linear(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps), weights.gate_up)
         return h1 + linear(swiglu(gate_up), weights.down)
@@ -237,27 +269,48 @@ class Eagle3Drafter(nn.Module):
         mask: Tensor | None = None,
         weights: LayerWeights | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One pass of the layer over B sequences of L new positions, with a cache of S earlier ones.
+        """One pass over B sequences of L new positions, with a cache of S earlier ones.
 
-        embedding, r [B, L, H]; positions int64[B, L] (rotary); past_k, past_v [B, G, S, hd], already rotated; mask
+        embedding, r [B, L, H]; positions int64[B, L] (rotary); past_k, past_v [B, G, S, hd], already rotated (several
+        layers: the heads of all of them, one layer after another, so `cache_heads` in the place of G); mask
         bool[B, L, S+L], True where a query may look (each query must see at least one key), default: everything in the
         cache and causal among the new. Returns pre [B, L, H] and the new keys and values [B, G, L, hd] to append.
         """
         c, w = self.config, weights if weights is not None else self.weights()
-        B, L = r.shape[:2]
+        L = r.shape[1]
+        if mask is None:
+            S = 0 if past_k is None else past_k.shape[2]
+            mask = torch.ones(L, S + L, dtype=torch.bool, device=r.device).tril(S).expand(r.shape[0], L, S + L)
+        turn = rotary(positions, c.head_dim, c.rope_theta, r.dtype)
+        layers = c.num_hidden_layers
+        earlier = zip(_by_layer(past_k, layers), _by_layer(past_v, layers), strict=True)
         normed = rms_norm(r, w.hidden_norm, c.rms_norm_eps)
         x = torch.cat([rms_norm(embedding, w.input_norm, c.rms_norm_eps), normed], dim=-1)
-        q, k, v = self.split_heads(F.linear(x, w.qkv))
-        cos, sin = rotary(positions, c.head_dim, c.rope_theta, x.dtype)
-        q, k, v = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
-        keys = k if past_k is None else torch.cat([past_k, k], dim=2)
-        values = v if past_v is None else torch.cat([past_v, v], dim=2)
-        if mask is None:
-            S = keys.shape[2] - L
-            mask = torch.ones(L, S + L, dtype=torch.bool, device=r.device).tril(S).expand(B, L, S + L)
-        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[:, None], enable_gqa=True)
-        residual = normed if c.norm_before_residual else r
-        return self.finish(residual, attended.transpose(1, 2).reshape(B, L, -1), w), k, v
+        attended, k, v = self._attended(F.linear(x, w.qkv), turn, next(earlier), mask)
+        pre, keys, values = self.finish(normed if c.norm_before_residual else r, attended, w), [k], [v]
+        for layer, past in zip(w.later, earlier, strict=True):
+            x = rms_norm(pre, layer.input_norm, c.rms_norm_eps)
+            attended, k, v = self._attended(F.linear(x, layer.qkv), turn, past, mask)
+            pre = self.finish(pre, attended, layer)
+            keys.append(k)
+            values.append(v)
+        return (pre, k, v) if layers == 1 else (pre, torch.cat(keys, dim=1), torch.cat(values, dim=1))
+
+    @property
+    def cache_heads(self) -> int:
+        """Key-value heads of a cache, those of all layers."""
+        return self.config.num_hidden_layers * self.config.num_key_value_heads
+
+    def _attended(
+        self, qkv: Tensor, turn: tuple[Tensor, Tensor], past: tuple[Tensor | None, Tensor | None], mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention output [B, L, N*hd], and the new keys and values [B, G, L, hd], of one layer's projections."""
+        q, k, v = self.split_heads(qkv)
+        q, k, v = rotate(q, *turn).transpose(1, 2), rotate(k, *turn).transpose(1, 2), v.transpose(1, 2)
+        keys = k if past[0] is None else torch.cat([past[0], k], dim=2)
+        values = v if past[1] is None else torch.cat([past[1], v], dim=2)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[:, None], enable_gqa=True)
+        return out.transpose(1, 2).flatten(2), k, v
 
     def logits(self, pre: Tensor) -> Tensor:
         """Logits [.., D] over the draft vocabulary from `pre` [.., H]."""
@@ -266,3 +319,21 @@ class Eagle3Drafter(nn.Module):
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Target token ids of draft ids (d2t is an offset)."""
         return draft_ids + self.d2t[draft_ids]
+
+
+def _later_weights(layer: Any, cast: torch.dtype) -> LaterWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    stacked = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    return LaterWeights(
+        input_norm=layer.input_layernorm.weight.to(cast),
+        qkv=torch.cat([w.to(cast) for w in stacked]),
+        o=attention.o_proj.weight.to(cast),
+        post_norm=layer.post_attention_layernorm.weight.to(cast),
+        gate_up=torch.cat([mlp.gate_proj.weight.to(cast), mlp.up_proj.weight.to(cast)]),
+        down=mlp.down_proj.weight.to(cast),
+    )
+
+
+def _by_layer(past: Tensor | None, layers: int) -> Sequence[Tensor | None]:
+    """A cache [B, layers*G, S, hd], layer by layer."""
+    return [None] * layers if past is None else past.chunk(layers, dim=1)

@@ -74,8 +74,11 @@ class Plan:
         )
 
 
-def make_plan(cu_seqlens: Tensor, loss_mask: Tensor, steps: int) -> Plan:
-    """Plan the unroll of `steps` drafted tokens over packed documents. Nothing in it crosses a document's boundary."""
+def make_plan(cu_seqlens: Tensor, loss_mask: Tensor, steps: int, *, every_row: bool = False) -> Plan:
+    """Plan the unroll of `steps` drafted tokens over packed documents. Nothing in it crosses a document's boundary.
+
+    `every_row` computes step 0 of context rows too: layers after the first need keys of what the layer before made.
+    """
     if steps < 1:
         raise DrafterError(f"expected at least one step, got {steps}")
     starts = cu_seqlens.cpu().numpy().astype(np.int64)
@@ -92,6 +95,9 @@ def make_plan(cu_seqlens: Tensor, loss_mask: Tensor, steps: int) -> Plan:
         active[j, inside] = mask[t[inside] + 2 + j]
     depth = (np.arange(1, steps + 1)[:, None] * active).max(axis=0)
 
+    if every_row:
+        _, last = _extent(np.flatnonzero(depth), document, starts)
+        depth = np.where((depth == 0) & (t <= last[document]), 1, depth)
     rows = np.flatnonzero(depth)
     rows = rows[np.argsort(-depth[rows], kind="stable")]
     computed = [int((depth > j).sum()) for j in range(steps)]

@@ -28,9 +28,9 @@ from torch import Tensor
 from drafter.acceptance import Ints, Replay, Segments, find_segments, replay_rounds
 from drafter.batch import RolloutBatch
 from drafter.errors import BatchRejected, DrafterError
-from drafter.kinds import Drafter, unroll_batch
+from drafter.kinds import Drafter, plan_batch, unroll_batch
 from drafter.pointwise import rms_norm
-from drafter.unroll import Unrolled, make_plan
+from drafter.unroll import Unrolled
 
 Drafting = Literal["probabilistic", "greedy"]
 
@@ -68,7 +68,7 @@ def conditional_acceptance(
     """
     device = next(drafter.parameters()).device
     batch = batch.to(device)
-    plan = make_plan(batch.cu_seqlens, batch.loss_mask, depth).to(device)
+    plan = plan_batch(drafter, batch, depth).to(device)
     unrolled = unroll_batch(drafter, plan, batch)
     first_draft = torch.from_numpy(segments.rows()).to(device)  # [N] row of the token that a round drafts first
     place = torch.full((batch.tokens,), -1, device=device)

@@ -24,12 +24,11 @@ from safetensors.torch import load_file, save_file
 from drafter.batch import RolloutBatch
 from drafter.chain_loss import chain_loss
 from drafter.errors import CheckpointError, DrafterError
-from drafter.kinds import Drafter, unroll_batch
+from drafter.kinds import Drafter, plan_batch, unroll_batch
 from drafter.loss import DraftLoss, draft_loss
 from drafter.model import Eagle3Drafter
 from drafter.plan import Plan
 from drafter.target import DraftTarget, TargetHead, draft_target
-from drafter.unroll import make_plan
 from rl_hooks.durable import sync
 
 if TYPE_CHECKING:  # a type variable's default is newer than Python 3.11
@@ -183,7 +182,7 @@ class DrafterTrainer(Generic[_D]):
             return self._loss(batch, head, max(batch.response_tokens, 1))
 
     def _loss(self, batch: RolloutBatch, head: TargetHead | None, denominator: int) -> DraftLoss | None:
-        plan = make_plan(batch.cu_seqlens, batch.loss_mask, self.config.steps_ahead)
+        plan = plan_batch(self.drafter, batch, self.config.steps_ahead)
         if not any(plan.entries):
             return None
         plan, batch = plan.to(self.device), batch.to(self.device)

@@ -9,6 +9,7 @@ not depend on the step, so they are computed once per position and read shifted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from drafter.attention import attend, gather_keys
 from drafter.errors import DrafterError
 from drafter.matmul import linear
-from drafter.model import Eagle3Drafter
+from drafter.model import Eagle3Drafter, LaterWeights
 from drafter.plan import Plan, make_plan
 from drafter.pointwise import rms_norm, rotary, rotate
 
@@ -98,6 +99,7 @@ def unroll(
     cos, sin = rotary(plan.positions, hd, config.rope_theta, cast)
     keys = gather_keys(plan, rotate(k, cos, sin), v)
 
+    later = [_Later(drafter, layer, plan) for layer in weights.later]
     r = r[:n]
     pres: list[Tensor] = []
     diagonal: list[tuple[Tensor, Tensor]] = []
@@ -109,25 +111,53 @@ def unroll(
             r = r[:n]
             x = rms_norm(r, weights.hidden_norm, eps)
             qkv = project_qkv(x, step)
+        turn = rotary(plan.positions[:n] + step, hd, config.rope_theta, cast) if step else (cos[:n], sin[:n])
         if step:
-            cos, sin = rotary(plan.positions[:n] + step, hd, config.rope_theta, cast)
             turned, v = torch.split(qkv.view(n, -1, hd), [heads + kv_heads, kv_heads], dim=1)
-            q, k = torch.split(rotate(turned, cos, sin), [heads, kv_heads], dim=1)
+            q, k = torch.split(rotate(turned, *turn), [heads, kv_heads], dim=1)
             diagonal = [(old_k[:n], old_v[:n]) for old_k, old_v in diagonal]
             diagonal.append((k, v))
         else:
-            q = rotate(qkv[:, :split].view(n, heads, hd), cos[:n], sin[:n])
+            q = rotate(qkv[:, :split].view(n, heads, hd), *turn)
         attended = attend(plan, step, q, keys, diagonal)
         r = drafter.finish(x[:n] if config.norm_before_residual else r, attended.flatten(1), weights)
+        for layer in later:
+            r = layer.run(step, r, turn)
         chosen = plan.active[step]
         pres.append(r if chosen is None else r.index_select(0, chosen))
     return Unrolled(plan, plan.rows, tuple(pres), weights)
+
+
+class _Later:
+    """A layer after the first, over the steps of one unroll: its own step-0 keys, its own diagonal."""
+
+    def __init__(self, drafter: Eagle3Drafter, weights: LaterWeights, plan: Plan) -> None:
+        self._drafter, self._weights, self._plan = drafter, weights, plan
+        self._keys: Sequence[Tensor] = ()
+        self._diagonal: list[tuple[Tensor, Tensor]] = []
+
+    def run(self, step: int, r: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute the layer's `pre` [n, H] from that of the one before; `turn` is cos and sin of the positions."""
+        n, config, weights = r.shape[0], self._drafter.config, self._weights
+        sizes = [config.num_attention_heads + config.num_key_value_heads, config.num_key_value_heads]
+        qkv = linear(rms_norm(r, weights.input_norm, config.rms_norm_eps), weights.qkv)
+        turned, v = torch.split(qkv.view(n, -1, config.head_dim), sizes, dim=1)
+        q, k = torch.split(rotate(turned, *turn), [config.num_attention_heads, config.num_key_value_heads], dim=1)
+        if step:
+            self._diagonal = [(old_k[:n], old_v[:n]) for old_k, old_v in self._diagonal]
+            self._diagonal.append((k, v))
+        else:
+            self._keys = gather_keys(self._plan, k, v)
+        attended = attend(self._plan, step, q, self._keys, self._diagonal)
+        return self._drafter.finish(r, attended.flatten(1), weights)
 
 
 def _check(drafter: Eagle3Drafter, plan: Plan, input_ids: Tensor, aux_hidden: Tensor) -> None:
     width = drafter.fc.in_features
     if input_ids.shape != (plan.tokens,):
         raise DrafterError(f"the plan is for {plan.tokens} tokens, input_ids has shape {tuple(input_ids.shape)}")
+    if drafter.config.num_hidden_layers > 1 and plan.computed[0] != plan.kv_rows.numel():
+        raise DrafterError("a drafter of several layers needs a plan of every row: `drafter.kinds.plan_batch` makes it")
     if aux_hidden.shape != (plan.tokens, width):
         raise DrafterError(
             f"aux_hidden must be ({plan.tokens}, {width}) for aux layers {drafter.config.aux_layers}, "

@@ -40,7 +40,7 @@ class Drafting:
         self._weights = drafter.weights()
         config = drafter.config
         # [2 (keys, values), S, G, T, hd]
-        self._cache = torch.zeros(2, slots, config.num_key_value_heads, positions, config.head_dim)
+        self._cache = torch.zeros(2, slots, drafter.cache_heads, positions, config.head_dim)
         #: Rows of each slot that hold step 0 of verified tokens: int64 [S].
         self.filled = torch.zeros(slots, dtype=torch.long)
 

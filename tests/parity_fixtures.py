@@ -139,7 +139,7 @@ def _model(c: Case) -> Any:
         num_key_value_heads=ours_config.num_key_value_heads,
         head_dim=ours_config.head_dim,
         vocab_size=VOCAB,
-        num_hidden_layers=1,
+        num_hidden_layers=ours_config.num_hidden_layers,
         rms_norm_eps=ours_config.rms_norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": ours_config.rope_theta},
     )

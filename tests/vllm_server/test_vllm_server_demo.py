@@ -37,7 +37,7 @@ def test_the_demo_runs_on_a_real_vllm_and_its_alphas_agree(tmp_path: Path) -> No
 
     served = sorted({row["drafter_version"] for row in rows})
     print(f"served {served}; {rows[-1]['versions_published']} versions published")
-    assert 1 <= len(served) <= rows[-1]["versions_published"]
+    assert len(served) <= 1 + rows[-1]["versions_published"]  # the first drafter is not among the published
 
     # The same quantity, by vLLM's counters and by replay; the interval is of 95 %.
     pure = [row for row in rows if row["drafter_versions"] == 1 and row["alpha_served"] is not None]
