@@ -407,3 +407,31 @@ def test_the_switch_is_stored_and_part_of_the_fingerprint(tmp_path: Path) -> Non
     assert config_fingerprint(on.config, SOME) != config_fingerprint(off.config, SOME)
     document = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert parse_config({k: v for k, v in document.items() if k != "norm_before_residual"}) == off.config
+
+
+def test_draft_ids_in_another_order_are_sorted_and_the_drafter_stays_the_same(tmp_path: Path) -> None:
+    drafter = world(SHAPES["packed, half response"], dtype=torch.float32).drafter
+    write_drafter(tmp_path, drafter)
+    before = import_drafter(tmp_path)
+    order = torch.randperm(len(drafter.vocabulary), generator=torch.Generator().manual_seed(3))
+    ids = drafter.vocabulary.ids[order]
+
+    def shuffle(tensors: dict[str, Tensor]) -> None:
+        tensors["d2t"] = ids - torch.arange(ids.numel())
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][order].contiguous()
+
+    retensor(tmp_path, shuffle)
+    after = import_drafter(tmp_path)
+    assert any("sorted" in note for note in after.notes)
+    assert after.stored.vocabulary == before.stored.vocabulary
+    assert all(torch.equal(after.stored.weights[n], t) for n, t in before.stored.weights.items())
+    with pytest.raises(CheckpointError):  # published files must be in order: engines keep d2t
+        read_drafter(tmp_path, drafter.embed_tokens)
+
+
+def test_a_shuffled_vocabulary_that_contradicts_t2d_is_refused(tmp_path: Path) -> None:
+    drafter = world(SHAPES["packed, half response"], dtype=torch.float32).drafter
+    write_drafter(tmp_path, drafter)
+    retensor(tmp_path, lambda t: t.update(d2t=t["d2t"].flip(0)))
+    with pytest.raises(CheckpointError):
+        import_drafter(tmp_path)

@@ -24,7 +24,6 @@ MODEL_FILE: Final = "model.safetensors"
 CONFIG_FILE: Final = "config.json"
 #: Fields that change what the tensors mean, and the one value of each that the layout covers (also when absent).
 _FIXED: Final[Mapping[str, Any]] = {
-    "num_hidden_layers": 1,
     "norm_before_residual": False,
     "norm_output": False,
     "norm_before_fc": False,
@@ -57,6 +56,7 @@ class DraftLayout:
     rope_theta: float
     rms_norm_eps: float
     model_type: str
+    num_hidden_layers: int = 1
 
     @classmethod
     def read(cls, config: Mapping[str, Any], default_aux_layers: tuple[int, ...]) -> DraftLayout:
@@ -83,54 +83,74 @@ class DraftLayout:
             rope_theta=_rope_theta(config),
             rms_norm_eps=_number(config, "rms_norm_eps"),
             model_type=str(config.get("target_model_type") or "llama"),
+            num_hidden_layers=_integer(config, "num_hidden_layers", 1),
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight, as published checkpoints name them. d2t and t2d are checked apart."""
         H, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        return {
+        shapes: dict[str, tuple[int, ...]] = {
             "fc.weight": (H, len(self.aux_layers) * self.target_hidden_size),
             "midlayer.hidden_norm.weight": (H,),
-            "midlayer.input_layernorm.weight": (H,),
-            "midlayer.self_attn.q_proj.weight": (queries, 2 * H),
-            "midlayer.self_attn.k_proj.weight": (keys, 2 * H),
-            "midlayer.self_attn.v_proj.weight": (keys, 2 * H),
-            "midlayer.self_attn.o_proj.weight": (H, queries),
-            "midlayer.post_attention_layernorm.weight": (H,),
-            "midlayer.mlp.gate_proj.weight": (inner, H),
-            "midlayer.mlp.up_proj.weight": (inner, H),
-            "midlayer.mlp.down_proj.weight": (H, inner),
-            "norm.weight": (H,),
-            "lm_head.weight": (self.draft_vocab_size, H),
         }
+        for number in range(self.num_hidden_layers):
+            layer, width = _layer_name(number), H if number else 2 * H
+            shapes |= {
+                f"{layer}.input_layernorm.weight": (H,),
+                f"{layer}.self_attn.q_proj.weight": (queries, width),
+                f"{layer}.self_attn.k_proj.weight": (keys, width),
+                f"{layer}.self_attn.v_proj.weight": (keys, width),
+                f"{layer}.self_attn.o_proj.weight": (H, queries),
+                f"{layer}.post_attention_layernorm.weight": (H,),
+                f"{layer}.mlp.gate_proj.weight": (inner, H),
+                f"{layer}.mlp.up_proj.weight": (inner, H),
+                f"{layer}.mlp.down_proj.weight": (H, inner),
+            }
+        return {**shapes, "norm.weight": (H,), "lm_head.weight": (self.draft_vocab_size, H)}
+
+    def unread(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that vLLM builds in later layers and never reads: no file has them, and a reload wants them."""
+        return {f"layers.{i}.hidden_norm.weight": (self.hidden_size,) for i in range(1, self.num_hidden_layers)}
 
     def module_elements(self) -> dict[str, int]:
         """Elements by vLLM module, query/key/value and gate/up stacked, on one rank; to hold against what it built."""
         sizes = {name: _product(shape) for name, shape in self.shapes().items()}
-        layer = "model.layers.0."
-        return {
+        elements = {
             "model.fc": sizes["fc.weight"],
-            layer + "hidden_norm": self.hidden_size,
-            layer + "input_layernorm": self.hidden_size,
-            layer + "self_attn.qkv_proj": sum(sizes[f"midlayer.self_attn.{x}_proj.weight"] for x in "qkv"),
-            layer + "self_attn.o_proj": sizes["midlayer.self_attn.o_proj.weight"],
-            layer + "post_attention_layernorm": self.hidden_size,
-            layer + "mlp.gate_up_proj": sum(sizes[f"midlayer.mlp.{x}_proj.weight"] for x in ("gate", "up")),
-            layer + "mlp.down_proj": sizes["midlayer.mlp.down_proj.weight"],
             "model.norm": self.hidden_size,
             "lm_head": sizes["lm_head.weight"],
         }
+        for number in range(self.num_hidden_layers):
+            ours, theirs = _layer_name(number), f"model.layers.{number}."
+            elements |= {
+                theirs + "hidden_norm": self.hidden_size,
+                theirs + "input_layernorm": self.hidden_size,
+                theirs + "self_attn.qkv_proj": sum(sizes[f"{ours}.self_attn.{x}_proj.weight"] for x in "qkv"),
+                theirs + "self_attn.o_proj": sizes[f"{ours}.self_attn.o_proj.weight"],
+                theirs + "post_attention_layernorm": self.hidden_size,
+                theirs + "mlp.gate_up_proj": sum(sizes[f"{ours}.mlp.{x}_proj.weight"] for x in ("gate", "up")),
+                theirs + "mlp.down_proj": sizes[f"{ours}.mlp.down_proj.weight"],
+            }
+        return elements
 
     def fingerprint(self, d2t: Tensor) -> str:
         """The service's `config_fingerprint` of this layout (`drafter.checkpoint`, which is not imported here)."""
-        document = json.dumps({**asdict(self), "d2t": vocabulary_digest(d2t, self.vocab_size)}, sort_keys=True)
+        sizes = asdict(self)
+        if self.num_hidden_layers == 1:  # as in drafters from before there were several
+            del sizes["num_hidden_layers"]
+        document = json.dumps({**sizes, "d2t": vocabulary_digest(d2t, self.vocab_size)}, sort_keys=True)
         return hashlib.sha256(document.encode()).hexdigest()[:32]
 
     def differences(self, other: DraftLayout) -> list[str]:
         """`field: ours, theirs` for each field in which they differ. The target's family name is a label, no more."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return [f"{name} is {a} here, {b} there" for name, a, b in pairs if a != b and name != "model_type"]
+
+
+def _layer_name(number: int) -> str:
+    """What published checkpoints call a layer."""
+    return f"layers.{number}" if number else "midlayer"
 
 
 def vocabulary_digest(d2t: Tensor, vocab_size: int) -> str:

@@ -295,6 +295,7 @@ class DrafterSwap:
         draft, config = self.draft, self._worker.vllm_config
         assert draft is not None  # noqa: S101
         weights = list(tensors.items())
+        weights += [(name, torch.ones(shape)) for name, shape in self._layout().unread().items()]
         if getattr(draft, "draft_id_to_target_id", None) is not None:
             weights.append(("d2t", self._d2t()))  # unchanged, but the reload takes every parameter off the model
         _synchronize(self._worker)

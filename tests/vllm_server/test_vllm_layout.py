@@ -94,7 +94,7 @@ def test_a_drafter_over_the_whole_vocabulary_needs_no_offsets(offsets: bool) -> 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("num_hidden_layers", 2),
+        ("num_hidden_layers", 0),
         ("norm_before_residual", True),
         ("fc_norm", True),
         ("attention_bias", True),

@@ -33,7 +33,7 @@ class Mirror:
 
     def __init__(self, drafter: Eagle3Drafter) -> None:
         self.drafter = drafter
-        self.keys = torch.zeros(256, drafter.config.num_key_value_heads, drafter.config.head_dim)
+        self.keys = torch.zeros(256, drafter.cache_heads, drafter.config.head_dim)
         self.values = torch.zeros_like(self.keys)
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
@@ -74,10 +74,15 @@ def features(token_ids: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["trained", "random"])
-@torch.no_grad()
 def test_features_pre_and_logits_are_those_of_our_drafter(
     server: VllmServer, drafters: Path, tmp_path: Path, name: str
 ) -> None:
+    check_conformance(server, drafters, tmp_path, name)
+
+
+@torch.no_grad()
+def check_conformance(server: VllmServer, drafters: Path, tmp_path: Path, name: str) -> None:
+    """Swap to `drafters / name`, record a request, and repeat every call of the engine's drafter with ours."""
     assert server.swap(name, f"conformance-{name}").status_code == 200
     # A prompt that no other test begins with: rows found in the prefix cache never reach the drafter.
     prompt = odd_prompts(1, seed=len(name))[0] + elicit_prompts(1, seed=11)[0]
