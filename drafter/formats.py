@@ -86,7 +86,10 @@ def import_drafter(
         _refuse_what_is_there(directory)
     document = read_config(directory / CONFIG_FILE)
     if is_mtp(document):
-        raise CheckpointError(f"{directory} holds an MTP module, which has one layout in every project (DeepSeek-V3's)")
+        raise CheckpointError(
+            f"{directory} holds an MTP module, which has one layout in every project (DeepSeek-V3's): "
+            "`draftalign convert --to mtp` takes it out of a policy's checkpoint"
+        )
     nested = "speculators_model_type" in document or "transformer_layer_config" in document
     if layout is None:
         layout = "speculators" if nested else "sglang"

@@ -163,17 +163,26 @@ def read_mtp(directory: Path, embed_tokens: Tensor, head: Tensor, *, dtype: torc
     return drafter
 
 
+def read_stored_mtp(directory: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
+    """Read and check an MTP module's config and tensors, without the policy's copies, as they are stored.
+
+    Alone or out of the policy's whole checkpoint. Raises `CheckpointError`.
+    """
+    config = parse_mtp_config(read_config(directory / CONFIG_FILE))
+    tensors = {n: t for n, t in _layer_tensors(directory, prefix(config)).items() if n not in _COPIES}
+    with torch.device("meta"):
+        whole = torch.empty(config.vocab_size, config.hidden_size)
+        shapes = {name: tuple(t.shape) for name, t in MtpDrafter(config, whole, whole).state_dict().items()}
+    _check(shapes, tensors)
+    return config, tensors
+
+
 def extract_mtp(checkpoint: Path, directory: Path) -> dict[str, FileDigest]:
     """Copy the MTP module out of a policy's checkpoint (sharded or not) into `directory`, as `write_mtp` leaves one.
 
     Bit for bit, without the copies of the policy's embedding and head. Raises `CheckpointError` as `read_mtp` does.
     """
-    config = parse_mtp_config(read_config(checkpoint / CONFIG_FILE))
-    tensors = {n: t for n, t in _layer_tensors(checkpoint, prefix(config)).items() if n not in _COPIES}
-    with torch.device("meta"):
-        whole = torch.empty(config.vocab_size, config.hidden_size)
-        shapes = {name: tuple(t.shape) for name, t in MtpDrafter(config, whole, whole).state_dict().items()}
-    _check(shapes, tensors)
+    config, tensors = read_stored_mtp(checkpoint)
     save_file({prefix(config) + n: t for n, t in tensors.items()}, str(directory / MODEL_FILE), {"format": "pt"})
     document = export_mtp_config(config, tensors["eh_proj.weight"].dtype)
     (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")

@@ -56,29 +56,36 @@ def add_commands(app: typer.Typer) -> None:
 def convert(
     source: Source,
     destination: Annotated[Path, typer.Argument(help="Directory to write; it must not hold files yet.")],
-    to: Annotated[str, typer.Option(help="Layout to write: sglang, specforge or speculators.")],
+    to: Annotated[str, typer.Option(help="Layout to write: sglang, specforge or speculators; mtp for an MTP module.")],
     from_: From = None,
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,
     verifier: Annotated[str | None, typer.Option(help="Target's name or path, for a speculators config.")] = None,
 ) -> None:
-    """Rewrite a drafter in another project's layout, the weights bit for bit."""
+    """Rewrite a drafter in another project's layout, the weights bit for bit.
+
+    With `--to mtp`, take the MTP module out of a policy's checkpoint (DeepSeek-V3, GLM-4.5), sharded or not.
+    """
     with _explained():
         from drafter.formats import export_drafter
+        from drafter.mtp_checkpoint import extract_mtp
 
-        imported = _read(source, from_, aux_layers, norm_before_residual)
+        imported = None if to == "mtp" else _read(source, from_, aux_layers, norm_before_residual)
         if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
             raise ConfigurationError(f"{destination} holds something already; name a new directory")
         created = not destination.exists()
         destination.mkdir(parents=True, exist_ok=True)
         try:
-            named = _verifier(imported.verifier, verifier)
-            files = export_drafter(destination, imported.stored, to, verifier=named)  # type: ignore[arg-type]
+            if imported is None:
+                files = extract_mtp(source, destination)
+            else:
+                named = _verifier(imported.verifier, verifier)
+                files = export_drafter(destination, imported.stored, to, verifier=named)  # type: ignore[arg-type]
         except Exception:
             if created and not any(destination.iterdir()):
                 destination.rmdir()
             raise
-        for note in imported.notes:
+        for note in () if imported is None else imported.notes:
             typer.echo(f"note: {note}")
         for name, file in files.items():
             typer.echo(f"{destination / name}  {file.bytes} bytes  sha256 {file.sha256}")
@@ -93,7 +100,10 @@ def inspect(
 ) -> None:
     """Check a drafter's files and say what it is: layout, sizes, layers, vocabulary, and who cannot serve it."""
     with _explained():
-        facts = _facts(_read(source, from_, aux_layers, norm_before_residual))
+        if _is_mtp(source):
+            facts = _mtp_facts(source)
+        else:
+            facts = _facts(_read(source, from_, aux_layers, norm_before_residual))
         if as_json:
             typer.echo(json.dumps(facts, indent=1))
             return
@@ -124,16 +134,15 @@ def evaluate(
 ) -> None:
     """Replay α of a drafter on rollout files: what it would have accepted, by position, beside n-gram drafting."""
     with _explained():
-        from drafter.checkpoint import build_drafter, read_config
+        from drafter.checkpoint import build_drafter
         from drafter.evaluate import evaluate as replay_all
-        from drafter.formats import is_mtp
         from drafter.mtp_checkpoint import read_mtp
 
         files = _rollout_files(rollouts)
         policy = _policy(target, state_dir)
         embed_tokens = policy.embed_tokens
         model: Drafter
-        if (drafter / "config.json").is_file() and is_mtp(read_config(drafter / "config.json")):
+        if _is_mtp(drafter):
             model = read_mtp(drafter, embed_tokens, policy.lm_head())
         else:
             model = build_drafter(_read(drafter, from_, aux_layers, norm_before_residual).stored, embed_tokens)
@@ -200,6 +209,38 @@ def _read(source: Path, layout: str | None, aux_layers: str | None, norm_before_
             raise ConfigurationError(f"--aux-layers must be numbers such as 2,18,33, got {aux_layers!r}")
         layers = [int(part) for part in parts]
     return import_drafter(source, layout=layout, aux_layers=layers, norm_before_residual=norm_before_residual)
+
+
+def _is_mtp(source: Path) -> bool:
+    from drafter.checkpoint import read_config
+    from drafter.formats import is_mtp
+
+    return (source / "config.json").is_file() and is_mtp(read_config(source / "config.json"))
+
+
+def _mtp_facts(source: Path) -> dict[str, Any]:
+    from drafter.checkpoint import config_fingerprint
+    from drafter.grouped_attention import GroupedSizes
+    from drafter.mtp_checkpoint import prefix, read_stored_mtp
+    from drafter.vocabulary import DraftVocabulary
+
+    config, tensors = read_stored_mtp(source)
+    experts, kind = config.experts, "grouped" if isinstance(config.attention, GroupedSizes) else "latent"
+    return {
+        "layout": "mtp",
+        "policy": config.model_type,
+        "tensors": f"{prefix(config)}* ({len(tensors)})",
+        "parameters": sum(t.numel() for t in tensors.values()),
+        "dtype": str(tensors["eh_proj.weight"].dtype).removeprefix("torch."),
+        "hidden_size": config.hidden_size,
+        "attention": f"{kind}, {config.attention.heads} heads",
+        "feed_forward": "dense" if experts is None else f"{experts.routed} experts, {experts.chosen} chosen",
+        "draft_vocabulary": f"all {config.vocab_size} tokens, by the policy's head",
+        "zero_first_embedding": config.zero_first_embedding,
+        "normed_feedback": config.normed_feedback,
+        "config_fingerprint": config_fingerprint(config, DraftVocabulary.full(config.vocab_size)),
+        "notes": ["an engine takes it at its start, within the policy's checkpoint; no engine's is hot-swapped"],
+    }
 
 
 def _verifier(own: Verifier, name: str | None) -> Verifier:

@@ -355,3 +355,30 @@ def test_evaluate_refuses_what_it_cannot_pool(target: Any, trained: Eagle3Drafte
     result = evaluate(trained, [batch, batch], depth=2, branches=(2,))
     assert result.summary()["prompts"] == 3, "the same prompts in two files are the same prompts"
     assert conditional(result.drafter).shape == (2,)
+
+
+def test_an_mtp_module_is_taken_out_of_a_policys_checkpoint_and_inspected(tmp_path: Path) -> None:
+    world = World()
+    torch.manual_seed(0)
+    module = MtpDrafter(MtpConfig.from_target(CONFIG | LATENT), world.embed, world.heads[0])
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    write_mtp(policy, module)
+    stored = load_file(policy / MODEL_FILE)
+    layers = {"model.layers.0.input_layernorm.weight": torch.ones(3), "model.embed_tokens.weight": world.embed}
+    save_file(stored | layers, policy / MODEL_FILE)
+    worked("convert", policy, tmp_path / "mtp", "--to", "mtp")
+    taken = load_file(tmp_path / "mtp" / MODEL_FILE)
+    assert taken.keys() == stored.keys()
+    assert all(torch.equal(taken[name], tensor) for name, tensor in stored.items())
+    facts = json.loads(worked("inspect", tmp_path / "mtp", "--json"))
+    assert facts["layout"] == "mtp"
+    assert facts["parameters"] == sum(t.numel() for t in stored.values())
+    assert facts["config_fingerprint"] == config_fingerprint(module.config, module.vocabulary)
+    assert facts["attention"].startswith("latent")
+    assert "no engine's is hot-swapped" in worked("inspect", policy)
+
+
+def test_a_policy_without_an_mtp_module_is_refused_and_nothing_is_left(tmp_path: Path, drafter_dir: Path) -> None:
+    refused("convert", drafter_dir, tmp_path / "new", "--to", "mtp")
+    assert not (tmp_path / "new").exists()
