@@ -49,7 +49,7 @@ class AimedTrainer(DrafterTrainer[Eagle3Drafter]):
         mass = p.sum(-1)
         kl = (p * logp).sum(-1) - torch.special.xlogy(mass, mass) - (p * logq).sum(-1)
         a = torch.minimum(p, logq.exp()).sum(-1)
-        step = torch.tensor([self.config.step_decay**j for j in range(plan.steps)]).to(logits)[plan.entry_step]
+        step = logits.new_tensor([self.config.step_decay**j for j in range(plan.steps)])[plan.entry_step]
         loss = (step * self._value(plan, p, logits, kl, a)).sum() / denominator
         sums = logits.new_zeros(plan.steps)
         return DraftLoss(

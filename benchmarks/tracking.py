@@ -47,6 +47,8 @@ from service.recent import RecentRollouts
 
 HOLDOUT_ONE_IN: Final = 4  # as the demo's worker: these are scored, never trained on
 BLOCK_VERSIONS: Final = 2
+#: Recipes nearer to the reference than this are dots without a name in the plot.
+LABELLED_GAIN = 0.15
 #: Rollouts of the base policy that show what a drafter has forgotten at the end.
 BASE_ROLLOUTS: Final = 256
 DRAFTINGS: Final = ("probabilistic", "greedy")
@@ -313,9 +315,20 @@ def plot(tracks: Sequence[Track], rows: Sequence[Row], path: Path) -> None:
         ylabel="mean α, less the reference's on the same seeds",
         title="What a recipe costs and gives",
     )
-    for row in rows:
+    serving = {r.name: r.serving_depth for r in RECIPES}
+    rightmost = max(row.cpu_seconds for row in rows)
+    for row in (r for r in rows if serving[r.recipe] == SERVING_DEPTH):  # others have another reference
         right.plot(row.cpu_seconds, row.gain, "o", color="#0b3d91", ms=4)
-        right.annotate(row.recipe, (row.cpu_seconds, row.gain), fontsize=6, xytext=(3, 2), textcoords="offset points")
+        if abs(row.gain) > LABELLED_GAIN:
+            left_of = row.cpu_seconds > 0.7 * rightmost
+            right.annotate(
+                row.recipe,
+                (row.cpu_seconds, row.gain),
+                fontsize=6,
+                xytext=(-4 if left_of else 4, 2 if row.gain > 0 and row.cpu_seconds < rightmost else -7),
+                textcoords="offset points",
+                ha="right" if left_of else "left",
+            )
     left.legend(fontsize=8)
     middle.legend(fontsize=8)
     figure.savefig(path, dpi=110)
