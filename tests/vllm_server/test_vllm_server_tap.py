@@ -15,7 +15,7 @@ from engine_fixtures import base_policy, elicit_prompts, odd_prompts
 from redis import Redis
 from safetensors.torch import load_file
 from service_fixtures import RunningService
-from vllm_process import DEPTH, VllmServer
+from vllm_process import DEPTH, V2_RUNNER, VllmServer
 
 from drafter.batch import load_batch
 from examples.policy import AUX_LAYERS
@@ -28,9 +28,13 @@ pytestmark = pytest.mark.timeout(900)
 TOLERANCE = 1e-4
 
 
-@pytest.fixture
+@pytest.fixture(params=[{}, V2_RUNNER], ids=["V1 runner", "V2 runner"])
 def fleet(
-    serve: Callable[..., RunningService], redis_url: str, drafters: Path, tmp_path: Path
+    request: pytest.FixtureRequest,
+    serve: Callable[..., RunningService],
+    redis_url: str,
+    drafters: Path,
+    tmp_path: Path,
 ) -> Iterator[tuple[RunningService, VllmServer]]:
     """A service without any run, and a server that sends it all of its traffic."""
     service = serve(drafting="greedy", depth=DEPTH, holdout_one_in=4, train_step_tokens=400)
@@ -39,6 +43,7 @@ def fleet(
         "DRAFTALIGN_TAP_RUN": "live",
         "DRAFTALIGN_TAP_FRACTION": "1.0",
         "DRAFTALIGN_TAP_TOKENS_PER_MINUTE": "10000000",
+        **request.param,
     }
     server = VllmServer(tmp_path / "vllm", drafters / "trained", drafters, **environment)
     try:
