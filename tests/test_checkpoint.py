@@ -173,7 +173,7 @@ def test_tensors_that_do_not_fit_are_refused(written: Path, change: Any, message
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 2}, "num_hidden_layers must be 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
         ({"norm_before_residual": "yes"}, "norm_before_residual must be true or false"),
         ({"norm_output": True}, "norm_output must be false"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
