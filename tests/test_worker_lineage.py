@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World
 from drafter.batch import load_batch
 from drafter.checkpoint import MODEL_FILE, export_config, read_drafter, write_drafter
 from drafter.errors import DrafterError
-from drafter.model import DrafterConfig
+from drafter.model import DrafterConfig, Eagle3Drafter
 from service.errors import ServiceError
 from service.lineage import Lineage
 from service.registry import Manifest, Registry
@@ -114,6 +115,25 @@ def test_an_initial_drafter_is_the_first_version_bit_for_bit(bench: Bench) -> No
         assert torch.equal(worker._lineage.candidate.state_dict()[name], value)
     bench.worker()
     assert Registry(bench.layout).versions("default") == [manifest.version], "a restart publishes nothing"
+
+
+def test_an_initial_drafter_of_two_layers_is_taken_up_trained_and_scored(bench: Bench) -> None:
+    one = bench.world.drafter(seed=3)
+    torch.manual_seed(0)
+    deep = Eagle3Drafter(replace(one.config, num_hidden_layers=2), one.vocabulary, one.embed_tokens)
+    bench.register(bench.world.run_file(drafter=deep))
+    bench.post("a", policy_version=1)
+    worker = bench.worker()
+    assert worker._lineage.candidate.config.num_hidden_layers == 2
+    manifest = Registry(bench.layout).latest("default")
+    assert manifest is not None
+    published = read_drafter(bench.layout.drafter("default", manifest.version), bench.world.embed)
+    assert published.config == deep.config
+    before = {n: p.clone() for n, p in worker._lineage.candidate.named_parameters()}
+    for _ in range(5):
+        worker.cycle()
+    moved = [n for n, p in worker._lineage.candidate.named_parameters() if not torch.equal(p, before[n])]
+    assert any(name.startswith("layers.1.") for name in moved)
 
 
 def broken_config(**changes: Any) -> dict[str, Any]:

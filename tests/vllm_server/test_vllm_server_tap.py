@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,7 +130,8 @@ def _check_service(service: RunningService, redis_url: str, counters: tuple[Any,
         queue, store = RolloutQueue(redis, "live"), Store(redis, "live")
         worker = RunWorker(service.settings, Layout(service.settings.state_dir), queue, store, "live")
         scores: dict[str, Any] = {}
-        for _ in range(400):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
             worker.cycle()
             scores = service.client.get("/alpha", params={"run": "live"}).json()
             if scores["points"] and scores["points"][0]["rollouts"] >= requests:
