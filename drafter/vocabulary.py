@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from drafter.errors import VocabularyError
+
+#: One draft token in so many is taken from the lowest ids.
+FLOOR: Final = 16
 
 
 class DraftVocabulary:
@@ -33,14 +37,20 @@ class DraftVocabulary:
 
     @classmethod
     def build(cls, counts: Tensor, size: int, always: Sequence[int] = ()) -> DraftVocabulary:
-        """The `size` most frequent tokens by `counts` int[V] (ties: the lower id), `always` (EOS, say) included."""
+        """The `size` most frequent tokens by `counts` int[V] (ties: the lower id), `always` (EOS, say) included.
+
+        One slot in `FLOOR` goes to the lowest ids whatever the counts say: in byte-pair vocabularies these are bytes and
+        the commonest pieces of any text, and what the first rollouts lack could otherwise never be drafted again.
+        """
         vocab_size = counts.numel()
         if not 0 < size <= vocab_size:
             raise VocabularyError(f"size must be from 1 to the target's {vocab_size} tokens, got {size}")
         forced = sorted(set(always))
         if len(forced) > size or any(not 0 <= i < vocab_size for i in forced):
             raise VocabularyError(f"`always` must be at most {size} ids in [0, {vocab_size}), got {forced[:8]}")
-        ranked = counts.detach().to("cpu", torch.float64)
+        ranked = counts.detach().to("cpu", torch.float64, copy=True)
+        floor = min(size // FLOOR, size - len(forced))
+        ranked[:floor] = ranked[:floor].clamp(min=float(ranked.max()) + 1)
         ranked[torch.tensor(forced, dtype=torch.int64)] = float("inf")
         chosen = torch.sort(ranked, descending=True, stable=True).indices[:size]
         return cls(chosen.sort().values, vocab_size)

@@ -148,6 +148,15 @@ def test_weights_change_dtype_and_keep_gradients() -> None:
 # --- vocabulary -----------------------------------------------------------------------------------------------------
 
 
+def test_a_share_of_the_slots_is_kept_for_the_lowest_ids_whatever_was_seen() -> None:
+    counts = torch.arange(200)  # the highest ids are the most frequent
+    built = DraftVocabulary.build(counts, 64, always=[100, 2])
+    assert {0, 1, 2, 3, 100} <= set(built.ids.tolist())
+    assert set(built.ids.tolist()) - {0, 1, 2, 3, 100} == set(range(141, 200))
+    assert counts.tolist() == list(range(200)), "the counts are not touched"
+    assert len(DraftVocabulary.build(counts, 16, always=range(50, 66))) == 16
+
+
 def test_the_most_frequent_tokens_are_kept_and_ties_go_to_the_lower_id() -> None:
     counts = torch.tensor([0, 5, 2, 5, 2, 9, 0])
     assert DraftVocabulary.build(counts, 4).ids.tolist() == [1, 2, 3, 5]
