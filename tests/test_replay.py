@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafter_worlds import SHAPES, world
 
 from drafter.acceptance import find_segments
 from drafter.batch import RolloutBatch
@@ -254,3 +255,12 @@ def test_d2t_read_as_absolute_ids_breaks_the_agreement(live: Live, drafters: Any
     finally:
         drafter.vocabulary = right
     assert not np.array_equal(wrong.rounds, made.rounds)
+
+
+def test_scoring_in_bfloat16_as_on_cuda_stays_near_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world(SHAPES["packed, full response"], dtype=torch.float32)
+    exact = replay(w.drafter, w.batch, depth=3)
+    monkeypatch.setattr("drafter.replay.scoring_dtype", lambda _: torch.bfloat16)
+    rounded = replay(w.drafter, w.batch, depth=3)
+    assert rounded.alpha != exact.alpha
+    assert rounded.alpha == pytest.approx(exact.alpha, rel=0.02)
