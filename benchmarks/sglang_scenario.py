@@ -34,7 +34,7 @@ import numpy as np
 
 from rl_hooks import wire
 from rl_hooks.agent_errors import EngineError, SwapRefusedError
-from rl_hooks.download import strip_embedding
+from rl_hooks.download import strip_shared
 from rl_hooks.engines.sglang import LOADER, SGLangEngine
 from rl_hooks.release import Manifest, Release
 
@@ -118,7 +118,7 @@ def release(home: Path, name: str, source: Path) -> Release:
     path = home / "scenario" / name
     shutil.copytree(source, path)
     (path.parent / "engines").mkdir(exist_ok=True)
-    strip_embedding(path / "model.safetensors")
+    strip_shared(path / "model.safetensors")
     return Release(Manifest("scenario", name, 1, "", "", (), "", ""), path)
 
 

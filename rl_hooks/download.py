@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +46,10 @@ REQUIRED_TENSORS: Final = frozenset(
 )
 
 
+#: The same for an MTP module, after `model.layers.N.`; what attention and experts need, the engine itself knows.
+REQUIRED_IN_MTP: Final = frozenset(f"{n}.weight" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+
+
 def fetch_release(
     client: httpx.Client, manifest: Manifest, cache: Path, *, stopped: Callable[[], bool] = lambda: False
 ) -> Release:
@@ -64,7 +69,7 @@ def fetch_release(
         staging.mkdir(exist_ok=True)
         for file in manifest.files:
             _fetch_file(client, manifest, file, staging, stopped)
-        _make_safe(staging)
+        _make_safe(staging, manifest.kind)
         receipt = {
             "digest": manifest.digest,
             "sha256": {file.name: _sha256(staging / file.name) for file in manifest.files},
@@ -87,15 +92,19 @@ def prune_cache(cache: Path, run: str, keep: set[str]) -> list[str]:
     return gone
 
 
-def strip_embedding(path: Path) -> list[str]:
-    """Remove every `embed_tokens` tensor from a safetensors file, rewriting it only if there is one.
+def strip_shared(path: Path) -> list[str]:
+    """Remove embeddings, and heads of MTP modules, from a safetensors file, rewriting it only if there are any.
 
-    Engines share the target's embedding module with the drafter, so loading such a tensor overwrites the *policy*.
+    Engines share these modules of the policy with the drafter, so loading such a tensor overwrites the *policy*.
     Returns the names removed; raises WireError if the file is not safetensors.
     """
     source = wire.MappedFile(path)
     infos = source.header.tensors
-    poison = sorted(name for name in infos if any(part.startswith("embed_tokens") for part in name.split(".")))
+    poison = sorted(
+        name
+        for name in infos
+        if any(part.startswith("embed_tokens") for part in name.split(".")) or "shared_head.head." in name
+    )
     if poison:
         kept = {
             name: wire.Tensor.of(source.array(name), info.dtype) for name, info in infos.items() if name not in poison
@@ -110,19 +119,22 @@ def strip_embedding(path: Path) -> list[str]:
     return poison
 
 
-def _make_safe(directory: Path) -> None:
+def _make_safe(directory: Path, kind: str) -> None:
     """Strip the checkpoint and verify that it holds what a drafter needs."""
     path = directory / MODEL_FILE
     if not path.is_file():
         raise CheckpointError(f"the version has no {MODEL_FILE}; publish drafters as one safetensors file")
     try:
-        strip_embedding(path)
+        strip_shared(path)
         names = wire.MappedFile(path).header.tensors.keys()
     except wire.WireError as error:
         raise CheckpointError(f"{MODEL_FILE} is not a usable safetensors file: {error}") from error
-    missing = REQUIRED_TENSORS - names
-    if "d2t" not in names and not _has_whole_vocabulary(directory / CONFIG_FILE):
-        missing |= {"d2t"}
+    if kind == "mtp":
+        missing = REQUIRED_IN_MTP - {re.sub(r"^model\.layers\.\d+\.", "", name) for name in names}
+    else:
+        missing = REQUIRED_TENSORS - names
+        if "d2t" not in names and not _has_whole_vocabulary(directory / CONFIG_FILE):
+            missing |= {"d2t"}
     if missing:
         raise CheckpointError(f"{MODEL_FILE} lacks {sorted(missing)}; engines would keep old weights in their place")
 

@@ -84,7 +84,7 @@ class EngineFollower:
             self._judge(verdict)
         wanted = self._wanted(offer)
         try:
-            if wanted is None or not state.swappable or self._given_up == wanted.sequence:
+            if wanted is None or self._given_up == wanted.sequence or _only_counted(state, wanted):
                 return False
             needed = self._needs(wanted, state)
             if needed:
@@ -141,7 +141,7 @@ class EngineFollower:
         if version is None:  # a drafter without a name: nobody to credit
             self.ledger.set_aside(counts.rounds)
             return None
-        if not state.swappable:
+        if state.version is None:
             self.ledger.book(version, snapshot.policy_version, counts.with_rounds_without_drafts(), method=version)
             return None
         self.ledger.book(version, snapshot.policy_version, counts)
@@ -231,7 +231,9 @@ class EngineFollower:
         manifest = release.manifest
         expected = state.config_fingerprint or (self._shape[0] if self._shape else None)
         fault = None
-        if expected is not None and expected != manifest.config_fingerprint:
+        if state.takes != manifest.kind:
+            fault = f"its kind is {manifest.kind}, the engine was started for {state.takes}"
+        elif expected is not None and expected != manifest.config_fingerprint:
             fault = f"its configuration is {manifest.config_fingerprint}, the engine runs {expected}"
         elif self._shape is not None and self._shape[1] != manifest.d2t_sha256:
             fault = f"its draft vocabulary is {manifest.d2t_sha256[:12]}, the engine runs {self._shape[1][:12]}"
@@ -282,6 +284,11 @@ class EngineFollower:
         self._sequence = int(document["sequence"])
         if (fallback := document["fallback"]) is not None and (path := Path(fallback["path"])).is_dir():
             self._fallback = Release(parse_manifest(fallback["manifest"], fallback["manifest"]["run"]), path)
+
+
+def _only_counted(state: EngineState, wanted: Release) -> bool:
+    """Whether the engine drafts by a method of its own, and the release is no better one of the same kind."""
+    return state.takes is None or (state.method is not None and state.takes != wanted.manifest.kind)
 
 
 def _with_policy(snapshot: Snapshot | None, state: EngineState) -> Snapshot | None:

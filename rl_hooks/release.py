@@ -50,6 +50,8 @@ class Manifest:
     d2t_sha256: str
     #: α of the version served before, as the gate replayed it on the newest rollouts; None where it is not known.
     replayed_alpha: float | None = None
+    #: `eagle3`, or `mtp`: a policy's own module.
+    kind: str = "eagle3"
 
     @property
     def pushed_again(self) -> bool:
@@ -112,6 +114,7 @@ def parse_manifest(document: object, run: str, signing_key: str | None = None) -
         config_fingerprint=_text(document, "config_fingerprint"),
         d2t_sha256=_text(document, "d2t_sha256"),
         replayed_alpha=_replayed_alpha(document.get("gate")),
+        kind=_kind(document.get("kind", "eagle3")),
     )
     if files_digest(sha256s) != manifest.digest:
         raise ManifestError(f"digest: {manifest.digest} is not that of the listed files; do not use this version")
@@ -126,6 +129,12 @@ def parse_manifest(document: object, run: str, signing_key: str | None = None) -
                 "the service, and do not use this version before that"
             )
     return manifest
+
+
+def _kind(value: object) -> str:
+    if value not in ("eagle3", "mtp"):
+        raise ManifestError(f"kind: expected eagle3 or mtp, got {str(value)[:80]!r}; update this agent")
+    return str(value)
 
 
 def _replayed_alpha(gate: object) -> float | None:

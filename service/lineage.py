@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from drafter.checkpoint import config_fingerprint
 from drafter.kinds import Drafter, read_kind, write_kind
 from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.mtp import MtpDrafter
 from drafter.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from service.checkpoint import full_disk_as_os_error
@@ -203,6 +204,7 @@ class Lineage:
             config_fingerprint=config_fingerprint(drafter.config, drafter.vocabulary),
             d2t_sha256=drafter.vocabulary.digest,
             aux_layers=_layers(drafter),
+            kind="mtp" if isinstance(drafter, MtpDrafter) else "eagle3",
             gate=evidence,
             reason=reason,
         )

@@ -58,6 +58,7 @@ class Manifest(BaseModel):
     files: tuple[FileDigest, ...]
     parent: str | None
     policy_version: int
+    kind: Literal["eagle3", "mtp"] = "eagle3"
     config_fingerprint: str
     d2t_sha256: str
     aux_layers: tuple[int, ...]
@@ -150,6 +151,7 @@ class Registry:
         config_fingerprint: str,
         d2t_sha256: str,
         aux_layers: Sequence[int],
+        kind: Literal["eagle3", "mtp"] = "eagle3",
         alpha: Mapping[str, Any] | None = None,
         gate: Mapping[str, Any] | None = None,
         reason: str = "published",
@@ -172,6 +174,7 @@ class Registry:
                 files=files,
                 parent=parent,
                 policy_version=policy_version,
+                kind=kind,
                 config_fingerprint=config_fingerprint,
                 d2t_sha256=d2t_sha256,
                 aux_layers=tuple(aux_layers),

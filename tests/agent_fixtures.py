@@ -20,7 +20,7 @@ import numpy as np
 
 from rl_hooks import wire
 from rl_hooks.agent import AgentConfig, SwapAgent
-from rl_hooks.download import REQUIRED_TENSORS
+from rl_hooks.download import REQUIRED_IN_MTP, REQUIRED_TENSORS
 
 HIDDEN = 8
 
@@ -37,6 +37,19 @@ def drafter_bytes(seed: int, *, poisoned: bool = False, without: str | None = No
     tensors["t2d"] = wire.Tensor.of(np.ones(HIDDEN, dtype=np.bool_), "BOOL")
     if poisoned:
         tensors["embed_tokens.weight"] = wire.Tensor.of(np.full((64, HIDDEN), 7.0, np.float32), "F32")
+    return b"".join(bytes(part) for part in wire.encode(tensors, {"format": "pt"}))
+
+
+def mtp_bytes(seed: int, *, poisoned: bool = False, without: str | None = None) -> bytes:
+    """A policy's own module as the service publishes one; `poisoned` with its copies of the policy's weights."""
+    rng = np.random.default_rng(seed)
+    names = {*REQUIRED_IN_MTP, "self_attn.o_proj.weight"} - {without}
+    if poisoned:
+        names |= {"embed_tokens.weight", "shared_head.head.weight"}
+    tensors = {
+        f"model.layers.7.{name}": wire.Tensor.of(rng.standard_normal((HIDDEN, HIDDEN), dtype=np.float32), "F32")
+        for name in sorted(names)
+    }
     return b"".join(bytes(part) for part in wire.encode(tensors, {"format": "pt"}))
 
 
@@ -276,7 +289,8 @@ class Engine(Peer):
         self.hidden_metrics: set[str] = set()
         self.policy_version: int | None = None
         self.policy_in_state = False  # else a gauge
-        self.method: str | None = None  # vLLM's, when it is not one whose drafter can be swapped
+        self.method: str | None = None  # vLLM's, when it is not eagle3
+        self.takes: str | None = None  # the kind of drafter that can be swapped in under that method
         self.rounds_during_swap = 0
         self._start()
         super().__init__()
@@ -321,6 +335,8 @@ class Engine(Peer):
                 state["policy_version"] = self.policy_version
             if self.method is not None:
                 state["method"] = self.method
+                state["takes"] = self.takes
+                state["loaded"] = True
             if self.fingerprint is not None:
                 state["config_fingerprint"] = self.fingerprint
             self.send_json(handler, 200, state)

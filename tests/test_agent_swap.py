@@ -28,7 +28,7 @@ from prometheus_client import generate_latest
 
 from rl_hooks.agent import AgentConfig, Backoff, SwapAgent
 from rl_hooks.agent_errors import ManifestError
-from rl_hooks.download import strip_embedding
+from rl_hooks.download import strip_shared
 from rl_hooks.follower import EngineFollower
 from rl_hooks.release import Release, parse_manifest
 from rl_hooks.wire import MappedFile
@@ -220,10 +220,10 @@ def test_a_clean_checkpoint_is_not_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(drafter_bytes(1))
     before = path.stat()
-    assert strip_embedding(path) == []
+    assert strip_shared(path) == []
     assert path.stat().st_ino == before.st_ino
     path.write_bytes(drafter_bytes(1, poisoned=True))
-    assert strip_embedding(path) == ["embed_tokens.weight"]
+    assert strip_shared(path) == ["embed_tokens.weight"]
 
 
 @pytest.mark.parametrize("data", [drafter_bytes(1, without="midlayer.mlp.down_proj.weight"), b"not safetensors at all"])

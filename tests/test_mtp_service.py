@@ -69,7 +69,7 @@ def test_an_mtp_head_is_scored_trained_published_and_resumed(bench: Bench, tmp_p
     registry = Registry(bench.layout)
     first = registry.latest("default")
     assert first is not None
-    assert (first.reason, first.aux_layers) == ("initial drafter", ())
+    assert (first.reason, first.kind, first.aux_layers) == ("initial drafter", "mtp", ())
     for name in "abcdefghijkl":
         bench.post(name)
         bench.drain(worker)

@@ -1,7 +1,7 @@
 """HTTP adapter for engines that speak draftalign's swap protocol (the example engine, the vLLM plugin).
 
 GET  /drafter/state                          {"version", "loaded", "swaps", "config_fingerprint"?, "policy_version"?,
-                                              "method"?}
+                                              "method"?, "takes"?}
 POST /drafter/swap {"path", "version"}       200 {"version", "previous"}, or an error with nothing changed
 GET  /metrics                                vLLM's counters
 """
@@ -33,19 +33,20 @@ class EngineState:
     swaps: int
     config_fingerprint: str | None = None
     policy_version: int | None = None
-    #: False for an engine that speculates without a drafter of ours (n-gram, MTP): `version` then names its method, and
-    #: all there is to do is to count.
-    swappable: bool = True
+    #: Kind of drafter that can be swapped in ("eagle3", "mtp"); None: all there is to do is to count.
+    takes: str | None = "eagle3"
+    #: What it speculates by while it has no drafter of ours (n-grams, its policy's own MTP module): its counts' name.
+    method: str | None = None
 
     @property
     def serving(self) -> str | None:
-        """The version that proposes tokens now; None if there is none, or one without a name."""
-        return self.version if self.loaded else None
+        """The version, or else the method, that proposes tokens now; None if there is none, or one without a name."""
+        return (self.version or self.method) if self.loaded else None
 
 
 def counting_only(method: str | None, policy_version: int | None = None) -> EngineState:
     """State of an engine that speculates by another method; None: its counts mean nothing."""
-    return EngineState(method, method is not None, 0, policy_version=policy_version, swappable=False)
+    return EngineState(None, method is not None, 0, policy_version=policy_version, takes=None, method=method)
 
 
 class Engine(Protocol):
@@ -92,9 +93,11 @@ class SwapEngine:
                 f"got {str(document)[:200]}"
             )
         method = document.get("method")
-        if isinstance(method, str) and method != "eagle3":
+        if not isinstance(method, str) or method == "eagle3":
+            return EngineState(version, loaded, swaps, fingerprint, policy)
+        if document.get("takes") != "mtp":
             return counting_only(None if method in _NOT_SPECULATION else method, policy)
-        return EngineState(version, loaded, swaps, fingerprint, policy)
+        return EngineState(version, loaded, swaps, fingerprint, policy, takes="mtp", method=method)
 
     async def swap(self, release: Release) -> None:
         """Ask for a swap, and believe only an answer that names the version."""

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, Protocol, Self
 
 import torch
 from safetensors import SafetensorError
@@ -31,6 +31,8 @@ _FIXED: Final[Mapping[str, Any]] = {
     "attention_bias": False,
     "bias": False,
 }
+#: What the engine shares with the policy, in the names of drafters' files.
+_SHARED: Final = ("embed_tokens", "shared_head.head")
 _DTYPES: Final = frozenset({"F32", "BF16", "F16"})
 _MAX_HEADER_BYTES: Final = 1 << 20
 
@@ -39,9 +41,51 @@ class DrafterRefusedError(HookError):
     """The drafter does not fit the engine and never will; nothing was changed."""
 
 
+class Layout(Protocol):
+    """What cannot be swapped along with the weights, of one kind of drafter."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """D; V where the drafter proposes every token."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Captured layers of the target; none where the drafter reads its last state only."""
+
+    @property
+    def float32(self) -> frozenset[str]:
+        """Weights that the engine keeps in float32 whatever its dtype is."""
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """VLLM modules that the drafter may share with the policy, because no file brings them."""
+
+    def of(self, config: Mapping[str, Any]) -> Self:
+        """Read a candidate's config.json; raises `DrafterRefusedError`."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every weight in a candidate's file, without d2t and t2d."""
+
+    def unread(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that the engine builds and never reads: no file has them, and a reload wants them."""
+
+    def module_elements(self) -> dict[str, int]:
+        """Elements by vLLM module, on one rank: of the module itself and what is inside."""
+
+    def fingerprint(self, d2t: Tensor) -> str | None:
+        """The service's `config_fingerprint` of this layout, where it can be told from here."""
+
+    def differences(self, other: Self) -> list[str]:
+        """`field is ours here, theirs there` for each field that differs."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftLayout:
-    """Everything of a drafter's configuration that cannot be swapped along with its weights."""
+    """An EAGLE-3 drafter's."""
 
     hidden_size: int
     target_hidden_size: int
@@ -67,24 +111,38 @@ class DraftLayout:
         for name, value in _FIXED.items():
             if (given := config.get(name)) is not None and given != value:
                 raise DrafterRefusedError(f"{name} must be {json.dumps(value)} to be swapped, got {given!r}")
-        heads = _integer(config, "num_attention_heads")
-        hidden = _integer(config, "hidden_size")
-        vocab = _integer(config, "vocab_size")
+        heads = integer(config, "num_attention_heads")
+        hidden = integer(config, "hidden_size")
+        vocab = integer(config, "vocab_size")
         return cls(
             hidden_size=hidden,
-            target_hidden_size=_integer(config, "target_hidden_size", hidden),
-            intermediate_size=_integer(config, "intermediate_size"),
+            target_hidden_size=integer(config, "target_hidden_size", hidden),
+            intermediate_size=integer(config, "intermediate_size"),
             num_attention_heads=heads,
-            num_key_value_heads=_integer(config, "num_key_value_heads", heads),
-            head_dim=_integer(config, "head_dim", hidden // heads),
+            num_key_value_heads=integer(config, "num_key_value_heads", heads),
+            head_dim=integer(config, "head_dim", hidden // heads),
             vocab_size=vocab,
-            draft_vocab_size=_integer(config, "draft_vocab_size", vocab),
+            draft_vocab_size=integer(config, "draft_vocab_size", vocab),
             aux_layers=_aux_layers(config, default_aux_layers),
             rope_theta=_rope_theta(config),
-            rms_norm_eps=_number(config, "rms_norm_eps"),
+            rms_norm_eps=number(config, "rms_norm_eps"),
             model_type=str(config.get("target_model_type") or "llama"),
-            num_hidden_layers=_integer(config, "num_hidden_layers", 1),
+            num_hidden_layers=integer(config, "num_hidden_layers", 1),
         )
+
+    @property
+    def float32(self) -> frozenset[str]:
+        """Nothing: all weights are the engine's dtype."""
+        return frozenset()
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """The embedding; a head of the policy's would be overwritten by a swap."""
+        return frozenset({"model.embed_tokens"})
+
+    def of(self, config: Mapping[str, Any]) -> DraftLayout:
+        """Read a candidate's config.json; layers that it does not name are this engine's."""
+        return DraftLayout.read(config, self.aux_layers)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight, as published checkpoints name them. d2t and t2d are checked apart."""
@@ -115,7 +173,7 @@ class DraftLayout:
 
     def module_elements(self) -> dict[str, int]:
         """Elements by vLLM module, query/key/value and gate/up stacked, on one rank; to hold against what it built."""
-        sizes = {name: _product(shape) for name, shape in self.shapes().items()}
+        sizes = {name: product(shape) for name, shape in self.shapes().items()}
         elements = {
             "model.fc": sizes["fc.weight"],
             "model.norm": self.hidden_size,
@@ -159,7 +217,7 @@ def vocabulary_digest(d2t: Tensor, vocab_size: int) -> str:
     return hashlib.sha256(vocab_size.to_bytes(8, "little") + ids.numpy().astype("<i8").tobytes()).hexdigest()[:32]
 
 
-def read_candidate(body: bytes, layout: DraftLayout, d2t: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def read_candidate(body: bytes, layout: Layout, d2t: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights as `dtype` on the CPU, and nothing else: d2t is compared with the engine's and left behind.
 
     The header is judged before any tensor is made. Raises `DrafterRefusedError`.
@@ -170,15 +228,17 @@ def read_candidate(body: bytes, layout: DraftLayout, d2t: Tensor, dtype: torch.d
     except SafetensorError as error:
         raise DrafterRefusedError(f"{MODEL_FILE} is damaged: {error}; fetch it again") from error
     _check_vocabulary(tensors.pop("d2t", torch.zeros_like(d2t)), tensors.pop("t2d", None), d2t, layout)
-    weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    weights = {name: tensor.to(torch.float32 if name in layout.float32 else dtype) for name, tensor in tensors.items()}
     for name, weight in weights.items():
         # As the engine will hold it: a float32 weight can be finite and still overflow float16.
         if not bool(torch.isfinite(weight).all()):
-            raise DrafterRefusedError(f"{name} holds NaN or infinity as {dtype}; this drafter must not be served")
+            raise DrafterRefusedError(
+                f"{name} holds NaN or infinity as {weight.dtype}; this drafter must not be served"
+            )
     return weights
 
 
-def _check_vocabulary(found: Tensor, mask: Tensor | None, served: Tensor, layout: DraftLayout) -> None:
+def _check_vocabulary(found: Tensor, mask: Tensor | None, served: Tensor, layout: Layout) -> None:
     found = found.to(torch.int64)
     if not torch.equal(found, served):
         changed = int((found != served).sum())
@@ -209,11 +269,11 @@ def _header(body: bytes) -> dict[str, tuple[tuple[int, ...], str]]:
         raise DrafterRefusedError(f"{MODEL_FILE} is no safetensors file: {error!r}") from error
 
 
-def _check_header(found: Mapping[str, tuple[tuple[int, ...], str]], layout: DraftLayout) -> None:
-    if embeddings := sorted(name for name in found if "embed_tokens" in name):
+def _check_header(found: Mapping[str, tuple[tuple[int, ...], str]], layout: Layout) -> None:
+    if poison := sorted(name for name in found if any(shared in name for shared in _SHARED)):
         raise DrafterRefusedError(
-            f"{embeddings[0]} must not be in a drafter's file: the engine shares that module with the policy, whose "
-            "embedding it would overwrite. Export without it"
+            f"{poison[0]} must not be in a drafter's file: the engine shares that module with the policy, whose "
+            "weights it would overwrite. Export without it"
         )
     expected = {**layout.shapes(), "d2t": (layout.draft_vocab_size,), "t2d": (layout.vocab_size,)}
     # A drafter over the whole vocabulary has no offsets: vLLM will not even start with a file that brings some.
@@ -233,7 +293,8 @@ def _check_header(found: Mapping[str, tuple[tuple[int, ...], str]], layout: Draf
             raise DrafterRefusedError(f"{name} must be one of {', '.join(sorted(allowed))}, got {dtype}")
 
 
-def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer of a config.json; raises `DrafterRefusedError`."""
     value = config.get(name)
     if value is None:
         value = default
@@ -242,7 +303,8 @@ def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -
     return value
 
 
-def _number(config: Mapping[str, Any], name: str) -> float:
+def number(config: Mapping[str, Any], name: str) -> float:
+    """A number of a config.json; raises `DrafterRefusedError`."""
     value = config.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise DrafterRefusedError(f"{CONFIG_FILE}: {name} must be a number, got {value!r}")
@@ -264,8 +326,9 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise DrafterRefusedError(f"only unscaled rotary positions can be swapped, got {rope!r}")
-    return _number({"rope_theta": rope.get("rope_theta") or config.get("rope_theta")}, "rope_theta")
+    return number({"rope_theta": rope.get("rope_theta") or config.get("rope_theta")}, "rope_theta")
 
 
-def _product(shape: tuple[int, ...]) -> int:
+def product(shape: tuple[int, ...]) -> int:
+    """Elements of a shape."""
     return int(torch.Size(shape).numel())

@@ -16,13 +16,14 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rl_hooks.engines.vllm_layout import (
@@ -30,9 +31,11 @@ from rl_hooks.engines.vllm_layout import (
     MODEL_FILE,
     DrafterRefusedError,
     DraftLayout,
+    Layout,
     read_candidate,
     vocabulary_digest,
 )
+from rl_hooks.engines.vllm_mtp_layout import MtpLayout, read_own_module
 from rl_hooks.engines.vllm_tap import VllmTap, start_tap
 
 log = logging.getLogger("vllm.draftalign")
@@ -137,6 +140,7 @@ class DrafterSwap:
             "sha256": self._served.sha256,
             "last_stall_seconds": self._stall_seconds,
             "problem": self._broken,
+            "takes": None,
         }
         if self.draft is not None:
             document["shared_modules"] = sorted(self._shared)
@@ -147,6 +151,7 @@ class DrafterSwap:
             except DrafterRefusedError as error:
                 document["problem"] = document["problem"] or f"cannot be swapped: {error}"
             else:
+                document["takes"] = "mtp" if isinstance(layout, MtpLayout) else "eagle3"
                 document["config_fingerprint"] = layout.fingerprint(d2t)
                 document["d2t_sha256"] = vocabulary_digest(d2t, layout.vocab_size)
                 document["aux_layers"] = list(layout.aux_layers)
@@ -180,20 +185,25 @@ class DrafterSwap:
             staged.read_seconds = time.perf_counter() - began
             staged.done.set()
 
-    def _read_initial(self, layout: DraftLayout, d2t: Tensor) -> dict[str, Tensor] | None:
+    def _read_initial(self, layout: Layout, d2t: Tensor) -> dict[str, Tensor] | None:
         """Read the drafter that vLLM started with, so that there is something to put back from the first swap on."""
         directory = Path(self._worker.vllm_config.speculative_config.draft_model_config.model)
         try:
+            if isinstance(layout, MtpLayout):
+                return read_own_module(directory, layout, self._dtype())
             return read_candidate(_read_bounded(directory / MODEL_FILE, layout), layout, d2t, self._dtype())
-        except (OSError, DrafterRefusedError) as error:
+        except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
             log.info("draftalign: %s cannot be kept to go back to: %s", directory, error)
             return None
 
-    def _layout(self) -> DraftLayout:
-        """The running drafter's layout, with the layers that the target really captures."""
-        config = self._worker.vllm_config.speculative_config.draft_model_config.hf_config
+    def _layout(self) -> Layout:
+        """The running drafter's layout; of an EAGLE-3 drafter with the layers that the target really captures."""
+        speculative = self._worker.vllm_config.speculative_config
+        config = _attributes(speculative.draft_model_config.hf_config)
+        if speculative.method == "mtp":
+            return MtpLayout.read(config)
         captured = _captured_layers(self._worker.model_runner.get_model())
-        return replace(DraftLayout.read(_attributes(config), captured), aux_layers=captured)
+        return replace(DraftLayout.read(config, captured), aux_layers=captured)
 
     def _d2t(self) -> Tensor:
         """Offsets int64[D] that the engine holds; zeros where it drafts over the whole vocabulary."""
@@ -209,18 +219,23 @@ class DrafterSwap:
         return dtype
 
     def _check_method(self) -> None:
-        """Refuse servers that draft by n-grams, with their policy's own MTP module, or not at all."""
-        method = getattr(self._worker.vllm_config.speculative_config, "method", None)
-        if method != "eagle3":
+        """Refuse servers that draft by n-grams or not at all, and MTP modules whose weights are quantised."""
+        speculative = self._worker.vllm_config.speculative_config
+        method = getattr(speculative, "method", None)
+        if method not in ("eagle3", "mtp"):
             raise DrafterRefusedError(
                 f"this server speculates with {method or 'nothing'}; a drafter can be swapped only where the "
-                'server was started with method "eagle3"'
+                'server was started with method "eagle3" or "mtp"'
             )
+        quantised = speculative.draft_model_config.quantization
+        if method == "mtp" and quantised is not None:
+            raise DrafterRefusedError(f"this server's MTP module is quantised ({quantised}); serve it unquantised")
 
     def _check_engine(self) -> None:
         """Refuse engines whose drafter shares a head with the policy, or is built otherwise than the layout says."""
         assert self.draft is not None  # noqa: S101 - the caller looked
-        others = sorted(set(self._shared) - {"model.embed_tokens"})
+        layout = self._layout()
+        others = sorted(set(self._shared) - layout.shared)
         if others:
             raise DrafterRefusedError(
                 f"this server's drafter shares {', '.join(others)} with the policy, which a swap would overwrite. "
@@ -228,7 +243,8 @@ class DrafterSwap:
             )
         if self._worker.vllm_config.parallel_config.tensor_parallel_size > 1:
             return  # shards and padding differ by rank; names and shapes were checked against the configuration
-        built, expected = self._built_elements(), self._layout().module_elements()
+        expected = layout.module_elements()
+        built = self._built_elements(expected)
         if built.keys() != expected.keys():
             odd = sorted(built.keys() ^ expected.keys())
             raise DrafterRefusedError(f"this server's drafter is built of other modules than expected: {odd}")
@@ -237,8 +253,11 @@ class DrafterSwap:
             if built[name] != count and not (name == "lm_head" and built[name] > count):
                 raise DrafterRefusedError(f"the engine holds {built[name]} elements in {name}, expected {count}")
 
-    def _built_elements(self) -> dict[str, int]:
-        """Parameter elements by module as vLLM recorded them when it loaded the drafter, what is shared left out."""
+    def _built_elements(self, groups: Iterable[str]) -> dict[str, int]:
+        """Parameter elements by module as vLLM recorded them when it loaded the drafter, what is shared left out.
+
+        Modules inside one of `groups` count for that group.
+        """
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         assert self.draft is not None  # noqa: S101
@@ -248,7 +267,8 @@ class DrafterSwap:
                 continue
             parameters, _ = get_layerwise_info(module).restore_metadata
             if parameters:
-                counts[name] = sum(p.numel() for p in parameters.values())
+                group = next((g for g in groups if name.startswith(g + ".")), name)
+                counts[group] = counts.get(group, 0) + sum(p.numel() for p in parameters.values())
         return counts
 
     # --- the swap itself
@@ -299,7 +319,7 @@ class DrafterSwap:
         if getattr(draft, "draft_id_to_target_id", None) is not None:
             weights.append(("d2t", self._d2t()))  # unchanged, but the reload takes every parameter off the model
         _synchronize(self._worker)
-        with set_current_vllm_config(config), self._detached():
+        with set_current_vllm_config(config), self._detached(), _repacked_experts(draft, self._worker):
             initialize_layerwise_reload(draft)
             try:
                 draft.load_weights(iter(weights))  # type: ignore[operator]
@@ -372,7 +392,7 @@ def _attributes(config: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if not name.startswith("_")}
 
 
-def _check_config(directory: Path, layout: DraftLayout) -> None:
+def _check_config(directory: Path, layout: Layout) -> None:
     """Refuse a drafter of other sizes or other meaning: same-shaped ones load without a word and only cost α."""
     path = directory / CONFIG_FILE
     if path.stat().st_size > _MAX_CONFIG_BYTES:
@@ -383,11 +403,11 @@ def _check_config(directory: Path, layout: DraftLayout) -> None:
         raise DrafterRefusedError(f"{CONFIG_FILE} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise DrafterRefusedError(f"{CONFIG_FILE} must hold an object, got {type(document).__name__}")
-    if differences := DraftLayout.read(document, layout.aux_layers).differences(layout):
+    if differences := layout.of(document).differences(layout):
         raise DrafterRefusedError("restart the server to change " + "; ".join(differences))
 
 
-def _read_bounded(path: Path, layout: DraftLayout) -> bytes:
+def _read_bounded(path: Path, layout: Layout) -> bytes:
     """The whole file, unless it is far larger than the layout could need."""
     elements = sum(layout.module_elements().values()) + 2 * layout.draft_vocab_size + layout.vocab_size
     limit = 8 * elements + (1 << 20)
@@ -409,6 +429,27 @@ def _check_complete(draft: nn.Module) -> None:
             continue
         if any(True for _ in module.parameters(recurse=False)) and info.load_numel <= 0:
             raise RuntimeError(f"{name or 'the drafter'} got no weights")
+
+
+@contextmanager
+def _repacked_experts(draft: nn.Module, worker: Any) -> Iterator[None]:
+    """On a CPU, make vLLM pack loaded experts as it did the first time.
+
+    vLLM 0.32 and 0.33 pack them only while a layer has no kernel yet: loaded again they stay as in the file, are read as if
+    packed, and cost α without a word. On GPUs the second load is right, and kernels must stay what graphs captured.
+    """
+    methods = {id(m): m for m in (getattr(module, "quant_method", None) for module in draft.modules()) if m is not None}
+    kernels = [(m, m.moe_kernel) for m in methods.values() if getattr(m, "moe_kernel", None) is not None]
+    if torch.device(getattr(worker, "device", None) or "cpu").type != "cpu":
+        kernels = []
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:  # these experts were not loaded after all
+                method.moe_kernel = kernel
 
 
 def _synchronize(worker: Any) -> None:

@@ -135,7 +135,9 @@ def test_a_drafter_that_only_alpha_shows_dead_is_pushed_again_by_the_service(
         alive = alpha_since(server, before)
 
         server.rpc("rot_drafter")
-        before = server.counters()
+        rotten = server.counters().rounds
+        # The step in flight was drafted before: let it be counted first.
+        before = eventually(lambda: (c := server.counters()).rounds > rotten + 8 and c)
         load.wait_for(5)
         assert (server.state()["loaded"], server.state()["swaps"]) == (True, swaps)
         dead = alpha_since(server, before)

@@ -1,4 +1,4 @@
-"""A vLLM that speculates with the policy's own MTP module: counted under that name as vLLM counts it, left alone.
+"""A vLLM whose policy's own MTP module cannot be swapped: counted as vLLM counts it, under its name, left alone.
 
 The policy is made by hand, in the form of MiMo: its layers add nothing, so the next token depends on the last one only,
 and the module sees that token through a noisy projection. It is right often, but not always.
@@ -103,7 +103,7 @@ def test_mtp_speculation_is_counted_as_vllm_counts_it(
         server.wait_until_healthy()
         assert server.state()["method"] == "mtp"
         refused = server.swap("trained", "an-eagle3-drafter")
-        assert (refused.status_code, "speculates with mtp" in refused.text) == (409, True), refused.text
+        assert (refused.status_code, "this one is of 'mimo_mtp'" in refused.text) == (409, True), refused.text
         with start_agent(service.url, server, cache=tmp_path / "cache", engine_kind="vllm") as agent:
             follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
             eventually(lambda: follower.loaded_version == "mtp")

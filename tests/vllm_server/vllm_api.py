@@ -54,6 +54,8 @@ FUNCTIONS: Final = (
     ("plugins/endpoint_plugins/interface.py", "EndpointPlugin", "attach_router", ("app",)),
     ("plugins/endpoint_plugins/interface.py", "EndpointPlugin", "init_state", ("engine_client", "state", "args")),
     ("v1/worker/gpu_worker.py", "Worker", "reload_weights", ()),
+    ("model_executor/models/glm4_moe_mtp.py", "Glm4MoeMTP", "load_weights", ("weights",)),
+    ("model_executor/models/deepseek_mtp.py", "DeepSeekMTP", "load_weights", ("weights",)),
     ("utils/cpu_triton_utils.py", "", "_expand_kernel_impl", ()),
 )
 
@@ -62,6 +64,8 @@ NAMES: Final = (
     ("plugins/__init__.py", "", ("vllm.general_plugins", "vllm.endpoint_plugins")),
     ("v1/worker/worker_base.py", "WorkerBase", ("vllm_config", "model_runner", "device")),
     (_V1, "GPUModelRunner", ("input_batch", "input_ids", "positions")),
+    ("config/speculative.py", "", ("glm4_moe_mtp", "deepseek_mtp")),
+    ("model_executor/layers/fused_moe/unquantized_fused_moe_method.py", "", ("moe_kernel",)),
     (_V2, "GPUModelRunner", ("speculator",)),
     (
         "v1/worker/gpu/input_batch.py",

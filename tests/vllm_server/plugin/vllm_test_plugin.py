@@ -31,14 +31,19 @@ def register() -> None:
 # --- recording
 
 
+_RECORDED = ("combine_hidden_states", "forward", "compute_logits")
+
+
 def start_recording(self: Any) -> None:
     """Keep every input and output of the drafter from now on."""
     draft = self.model_runner.get_draft_model()
     calls: list[tuple[str, dict[str, torch.Tensor]]] = []
-    originals = {"combine": draft.combine_hidden_states, "forward": draft.forward, "logits": draft.compute_logits}
+    originals = {name: getattr(draft, name) for name in _RECORDED if hasattr(draft, name)}
+    # An EAGLE-3 drafter returns what its head reads before what is fed back; an MTP module `pre` first, or alone.
+    returned = ("normed", "pre") if "combine_hidden_states" in originals else ("pre", "normed")
 
     def combine(hidden_states: torch.Tensor) -> torch.Tensor:
-        fused = originals["combine"](hidden_states)
+        fused = originals["combine_hidden_states"](hidden_states)
         calls.append(("combine", {"aux": hidden_states.clone(), "fused": fused.clone()}))
         return fused
 
@@ -46,24 +51,27 @@ def start_recording(self: Any) -> None:
         names = ("input_ids", "positions", "hidden_states")
         given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
         kept = {name: given[name].clone() for name in names}
-        normed, pre = originals["forward"](*args, **kwargs)
-        calls.append(("forward", {**kept, "normed": normed.clone(), "pre": pre.clone()}))
-        return normed, pre
+        answer = originals["forward"](*args, **kwargs)
+        parts = answer if isinstance(answer, tuple) else (answer,)
+        calls.append(("forward", kept | {name: part.clone() for name, part in zip(returned, parts, strict=False)}))
+        return answer
 
-    def logits(hidden_states: torch.Tensor) -> torch.Tensor:
-        answer = originals["logits"](hidden_states)
+    def logits(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        answer = originals["compute_logits"](hidden_states, *args, **kwargs)
         calls.append(("logits", {"hidden_states": hidden_states.clone(), "logits": answer.clone()}))
         return answer
 
-    draft.combine_hidden_states, draft.forward, draft.compute_logits = combine, forward, logits
+    for name, replacement in zip(_RECORDED, (combine, forward, logits), strict=True):
+        if name in originals:
+            setattr(draft, name, replacement)
     self.tests_calls = calls
 
 
 def stop_recording(self: Any, path: str) -> int:
     """Write the calls in order as `000017.forward.positions`, ...; return how many there were."""
     draft = self.model_runner.get_draft_model()
-    for name in ("combine_hidden_states", "forward", "compute_logits"):
-        delattr(draft, name)  # the instance's attribute hid the class's method
+    for name in _RECORDED:
+        vars(draft).pop(name, None)  # the instance's attribute hid the class's method
     tensors = {
         f"{i:06d}.{kind}.{name}": value.contiguous()
         for i, (kind, values) in enumerate(self.tests_calls)
