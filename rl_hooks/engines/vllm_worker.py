@@ -435,8 +435,8 @@ def _check_complete(draft: nn.Module) -> None:
 def _repacked_experts(draft: nn.Module, worker: Any) -> Iterator[None]:
     """On a CPU, make vLLM pack loaded experts as it did the first time.
 
-    vLLM 0.32 and 0.33 pack them only while a layer has no kernel yet: loaded again they stay as in the file, are read as if
-    packed, and cost α without a word. On GPUs the second load is right, and kernels must stay what graphs captured.
+    vLLM 0.32 and 0.33 pack them only while a layer has no kernel yet. Loaded again they stay as in the file, are read
+    as if packed, and cost α without a word. On GPUs a second load is right, and kernels stay what graphs captured.
     """
     methods = {id(m): m for m in (getattr(module, "quant_method", None) for module in draft.modules()) if m is not None}
     kernels = [(m, m.moe_kernel) for m in methods.values() if getattr(m, "moe_kernel", None) is not None]
