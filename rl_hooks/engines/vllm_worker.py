@@ -5,8 +5,7 @@ A swap is two RPCs. `draftalign_stage` starts a thread that reads and checks the
 if applying fails, the drafter that was served before is put back. Both are called on every worker, so that one rank
 that cannot read its copy stops the swap on all of them.
 
-Reads only what V1 and V2 model runners share (`get_model`, `get_draft_model`), and loads through vLLM's own layerwise
-reload: kernels repack weights (CPU, quantised layers) and CUDA graphs hold addresses, so a plain copy is not enough.
+Reads only what V1 and V2 model runners share (`get_model`, `get_draft_model`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from rl_hooks.engines.vllm_draft import RunningDraft
 from rl_hooks.engines.vllm_layout import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -43,7 +41,6 @@ log = logging.getLogger("vllm.draftalign")
 #: Prefix of an exception's text by which the API process, which only sees texts, knows a refusal.
 REFUSED = "draftalign refused: "
 _MAX_CONFIG_BYTES = 1 << 20
-_SAMPLED_ELEMENTS = 1024
 
 
 @dataclass(slots=True)
@@ -84,10 +81,10 @@ class DrafterSwap:
         self._marks: str | None = None
         self.tap: VllmTap | None = None
         self.tap_tried = False
-        self.draft: nn.Module | None = worker.model_runner.get_draft_model()
+        has_draft = worker.model_runner.get_draft_model() is not None
+        self.draft = RunningDraft(worker) if has_draft else None
         if self.draft is not None:
-            self._shared = _shared_modules(self.draft, worker.model_runner.get_model())
-            self._marks = self._fingerprint_weights()
+            self._marks = self.draft.fingerprint()
 
     # --- what is asked from outside
     def stage(self, path: str, version: str) -> None:
@@ -143,7 +140,7 @@ class DrafterSwap:
             "takes": None,
         }
         if self.draft is not None:
-            document["shared_modules"] = sorted(self._shared)
+            document["shared_modules"] = sorted(self.draft.shared)
             try:
                 self._check_method()
                 self._check_engine()
@@ -207,10 +204,8 @@ class DrafterSwap:
 
     def _d2t(self) -> Tensor:
         """Offsets int64[D] that the engine holds; zeros where it drafts over the whole vocabulary."""
-        offsets = getattr(self.draft, "draft_id_to_target_id", None)
-        if offsets is None:
-            return torch.zeros(self._layout().draft_vocab_size, dtype=torch.int64)
-        return offsets.detach().to("cpu", torch.int64)  # type: ignore[no-any-return]
+        offsets = None if self.draft is None else self.draft.offsets()
+        return torch.zeros(self._layout().draft_vocab_size, dtype=torch.int64) if offsets is None else offsets
 
     def _dtype(self) -> torch.dtype:
         dtype = self._worker.vllm_config.speculative_config.draft_model_config.dtype
@@ -227,15 +222,18 @@ class DrafterSwap:
                 f"this server speculates with {method or 'nothing'}; a drafter can be swapped only where the "
                 'server was started with method "eagle3" or "mtp"'
             )
-        quantised = speculative.draft_model_config.quantization
-        if method == "mtp" and quantised is not None:
+        if method != "mtp":
+            return
+        if (quantised := speculative.draft_model_config.quantization) is not None:
             raise DrafterRefusedError(f"this server's MTP module is quantised ({quantised}); serve it unquantised")
+        if getattr(self._worker.vllm_config.parallel_config, "enable_eplb", False):
+            raise DrafterRefusedError("this server moves the module's experts between GPUs (EPLB); turn it off")
 
     def _check_engine(self) -> None:
         """Refuse engines whose drafter shares a head with the policy, or is built otherwise than the layout says."""
         assert self.draft is not None  # noqa: S101 - the caller looked
         layout = self._layout()
-        others = sorted(set(self._shared) - layout.shared)
+        others = sorted(set(self.draft.shared) - layout.shared)
         if others:
             raise DrafterRefusedError(
                 f"this server's drafter shares {', '.join(others)} with the policy, which a swap would overwrite. "
@@ -244,7 +242,7 @@ class DrafterSwap:
         if self._worker.vllm_config.parallel_config.tensor_parallel_size > 1:
             return  # shards and padding differ by rank; names and shapes were checked against the configuration
         expected = layout.module_elements()
-        built = self._built_elements(expected)
+        built = self.draft.built_elements(expected)
         if built.keys() != expected.keys():
             odd = sorted(built.keys() ^ expected.keys())
             raise DrafterRefusedError(f"this server's drafter is built of other modules than expected: {odd}")
@@ -252,24 +250,6 @@ class DrafterSwap:
             # The head's rows are padded to a multiple of 64.
             if built[name] != count and not (name == "lm_head" and built[name] > count):
                 raise DrafterRefusedError(f"the engine holds {built[name]} elements in {name}, expected {count}")
-
-    def _built_elements(self, groups: Iterable[str]) -> dict[str, int]:
-        """Parameter elements by module as vLLM recorded them when it loaded the drafter, what is shared left out.
-
-        Modules inside one of `groups` count for that group.
-        """
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        assert self.draft is not None  # noqa: S101
-        counts: dict[str, int] = {}
-        for name, module in self.draft.named_modules():
-            if not name or any(name == s or name.startswith(s + ".") for s in self._shared):
-                continue
-            parameters, _ = get_layerwise_info(module).restore_metadata
-            if parameters:
-                group = next((g for g in groups if name.startswith(g + ".")), name)
-                counts[group] = counts.get(group, 0) + sum(p.numel() for p in parameters.values())
-        return counts
 
     # --- the swap itself
     def _replace(self, wanted: Served) -> None:
@@ -281,101 +261,33 @@ class DrafterSwap:
         began = time.perf_counter()
         before = self._served
         try:
-            self._load(wanted.tensors or {})
+            self.draft.load(wanted.tensors or {}, self._layout().unread())
         except Exception as error:
             self._put_back(before, error)
             raise
         self._served, self._broken, self._initial = wanted, None, None
         self._swaps += 1
-        self._marks = self._fingerprint_weights()
+        self._marks = self.draft.fingerprint()
         self._stall_seconds = time.perf_counter() - began
 
     def _put_back(self, before: Served, error: Exception) -> None:
         """Restore after a failed load. The policy's output is right in any case: it verifies every draft."""
+        assert self.draft is not None  # noqa: S101 - something was just loaded into it
         log.exception("draftalign: loading failed; putting %s back", before.version or "the initial drafter")
         tensors = before.tensors or self._initial
         try:
             if tensors is None:
                 raise RuntimeError("no copy of it was kept")  # noqa: TRY301 - one way out for both
-            self._load(tensors)
-            self._marks = self._fingerprint_weights()
+            self.draft.load(tensors, self._layout().unread())
+            self._marks = self.draft.fingerprint()
         except Exception as second:  # noqa: BLE001 - reported in the state; the engine must go on
             self._broken = f"loading failed ({error}), putting back failed ({second}); push a drafter again"
             self._served, self._marks = Served(None, None, None), None
 
-    @torch.inference_mode()
-    def _load(self, tensors: dict[str, Tensor]) -> None:
-        """Run vLLM's layerwise reload, bracketed; what is shared with the policy is out of reach meanwhile."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload.layerwise import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
-
-        draft, config = self.draft, self._worker.vllm_config
-        assert draft is not None  # noqa: S101
-        weights = list(tensors.items())
-        weights += [(name, torch.ones(shape)) for name, shape in self._layout().unread().items()]
-        if getattr(draft, "draft_id_to_target_id", None) is not None:
-            weights.append(("d2t", self._d2t()))  # unchanged, but the reload takes every parameter off the model
-        _synchronize(self._worker)
-        with set_current_vllm_config(config), self._detached(), _repacked_experts(draft, self._worker):
-            initialize_layerwise_reload(draft)
-            try:
-                draft.load_weights(iter(weights))  # type: ignore[operator]
-                _check_complete(draft)
-            finally:
-                finalize_layerwise_reload(draft, config.speculative_config.draft_model_config)
-        _synchronize(self._worker)
-
-    @contextmanager
-    def _detached(self) -> Iterator[None]:
-        """Take shared modules off the drafter, and put them back whatever happens."""
-        assert self.draft is not None  # noqa: S101
-        homes = []
-        for name, module in self._shared.items():
-            home = self.draft.get_submodule(name.rpartition(".")[0])
-            homes.append((home, name.rpartition(".")[2], module))
-            delattr(*homes[-1][:2])
-        try:
-            yield
-        finally:
-            for home, attribute, module in homes:
-                setattr(home, attribute, module)
-
     # --- is it still alive?
     def _intact(self) -> bool:
         """False when the weights changed since they were loaded: sleep and wake, a refit, a weight sync did that."""
-        return self.draft is None or (self._marks is not None and self._marks == self._fingerprint_weights())
-
-    def _fingerprint_weights(self) -> str:
-        """Digest of up to 1024 elements of each of the drafter's own parameters (on a CPU some are packed away)."""
-        assert self.draft is not None  # noqa: S101
-        digest = hashlib.sha256()
-        for name, parameter in self.draft.named_parameters():
-            if any(name.startswith(shared + ".") for shared in self._shared) or not parameter.numel():
-                continue
-            flat = parameter.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)][:_SAMPLED_ELEMENTS]
-            digest.update(name.encode() + sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
-
-def _shared_modules(draft: nn.Module, target: nn.Module) -> dict[str, nn.Module]:
-    """The drafter's modules that are the target's own, by name in the drafter.
-
-    By identity of the module or of a parameter, not by address: packed weights on a CPU have none.
-    """
-    modules = {id(module) for module in target.modules()}
-    parameters = {id(parameter) for parameter in target.parameters()}
-    shared: dict[str, nn.Module] = {}
-    for name, module in draft.named_modules(remove_duplicate=False):
-        inside = any(name.startswith(outer + ".") for outer in shared)
-        own = module.parameters(recurse=False)
-        targets = id(module) in modules or any(id(parameter) in parameters for parameter in own)
-        if name and not inside and targets and any(True for _ in module.parameters()):
-            shared[name] = module
-    return shared
+        return self.draft is None or (self._marks is not None and self._marks == self.draft.fingerprint())
 
 
 def _captured_layers(target: nn.Module) -> tuple[int, ...]:
@@ -416,47 +328,6 @@ def _read_bounded(path: Path, layout: Layout) -> bytes:
     if len(body) > limit:
         raise DrafterRefusedError(f"{MODEL_FILE} has more than {limit} bytes, which this engine's drafter cannot need")
     return body
-
-
-def _check_complete(draft: nn.Module) -> None:
-    """Raise if vLLM got nothing for some layer: it would keep the old one and only log it."""
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    for name, module in draft.named_modules():
-        info = get_layerwise_info(module)
-        if is_deferred_attention_layer(module) or not info.can_load():
-            continue
-        if any(True for _ in module.parameters(recurse=False)) and info.load_numel <= 0:
-            raise RuntimeError(f"{name or 'the drafter'} got no weights")
-
-
-@contextmanager
-def _repacked_experts(draft: nn.Module, worker: Any) -> Iterator[None]:
-    """On a CPU, make vLLM pack loaded experts as it did the first time.
-
-    vLLM 0.32 and 0.33 pack them only while a layer has no kernel yet. Loaded again they stay as in the file, are read
-    as if packed, and cost α without a word. On GPUs a second load is right, and kernels stay what graphs captured.
-    """
-    methods = {id(m): m for m in (getattr(module, "quant_method", None) for module in draft.modules()) if m is not None}
-    kernels = [(m, m.moe_kernel) for m in methods.values() if getattr(m, "moe_kernel", None) is not None]
-    if torch.device(getattr(worker, "device", None) or "cpu").type != "cpu":
-        kernels = []
-    for method, _ in kernels:
-        method.moe_kernel = None
-    try:
-        yield
-    finally:
-        for method, kernel in kernels:
-            if method.moe_kernel is None:  # these experts were not loaded after all
-                method.moe_kernel = kernel
-
-
-def _synchronize(worker: Any) -> None:
-    """Wait for the device: with asynchronous scheduling a step may still be running there."""
-    device = getattr(worker, "device", None)
-    if device is not None and torch.device(device).type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 # --- RPC methods, set on vLLM's WorkerBase by the general plugin

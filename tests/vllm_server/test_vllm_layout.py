@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from drafter.checkpoint import config_fingerprint, export_config, tensor_shapes
 from drafter.model import DrafterConfig
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.engines.vllm_draft import _shared_modules
 from rl_hooks.engines.vllm_layout import DrafterRefusedError, DraftLayout, read_candidate, vocabulary_digest
-from rl_hooks.engines.vllm_worker import _shared_modules
 
 CONFIG = DrafterConfig(
     hidden_size=16,

@@ -146,8 +146,8 @@ def rot_drafter(self: Any) -> None:
     """Weights that are rubbish, in a server whose state does not show it: what is left is α."""
     swap = self._draftalign_swap
     rubbish = {name: torch.zeros_like(tensor) for name, tensor in swap._served.tensors.items()}
-    swap._load(rubbish)
-    swap._marks = swap._fingerprint_weights()
+    swap.draft.load(rubbish, {})
+    swap._marks = swap.draft.fingerprint()
 
 
 def fail_next_load(self: Any) -> None:

@@ -1,0 +1,158 @@
+"""The drafter's module inside a vLLM worker: what it shares with the policy, how it was built, and loading it anew.
+
+Loads through vLLM's own layerwise reload: kernels repack weights (CPU, quantised layers) and CUDA graphs hold
+addresses, so a plain copy is not enough.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_SAMPLED_ELEMENTS = 1024
+
+
+class RunningDraft:
+    """The module that proposes tokens in one worker. `shared`: its modules that are the policy's own, by name."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self.module: nn.Module = worker.model_runner.get_draft_model()
+        self.shared = _shared_modules(self.module, worker.model_runner.get_model())
+
+    def offsets(self) -> Tensor | None:
+        """d2t, int64[D] on the CPU, as the engine holds it; None where it drafts over the whole vocabulary."""
+        offsets = getattr(self.module, "draft_id_to_target_id", None)
+        return None if offsets is None else offsets.detach().to("cpu", torch.int64)
+
+    def built_elements(self, groups: Iterable[str]) -> dict[str, int]:
+        """Parameter elements by module as vLLM recorded them when it loaded the drafter, what is shared left out.
+
+        Modules inside one of `groups` count for that group.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        counts: dict[str, int] = {}
+        for name, module in self.module.named_modules():
+            if not name or any(name == s or name.startswith(s + ".") for s in self.shared):
+                continue
+            parameters, _ = get_layerwise_info(module).restore_metadata
+            if parameters:
+                group = next((g for g in groups if name.startswith(g + ".")), name)
+                counts[group] = counts.get(group, 0) + sum(p.numel() for p in parameters.values())
+        return counts
+
+    @torch.inference_mode()
+    def load(self, tensors: Mapping[str, Tensor], unread: Mapping[str, tuple[int, ...]]) -> None:
+        """Put in these weights, by their names in drafters' files; what is shared is out of reach meanwhile.
+
+        `unread`: shapes of parameters that no file has, and a reload wants. After an exception the module is half old,
+        half new: load again.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        draft, config = self.module, self._worker.vllm_config
+        weights = [*tensors.items(), *((name, torch.ones(shape)) for name, shape in unread.items())]
+        if (d2t := self.offsets()) is not None:
+            weights.append(("d2t", d2t))  # unchanged, but the reload takes every parameter off the model
+        _synchronize(self._worker)
+        with set_current_vllm_config(config), self._detached(), _repacked_experts(draft, self._worker):
+            initialize_layerwise_reload(draft)
+            try:
+                draft.load_weights(iter(weights))  # type: ignore[operator]
+                _check_complete(draft)
+            finally:
+                finalize_layerwise_reload(draft, config.speculative_config.draft_model_config)
+        _synchronize(self._worker)
+
+    @contextmanager
+    def _detached(self) -> Iterator[None]:
+        """Take shared modules off the drafter, and put them back whatever happens."""
+        homes = []
+        for name, module in self.shared.items():
+            home = self.module.get_submodule(name.rpartition(".")[0])
+            homes.append((home, name.rpartition(".")[2], module))
+            delattr(*homes[-1][:2])
+        try:
+            yield
+        finally:
+            for home, attribute, module in homes:
+                setattr(home, attribute, module)
+
+    def fingerprint(self) -> str:
+        """Digest of up to 1024 elements of each of the drafter's own parameters (on a CPU some are packed away)."""
+        digest = hashlib.sha256()
+        for name, parameter in self.module.named_parameters():
+            if any(name.startswith(shared + ".") for shared in self.shared) or not parameter.numel():
+                continue
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)][:_SAMPLED_ELEMENTS]
+            digest.update(name.encode() + sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _shared_modules(draft: nn.Module, target: nn.Module) -> dict[str, nn.Module]:
+    """The drafter's modules that are the target's own, by name in the drafter.
+
+    By identity of the module or of a parameter, not by address: packed weights on a CPU have none.
+    """
+    modules = {id(module) for module in target.modules()}
+    parameters = {id(parameter) for parameter in target.parameters()}
+    shared: dict[str, nn.Module] = {}
+    for name, module in draft.named_modules(remove_duplicate=False):
+        inside = any(name.startswith(outer + ".") for outer in shared)
+        own = module.parameters(recurse=False)
+        targets = id(module) in modules or any(id(parameter) in parameters for parameter in own)
+        if name and not inside and targets and any(True for _ in module.parameters()):
+            shared[name] = module
+    return shared
+
+
+def _check_complete(draft: nn.Module) -> None:
+    """Raise if vLLM got nothing for some layer: it would keep the old one and only log it."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for name, module in draft.named_modules():
+        info = get_layerwise_info(module)
+        if is_deferred_attention_layer(module) or not info.can_load():
+            continue
+        if any(True for _ in module.parameters(recurse=False)) and info.load_numel <= 0:
+            raise RuntimeError(f"{name or 'the drafter'} got no weights")
+
+
+@contextmanager
+def _repacked_experts(draft: nn.Module, worker: Any) -> Iterator[None]:
+    """On a CPU, make vLLM pack loaded experts as it did the first time.
+
+    vLLM 0.32 and 0.33 pack them only while a layer has no kernel yet. Loaded again they stay as in the file, are read
+    as if packed, and cost α without a word. On GPUs a second load is right, and kernels stay what graphs captured.
+    """
+    methods = {id(m): m for m in (getattr(module, "quant_method", None) for module in draft.modules()) if m is not None}
+    kernels = [(m, m.moe_kernel) for m in methods.values() if getattr(m, "moe_kernel", None) is not None]
+    if torch.device(getattr(worker, "device", None) or "cpu").type != "cpu":
+        kernels = []
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:  # these experts were not loaded after all
+                method.moe_kernel = kernel
+
+
+def _synchronize(worker: Any) -> None:
+    """Wait for the device: with asynchronous scheduling a step may still be running there."""
+    device = getattr(worker, "device", None)
+    if device is not None and torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(device)
