@@ -157,8 +157,14 @@ class DrafterSwap:
     def start_tap(self) -> None:
         """Start feature capture, once, where the environment asks for it."""
         self.tap_tried = True
-        if self.draft is not None:
-            self.tap = start_tap(self._worker, _captured_layers(self._worker.model_runner.get_model()))
+        if self.draft is None:
+            return
+        try:
+            layers = _captured_layers(self._worker.model_runner.get_model())
+        except DrafterRefusedError as error:  # a server must start without its tap rather than not at all
+            log.error("draftalign: no features are captured: %s", error)
+            return
+        self.tap = start_tap(self._worker, layers)
 
     # --- staging
     def _read(self, staged: Staged) -> None:
