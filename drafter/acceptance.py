@@ -50,10 +50,6 @@ class Segments:
         within = np.arange(int(self.tokens.sum())) - np.repeat(self.offsets[:-1], self.tokens)
         return np.repeat(self.first + 1, self.tokens) + within
 
-    def document_rows(self) -> Ints:
-        """First row of the document of each token that a round emitted: [N]."""
-        return np.repeat(self.document, self.tokens)
-
 
 def find_segments(loss_mask: npt.NDArray[np.bool_], cu_seqlens: npt.NDArray[np.integer]) -> Segments:
     """Split `loss_mask` [T] into maximal runs that do not cross the rollout boundaries `cu_seqlens` [R+1].

@@ -207,15 +207,6 @@ class RolloutQueue:
         """The newest dead letters, newest first."""
         return [_strings(fields) for _, fields in self._redis.xrevrange(self._keys.dead, count=count)]
 
-    def forget_idle_consumers(self, idle_seconds: float = 3600.0) -> int:
-        """Remove consumers that hold nothing and have been silent; returns how many."""
-        gone = 0
-        for info in self._redis.xinfo_consumers(self._keys.queue, GROUP):
-            if int(info["pending"]) == 0 and int(info["idle"]) > idle_seconds * 1000:
-                self._redis.xgroup_delconsumer(self._keys.queue, GROUP, info["name"])
-                gone += 1
-        return gone
-
     def _end(self, entry: Entry, state: str, reason: str) -> bool:
         keys = self._keys
         return bool(
@@ -345,10 +336,6 @@ class AsyncRolloutQueue:
         """All counters, zero where nothing was counted yet."""
         values = await self._redis.hmget(self._keys.counters, *COUNTERS)
         return dict(zip(COUNTERS, (int(v or 0) for v in values), strict=True))
-
-    async def dead_letters(self, count: int = 100) -> list[dict[str, str]]:
-        """The newest dead letters, newest first."""
-        return [_strings(fields) for _, fields in await self._redis.xrevrange(self._keys.dead, count=count)]
 
 
 def _script(name: str) -> str:

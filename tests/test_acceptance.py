@@ -124,7 +124,6 @@ def test_segments_follow_the_mask_and_never_cross_a_rollout() -> None:
     assert found.rollout.tolist() == [0, 0, 1, 2]
     assert found.document.tolist() == [0, 0, 8, 11]
     assert found.rows().tolist() == [3, 4, 7, 10]
-    assert found.document_rows().tolist() == [0, 0, 0, 8]
 
 
 def test_a_response_of_one_token_has_no_round_and_an_empty_batch_no_alpha() -> None:

@@ -255,15 +255,6 @@ def test_a_waiting_claim_returns_as_soon_as_something_comes(bench: Bench) -> Non
     assert time.monotonic() - started < 10
 
 
-def test_idle_consumers_that_hold_nothing_are_removed(bench: Bench) -> None:
-    bench.put(make_batch(1))
-    bench.claim("holds")
-    bench.claim("idle")
-    time.sleep(0.02)
-    assert bench.worker.forget_idle_consumers(0.01) == 1
-    assert [c["name"] for c in bench.client.xinfo_consumers(Keys("default").queue, GROUP)] == [b"holds"]
-
-
 def test_many_concurrent_senders_and_workers_lose_and_double_nothing(bench: Bench) -> None:
     """Eight senders send 40 batches, each twice; four workers drain them. The counters must come out exact."""
 
