@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+#: Variants of one function that are compiled before the compiler gives up: one per draft step, type, and lone row.
+#: Its own limit is 8, which seven steps nearly use up.
+_VARIANTS = 64
 
 
 @cache
@@ -39,6 +43,8 @@ def fused_on_cuda(function: _F) -> _F:
 
     @cache
     def compiled() -> Callable[..., Any]:  # not before it is needed: the compiler takes seconds to import
+        dynamo = import_module("torch._dynamo.config")
+        dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS)  # type: ignore[attr-defined]
         return torch.compile(function, dynamic=True)
 
     @wraps(function)

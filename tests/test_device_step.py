@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from drafter_worlds import SHAPES, gradients, ours, world
 from benchmarks.step_memory import LiveBytes, peak_of
 from benchmarks.step_peers import SIZES, Size
 from drafter.attention_layout import Packed
+from drafter.device import fused_on_cuda
 from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.packed_attention import runs_flash
 from drafter.plan import make_plan
@@ -134,6 +136,25 @@ def test_what_is_compiled_on_cuda_computes_what_it_computes_uncompiled(monkeypat
     assert len(compiled) > 10
     for name, gradient in fused.items():
         torch.testing.assert_close(gradient, plain[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_as_many_draft_steps_as_anybody_trains_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.compile
+    monkeypatch.setattr("torch.compile", lambda f, dynamic: whole(f, dynamic=dynamic, backend="eager"))
+    monkeypatch.setattr("drafter.device.fuses", lambda _: True)
+    config = import_module("torch._dynamo.config")
+    monkeypatch.setattr(config, "recompile_limit", config.recompile_limit)
+    monkeypatch.setattr(config, "fail_on_recompile_limit_hit", True)
+
+    @fused_on_cuda
+    def total(first: torch.Tensor, rest: list[torch.Tensor]) -> torch.Tensor:
+        for one in rest:
+            first = first + one
+        return first
+
+    for steps in range(1, 16):
+        assert float(total(torch.ones(3), [torch.ones(3)] * steps).sum()) == 3 * (steps + 1)
 
 
 def test_torchs_own_rms_norm_which_cuda_takes_is_ours() -> None:
