@@ -143,9 +143,6 @@ def test_as_many_draft_steps_as_anybody_trains_are_compiled(monkeypatch: pytest.
     whole = torch.compile
     monkeypatch.setattr("torch.compile", lambda f, dynamic: whole(f, dynamic=dynamic, backend="eager"))
     monkeypatch.setattr("drafter.device.fuses", lambda _: True)
-    config = import_module("torch._dynamo.config")
-    monkeypatch.setattr(config, "recompile_limit", config.recompile_limit)
-    monkeypatch.setattr(config, "fail_on_recompile_limit_hit", True)
 
     @fused_on_cuda
     def total(first: torch.Tensor, rest: list[torch.Tensor]) -> torch.Tensor:
@@ -153,8 +150,10 @@ def test_as_many_draft_steps_as_anybody_trains_are_compiled(monkeypatch: pytest.
             first = first + one
         return first
 
-    for steps in range(1, 16):
-        assert float(total(torch.ones(3), [torch.ones(3)] * steps).sum()) == 3 * (steps + 1)
+    config = import_module("torch._dynamo.config")
+    with config.patch(recompile_limit=config.recompile_limit, fail_on_recompile_limit_hit=True):
+        for steps in range(1, 16):
+            assert float(total(torch.ones(3), [torch.ones(3)] * steps).sum()) == 3 * (steps + 1)
 
 
 def test_torchs_own_rms_norm_which_cuda_takes_is_ours() -> None:

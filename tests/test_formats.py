@@ -340,15 +340,15 @@ def test_a_reduced_drafter_without_maps_is_refused(tmp_path: Path) -> None:
 def test_the_agent_takes_a_drafter_without_d2t_only_over_the_whole_vocabulary(tmp_path: Path) -> None:
     whole, reduced = folder(tmp_path / "whole"), folder(tmp_path / "reduced")
     write_stored(whole, stored(whole=True))
-    _make_safe(whole)
+    _make_safe(whole, "eagle3")
     write_stored(reduced, stored())
-    _make_safe(reduced)
+    _make_safe(reduced, "eagle3")
     retensor(reduced, lambda t: t.pop("d2t"))
     with pytest.raises(AgentCheckpointError, match="d2t"):
-        _make_safe(reduced)
+        _make_safe(reduced, "eagle3")
     (reduced / CONFIG_FILE).unlink()
     with pytest.raises(AgentCheckpointError, match="d2t"):
-        _make_safe(reduced)
+        _make_safe(reduced, "eagle3")
 
 
 # --- norm_before_residual -------------------------------------------------------------------------------------------
