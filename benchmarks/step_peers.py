@@ -129,7 +129,7 @@ def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
         plan = make_plan(batch.cu_seqlens, batch.loss_mask, case.steps).to(batch.input_ids.device)
         unrolled = unroll(drafter, plan, batch.input_ids, batch.aux_hidden)
         if full_vocabulary and batch.last_hidden is not None:
-            for rows in batch.last_hidden[plan.target_rows].split(512):
+            for rows in batch.last_hidden[plan.target_rows].split(128):
                 (rows @ case.head.T).float().max(-1)
         product = torch.float32 if batch.input_ids.device.type == "cpu" else batch.aux_hidden.dtype  # as the trainer
         target = draft_target(batch, plan, drafter.vocabulary, head, product)
