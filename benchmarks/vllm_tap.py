@@ -1,21 +1,24 @@
-"""What the feature tap costs a vLLM server: tokens per second without it and with 0, 5 and 100 % of requests sampled.
+"""What the feature tap costs a vLLM server, without it and with 0, 5 and 100 % of requests sampled.
 
     python benchmarks/vllm_tap.py [--rounds 6]      # after `make vllm`; about two minutes on two cores
 
 One server of the tests, whose tap is taken off and put on between short bursts of the same greedy requests; the four
-settings take turns in each round, so that what else the machine does hits all of them. Prints tokens per second of the
-median burst of each setting, and its ratio to the same round's burst without the tap (median, and the range).
+settings take turns in each round, so that what else the machine does hits all of them. Prints for each setting the
+median burst's tokens per second and processor time per token (of all of the server's processes), and both over the
+same round's burst without the tap: median and quartiles of the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -47,25 +50,53 @@ class Sink(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def burst(server: VllmServer, prompts: list[list[int]]) -> float:
-    """Tokens per second of these requests, six at a time, 64 tokens each."""
-    began = time.perf_counter()
+@dataclass(frozen=True)
+class Burst:
+    """One burst of requests."""
+
+    tokens_per_second: float
+    cpu_seconds_per_token: float
+
+
+def cpu_seconds(server: VllmServer) -> float:
+    """Processor time of all of the server's processes so far: one group, led by the one that was started."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[2]) == server.process.pid:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def burst(server: VllmServer, prompts: list[list[int]]) -> Burst:
+    """Ask for 64 tokens after each prompt, six at a time."""
+    began, cpu = time.perf_counter(), cpu_seconds(server)
     with ThreadPoolExecutor(6) as pool:
         texts = list(pool.map(lambda p: server.generate(p, max_tokens=64, ignore_eos=True, stop_token_ids=[]), prompts))
-    return sum(len(text) for text in texts) / (time.perf_counter() - began)
+    tokens = sum(len(text) for text in texts)
+    return Burst(tokens / (time.perf_counter() - began), (cpu_seconds(server) - cpu) / tokens)
 
 
-def measure(server: VllmServer, rounds: int) -> dict[float | None, list[float]]:
-    """Tokens per second by setting, one figure a round; the first round warms up and is not kept."""
-    speeds: dict[float | None, list[float]] = {setting: [] for setting in SETTINGS}
+def measure(server: VllmServer, rounds: int) -> dict[float | None, list[Burst]]:
+    """Bursts by setting, one a round; the first round warms up and is not kept."""
+    bursts: dict[float | None, list[Burst]] = {setting: [] for setting in SETTINGS}
     for number in range(rounds + 1):
         turn = number % len(SETTINGS)
         for setting in SETTINGS[turn:] + SETTINGS[:turn]:
             server.rpc("set_tap", setting)
-            speed = burst(server, elicit_prompts(36, seed=7))
+            found = burst(server, elicit_prompts(36, seed=7))
             if number:
-                speeds[setting].append(speed)
-    return speeds
+                bursts[setting].append(found)
+    return bursts
+
+
+def quartiles(ratios: list[float]) -> str:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def main() -> None:
@@ -83,16 +114,19 @@ def main() -> None:
         server = VllmServer(Path(scratch), drafters / "random", drafters, **environment)
         try:
             server.wait_until_healthy()
-            speeds = measure(server, rounds)
+            bursts = measure(server, rounds)
             (stats,) = server.client.post("/test/rpc", json={"method": "draftalign_tap"}).json()
         finally:
             server.stop()
-    for setting, figures in speeds.items():
-        ratios = [mine / bare for mine, bare in zip(figures, speeds[None], strict=True)]
+    for setting, found in bursts.items():
+        pairs = list(zip(found, bursts[None], strict=True))
+        speed = [mine.tokens_per_second / bare.tokens_per_second for mine, bare in pairs]
+        cpu = [mine.cpu_seconds_per_token / bare.cpu_seconds_per_token for mine, bare in pairs]
         name = "no tap" if setting is None else f"fraction {setting:g}"
+        tokens = statistics.median(one.tokens_per_second for one in found)
+        milliseconds = 1e3 * statistics.median(one.cpu_seconds_per_token for one in found)
         print(
-            f"{name:14} {statistics.median(figures):7.1f} tokens/s   {statistics.median(ratios):.3f} of no tap "
-            f"[{min(ratios):.3f}, {max(ratios):.3f}], {len(ratios)} rounds"
+            f"{name:14} {tokens:6.0f} tokens/s, x {quartiles(speed)}; {milliseconds:.3f} CPU ms/token, x {quartiles(cpu)}"
         )
     print(f"what the tap counted: {stats}")
 
