@@ -125,9 +125,8 @@ def main() -> None:
         name = "no tap" if setting is None else f"fraction {setting:g}"
         tokens = statistics.median(one.tokens_per_second for one in found)
         milliseconds = 1e3 * statistics.median(one.cpu_seconds_per_token for one in found)
-        print(
-            f"{name:14} {tokens:6.0f} tokens/s, x {quartiles(speed)}; {milliseconds:.3f} CPU ms/token, x {quartiles(cpu)}"
-        )
+        print(f"{name:14} {tokens:6.0f} tokens/s, x {quartiles(speed)}", end="; ")
+        print(f"{milliseconds:.3f} CPU ms/token, x {quartiles(cpu)}")
     print(f"what the tap counted: {stats}")
 
 
