@@ -251,6 +251,12 @@ class SwapAgent:
         except ValueError as error:
             raise ManifestError(f"GET /drafter/latest did not answer JSON: {response.text[:200]!r}") from error
         manifest = parse_manifest(document, self.config.run, self.config.signing_key)
+        loaded = max((follower.sequence for follower in self.followers.values()), default=-1)
+        if manifest.sequence < loaded:
+            raise ManifestError(
+                f"sequence {manifest.sequence} is older than {loaded}, which is loaded already; latest never goes back "
+                "(was the service's state directory replaced? then restart the agent with an empty cache)"
+            )
         if self.offer is not None and manifest.sequence <= self.offer.sequence:
             if manifest.sequence == self.offer.sequence and manifest.version == self.offer.version:
                 await asyncio.sleep(_MIN_POLL_SECONDS)  # the service does not honour If-None-Match
@@ -289,8 +295,10 @@ class SwapAgent:
     async def _follow_engine(self, follower: EngineFollower, offered: asyncio.Event) -> None:
         """One tick, then a pause that a new offer cuts short."""
         offered.clear()
-        await follower.tick(self.offer)
-        self._counted.set()
+        try:
+            await follower.tick(self.offer)
+        finally:
+            self._counted.set()  # what was counted is reported, whether or not the swap after it went well
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(offered.wait(), self.config.report_seconds)
 

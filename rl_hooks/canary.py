@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from rl_hooks.counters import Counts
@@ -80,6 +80,7 @@ class Canary:
         self._recent: deque[Counts] = deque()
         self._recent_at = 0.0
         self._trial: list[Counts] = []
+        self._trial_at: float | None = None  # when its first counts came
         self._replayed: float | None = None
 
     def loaded(self, version: str, *, exempt: bool, replayed: float | None = None) -> None:
@@ -89,7 +90,9 @@ class Canary:
         counted that version while the policy was an older one; where RL has lowered α since, a new version is not to
         be blamed for it, so no more than the replayed α is asked of it.
         """
-        self._replayed = replayed
+        if version == self.trial:
+            return  # loaded anew: its trial goes on
+        self._replayed, self._trial_at = replayed, None
         if version == self.good:
             self.trial = None
         elif exempt or self.good is None or self.rule.rounds <= 0 or self._baseline().rounds < self.rule.rounds:
@@ -108,12 +111,18 @@ class Canary:
             return None
         if version != self.trial or self.good is None:
             return None
+        if self._trial_at is None:
+            self._trial_at = now
+            if now - self._recent_at > self.rule.baseline_max_age_seconds:  # nothing to compare with
+                self._accept(version)
+                self._remember(counts, now)
+                return None
         if counts.rounds:
             self._trial.append(counts)
         trial, baseline, good = sum(self._trial, Counts()), self._baseline(), self.good
         if trial.rounds < self.rule.rounds:
             return None
-        passed = now - self._recent_at > self.rule.baseline_max_age_seconds or self._holds(trial, baseline)
+        passed = self._holds(trial, baseline)
         if passed is None:
             if trial.rounds < self.rule.patience * self.rule.rounds:
                 return None
@@ -126,6 +135,26 @@ class Canary:
                 self._remember(part, now)
         self.trial = None
         return verdict
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """What an agent's restart must not lose, as JSON takes it."""
+        return {
+            "good": self.good,
+            "trial": self.trial,
+            "baseline": [asdict(counts) for counts in self._recent],
+            "baseline_age_seconds": now - self._recent_at,
+            "counts": [asdict(counts) for counts in self._trial],
+            "begun": self._trial_at is not None,
+            "replayed": self._replayed,
+        }
+
+    def restore(self, document: Mapping[str, Any], now: float) -> None:
+        """Inverse of `dump`; raises KeyError, TypeError or ValueError for anything else."""
+        recent, trial = ([Counts.load(c) for c in document[name]] for name in ("baseline", "counts"))
+        self.good, self.trial, self._replayed = document["good"], document["trial"], document["replayed"]
+        self._recent, self._trial = deque(recent), trial
+        self._recent_at = now - float(document["baseline_age_seconds"])
+        self._trial_at = now if document["begun"] else None
 
     def _asked(self, baseline: Counts) -> float:
         return baseline.alpha if self._replayed is None else min(baseline.alpha, self._replayed)

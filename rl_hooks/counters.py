@@ -79,6 +79,11 @@ class Counts:
             self.window_seconds + other.window_seconds,
         )
 
+    @classmethod
+    def load(cls, document: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict` after a trip through JSON."""
+        return cls(**{**document, "accepted_per_position": tuple(document["accepted_per_position"])})
+
     @property
     def alpha(self) -> float:
         """Acceptance length, bonus included; nan before the first round."""

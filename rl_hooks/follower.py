@@ -59,9 +59,14 @@ class EngineFollower:
         self._loaded_release: Release | None = None
         self._shape: tuple[str, str] | None = None  # (config fingerprint, d2t digest) that this engine process takes
         self._rejected: dict[str, int] = {}  # version -> sequence at which its canary failed
-        self._given_up: int | None = None  # sequence that the engine itself refused
+        self._given_up: set[int] = set()  # sequences that the engine itself refused
         self._lost = False  # the process that we swapped into is gone
         self._recall()
+
+    @property
+    def sequence(self) -> int:
+        """Of the newest offer that was loaded, by an earlier agent perhaps; -1 before the first."""
+        return self._sequence
 
     @property
     def loaded_version(self) -> str | None:
@@ -84,7 +89,7 @@ class EngineFollower:
             self._judge(verdict)
         wanted = self._wanted(offer)
         try:
-            if wanted is None or self._given_up == wanted.sequence or _only_counted(state, wanted):
+            if wanted is None or wanted.sequence in self._given_up or _only_counted(state, wanted):
                 return False
             needed = self._needs(wanted, state)
             if needed:
@@ -151,7 +156,8 @@ class EngineFollower:
         was = None if known is None else known.version
         log.warning("%s restarted: it had %s, now has %s after %d swaps", self.url, was, state.serving, state.swaps)
         self._canary.interrupted()
-        self._shape = self._given_up = self._loaded_release = None
+        self._shape = self._loaded_release = None
+        self._given_up.clear()
         self._lost = True
 
     # --- deciding
@@ -171,7 +177,7 @@ class EngineFollower:
         """What this engine should have: the offer, or the last good release when the offer was found bad here."""
         if offer is None:
             return None
-        if self._given_up == offer.sequence:
+        if offer.sequence in self._given_up:
             return self._fallback
         rejected_at = self._rejected.get(offer.version)
         if rejected_at is None or (offer.sequence > rejected_at and offer.manifest.pushed_again):
@@ -186,9 +192,12 @@ class EngineFollower:
 
     def _adopt(self, release: Release) -> None:
         """The engine has what it should have."""
-        if self._loaded_release is None:  # it was there before this agent
+        if self._loaded_release is not None:
+            return
+        self._loaded_release = release  # it was there before this agent
+        if release.version != self._canary.trial:
             self._canary.loaded(release.version, exempt=True)
-            self._loaded_release = self._fallback = release
+            self._fallback = release
 
     # --- swapping
     async def _swap(self, release: Release, state: EngineState) -> None:
@@ -196,7 +205,7 @@ class EngineFollower:
         try:
             await self._engine.swap(release)
         except SwapRefusedError:
-            self._given_up = release.sequence
+            self._given_up.add(release.sequence)
             self._metrics.swap(self.url, "refused")
             raise
         except EngineError:
@@ -211,9 +220,10 @@ class EngineFollower:
             # From the scrape before to the scrape after: partly the old drafter's work, partly the new one's.
             self.ledger.set_aside(after.rounds - before.rounds)
         back = release.version == self._canary.good
-        outcome = (
-            ("restored" if self._lost else "rolled_back") if back and state.serving != release.version else "swapped"
-        )
+        died = state.version == release.version and not state.loaded
+        outcome = "swapped"
+        if back and state.serving != release.version:
+            outcome = "restored" if self._lost or died else "rolled_back"
         insisted = self._rejected.pop(release.version, None) is not None
         self._canary.loaded(release.version, exempt=insisted, replayed=release.manifest.replayed_alpha)
         self._known = Known(confirmed.serving, confirmed.swaps)
@@ -238,7 +248,7 @@ class EngineFollower:
         elif self._shape is not None and self._shape[1] != manifest.d2t_sha256:
             fault = f"its draft vocabulary is {manifest.d2t_sha256[:12]}, the engine runs {self._shape[1][:12]}"
         if fault is not None:
-            self._given_up = release.sequence
+            self._given_up.add(release.sequence)
             self._metrics.swap(self.url, "refused")
             raise SwapRefusedError(f"{release.version} cannot be swapped into {self.url}: {fault}; restart the engine")
 
@@ -260,6 +270,8 @@ class EngineFollower:
             if self._fallback is None
             else {"manifest": asdict(self._fallback.manifest), "path": str(self._fallback.path)},
             "buckets": self.ledger.dump(),
+            "canary": self._canary.dump(self._clock()),
+            "verdicts": [[asdict(verdict), sequence] for verdict, sequence in self.verdicts],
         }
         self._memory.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._memory.with_suffix(".tmp")
@@ -281,6 +293,8 @@ class EngineFollower:
         self._snapshot = None if snapshot is None else Snapshot.load(snapshot)
         self._known = None if known is None else Known(**known)
         self._rejected = rejected
+        self._canary.restore(document["canary"], self._clock())
+        self.verdicts = [(Verdict(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
         self._sequence = int(document["sequence"])
         if (fallback := document["fallback"]) is not None and (path := Path(fallback["path"])).is_dir():
             self._fallback = Release(parse_manifest(fallback["manifest"], fallback["manifest"]["run"]), path)

@@ -82,12 +82,17 @@ def files_digest(files: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{files[name]} {name}\n" for name in sorted(files)).encode()).hexdigest()
 
 
-def manifest_signature(key: str, *, run: str, version: str, sequence: int, digest: str) -> str:
-    """HMAC-SHA256 (hexadecimal) over what says which bytes to serve, and when: the service signs, agents verify.
+#: What an agent acts on. `digest` covers the names and SHA-256 of all files.
+_SIGNED: Final = ("run", "version", "sequence", "digest", "reason", "kind", "config_fingerprint", "d2t_sha256")
 
-    `digest` covers the names and SHA-256 of all files. It binds origin, which digests from the same server cannot.
+
+def manifest_signature(key: str, document: Mapping[str, Any]) -> str:
+    """HMAC-SHA256 (hexadecimal) over all of a manifest that an agent acts on: the service signs, agents verify.
+
+    It binds origin, which digests from the same server cannot.
     """
-    text = json.dumps([run, version, sequence, digest], separators=(",", ":"))
+    values = [document.get(name) for name in _SIGNED]
+    text = json.dumps([*values, _replayed_alpha(document.get("gate"))], separators=(",", ":"))
     return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -119,9 +124,7 @@ def parse_manifest(document: object, run: str, signing_key: str | None = None) -
     if files_digest(sha256s) != manifest.digest:
         raise ManifestError(f"digest: {manifest.digest} is not that of the listed files; do not use this version")
     if signing_key:
-        wanted = manifest_signature(
-            signing_key, run=run, version=manifest.version, sequence=manifest.sequence, digest=manifest.digest
-        )
+        wanted = manifest_signature(signing_key, document)
         given = document.get("signature")
         if not isinstance(given, str) or not hmac.compare_digest(given.encode(), wanted.encode()):
             raise ManifestError(
@@ -158,7 +161,7 @@ def _text(table: Mapping[str, Any], key: str) -> str:
 
 def _name(table: Mapping[str, Any], key: str) -> str:
     value = table.get(key)
-    if not isinstance(value, str) or not PLAIN_NAME.fullmatch(value):
+    if not isinstance(value, str) or not PLAIN_NAME.fullmatch(value) or value == "engines" or value.endswith(".part"):
         raise ManifestError(f"{key}: {str(value)[:80]!r} is not a plain name of letters, digits, '.', '_' and '-'")
     return value
 

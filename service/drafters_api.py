@@ -96,9 +96,7 @@ def _signed(context: ServiceContext, manifest: Manifest) -> Manifest:
     key = context.settings.signing_key.get_secret_value()
     if not key:
         return manifest
-    signature = manifest_signature(
-        key, run=manifest.run, version=manifest.version, sequence=manifest.sequence, digest=manifest.digest
-    )
+    signature = manifest_signature(key, manifest.model_dump(mode="json"))
     return manifest.model_copy(update={"signature": signature})
 
 

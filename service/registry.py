@@ -202,8 +202,8 @@ class Registry:
             manifest = self.latest(run)
             if manifest is None:
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
-            # The words are a promise: agents tell by them that a load of the version they have is wanted.
-            return self._repoint(run, manifest, f"pushed again: {reason}", "pushed_again")
+            # Not "pushed again", a person's words: with those an agent takes a version that its canary refused.
+            return self._repoint(run, manifest, f"revived: {reason}", "pushed_again")
 
     def record(self, run: str, event: Mapping[str, Any]) -> None:
         """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent."""

@@ -210,7 +210,7 @@ class Service(Peer):
         self._offer(document)
         return str(document["version"])
 
-    def push_again(self, reason: str = "pushed again") -> None:
+    def push_again(self, reason: str = "revived: drafter dead") -> None:
         assert self.manifest is not None
         self.sequence += 1
         self._offer(self.manifest | {"sequence": self.sequence, "reason": reason})

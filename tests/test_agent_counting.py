@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
@@ -259,13 +260,57 @@ def test_a_version_that_does_worse_is_swapped_back_and_reported(
     assert [r["drafter_version"] for r in service.reports if "canary" in r] == [second]
 
 
+def test_a_trial_survives_a_restart_of_the_agent(service: Service, engine: Engine, tmp_path: Path) -> None:
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        first = service.publish(1)
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        engine.play(300, 3)
+        settle(engine)
+        second = service.publish(2)
+        eventually(lambda: engine.version == second)
+        settle(engine)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        settle(engine)
+        engine.play(400, 0)
+        eventually(lambda: engine.version == first)
+        eventually(service.verdicts)
+
+
+def test_counts_are_reported_while_every_swap_fails(service: Service, engine: Engine, tmp_path: Path) -> None:
+    with running_agent(service, engine, cache=tmp_path):
+        first = service.publish(1)
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        engine.refusal = (503, "not now")
+        service.publish(2)
+        settle(engine)
+        engine.play(250, 1)
+        eventually(lambda: service.last_report(first).get("rounds") == 250)
+
+
+def test_an_old_manifest_is_not_taken_by_the_next_agent(service: Service, engine: Engine, tmp_path: Path) -> None:
+    service.publish(1)
+    old = dict(service.manifest or {})
+    second = service.publish(2)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == second)
+        settle(engine)
+    service._offer(old)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        labels = {"peer": "service", "kind": "ManifestError"}
+        eventually(lambda: agent.metrics.registry.get_sample_value("draftalign_agent_errors_total", labels))
+        settle(engine)
+    assert engine.version == second
+
+
 def test_a_rejected_version_stays_out_until_a_person_pushes_it_again(
     service: Service, engine: Engine, tmp_path: Path
 ) -> None:
     with running_agent(service, engine, cache=tmp_path, canary=SMALL):
         first, second = _trial(service, engine, 1)
         eventually(lambda: engine.version == first)
-        service.push_again("the drafter seems dead")  # not a person's decision
+        service.push_again()  # the service's decision, not a person's
         settle(engine, 6)
         assert engine.version == first
         engine.restart()
@@ -328,9 +373,33 @@ def test_canary_has_no_verdict_from_a_stale_or_thin_baseline() -> None:
     assert canary.good == "b"
     canary.count("b", _counts(100, 3), now=0.0)
     canary.loaded("c", exempt=False)
-    stale = canary.count("c", _counts(100, 0), now=61.0)
-    assert stale is not None
-    assert stale.passed
+    assert canary.count("c", _counts(100, 0), now=61.0) is None
+    assert (canary.good, canary.trial) == ("c", None)
+
+
+def test_a_trial_that_takes_long_is_judged_by_the_baseline_that_it_began_with() -> None:
+    canary = Canary(CanaryRule(rounds=100, baseline_max_age_seconds=60.0))
+    canary.loaded("a", exempt=False)
+    canary.count("a", _counts(100, 3), now=0.0)
+    canary.loaded("b", exempt=False)
+    assert canary.count("b", _counts(50, 0), now=5.0) is None
+    verdict = canary.count("b", _counts(50, 0), now=1000.0)
+    assert verdict is not None
+    assert not verdict.passed
+
+
+def test_a_trial_goes_on_when_its_version_is_loaded_anew_or_the_agent_restarts() -> None:
+    canary = Canary(CanaryRule(rounds=100))
+    canary.loaded("a", exempt=False)
+    canary.count("a", _counts(100, 3), now=0.0)
+    canary.loaded("b", exempt=False)
+    assert canary.count("b", _counts(50, 0), now=1.0) is None
+    canary.loaded("b", exempt=False)
+    again = Canary(CanaryRule(rounds=100))
+    again.restore(json.loads(json.dumps(canary.dump(2.0))), 1000.0)
+    verdict = again.count("b", _counts(50, 0), now=1001.0)
+    assert verdict is not None
+    assert (verdict.passed, verdict.rounds, again.good) == (False, 100, "a")
 
 
 def test_a_trial_overtaken_by_a_newer_version_leaves_the_baseline() -> None:

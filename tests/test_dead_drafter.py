@@ -128,7 +128,7 @@ def test_a_drafter_that_dies_is_pushed_again_and_the_history_says_why(engine: En
     assert reply["dead"]
     assert reply["pushed_again"]["version"] == engine.version
     assert reply["pushed_again"]["sequence"] == 2
-    assert reply["pushed_again"]["reason"].startswith("pushed again: drafter dead in agent http://engine: live α 1.00")
+    assert reply["pushed_again"]["reason"].startswith("revived: drafter dead in agent http://engine: live α 1.00")
     event = engine.service.registry.history("default")[-1]
     assert (event["event"], event["sequence"]) == ("pushed_again", 2)
     latest = engine.service.client.get("/drafter/latest").json()

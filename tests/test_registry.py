@@ -51,7 +51,7 @@ def test_sequence_grows_with_every_move_and_a_rollback_is_a_new_one(registry: Re
     back = registry.rollback("default", first.version, "second was bad")
     assert (back.version, back.sequence, back.reason) == (first.version, 3, "second was bad")
     again = registry.push_again("default", "engine lost it")
-    assert (again.version, again.sequence, again.reason) == (first.version, 4, "pushed again: engine lost it")
+    assert (again.version, again.sequence, again.reason) == (first.version, 4, "revived: engine lost it")
     assert registry.latest("default") == again
     third = publish(registry, content=b"third")
     assert third.sequence == 5

@@ -59,12 +59,20 @@ class Swapper:
         self._engine = engine
         self._directory = directory
         self._lock = asyncio.Lock()
+        self._last_state: dict[str, Any] = {"version": None, "swaps": 0}
 
     async def state(self) -> dict[str, Any]:
         """The state of the drafter: of the rank that has one, where ranks differ (pipelines)."""
+        if await self._sleeps():  # its weights may be unmapped: reading them would kill the engine
+            return {**self._last_state, "loaded": False, "problem": "the engine sleeps or is paused"}
         states = await self._call("draftalign_state")
-        state = dict(next((s for s in states if "shared_modules" in s), states[0]))
-        state["loaded"] = "shared_modules" in state and all(s["loaded"] for s in states if "shared_modules" in s)
+        drafting = [s for s in states if "shared_modules" in s]
+        state = dict((drafting or states)[0])
+        state["loaded"] = bool(drafting) and all(s["loaded"] for s in drafting)
+        if len({(s["version"], s["sha256"]) for s in drafting}) > 1:
+            versions = [s["version"] for s in drafting]
+            state |= {"loaded": False, "problem": f"workers hold different drafters ({versions}); push one again"}
+        self._last_state = state
         return state
 
     async def swap(self, path: str, version: str) -> dict[str, Any]:
@@ -74,6 +82,7 @@ class Swapper:
             await self._check_awake()
             await self._call("draftalign_stage", str(directory), version)
             sha256 = await self._await_staged(version)
+            await self._check_awake()  # staging took its time
             results = await self._call("draftalign_apply", version, sha256)
         return {"version": version, "previous": results[0]["previous"], "sha256": sha256}
 
@@ -81,9 +90,10 @@ class Swapper:
         """The directory asked for, if it lies under the configured one. Symbolic links are followed, then judged."""
         if self._directory is None:
             raise SwapProblem(503, "Swapping is off", "set DRAFTALIGN_DRAFTER_DIR to the directory drafters come from")
-        if "\x00" in path:
-            raise SwapProblem(422, "Invalid request", "path holds a NUL byte")
-        resolved = (self._directory / path).resolve()
+        try:
+            resolved = (self._directory / path).resolve()
+        except (ValueError, OSError) as error:  # a NUL byte, a lone surrogate, too long
+            raise SwapProblem(422, "Invalid request", f"path is no path: {type(error).__name__}") from error
         if not resolved.is_relative_to(self._directory) or resolved == self._directory:
             # The same words whether it exists or not: this must not tell what the file system holds.
             raise SwapProblem(403, "Not allowed", f"path must name a directory under {self._directory}")
@@ -94,9 +104,12 @@ class Swapper:
     async def _check_awake(self) -> None:
         # A paused engine (RL's weight sync) can take a drafter; a sleeping one has given its memory away. vLLM answers
         # "sleeping" to both, so engines that can sleep must be awake and running.
-        can_sleep = getattr(getattr(self._engine, "model_config", None), "enable_sleep_mode", False)
-        if can_sleep and await self._engine.is_sleeping():
+        if await self._sleeps():
             raise SwapProblem(503, "Engine asleep", "the engine sleeps or is paused; ask again when it runs")
+
+    async def _sleeps(self) -> bool:
+        can_sleep = getattr(getattr(self._engine, "model_config", None), "enable_sleep_mode", False)
+        return bool(can_sleep and await self._engine.is_sleeping())
 
     async def _await_staged(self, version: str) -> str:
         deadline = time.monotonic() + _STAGE_TIMEOUT_SECONDS
@@ -192,7 +205,7 @@ async def _body(request: Request) -> bytes:
 def _parse(body: bytes) -> tuple[str, str]:
     try:
         document = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SwapProblem(422, "Invalid request", f"the body is not JSON: {error}") from error
     if not isinstance(document, dict) or document.keys() != {"path", "version"}:
         raise SwapProblem(422, "Invalid request", 'expected {"path": ..., "version": ...}')
