@@ -171,12 +171,18 @@ def _features(file: wire.MappedFile, name: str) -> Tensor:
 
 
 def screen(batch: RolloutBatch) -> None:
-    """Raise `BatchRejected` when a float tensor holds NaN or infinity: one bad row would poison the drafter."""
+    """Raise `BatchRejected` when a float tensor holds NaN or infinity: one bad row would poison the drafter.
+
+    Only `top_logprobs` may hold -inf.
+    """
     for name in _FLOATS:
         tensor = getattr(batch, name)
         if tensor is None:
             continue
-        finite = torch.isfinite(tensor.reshape(batch.tokens, -1)).all(dim=1)
+        whole = torch.isfinite(tensor)
+        if name == "top_logprobs":
+            whole |= tensor == -torch.inf  # a truncated sampler's: never drawn
+        finite = whole.reshape(batch.tokens, -1).all(dim=1)
         if not bool(finite.all()):
             bad = torch.nonzero(~finite).flatten()
             first = int(bad[0])

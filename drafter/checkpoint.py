@@ -217,6 +217,7 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     for name, value in _FIXED.items():
         if document.get(name, value) != value:
             raise CheckpointError(f"config.json: {name} must be {json.dumps(value)}, got {document[name]!r}")
+    check_meaning(document)
     before = document.get("norm_before_residual", False)
     if not isinstance(before, bool):
         raise CheckpointError(f"config.json: norm_before_residual must be true or false, got {before!r}")
@@ -242,6 +243,27 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
         raise
     except DrafterError as error:
         raise CheckpointError(f"config.json: {error}") from error
+
+
+def check_meaning(document: Mapping[str, Any]) -> None:
+    """Refuse, by name, what leaves every shape alone and makes another function of the same weights."""
+    faults = [name for name in ("mlp_bias", "embed_requires_grad", "use_sliding_window") if document.get(name)]
+    if document.get("hidden_act") not in (None, "silu"):
+        faults.append(f"hidden_act {document['hidden_act']!r}")
+    if other := set(document.get("layer_types") or ()) - {"full_attention"}:
+        faults.append(f"layer_types {sorted(map(str, other))}")
+    ropes = [document.get(name) for name in ("rope_parameters", "rope_scaling")]
+    for rope in (rope for rope in ropes if isinstance(rope, Mapping)):
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            faults.append(f"scaled rotary positions {dict(rope)!r}")
+    shares = [where.get("partial_rotary_factor") for where in (document, *ropes) if isinstance(where, Mapping)]
+    if any(share not in (None, 1, 1.0) for share in shares):
+        faults.append(f"partial_rotary_factor {next(s for s in shares if s is not None)!r}")
+    if faults:
+        raise CheckpointError(
+            f"config.json: {', '.join(faults)} is not supported: this layout has silu without biases, full attention "
+            "and unscaled rotary positions over whole heads"
+        )
 
 
 def config_fingerprint(config: DrafterConfig | MtpConfig, vocabulary: DraftVocabulary) -> str:

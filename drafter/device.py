@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
@@ -11,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+log = logging.getLogger("draftalign.drafter")
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 #: Variants of one function that are compiled before the compiler gives up: one per draft step, type, and lone row.
 #: Its own limit is 8, which seven steps nearly use up.
@@ -19,15 +24,21 @@ _VARIANTS = 64
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed: it is optional."""
-    return find_spec("triton") is not None
+    """Whether Triton is installed, which is optional, and has the C compiler without which it starts no kernel."""
+    if find_spec("triton") is None:
+        return False
+    compiler = os.environ.get("CC") or next((c for c in ("gcc", "clang", "cc") if shutil.which(c)), None)
+    if compiler is None:
+        log.warning("Triton finds no C compiler: losses run in plain torch, slower. Install gcc and the C headers")
+    return compiler is not None
 
 
 def to_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
     """Copy without waiting for the device: from the host to CUDA through pinned memory, so that work overlaps."""
+    towards = torch.device(device).type != "cpu"  # back from it, a copy that is not waited for is read too early
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
-    return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=True)
+    return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=towards)
 
 
 def fuses(x: Tensor) -> bool:
@@ -43,12 +54,15 @@ def fused_on_cuda(function: _F) -> _F:
 
     @cache
     def compiled() -> Callable[..., Any]:  # not before it is needed: the compiler takes seconds to import
-        dynamo = import_module("torch._dynamo.config")
-        dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS)  # type: ignore[attr-defined]
         return torch.compile(function, dynamic=True)
 
     @wraps(function)
     def run(first: Tensor, *rest: Any) -> Any:
-        return (compiled() if fuses(first) else function)(first, *rest)
+        if not fuses(first):
+            return function(first, *rest)
+        dynamo: Any = import_module("torch._dynamo.config")
+        if dynamo.recompile_limit < _VARIANTS:  # each thread has its own
+            dynamo.recompile_limit = _VARIANTS
+        return compiled()(first, *rest)
 
     return run  # type: ignore[return-value]

@@ -132,7 +132,7 @@ def _tree_bound(drafter: Drafter, batch: RolloutBatch, depth: int, branches: int
         begins = place[rows + 2] >= 0  # rows whose x[row + 2] a round can draft first
         rows, pre = rows[begins], pre[begins]
         emitted = batch.input_ids[rows + 2 + step]
-        found[place[rows + 2], step] = _among_best(drafter, unrolled, pre, emitted, branches)
+        found[place[rows + 2], step] = _among_best(drafter, unrolled, pre, emitted, branches).to(found.dtype)
     return replay_rounds(found.cpu().numpy(), segments)
 
 

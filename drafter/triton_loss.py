@@ -88,7 +88,8 @@ def _target(logp, mass, own, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped
     for begin in range(0, D, BLOCK):
         inside = begin + lanes < D
         # -1e30 stands for log 0, which is about to be multiplied by that 0.
-        x = tl.maximum(tl.load(logp + begin + lanes, mask=inside, other=-1e30), -1e30)
+        x = tl.load(logp + begin + lanes, mask=inside, other=-1e30)
+        x = tl.maximum(x, -1e30, propagate_nan=tl.PropagateNan.ALL)  # a GPU's own maximum would hide a NaN
         p = tl.exp(x)
         tl.store(logp + begin + lanes, p, mask=inside)
         total += p
@@ -127,7 +128,7 @@ def _measure(logits, p, own, pick, found, e, D, divisor, BLOCK: tl.constexpr):  
         target_p = tl.load(p + begin + lanes, mask=inside, other=0.0)
         q = tl.where(inside, tl.exp(logq), 0.0)
         cross += target_p * logq
-        kept += tl.minimum(target_p, q)
+        kept += tl.minimum(target_p, q, propagate_nan=tl.PropagateNan.ALL)
         below += tl.where(q < target_p, q, 0.0)
     tl.store(found + entry, log_total)
     tl.store(found + e + entry, tl.load(own + source) - tl.sum(cross, 0))

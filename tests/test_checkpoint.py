@@ -199,6 +199,24 @@ def test_configs_that_do_not_fit_are_refused(written: Path, changes: dict[str, A
         read_drafter(written, EMBEDDING)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": True, "sliding_window": 64},
+        {"layer_types": ["sliding_attention"]},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"partial_rotary_factor": 0.5},
+        {"hidden_act": "gelu"},
+        {"mlp_bias": True},
+    ],
+)
+def test_configs_of_another_function_are_refused_by_name(written: Path, changes: dict[str, Any]) -> None:
+    document = json.loads((written / "config.json").read_text())
+    assert parse_config(document | {"layer_types": ["full_attention"], "use_sliding_window": False}) == CONFIG
+    with pytest.raises(CheckpointError, match=next(iter(changes)) if "rope_scaling" not in changes else "linear"):
+        parse_config(document | changes)
+
+
 def test_a_config_with_only_one_rope_field_or_one_layer_field_will_do(written: Path) -> None:
     change_config(written, rope_parameters="absent", eagle_config="absent", target_hidden_size="absent")
     assert read_drafter(written, EMBEDDING).config == CONFIG

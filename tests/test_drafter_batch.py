@@ -146,3 +146,15 @@ def test_one_bad_number_rejects_the_batch_and_is_located(name: str, value: float
     tensor.view(batch.tokens, -1)[13, -1] = value
     with pytest.raises(BatchRejected, match=rf'{name} holds NaN or infinity in 1 of 29 rows, first at row 13.*"r1"'):
         screen(replace(batch, **{name: tensor}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_top_entries_that_a_truncated_sampler_never_draws_are_minus_infinity(value: float) -> None:
+    batch = world(SHAPES["packed, half response"]).batch
+    top = torch.log(torch.tensor([0.75, 0.25, 0.0])).repeat(batch.tokens, 1)
+    ids = torch.arange(3).repeat(batch.tokens, 1)
+    truncated = replace(batch, last_hidden=None, logsumexp=None, top_ids=ids, top_logprobs=top)
+    screen(truncated)
+    top[13, 1] = value
+    with pytest.raises(BatchRejected, match="top_logprobs holds NaN or infinity in 1 of 29 rows"):
+        screen(truncated)

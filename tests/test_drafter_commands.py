@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import subprocess
@@ -312,6 +313,8 @@ def test_a_bound_of_one_branch_is_greedy_replay_and_more_branches_only_help(
     batch = log_rollouts(target, prompts, made)
     bounds = [tree_bound(trained, batch, depth=3, branches=k) for k in (1, 2, 4, 8, 56)]
     np.testing.assert_allclose(bounds[0].rounds, replay(trained, batch, depth=3, drafting="greedy").rounds)
+    half = tree_bound(copy.deepcopy(trained).bfloat16(), batch, depth=3, branches=2)  # as on CUDA
+    assert half.alpha == pytest.approx(bounds[1].alpha, rel=0.05)
     alphas = [bound.alpha for bound in bounds]
     assert alphas == sorted(alphas)
     assert alphas[2] > alphas[0] + 0.2

@@ -223,10 +223,10 @@ def test_a_server_that_speculates_by_another_method_is_counted_and_left_alone(
         swap(server, release(home, "one", 1))
 
 
-def swap(server: SGLangServer, release: Release) -> None:
+def swap(server: SGLangServer, release: Release, *, session_timeout_seconds: float = 0.3) -> None:
     async def once() -> None:
         async with httpx.AsyncClient() as client:
-            await SGLangEngine(server.url, client, session_timeout_seconds=0.3).swap(release)
+            await SGLangEngine(server.url, client, session_timeout_seconds=session_timeout_seconds).swap(release)
 
     asyncio.run(once())
 
@@ -296,6 +296,64 @@ def test_a_call_that_fails_leaves_the_server_running(server: SGLangServer, home:
     with pytest.raises(EngineError, match="500"):
         swap(server, release(home, "one", 1))
     assert server.calls[-1][0] == "/continue_generation"
+
+
+def test_a_session_that_would_not_end_is_ended_by_the_next_call(server: SGLangServer, home: Path) -> None:
+    server.fail["/end_weight_update"] = 1
+    swap(server, release(home, "one", 1))
+    assert (server.session, server.paused) == (None, False)
+    assert server.violations == []
+
+
+def test_a_forgotten_session_of_somebody_else_is_given_up_and_not_paused_for_again(
+    server: SGLangServer, home: Path
+) -> None:
+    server.session = "target"
+    with pytest.raises(SwapRefusedError, match="POST /end_weight_update"):
+        swap(server, release(home, "one", 1), session_timeout_seconds=1.0)
+    assert not server.paused
+    assert server.violations == ["generation goes on inside a session"]  # at last, rather than never again
+    server.violations.clear()
+    server.session = None
+
+
+@pytest.mark.parametrize("left", ["paused", "session"])
+def test_what_a_killed_agent_left_is_tidied_up_by_the_next(server: SGLangServer, home: Path, left: str) -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient() as client:
+            killed = SGLangEngine(server.url, client)
+            killed._mark(home / "default" / "engines", left)
+            server.paused, server.session = True, "draft" if left == "session" else None
+            heir = SGLangEngine(server.url, client)
+            heir.remember_from(home / "default")
+            await heir.state()
+            again = SGLangEngine(server.url, client)
+            again.remember_from(home / "default")
+            calls = len(server.calls)
+            await again.state()
+            assert len(server.calls) == calls
+
+    asyncio.run(run())
+    assert (server.session, server.paused, server.violations) == (None, False, [])
+
+
+def test_an_agent_stopped_while_it_pauses_lets_generation_go_on(server: SGLangServer, home: Path) -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient() as client:
+            engine = SGLangEngine(server.url, client)
+            original = engine._post
+
+            async def post(path: str, *arguments: Any, **options: Any) -> None:
+                await original(path, *arguments, **options)
+                if path == "/pause_generation":
+                    raise asyncio.CancelledError
+
+            engine._post = post  # type: ignore[method-assign]
+            with pytest.raises(asyncio.CancelledError):
+                await engine.swap(release(home, "one", 1))
+
+    asyncio.run(run())
+    assert not server.paused
 
 
 def test_counters_are_booked_under_the_version_and_the_trainers_policy(

@@ -45,7 +45,9 @@ ROUNDS: Final = "sglang:spec_verify_calls_total"
 GENERATED: Final = "sglang:generation_tokens_total"
 REQUESTS: Final = "sglang:num_requests_total"
 _SESSION_OPEN: Final = "already open"
+_NO_SESSION: Final = "no weight-update session is open"
 _SESSION_RETRY_SECONDS: Final = 0.5
+_END_ATTEMPTS: Final = 4
 
 
 class SGLangEngine:
@@ -58,7 +60,7 @@ class SGLangEngine:
         *,
         token: str | None = None,
         swap_timeout_seconds: float = 120.0,
-        session_timeout_seconds: float = 30.0,
+        session_timeout_seconds: float = 600.0,
     ) -> None:
         self.url = url.rstrip("/")
         self._client = client
@@ -67,11 +69,14 @@ class SGLangEngine:
         self._session_timeout_seconds = session_timeout_seconds
         self._loaded: tuple[str, str, int] | None = None  # identity of the process, version, swaps
         self._memory: Path | None = None
+        self._left: str | None = None  # what an interrupted swap left behind: "paused", or a "session" as well
         self._depth = 0
 
     # --- what the follower asks
     async def state(self) -> EngineState:
         """What is loaded now, as far as anybody can know: what was swapped in since the server started."""
+        if self._left is not None:
+            await self._tidy()
         info, model = await self._get("/server_info"), await self._get("/model_info")
         self._depth = max(int(info.get("speculative_num_draft_tokens") or 1) - 1, 0)
         policy = model.get("weight_version")
@@ -115,10 +120,13 @@ class SGLangEngine:
 
     # --- the sequence
     async def _update(self, release: Release, outcome: Path, ranks: int) -> None:
-        await self._post("/pause_generation", {"mode": "in_place"})
+        engines = release.path.parent / "engines"
         try:
+            self._mark(engines, "paused")  # before the call: an agent that is killed now leaves word of it
+            await self._post("/pause_generation", {"mode": "in_place"})
             await self._begin()
             try:
+                self._mark(engines, "session")
                 request = {"path": str(release.path), "version": release.version, "outcome": str(outcome)}
                 body = {
                     "serialized_named_tensors": [request_payload(request)] * ranks,
@@ -129,24 +137,64 @@ class SGLangEngine:
                 }
                 await self._post("/update_weights_from_tensor", body, timeout=self._swap_timeout_seconds)
             finally:
-                await self._post("/end_weight_update", {})
+                await self._end()
+                self._mark(engines, "paused")
         finally:
+            # Inside a session of ours that would not end, too: it holds the drafter only, no text depends on it.
             await self._post("/continue_generation", {"torch_empty_cache": False})
+            if self._left != "session":
+                self._mark(engines, None)
 
     async def _begin(self) -> None:
-        """Open a session. Another one, of the trainer that brings a policy, is waited for."""
+        """Open a session. Another one, of the trainer that brings a policy, is waited for.
+
+        Generation must not go on while somebody writes the policy, so the wait is long; what outlasts it was forgotten
+        by its owner, and the drafter is given up rather than the server paused again and again.
+        """
         deadline = time.monotonic() + self._session_timeout_seconds
         while True:
             try:
                 await self._post("/begin_weight_update", {"selector": "draft"})
             except EngineError as error:
-                if _SESSION_OPEN not in str(error) or time.monotonic() > deadline:
+                if _SESSION_OPEN not in str(error):
                     raise
+                if time.monotonic() > deadline:
+                    raise SwapRefusedError(
+                        f"{self.url}: a weight-update session of somebody else was open for "
+                        f"{self._session_timeout_seconds:.0f} s; if its owner is gone, POST /end_weight_update"
+                    ) from error
                 await asyncio.sleep(_SESSION_RETRY_SECONDS)
             else:
                 # If one was waited for, its owner has since let generation go on.
                 await self._post("/pause_generation", {"mode": "in_place"})
                 return
+
+    async def _end(self) -> None:
+        """Close our session; a call that fails is repeated, for an open session shuts the trainer out."""
+        for attempt in range(_END_ATTEMPTS):
+            try:
+                await self._post("/end_weight_update", {})
+            except EngineError as error:
+                if _NO_SESSION in str(error):  # an earlier try did it, and its answer was lost
+                    return
+                if attempt == _END_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(_SESSION_RETRY_SECONDS)
+            else:
+                return
+
+    async def _tidy(self) -> None:
+        """Undo what a swap left behind that was killed, or whose session would not end."""
+        if self._left == "session":
+            await self._end()
+        await self._post("/continue_generation", {"torch_empty_cache": False})
+        if self._memory is not None:
+            self._mark(self._memory.parent, None)
+
+    def _mark(self, engines: Path, left: str | None) -> None:
+        """Write down what would be left if the agent died now."""
+        self._left = left
+        self._write(engines)
 
     def _judge(self, release: Release, outcome: Path, ranks: int) -> None:
         """Believe only what the loader of every rank has written down."""
@@ -171,18 +219,26 @@ class SGLangEngine:
 
     def _remember(self, release: Release, loaded: tuple[str, str, int]) -> None:
         self._loaded = loaded
-        path = release.path.parent / "engines" / f"sglang-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
+        self._write(release.path.parent / "engines")
+
+    def _write(self, engines: Path) -> None:
+        engines.mkdir(parents=True, exist_ok=True)
+        path = engines / f"sglang-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"engine": self.url, "loaded": loaded}))
+        temporary.write_text(json.dumps({"engine": self.url, "loaded": self._loaded, "left": self._left}))
         os.replace(temporary, path)  # noqa: PTH105 - atomic
+        self._memory = path
 
     def remember_from(self, cache: Path) -> None:
         """Take up what an agent before this one has loaded; `cache` is the directory of the run."""
         path = cache / "engines" / f"sglang-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
+        self._memory = path
         try:
-            started, version, swaps = json.loads(path.read_text())["loaded"]
+            document = json.loads(path.read_text())
+            self._left = document.get("left")
+            started, version, swaps = document["loaded"]
             self._loaded = (str(started), str(version), int(swaps))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self._loaded = None  # then the newest drafter is loaded once more
 
     # --- HTTP

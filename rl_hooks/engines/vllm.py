@@ -92,12 +92,13 @@ class Swapper:
             raise SwapProblem(503, "Swapping is off", "set DRAFTALIGN_DRAFTER_DIR to the directory drafters come from")
         try:
             resolved = (self._directory / path).resolve()
+            found = resolved.is_dir()
         except (ValueError, OSError) as error:  # a NUL byte, a lone surrogate, too long
             raise SwapProblem(422, "Invalid request", f"path is no path: {type(error).__name__}") from error
         if not resolved.is_relative_to(self._directory) or resolved == self._directory:
             # The same words whether it exists or not: this must not tell what the file system holds.
             raise SwapProblem(403, "Not allowed", f"path must name a directory under {self._directory}")
-        if not resolved.is_dir():
+        if not found:
             raise SwapProblem(404, "No such drafter", f"{resolved} is not a directory on this machine")
         return resolved
 

@@ -1,0 +1,76 @@
+"""The plugin's API side against an engine client that answers what a test says; needs no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl_hooks.engines.vllm import Swapper, SwapProblem
+
+
+class Client:
+    """An engine client with workers that hold `versions`."""
+
+    def __init__(self, *versions: str) -> None:
+        self.versions = list(versions)
+        self.model_config = SimpleNamespace(enable_sleep_mode=True)
+        self.asleep_after: str | None = None  # falls asleep once it has answered this
+        self.asleep = False
+        self.calls: list[str] = []
+
+    async def is_sleeping(self) -> bool:
+        return self.asleep
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        del args
+        assert not self.asleep, "memory that is not mapped was read"
+        self.calls.append(method)
+        self.asleep = method == self.asleep_after
+        if method == "draftalign_staged":
+            return [{"done": True, "refused": None, "failed": None, "sha256": "aa"} for _ in self.versions]
+        if method == "draftalign_state":
+            return [
+                {"version": v, "sha256": v, "loaded": True, "swaps": 3, "shared_modules": [], "problem": None}
+                for v in self.versions
+            ]
+        return [{"previous": v} for v in self.versions]
+
+
+def test_a_sleeping_engine_is_not_looked_into(tmp_path: Path) -> None:
+    client = Client("v1")
+    swapper = Swapper(client, tmp_path)
+    assert asyncio.run(swapper.state())["loaded"] is True
+    client.asleep = True
+    state = asyncio.run(swapper.state())
+    assert (state["version"], state["loaded"], state["swaps"]) == ("v1", False, 3)
+    assert "sleeps" in state["problem"]
+    client.asleep = False
+    state = asyncio.run(swapper.state())
+    assert (state["loaded"], state["problem"]) == (True, None)
+
+
+def test_an_engine_that_falls_asleep_while_the_file_is_read_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "v2").mkdir()
+    client = Client("v1")
+    client.asleep_after = "draftalign_staged"
+    with pytest.raises(SwapProblem, match="sleeps"):
+        asyncio.run(Swapper(client, tmp_path).swap("v2", "v2"))
+    assert "draftalign_apply" not in client.calls
+
+
+def test_workers_that_hold_different_drafters_hold_none(tmp_path: Path) -> None:
+    state = asyncio.run(Swapper(Client("v2", "v1"), tmp_path).state())
+    assert state["loaded"] is False
+    assert "different drafters (['v2', 'v1'])" in state["problem"]
+    assert asyncio.run(Swapper(Client("v2", "v2"), tmp_path).state())["loaded"] is True
+
+
+@pytest.mark.parametrize("path", ["\ud800", "a" * 5000, "nul\x00"])
+def test_a_path_that_is_none_is_refused_in_words(tmp_path: Path, path: str) -> None:
+    with pytest.raises(SwapProblem) as caught:
+        asyncio.run(Swapper(Client("v1"), tmp_path).swap(path, "v2"))
+    assert caught.value.status in (404, 422)
