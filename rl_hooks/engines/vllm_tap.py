@@ -10,8 +10,8 @@ trainer's hook.
 
 What it sends is your users' text, as token ids and hidden states: sample with their consent.
 
-V1 is tested on a CPU (tests/vllm_server/test_vllm_server_tap.py). V2, and asynchronous scheduling on GPUs, are written
-from vLLM's source (0.32, 0.33) and were not run. One rank only: with tensor parallelism the head is sharded.
+V1 and V2 are tested on a CPU (tests/vllm_server/test_vllm_server_tap.py). Asynchronous scheduling on GPUs is written
+from vLLM's source (0.32, 0.33) and was not run. One rank only: with tensor parallelism the head is sharded.
 """
 
 from __future__ import annotations
