@@ -217,7 +217,7 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     for name, value in _FIXED.items():
         if document.get(name, value) != value:
             raise CheckpointError(f"config.json: {name} must be {json.dumps(value)}, got {document[name]!r}")
-    check_meaning(document)
+    _check_meaning(document)
     before = document.get("norm_before_residual", False)
     if not isinstance(before, bool):
         raise CheckpointError(f"config.json: norm_before_residual must be true or false, got {before!r}")
@@ -245,7 +245,7 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
         raise CheckpointError(f"config.json: {error}") from error
 
 
-def check_meaning(document: Mapping[str, Any]) -> None:
+def _check_meaning(document: Mapping[str, Any]) -> None:
     """Refuse, by name, what leaves every shape alone and makes another function of the same weights."""
     faults = [name for name in ("mlp_bias", "embed_requires_grad", "use_sliding_window") if document.get(name)]
     if document.get("hidden_act") not in (None, "silu"):

@@ -59,12 +59,14 @@ class Swapper:
         self._engine = engine
         self._directory = directory
         self._lock = asyncio.Lock()
-        self._last_state: dict[str, Any] = {"version": None, "swaps": 0}
+        self._last_state: dict[str, Any] = {"version": None, "loaded": False, "swaps": 0}
 
     async def state(self) -> dict[str, Any]:
         """The state of the drafter: of the rank that has one, where ranks differ (pipelines)."""
-        if await self._sleeps():  # its weights may be unmapped: reading them would kill the engine
-            return {**self._last_state, "loaded": False, "problem": "the engine sleeps or is paused"}
+        if await self._sleeps():
+            # Its weights may be unmapped: reading them would kill the engine. Nothing is drafted meanwhile, so what was
+            # true before still tells whose the counts are; whether the drafter lives is read when the engine is awake.
+            return {**self._last_state, "problem": "the engine sleeps or is paused"}
         states = await self._call("draftalign_state")
         drafting = [s for s in states if "shared_modules" in s]
         state = dict((drafting or states)[0])
@@ -92,14 +94,13 @@ class Swapper:
             raise SwapProblem(503, "Swapping is off", "set DRAFTALIGN_DRAFTER_DIR to the directory drafters come from")
         try:
             resolved = (self._directory / path).resolve()
-            found = resolved.is_dir()
+            if not resolved.is_relative_to(self._directory) or resolved == self._directory:
+                # The same words whether it exists or not: this must not tell what the file system holds.
+                raise SwapProblem(403, "Not allowed", f"path must name a directory under {self._directory}")
+            if not resolved.is_dir():
+                raise SwapProblem(404, "No such drafter", f"{resolved} is not a directory on this machine")
         except (ValueError, OSError) as error:  # a NUL byte, a lone surrogate, too long
             raise SwapProblem(422, "Invalid request", f"path is no path: {type(error).__name__}") from error
-        if not resolved.is_relative_to(self._directory) or resolved == self._directory:
-            # The same words whether it exists or not: this must not tell what the file system holds.
-            raise SwapProblem(403, "Not allowed", f"path must name a directory under {self._directory}")
-        if not found:
-            raise SwapProblem(404, "No such drafter", f"{resolved} is not a directory on this machine")
         return resolved
 
     async def _check_awake(self) -> None:
