@@ -247,7 +247,7 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
 
 def _check_meaning(document: Mapping[str, Any]) -> None:
     """Refuse, by name, what leaves every shape alone and makes another function of the same weights."""
-    faults = [name for name in ("mlp_bias", "embed_requires_grad", "use_sliding_window") if document.get(name)]
+    faults = [name for name in ("mlp_bias", "use_sliding_window") if document.get(name)]
     if document.get("hidden_act") not in (None, "silu"):
         faults.append(f"hidden_act {document['hidden_act']!r}")
     if other := set(document.get("layer_types") or ()) - {"full_attention"}:
@@ -323,8 +323,8 @@ def _aux_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _rope_theta(document: Mapping[str, Any]) -> float:
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise CheckpointError(f"config.json: only unscaled rotary positions are supported, got {rope!r}")
+    if not isinstance(rope, Mapping):
+        raise CheckpointError(f"config.json: rope_parameters must be an object, got {rope!r}")
     given = {float(x) for x in (document.get("rope_theta"), rope.get("rope_theta")) if isinstance(x, int | float)}
     if len(given) != 1 or not 0 < min(given) < float("inf"):
         raise CheckpointError(
