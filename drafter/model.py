@@ -219,21 +219,14 @@ class Eagle3Drafter(nn.Module):
 
     def weights(self, dtype: torch.dtype | None = None) -> LayerWeights:
         """The layer's weights in `dtype` (default: as stored), cast and stacked once for many uses; gradients flow."""
-        layer, attention, mlp = self.midlayer, self.midlayer.self_attn, self.midlayer.mlp
         cast = dtype or self.fc.weight.dtype
-        stacked = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
         return LayerWeights(
             fc=self.fc.weight.to(cast),
-            hidden_norm=layer.hidden_norm.weight.to(cast),
-            input_norm=layer.input_layernorm.weight.to(cast),
-            qkv=torch.cat([w.to(cast) for w in stacked]),
-            o=attention.o_proj.weight.to(cast),
-            post_norm=layer.post_attention_layernorm.weight.to(cast),
-            gate_up=torch.cat([mlp.gate_proj.weight.to(cast), mlp.up_proj.weight.to(cast)]),
-            down=mlp.down_proj.weight.to(cast),
+            hidden_norm=self.midlayer.hidden_norm.weight.to(cast),
+            **_own_weights(self.midlayer, cast)._asdict(),
             norm=self.norm.weight.to(cast),
             lm_head=self.lm_head.weight.to(cast),
-            later=tuple(_later_weights(layer, cast) for layer in self.layers.values()),
+            later=tuple(_own_weights(layer, cast) for layer in self.layers.values()),
         )
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -321,7 +314,8 @@ class Eagle3Drafter(nn.Module):
         return draft_ids + self.d2t[draft_ids]
 
 
-def _later_weights(layer: Any, cast: torch.dtype) -> LaterWeights:
+def _own_weights(layer: Any, cast: torch.dtype) -> LaterWeights:
+    """What every layer has, the first one among them."""
     attention, mlp = layer.self_attn, layer.mlp
     stacked = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
     return LaterWeights(

@@ -221,8 +221,8 @@ def test_emitted_tokens_are_unknown_where_the_engine_does_not_count_them(
 # --- the canary
 
 
-def _trial(service: Service, engine: Engine, alpha_accepted: int) -> tuple[str, str]:
-    """Version 1 accepts three drafts a round; version 2 is loaded and accepts `alpha_accepted`."""
+def _on_trial(service: Service, engine: Engine) -> tuple[str, str]:
+    """Version 1 accepts three drafts a round; version 2 is loaded."""
     first = service.publish(1)
     eventually(lambda: engine.version == first)
     settle(engine)
@@ -231,6 +231,12 @@ def _trial(service: Service, engine: Engine, alpha_accepted: int) -> tuple[str, 
     second = service.publish(2)
     eventually(lambda: engine.version == second)
     settle(engine)
+    return first, second
+
+
+def _trial(service: Service, engine: Engine, alpha_accepted: int) -> tuple[str, str]:
+    """Version 2 accepts `alpha_accepted` drafts a round, for as many rounds as a verdict takes."""
+    first, second = _on_trial(service, engine)
     engine.play(199, alpha_accepted)
     settle(engine)
     assert engine.version == second  # too early to tell
@@ -262,19 +268,14 @@ def test_a_version_that_does_worse_is_swapped_back_and_reported(
 
 def test_a_trial_survives_a_restart_of_the_agent(service: Service, engine: Engine, tmp_path: Path) -> None:
     with running_agent(service, engine, cache=tmp_path, canary=SMALL):
-        first = service.publish(1)
-        eventually(lambda: engine.version == first)
-        settle(engine)
-        engine.play(300, 3)
-        settle(engine)
-        second = service.publish(2)
-        eventually(lambda: engine.version == second)
-        settle(engine)
+        first, second = _on_trial(service, engine)
     with running_agent(service, engine, cache=tmp_path, canary=SMALL):
         settle(engine)
+        assert engine.version == second
         engine.play(400, 0)
         eventually(lambda: engine.version == first)
-        eventually(service.verdicts)
+        (verdict,) = eventually(service.verdicts)
+    assert (verdict["version"], verdict["outcome"]) == (second, "rolled_back")
 
 
 def test_counts_are_reported_while_every_swap_fails(service: Service, engine: Engine, tmp_path: Path) -> None:
