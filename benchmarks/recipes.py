@@ -92,6 +92,15 @@ RECIPES: Final = (
     Recipe("first rejected position", aim="first rejected"),
     Recipe("only greedy", aim="only greedy"),
     Recipe("loss alpha, later kl, warm-up", loss="alpha", late_loss="kl", warmup_windows=30),
+    Recipe("warm-up, 8 passes", warmup_windows=30, passes=8),
+    Recipe("warm-up, 16 passes", warmup_windows=30, passes=16),
+    Recipe("warm-up, 32 passes", warmup_windows=30, passes=32),
+    Recipe("rate 1e-3, 8 passes", learning_rate=1e-3, passes=8),
+    Recipe("warm-up, 8 passes, depth 3", warmup_windows=30, passes=8, steps_ahead=3),
+    Recipe("warm-up, 8 passes, recent 32000", warmup_windows=30, passes=8, recent_tokens=32000),
+    Recipe("loss nla, warm-up, 8 passes", loss="nla", warmup_windows=30, passes=8),
+    Recipe("loss alpha, warm-up, 16 passes", loss="alpha", warmup_windows=30, passes=16),
+    Recipe("16 passes", passes=16),
 )
 #: What recipes of a serving depth are compared with.
 REFERENCES: Final = {SERVING_DEPTH: REFERENCE, 3: "depth 3, served at 3"}

@@ -18,70 +18,19 @@ Legend: E entries (all steps), U target rows, D draft vocabulary, H hidden, K st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from drafter.attention_layout import Ints, as_tensor
-from drafter.device import to_device
 from drafter.kinds import Drafter
 from drafter.loss import DraftLoss, acceptance_slope, chunk_size, kernels, target_of
 from drafter.matmul import times, times_wide
-from drafter.plan import Plan
+from drafter.plan import Chains
 from drafter.pointwise import rms_norm
 from drafter.target import DraftTarget
 from drafter.unroll import Unrolled
-
-
-@dataclass(frozen=True, eq=False)
-class _Chains:
-    """Entries of a plan in the order of their rows, and where each row's begin."""
-
-    order: Tensor  # int64[E] into the steps' entries, concatenated
-    step: Tensor  # int64[E]
-    row: Tensor  # int64[E]: number of the row among those with entries
-    target_index: Tensor  # int64[E] into the U target rows
-    starts: tuple[int, ...]  # one more than there are rows
-    first_target: tuple[int, ...]  # per row: the lowest of its target rows, and one past the highest
-    last_target: tuple[int, ...]
-
-    def chunks(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Ranges of rows with at most `limit` entries; at least one row each."""
-        begin = 0
-        for end in range(1, len(self.starts)):
-            last = end == len(self.starts) - 1
-            if last or self.starts[end + 1] - self.starts[begin] > limit:
-                yield begin, end
-                begin = end
-
-
-def _chains(plan: Plan) -> _Chains:
-    """Computed on the host from what the plan keeps there, so that no device is waited for."""
-    device = plan.order.device
-    step = np.repeat(np.arange(plan.steps), plan.entries)
-    order = np.argsort(plan.entry_rows, kind="stable")  # steps were concatenated in order: they ascend within a row
-    target = plan.entry_targets[order]
-    _, row, counts = np.unique(plan.entry_rows[order], return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-
-    def moved(array: Ints) -> Tensor:
-        return to_device(as_tensor(array), device)
-
-    return _Chains(
-        order=moved(order),
-        step=moved(step[order]),
-        row=moved(row),
-        target_index=moved(target),
-        starts=(0, *ends.tolist()),
-        # Within a row, later steps look at later target rows.
-        first_target=tuple(target[ends - counts].tolist()),
-        last_target=tuple((target[ends - 1] + 1).tolist()),
-    )
 
 
 def chain_loss(
@@ -98,7 +47,7 @@ def chain_loss(
     more. Never waits for the device.
     """
     weights, plan = unrolled.weights, unrolled.plan
-    chains = _chains(plan)
+    chains = plan.chains
     ordered = torch.cat(unrolled.pre).index_select(0, chains.order)
     hidden = rms_norm(ordered, weights.norm, drafter.config.rms_norm_eps)
     loss, kl_sums, acceptance_sums = _FusedChain.apply(  # type: ignore[no-untyped-call]
@@ -140,7 +89,7 @@ class _FusedChain(torch.autograd.Function):
         hidden: Tensor,
         lm_head: Tensor,
         target: DraftTarget,
-        chains: _Chains,
+        chains: Chains,
         steps: int,
         denominator: float,
         chunk_elements: int,

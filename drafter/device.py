@@ -41,6 +41,14 @@ def to_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | N
     return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=towards)
 
 
+def working_dtype(device: torch.device) -> torch.dtype | None:
+    """What drafters compute in: on CUDA bfloat16, as engines serve them there; elsewhere (None) their parameters' own.
+
+    In float32 a GPU would be many times slower, and attend without FlashAttention.
+    """
+    return torch.bfloat16 if device.type == "cuda" else None
+
+
 def fuses(x: Tensor) -> bool:
     """Whether element-wise work on `x` is worth compiling: on CUDA, where each pass costs a trip to device memory."""
     return x.is_cuda and has_triton()

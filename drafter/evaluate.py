@@ -20,11 +20,12 @@ from torch import Tensor
 
 from drafter.acceptance import Floats, Ints, Replay, Segments, find_segments, replay_rounds
 from drafter.batch import RolloutBatch, screen
+from drafter.device import working_dtype
 from drafter.errors import DrafterError
 from drafter.kinds import Drafter, plan_batch, unroll_batch
 from drafter.ngram import ngram_replay
 from drafter.pointwise import rms_norm
-from drafter.replay import Drafting, _groups, prompt_groups, replay, scoring_dtype
+from drafter.replay import Drafting, _groups, prompt_groups, replay
 from drafter.unroll import Unrolled
 
 #: Logits held at once, in elements: 128 MiB of float32.
@@ -125,7 +126,7 @@ def _tree_bound(drafter: Drafter, batch: RolloutBatch, depth: int, branches: int
     segments = find_segments(batch.loss_mask.cpu().numpy(), batch.cu_seqlens.numpy())
     batch = batch.to(device)
     plan = plan_batch(drafter, batch, depth).to(device)
-    unrolled = unroll_batch(drafter, plan, batch, dtype=scoring_dtype(device))
+    unrolled = unroll_batch(drafter, plan, batch, dtype=working_dtype(device))
     place = _places(segments, batch.tokens).to(device)
     found = torch.zeros(int(segments.tokens.sum()), depth, device=device)
     for step, (rows, pre) in enumerate(zip(unrolled.rows, unrolled.pre, strict=True)):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafter.batch import RolloutBatch
 from drafter.checkpoint import CONFIG_FILE, FileDigest, read_config, read_drafter, write_drafter
+from drafter.device import working_dtype
 from drafter.errors import BatchRejected, CheckpointError, TargetHeadError
 from drafter.model import Eagle3Drafter
 from drafter.mtp import MtpDrafter, unroll_mtp
@@ -41,13 +42,17 @@ def unroll_batch(drafter: Drafter, plan: Plan, batch: RolloutBatch, *, dtype: to
 
 
 def share(drafter: Drafter, embed_tokens: Tensor, head: TargetHead | None) -> None:
-    """Give a drafter what engines let it share with the policy: the embedding, and for MTP the whole head."""
+    """Give a drafter what engines let it share with the policy: the embedding, and for MTP the whole head.
+
+    embed_tokens [V, H] must be on the drafter's device; the head may be elsewhere.
+    """
     drafter.embed_tokens = embed_tokens
     if not isinstance(drafter, MtpDrafter):
         return
     if head is None or not head.whole:
         raise TargetHeadError("an MTP drafter draws from the policy's whole lm_head; send all of its rows")
-    drafter.head = head.lm_head
+    weight = next(drafter.parameters())
+    drafter.head = head.rows(drafter.vocabulary, weight.device, working_dtype(weight.device) or weight.dtype)
 
 
 def read_kind(directory: Path, embed_tokens: Tensor, lm_head: Callable[[], Tensor]) -> Drafter:

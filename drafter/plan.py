@@ -10,7 +10,9 @@ rows, E = sum of active rows over steps. Computed rows are ordered by falling de
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,6 +21,28 @@ from torch import Tensor
 from drafter.attention_layout import Ints, Layout, Spans, as_tensor, pack, pad
 from drafter.device import to_device
 from drafter.errors import DrafterError
+
+
+@dataclass(frozen=True, eq=False)
+class Chains:
+    """Entries of a plan in the order of their rows, and where each row's begin: what the "alpha" loss walks over."""
+
+    order: Tensor  # int64[E] into the steps' entries, concatenated
+    step: Tensor  # int64[E]
+    row: Tensor  # int64[E]: number of the row among those with entries
+    target_index: Tensor  # int64[E] into the U target rows
+    starts: tuple[int, ...]  # one more than there are rows
+    first_target: tuple[int, ...]  # per row: the lowest of its target rows, and one past the highest
+    last_target: tuple[int, ...]
+
+    def chunks(self, limit: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows with at most `limit` entries; at least one row each."""
+        begin = 0
+        for end in range(1, len(self.starts)):
+            last = end == len(self.starts) - 1
+            if last or self.starts[end + 1] - self.starts[begin] > limit:
+                yield begin, end
+                begin = end
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +73,30 @@ class Plan:
     def entries(self) -> tuple[int, ...]:
         """Active rows per step."""
         return tuple(r.numel() for r in self.rows)
+
+    @cached_property
+    def chains(self) -> Chains:
+        """The entries row by row, on the plan's device. Made at the first use, from what is kept on the host."""
+        device = self.order.device
+        step = np.repeat(np.arange(self.steps), self.entries)
+        order = np.argsort(self.entry_rows, kind="stable")  # steps follow one another: they ascend within a row
+        target = self.entry_targets[order]
+        _, row, counts = np.unique(self.entry_rows[order], return_inverse=True, return_counts=True)
+        ends = np.cumsum(counts)
+
+        def moved(array: Ints) -> Tensor:
+            return to_device(as_tensor(array), device)
+
+        return Chains(
+            order=moved(order),
+            step=moved(step[order]),
+            row=moved(row),
+            target_index=moved(target),
+            starts=(0, *ends.tolist()),
+            # Within a row, later steps look at later target rows.
+            first_target=tuple(target[ends - counts].tolist()),
+            last_target=tuple((target[ends - 1] + 1).tolist()),
+        )
 
     def to(self, device: torch.device | str) -> Plan:
         """Copy the index tensors to a device, queries and keys laid out for its kernels. Never waits for the device."""

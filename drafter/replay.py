@@ -26,6 +26,7 @@ from torch import Tensor
 
 from drafter.acceptance import Ints, Replay, Segments, find_segments, replay_rounds
 from drafter.batch import RolloutBatch
+from drafter.device import working_dtype
 from drafter.errors import BatchRejected, DrafterError
 from drafter.kinds import Drafter, plan_batch, unroll_batch
 from drafter.matmul import times_wide
@@ -58,14 +59,6 @@ def replay(
     return Replay.concat(parts)
 
 
-def scoring_dtype(device: torch.device) -> torch.dtype | None:
-    """What a drafter is scored in: on CUDA bfloat16, as engines serve it there; elsewhere (None) its parameters' own.
-
-    In float32 a GPU would take longer to score a batch than to train on it.
-    """
-    return torch.bfloat16 if device.type == "cuda" else None
-
-
 @torch.no_grad()
 def conditional_acceptance(
     drafter: Drafter, batch: RolloutBatch, segments: Segments, *, depth: int, greedy: bool
@@ -77,7 +70,7 @@ def conditional_acceptance(
     device = next(drafter.parameters()).device
     batch = batch.to(device)
     plan = plan_batch(drafter, batch, depth).to(device)
-    unrolled = unroll_batch(drafter, plan, batch, dtype=scoring_dtype(device))
+    unrolled = unroll_batch(drafter, plan, batch, dtype=working_dtype(device))
     first_draft = torch.from_numpy(segments.rows()).to(device)  # [N] row of the token that a round drafts first
     place = torch.full((batch.tokens,), -1, device=device)
     place[first_draft] = torch.arange(first_draft.numel(), device=device)

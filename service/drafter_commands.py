@@ -299,10 +299,10 @@ class _Policy(Protocol):
 
     @property
     def embed_tokens(self) -> Tensor:
-        """The first one known, [V, H] fp32."""
+        """The first one known, [V, H]."""
 
     def lm_head(self) -> Tensor:
-        """The first one known, [V, H] fp32."""
+        """The first one known, [V, H]."""
 
     def share(self, drafter: Drafter, policy_version: int) -> None:
         """Set a drafter up for rollouts of this version."""
@@ -329,7 +329,7 @@ class _FixedPolicy:
         for name in names:
             for file in files:
                 if name in file:
-                    return read_tensor(file, name)
+                    return read_tensor(file, name).float()
         raise ConfigurationError(f"{self._path} holds no {what}; looked for {', '.join(names)}")
 
 
@@ -341,11 +341,9 @@ class _RunsPolicy:
         self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
 
     def share(self, drafter: Drafter, policy_version: int) -> None:
-        import torch
-
         from drafter.kinds import share
 
-        then = self._target.at(policy_version, torch.device("cpu"))
+        then = self._target.at(policy_version)
         share(drafter, then.embed_tokens, then.head)
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafter.checkpoint import config_fingerprint
+from drafter.device import working_dtype
 from drafter.kinds import Drafter, read_kind, write_kind
 from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.mtp import MtpDrafter
@@ -73,7 +74,7 @@ class Lineage:
         torch.manual_seed(self._settings.seed)
         drafter = Eagle3Drafter(config, vocabulary, self._target.embed_tokens)
         # A scale is part of what the drafter learns; a soft cap is left for training to find.
-        drafter.init_from_target(self._target.lm_head()[vocabulary.ids] * self._target.logit_map.scale)
+        drafter.init_from_target(self._target.lm_head()[vocabulary.ids].float() * self._target.logit_map.scale)
         self.take_up(drafter)
 
     def _publish_initial(self) -> Manifest:
@@ -109,6 +110,7 @@ class Lineage:
             learning_rate=self._settings.learning_rate,
             warmup_windows=self._settings.warmup_steps,
             loss=self._settings.loss,
+            compute_dtype="bfloat16" if working_dtype(self._device) is torch.bfloat16 else "float32",
         )
         self.trainer = DrafterTrainer(drafter.to(self._device), config)
         return self.trainer
@@ -162,10 +164,17 @@ class Lineage:
         if version in self._versions:
             self._versions.move_to_end(version)
         else:
-            self._versions[version] = self._read(version).to(self._device).eval()
+            self._versions[version] = self._scored(self._read(version))
             while len(self._versions) > _CACHED_VERSIONS:
                 self._versions.popitem(last=False)
         return self._versions[version]
+
+    def _scored(self, drafter: Drafter) -> Drafter:
+        """As it is kept to be scored: on the worker's device, in what it computes in there."""
+        drafter = drafter.to(self._device).eval().requires_grad_(False)
+        for parameter in drafter.parameters():  # buffers stay as they are: engines keep a router's bias in float32
+            parameter.data = parameter.data.to(working_dtype(self._device) or parameter.dtype)
+        return drafter
 
     def _read(self, version: str) -> Drafter:
         directory = self._layout.drafter(self._run, version)

@@ -67,7 +67,7 @@ class RunWorker:
         self._settings = settings
         self._layout = layout
         self._queue = queue
-        self._target = Target.open(layout, run)
+        self._target = Target.open(layout, run, settings.device)
         self._lineage = Lineage(settings, layout, run, self._target)
         self._recent = RecentRollouts(
             layout.worker(run) / "recent",
@@ -252,7 +252,7 @@ class RunWorker:
 
     def _test(self, entry: Entry, batch: RolloutBatch) -> Scores | None:
         """Score a batch and check its features against its log-probabilities; None when it is dead."""
-        policy = self._target.at(batch.policy_version, torch.device(self._settings.device))
+        policy = self._target.at(batch.policy_version)
         drafter_version = self._drafter_of.pop(entry.entry_id, "")
         # Top entries instead of hidden states leave nothing to recompute.
         gap, checked = (math.nan, 0) if batch.last_hidden is None else policy.head.logprob_gap(batch)
@@ -307,9 +307,8 @@ class RunWorker:
             step_tokens=self._settings.train_step_tokens,
             seed=self._settings.seed * 1_000_003 + self._journal.totals.batches,
         )
-        device = torch.device(self._settings.device)
         for batches in drawn:
-            heads = [self._target.at(b.policy_version, device) for b in batches]
+            heads = [self._target.at(b.policy_version) for b in batches]
             share(trainer.drafter, heads[0].embed_tokens, heads[0].head)
             report = trainer.step(batches, [policy.head for policy in heads])
             if report.skipped is None:
@@ -330,7 +329,7 @@ class RunWorker:
         if not versions or not evidence:
             return None
         policy_version = max(kept.policy_version for kept in newest)
-        policy = self._target.at(policy_version, torch.device(self._settings.device))
+        policy = self._target.at(policy_version)
         outcomes = contest(self._settings, self._lineage, evidence, policy.embed_tokens, versions, policy.head)
         winner = outcomes[0]
         if winner.verdict.promote:

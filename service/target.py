@@ -3,6 +3,9 @@
 Heads arrive now and then (`PUT /runs/{run}/head`). A batch of policy version v is scored and trained with the newest
 head that is not newer than v. With tied embeddings a full head is the embedding as well; engines share the target's
 live embedding with the drafter, so the worker must move with it.
+
+What is large stays in the type that it was sent in. Heads stay on the host, the rows that a drafter needs of one are
+copied to the device once (`TargetHead.rows`); embeddings, which rows are looked up in, are on the device.
 """
 
 from __future__ import annotations
@@ -26,15 +29,14 @@ from service.layout import Layout
 
 log = logging.getLogger("draftalign.worker")
 
-_KEPT_HEADS = 8
+#: Batches that are trained on again come from about as many policy versions.
+_KEPT_HEADS = 4
 
 
 def read_tensor(file: MappedFile, name: str) -> Tensor:
-    """One float tensor of a mapped file as an fp32 copy."""
+    """One tensor of a mapped file, copied out in the type that it is stored in."""
     array = torch.from_numpy(np.array(file.array(name)))  # a copy: the map is read-only
-    if file.header.tensors[name].dtype == "BF16":
-        array = array.view(torch.bfloat16)
-    return array.to(torch.float32)
+    return array.view(torch.bfloat16) if file.header.tensors[name].dtype == "BF16" else array
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +44,17 @@ class PolicyHead:
     """Head and embedding in force at some policy version."""
 
     policy_version: int
-    embed_tokens: Tensor  # [V, Ht] fp32
-    head: TargetHead
+    embed_tokens: Tensor  # [V, Ht] as it was sent, on the worker's device
+    head: TargetHead  # on the host
 
 
 class Target:
-    """The target of a run. `config` is the target's transformers configuration."""
+    """The target of a run. `config` is the target's transformers configuration; `device` is where drafters run."""
 
-    def __init__(self, layout: Layout, run: str) -> None:
+    def __init__(self, layout: Layout, run: str, device: torch.device) -> None:
         self._layout = layout
         self._run = run
+        self._device = device
         self._file = MappedFile(layout.target(run))
         metadata = self._file.header.metadata
         self.config: Mapping[str, Any] = json.loads(metadata["config"])
@@ -59,18 +62,17 @@ class Target:
         self.policy_version = int(metadata.get("policy_version", "0"))
         self.draft_vocab_size = int(metadata["draft_vocab_size"]) if "draft_vocab_size" in metadata else None
         self.logit_map = LogitMap.from_metadata(metadata)
-        self.embed_tokens = read_tensor(self._file, "embed_tokens")  # [V, Ht]
+        self.embed_tokens = read_tensor(self._file, "embed_tokens").to(device)  # [V, Ht]
         self.tied = "lm_head" not in self._file
         self._heads: OrderedDict[int, PolicyHead] = OrderedDict()  # least recently used first
         self._useless: set[int] = set()  # versions whose head cannot be used
         self._required: Tensor | None = None  # token ids whose rows a head must have
-        self._embed_on: dict[torch.device, Tensor] = {}
 
     @classmethod
-    def open(cls, layout: Layout, run: str) -> Self:
+    def open(cls, layout: Layout, run: str, device: torch.device | str = "cpu") -> Self:
         """Read a registered run; WorkerError when its file is not what PUT /runs accepts."""
         try:
-            return cls(layout, run)
+            return cls(layout, run, torch.device(device))
         except (KeyError, ValueError, OSError) as error:
             raise WorkerError(f"run {run!r} cannot be opened: {error}; PUT /runs/{run} again") from error
 
@@ -80,7 +82,8 @@ class Target:
         names = [n for n in self._file.header.tensors if n.startswith("drafter.")]
         if not names:
             return None
-        return {n.removeprefix("drafter."): _as_stored(self._file, n) for n in names}
+        tensors = {n.removeprefix("drafter."): read_tensor(self._file, n) for n in names}
+        return {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}  # as all that is published
 
     @property
     def initial_drafter_config(self) -> dict[str, Any]:
@@ -96,24 +99,24 @@ class Target:
         return sorted({i for i in ids if type(i) is int and 0 <= i < self.embed_tokens.shape[0]})
 
     def lm_head(self) -> Tensor:
-        """The registered head, [V, Ht] fp32."""
-        return self.embed_tokens if self.tied else read_tensor(self._file, "lm_head")
+        """The registered head, [V, Ht] on the host as it was sent."""
+        return read_tensor(self._file, "embed_tokens" if self.tied else "lm_head")
 
-    def at(self, policy_version: int, device: torch.device) -> PolicyHead:
+    def at(self, policy_version: int) -> PolicyHead:
         """The newest head that is not newer than `policy_version`."""
         for version in sorted((v for v in self._received() if v <= policy_version), reverse=True):
             if version in self._useless:
                 continue
             try:
-                return self._cached(version, device)
+                return self._cached(version)
             except (WireError, TargetHeadError) as error:
                 log.warning("run %s: the head of policy version %d is not used: %s", self._run, version, error)
                 self._useless.add(version)
-        return self._cached(-1, device)
+        return self._cached(-1)
 
-    def _cached(self, version: int, device: torch.device) -> PolicyHead:
+    def _cached(self, version: int) -> PolicyHead:
         if version not in self._heads:
-            self._heads[version] = self._load(version, device)
+            self._heads[version] = self._load(version)
             while len(self._heads) > _KEPT_HEADS:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(version)
@@ -134,29 +137,16 @@ class Target:
     def _received(self) -> list[int]:
         return [int(p.stem) for p in self._layout.heads(self._run).glob("*.safetensors") if p.stem.isdigit()]
 
-    def _load(self, version: int, device: torch.device) -> PolicyHead:
+    def _load(self, version: int) -> PolicyHead:
         if version < 0:
-            head = TargetHead(self.lm_head().to(device), self.policy_version, logit_map=self.logit_map)
-            return PolicyHead(self.policy_version, self._embedding(device), head)
+            head = TargetHead(self.lm_head(), self.policy_version, logit_map=self.logit_map)
+            return PolicyHead(self.policy_version, self.embed_tokens, head)
         file = MappedFile(self._layout.head(self._run, version))
-        rows = read_tensor(file, "lm_head").to(device)
+        rows = read_tensor(file, "lm_head")
         ids = torch.from_numpy(np.array(file.array("ids"))).long() if "ids" in file else None
         if ids is not None and self._required is not None:
             missing = int((~torch.isin(self._required, ids)).sum())
             if missing:
                 raise TargetHeadError(f"{missing} of {self._required.numel()} draft tokens have no row in it")
-        embed = rows if self.tied and ids is None else self._embedding(device)
+        embed = rows.to(self._device) if self.tied and ids is None else self.embed_tokens
         return PolicyHead(version, embed, TargetHead(rows, version, ids, self.logit_map))
-
-    def _embedding(self, device: torch.device) -> Tensor:
-        """The registered embedding on a device, one copy for all heads."""
-        if device not in self._embed_on:
-            self._embed_on[device] = self.embed_tokens.to(device)
-        return self._embed_on[device]
-
-
-def _as_stored(file: MappedFile, name: str) -> Tensor:
-    dtype = file.header.tensors[name].dtype
-    if dtype in ("BF16", "F16", "F32"):
-        return read_tensor(file, name)
-    return torch.from_numpy(np.array(file.array(name)))

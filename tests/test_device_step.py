@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from drafter_worlds import SHAPES, gradients, ours, world
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.step_memory import LiveBytes, peak_of
 from benchmarks.step_peers import SIZES, Size
@@ -19,7 +22,7 @@ from drafter.packed_attention import runs_flash
 from drafter.plan import make_plan
 from drafter.pointwise import rms_norm
 from drafter.target import TargetHead, draft_target
-from drafter.trainer import Loss
+from drafter.trainer import DrafterTrainer, Loss, TrainConfig
 from drafter.unroll import unroll
 from drafter.vocabulary import DraftVocabulary
 
@@ -30,6 +33,41 @@ def test_a_whole_step_never_waits_for_the_device(loss: Loss, response: float) ->
     # Reading a number from a meta tensor raises, as does mixing devices; gradients of every parameter are checked.
     found = peak_of(SIZES["S"], tokens=96, documents=3, response=response, steps=3, loss=loss)
     assert found.step > found.resident > 0
+
+
+class HostTensorError(AssertionError):
+    """An operation had to do with a tensor of the host."""
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses operations that read or make tensors of the host: a captured CUDA graph would not do them again."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves((args, kwargs, found)):
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                raise HostTensorError(f"{func} has to do with a tensor {tuple(value.shape)} of the host")
+        return found
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk", "nla", "alpha"])
+@pytest.mark.parametrize("top", [True, False])
+def test_a_step_of_fixed_shapes_can_be_captured_once_it_ran(loss: Loss, top: bool) -> None:
+    w = world(SHAPES["packed, awkward"])
+    trainer = DrafterTrainer(w.drafter.to("meta"), TrainConfig(steps_ahead=3, loss=loss, compute_dtype="bfloat16"))
+    plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, 3).to("meta")
+    batch = w.batch.to("meta", torch.bfloat16)
+    target = draft_target(batch, plan, w.drafter.vocabulary, TargetHead(w.head), torch.bfloat16)
+    if top:
+        rows = plan.target_rows.numel()
+        target = replace(target, hidden=None, head_rows=None, logsumexp=None,
+                         top_draft_ids=torch.zeros(rows, 3, dtype=torch.int64, device="meta"),
+                         top_logprobs=torch.zeros(rows, 3, device="meta"))  # fmt: skip
+    trainer.loss_of(plan, batch, target, 1.0).loss.backward()  # as before any capture
+    with OnDevice():
+        trainer.loss_of(plan, batch, target, 1.0).loss.backward()
+    with pytest.raises(HostTensorError), OnDevice():
+        replace(plan).chains  # noqa: B018 - a property that copies from the host, the first time
 
 
 @pytest.mark.parametrize("top", [True, False])

@@ -12,7 +12,7 @@ from drafter_worlds import SHAPES, World, gradients, mask_of, ours, world
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
-from drafter.chain_loss import _chains, _FusedChain, chain_length, chain_loss
+from drafter.chain_loss import _FusedChain, chain_length, chain_loss
 from drafter.errors import DrafterError
 from drafter.loss import DraftLoss, _FusedLoss, draft_loss
 from drafter.target import DraftTarget, TargetHead, draft_target
@@ -130,7 +130,7 @@ def test_every_loss_reports_the_figures_that_kl_reports(kind: str) -> None:
 def test_gradcheck_of_the_fused_function(kind: Any) -> None:
     w = world((mask_of(6, 1), mask_of(5, 2, holes=(3,))), temperature=0.9)
     unrolled, target = prepared(w, 3)
-    chains, plan = _chains(unrolled.plan), unrolled.plan
+    chains, plan = unrolled.plan.chains, unrolled.plan
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(plan.order.numel(), 12, generator=generator, dtype=torch.float64, requires_grad=True)
     head = torch.randn(len(w.drafter.vocabulary), 12, generator=generator, dtype=torch.float64).requires_grad_()

@@ -18,13 +18,15 @@ from transformers.modeling_layers import MtpModel
 
 from drafter.batch import RolloutBatch
 from drafter.errors import BatchRejected, CheckpointError, DrafterError
+from drafter.experts import Cast, Experts, ExpertSizes
+from drafter.kinds import plan_batch
 from drafter.mtp import MtpConfig, MtpDrafter, unroll_mtp
 from drafter.mtp_checkpoint import extract_mtp, parse_mtp_config, prefix, read_mtp, write_mtp
 from drafter.plan import make_plan
 from drafter.pointwise import rms_norm
 from drafter.replay import replay
-from drafter.target import TargetHead
-from drafter.trainer import DrafterTrainer, TrainConfig
+from drafter.target import TargetHead, draft_target
+from drafter.trainer import DrafterTrainer, Loss, TrainConfig
 
 VOCAB, LAYERS = 41, 3
 YARN = {
@@ -306,6 +308,47 @@ def test_an_experts_weights_are_cast_once_for_all_steps() -> None:
     assert cast(weight).dtype == torch.bfloat16
     assert cast(weight) is cast(weight)
     assert cast(weight).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_multiplied_in_one_call_give_what_they_give_one_by_one(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU. Some experts are chosen by no row; those get a zero gradient in the place of none."""
+    torch.manual_seed(3)
+    experts = Experts(32, ExpertSizes(routed=8, chosen=3, shared=1, intermediate_size=16, groups=2, chosen_groups=1))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    experts.gate.e_score_correction_bias[:2] = -9.0
+    x = torch.randn(7, 32, dtype=dtype, requires_grad=True)
+    found = []
+    for one_call in (False, True):
+        monkeypatch.setattr("drafter.experts.groups", lambda *_, one_call=one_call: one_call)
+        out = experts(x, Cast(dtype))
+        (out.float() * torch.arange(32)).sum().backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in experts.parameters()]
+        found.append([out.detach(), x.grad, *grads])
+        experts.zero_grad(set_to_none=True)
+        x.grad = None
+    assert sum(int(not bool(g.any())) for g in found[0]) >= 6  # three weights of two experts
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.5}
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, **close)
+
+
+@pytest.mark.parametrize("loss", ["kl", "alpha"])
+@pytest.mark.parametrize("variant", ["experts", "glm"])
+def test_a_step_never_waits_for_the_device(variant: str, loss: Loss) -> None:
+    # Reading a number from a meta tensor raises, as does mixing devices.
+    config = target_config if variant == "experts" else glm_config
+    model = policy(config(moe_intermediate_size=8))
+    batch, head = sampled(model, rollouts=4), TargetHead(model.lm_head.weight)
+    trainer = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=3, loss=loss, compute_dtype="bfloat16"))
+    drafter = trainer.drafter.to("meta")
+    plan = plan_batch(drafter, batch, 3).to("meta")
+    target = draft_target(batch.to("meta"), plan, drafter.vocabulary, head, torch.bfloat16)
+    trainer.loss_of(plan, batch.to("meta"), target, 1.0).loss.backward()
+    assert all(p.grad is not None for p in drafter.parameters())
 
 
 def test_its_gradients_are_those_of_the_reference() -> None:

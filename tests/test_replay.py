@@ -260,7 +260,7 @@ def test_d2t_read_as_absolute_ids_breaks_the_agreement(live: Live, drafters: Any
 def test_scoring_in_bfloat16_as_on_cuda_stays_near_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     w = world(SHAPES["packed, full response"], dtype=torch.float32)
     exact = replay(w.drafter, w.batch, depth=3)
-    monkeypatch.setattr("drafter.replay.scoring_dtype", lambda _: torch.bfloat16)
+    monkeypatch.setattr("drafter.replay.working_dtype", lambda _: torch.bfloat16)
     rounded = replay(w.drafter, w.batch, depth=3)
     assert rounded.alpha != exact.alpha
     assert rounded.alpha == pytest.approx(exact.alpha, rel=0.02)

@@ -15,8 +15,6 @@ from rl_hooks.features import as_wire
 from service.errors import WorkerError
 from service.target import Target, read_tensor
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
@@ -38,7 +36,7 @@ def head(value: float, rows: int = VOCAB) -> torch.Tensor:
 
 
 def in_force(target: Target, version: int) -> float:
-    return float(target.at(version, CPU).head.lm_head[0, 0])
+    return float(target.at(version).head.lm_head[0, 0])
 
 
 def test_it_reads_what_was_registered(bench: Bench) -> None:
@@ -48,7 +46,7 @@ def test_it_reads_what_was_registered(bench: Bench) -> None:
     assert not target.tied
     assert target.initial_drafter is None
     assert torch.equal(target.embed_tokens, bench.world.embed)
-    assert torch.equal(target.at(0, CPU).head.lm_head, bench.world.heads[0])
+    assert torch.equal(target.at(0).head.lm_head, bench.world.heads[0])
 
 
 def test_the_newest_head_not_newer_than_asked_is_used_also_when_it_comes_later(bench: Bench) -> None:
@@ -101,19 +99,19 @@ def test_a_tied_embedding_is_the_whole_head_and_not_a_few_of_its_rows(tmp_path: 
         bench.register()
         target = Target.open(bench.layout, "default")
         assert target.tied
-        assert torch.equal(target.at(0, CPU).head.lm_head, world.embed)
+        assert torch.equal(target.at(0).head.lm_head, world.embed)
         put(bench, 1, head(1.0))
         put(bench, 2, head(2.0, rows=4), ids=[0, 2, 4, 6])
-        assert torch.equal(target.at(1, CPU).embed_tokens, head(1.0))
-        assert torch.equal(target.at(2, CPU).embed_tokens, world.embed)
+        assert torch.equal(target.at(1).embed_tokens, head(1.0))
+        assert torch.equal(target.at(2).embed_tokens, world.embed)
 
 
 def test_an_untied_embedding_does_not_follow_the_head_and_is_held_once(bench: Bench) -> None:
     target = Target.open(bench.layout, "default")
     put(bench, 1, head(1.0))
     put(bench, 2, head(2.0))
-    assert torch.equal(target.at(1, CPU).embed_tokens, bench.world.embed)
-    assert target.at(1, CPU).embed_tokens is target.at(2, CPU).embed_tokens
+    assert torch.equal(target.at(1).embed_tokens, bench.world.embed)
+    assert target.at(1).embed_tokens is target.at(2).embed_tokens
 
 
 def test_forgetting_keeps_the_head_that_the_oldest_batch_needs(bench: Bench) -> None:
@@ -148,14 +146,31 @@ def test_a_run_that_cannot_be_opened_says_what_to_do(bench: Bench, spoil: str) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_of_every_float_type_become_float32_with_the_same_values(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_tensors_of_every_float_type_are_read_as_they_were_stored(dtype: torch.dtype, tmp_path: Path) -> None:
     values = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     path = tmp_path / "t.safetensors"
     path.write_bytes(joined(wire.encode({"x": as_wire(values)} if dtype != torch.float16 else {
         "x": wire.Tensor.of(values.numpy(), "F16")}, {})))  # fmt: skip
     read = read_tensor(wire.MappedFile(path), "x")
-    assert read.dtype == torch.float32
-    assert torch.equal(read, values.float())
+    assert read.dtype == dtype
+    assert torch.equal(read, values)
+
+
+def test_heads_wait_on_the_host_and_embeddings_on_the_device_in_the_type_they_were_sent_in(
+    tmp_path: Path, redis_url: str
+) -> None:
+    world = World(tied=True)
+    with Bench(tmp_path / "state", redis_url, world) as bench:
+        bench.register()
+        for version in range(1, 7):
+            put(bench, version, head(float(version)).bfloat16())
+        target = Target.open(bench.layout, "default", "meta")
+        heads = [target.at(version) for version in range(1, 7)]
+        assert {h.embed_tokens.device.type for h in heads} == {target.embed_tokens.device.type} == {"meta"}
+        assert {h.head.lm_head.device.type for h in heads} == {target.lm_head().device.type} == {"cpu"}
+        assert {h.head.lm_head.dtype for h in heads} == {torch.bfloat16}
+        assert target.at(6).head is heads[5].head
+        assert len(target._heads) == 4
 
 
 @pytest.mark.parametrize(("named", "wanted"), [(3, [3]), ([7, 3], [3, 7]), ([3, 99, "x"], [3]), (None, [])])

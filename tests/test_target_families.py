@@ -128,7 +128,7 @@ def test_the_worker_sees_the_models_own_probabilities(
 ) -> None:
     seen: Observed = observed(family)
     batch = rollouts(seen, temperature)
-    head = registered(seen, tmp_path).at(0, torch.device("cpu")).head
+    head = registered(seen, tmp_path).at(0).head
     gap, tokens = head.logprob_gap(batch)
     assert gap < 1e-5
     assert tokens == batch.response_tokens
@@ -144,7 +144,7 @@ def test_the_worker_sees_the_models_own_probabilities(
 def test_a_drafter_learns_from_it(family: str, observed: Any, tmp_path: Path) -> None:
     seen: Observed = observed(family)
     target = registered(seen, tmp_path)
-    policy = target.at(0, torch.device("cpu"))
+    policy = target.at(0)
     config = DrafterConfig.from_target(target.config, AUX, 40)
     torch.manual_seed(0)
     drafter = Eagle3Drafter(config, DraftVocabulary(torch.arange(40), VOCAB), policy.embed_tokens)
@@ -227,7 +227,7 @@ def test_without_its_logit_map_a_soft_capped_target_is_caught_by_the_log_probabi
     observed: Any, tmp_path: Path
 ) -> None:
     seen: Observed = observed("gemma 4")
-    head = registered(seen, tmp_path).at(0, torch.device("cpu")).head
+    head = registered(seen, tmp_path).at(0).head
     head.logit_map = LogitMap()
     assert head.logprob_gap(rollouts(seen))[0] > 0.05
 

@@ -256,7 +256,7 @@ def test_a_tied_embedding_follows_the_head(tmp_path: Path, redis_url: str) -> No
         bench.drain(worker)
         assert [bench.state(b) for b in bench.posted] == ["trained", "trained"]
         assert torch.equal(worker._lineage.candidate.embed_tokens, moved)
-        assert torch.equal(worker._target.at(1, torch.device("cpu")).embed_tokens, world.embed)
+        assert torch.equal(worker._target.at(1).embed_tokens, world.embed)
 
 
 def test_heads_that_no_batch_can_need_are_deleted(bench: Bench) -> None:
@@ -400,6 +400,6 @@ def test_the_target_reads_what_was_registered(bench: Bench, tmp_path: Path) -> N
     assert torch.equal(target.embed_tokens, bench.world.embed)
     path = tmp_path / "a.safetensors"
     path.write_bytes(bench.world.rollout_file("a"))
-    gap, tokens = target.at(0, torch.device("cpu")).head.logprob_gap(load_batch(path))
+    gap, tokens = target.at(0).head.logprob_gap(load_batch(path))
     assert gap < 0.01
     assert tokens > 0
