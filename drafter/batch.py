@@ -8,6 +8,7 @@ Row t holds features after consuming `input_ids[t]`; `logprobs[t]` is of `input_
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +54,19 @@ class RolloutBatch:
     rollout_ids: tuple[str, ...] = ()
     policy_version: int = 0
     rewards: tuple[float, ...] | None = None
+    aux_layers: tuple[int, ...] = ()  # that `aux_hidden` enters; empty: not known
+
+    def __post_init__(self) -> None:
+        """Raise `DrafterError` where the tensors do not belong together. Shapes only: no device is asked."""
+        T = self.input_ids.numel()
+        for name in _PER_TOKEN:
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape[:1] != (T,):
+                raise DrafterError(f"{name} must have one row for each of {T} tokens, got shape {tuple(tensor.shape)}")
+        if self.cu_seqlens.numel() < 2 or int(self.cu_seqlens[-1]) != T:
+            raise DrafterError(f"cu_seqlens must end at the {T} tokens, got {self.cu_seqlens.tolist()[-4:]}")
+        if not 0 <= self.temperature < math.inf:
+            raise DrafterError(f"temperature must be 0 or more and finite, got {self.temperature}")
 
     @property
     def tokens(self) -> int:
@@ -99,9 +113,9 @@ class RolloutBatch:
         """Pack batches of one kind (temperature, warping, tensors); the newest policy version names the result."""
         if not batches:
             raise DrafterError("expected at least one batch to concatenate, got none")
-        kinds = {(b.temperature, b.warped, *(getattr(b, n) is None for n in _PER_TOKEN)) for b in batches}
+        kinds = {(b.temperature, b.warped, b.aux_layers, *(getattr(b, n) is None for n in _PER_TOKEN)) for b in batches}
         if len(kinds) > 1:
-            raise DrafterError("batches differ in temperature, warping or tensors present; keep them apart")
+            raise DrafterError("batches differ in temperature, warping, layers or tensors present; keep them apart")
         ends = torch.cat([b.cu_seqlens[1:] - b.cu_seqlens[:-1] for b in batches]).cumsum(0)
         changes: dict[str, Any] = {
             name: torch.cat([getattr(b, name) for b in batches])
@@ -156,6 +170,7 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         rollout_ids=header.rollout_ids,
         policy_version=header.policy_version_max,
         rewards=header.rewards,
+        aux_layers=header.aux_layers,
         **top,
     )
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from drafter.kinds import Drafter
-from drafter.loss import DraftLoss, acceptance_slope, chunk_size, kernels, target_of
+from drafter.loss import DraftLoss, acceptance_slope, chunk_size, kernels, spread_tail, target_of
 from drafter.matmul import times, times_wide
 from drafter.plan import Chains
 from drafter.pointwise import rms_norm
@@ -102,7 +102,7 @@ class _FusedChain(torch.autograd.Function):
         grad_head = torch.zeros_like(lm_head, dtype=wide) if want_head else None
         loss = hidden.new_zeros((), dtype=wide)
         sums = hidden.new_zeros(2, steps, dtype=wide)  # kl, acceptance
-        fused = kernels(hidden)
+        fused = kernels(hidden) if target.tail is None else None
         for begin, end in chains.chunks(max(1, chunk_elements // lm_head.shape[0])):
             entries = slice(chains.starts[begin], chains.starts[end])
             step, chain = chains.step[entries], chains.row[entries] - begin
@@ -116,9 +116,11 @@ class _FusedChain(torch.autograd.Function):
                 found = fused.measure(logits, p, own, pick, target.divisor)
                 kl, acceptance = found.kl, found.acceptance
             else:
-                p = p.index_select(0, pick)
+                p, own = p.index_select(0, pick), own.index_select(0, pick)
                 q = F.log_softmax(logits.div_(target.divisor), dim=-1)
-                kl = own.index_select(0, pick) - torch.linalg.vecdot(p, q)
+                if target.tail is not None:
+                    p, _, own = spread_tail(p, q.exp(), target.tail.index_select(0, chains.target_index[entries]))
+                kl = own - torch.linalg.vecdot(p, q)
                 acceptance = torch.minimum(p, q.exp_()).sum(-1)
             sums.index_add_(1, step, torch.stack([kl, acceptance]))
             a = acceptance.new_zeros(end - begin, steps).index_put_((chain, step), acceptance)

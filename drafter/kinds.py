@@ -27,9 +27,26 @@ Drafter = Eagle3Drafter | MtpDrafter
 
 
 def plan_batch(drafter: Drafter, batch: RolloutBatch, steps: int) -> Plan:
-    """Plan the unroll of a batch, on the host, as the drafter's layers need it."""
+    """Plan the unroll of a batch, on the host, as the drafter's layers need it.
+
+    Raises `BatchRejected` where the batch is not of this drafter's target.
+    """
+    _check_fit(drafter, batch)
     several = isinstance(drafter, Eagle3Drafter) and drafter.config.num_hidden_layers > 1
     return make_plan(batch.cu_seqlens, batch.loss_mask, steps, every_row=several)
+
+
+def _check_fit(drafter: Drafter, batch: RolloutBatch) -> None:
+    layers = drafter.config.aux_layers if isinstance(drafter, Eagle3Drafter) else ()
+    if layers and batch.aux_layers and batch.aux_layers != layers:
+        raise BatchRejected(
+            f"the drafter reads the states entering layers {list(layers)}, these rollouts carry those entering "
+            f"{list(batch.aux_layers)}; capture the drafter's layers, or train a drafter on these"
+        )
+    ids, size = batch.input_ids, drafter.config.vocab_size
+    # Elsewhere to look would mean to wait for the device; what is on one was checked before it got there.
+    if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        raise BatchRejected(f"token ids must be in [0, {size}), got {int(ids.min())} to {int(ids.max())}")
 
 
 def unroll_batch(drafter: Drafter, plan: Plan, batch: RolloutBatch, *, dtype: torch.dtype | None = None) -> Unrolled:

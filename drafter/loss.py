@@ -13,6 +13,12 @@ a is the probability that rejection sampling keeps the draft, 1 - a the total va
     "nla"    -log a: the gradient of total variation, divided by a where it would otherwise vanish
     "alpha"  the chain as a whole: `drafter.chain_loss`
 
+Targets from top entries say nothing of single tokens outside them, only what all of those have together: the *tail*,
+r = 1 - sum p over the entries sent. It is compared with what the drafter gives to its tokens outside the entries
+together, in all formulas above, as if they were one token: equal to p_v = r q_v / sum_tail q for each of them, held
+constant. So a drafter that equals the target has no slope. Where the tail lies outside the draft vocabulary this asks
+too much of the drafter's; what part does cannot be told.
+
 "lk" and "nla" are the hybrid and the plain objective of LK losses (arXiv 2602.23881; per entry, as in speculators 0.9).
 The loss is sum_j step_decay**j sum_entries value / denominator, where the *caller's* denominator is the number of
 response tokens in the whole optimizer window, across ranks. Peers divide by other counts, so learning rates do not
@@ -158,10 +164,11 @@ class _FusedLoss(torch.autograd.Function):
         kl = hidden.new_zeros(hidden.shape[0], dtype=wide)
         acceptance, value = torch.zeros_like(kl), torch.zeros_like(kl)
         row_weights = step_weights.index_select(0, plan.entry_step)
-        fused = kernels(hidden)
+        fused = kernels(hidden) if target.tail is None else None
         for begin, end in _chunks(plan, lm_head.shape[0], chunk_elements):
             entries = slice(plan.target_starts[begin], plan.target_starts[end])
             p, mass, own = target_of(target, begin, end, wide)
+            tail = None if target.tail is None else target.tail[begin:end]
             pick = plan.target_index[entries] - begin
             h = hidden[entries]
             logits = times_wide(h, lm_head)
@@ -180,7 +187,7 @@ class _FusedLoss(torch.autograd.Function):
                 for rows in _blocks(logits):
                     at = slice(entries.start + rows.start, entries.start + rows.stop)
                     kl[at], acceptance[at], value[at] = _fold(
-                        kind, logits[rows], p, mass, own, pick[rows], scale[rows] if grad_enabled else None
+                        kind, logits[rows], p, mass, own, tail, pick[rows], scale[rows] if grad_enabled else None
                     )
                 slope = logits.to(h.dtype)
             if grad_hidden is not None:
@@ -204,7 +211,7 @@ class _FusedLoss(torch.autograd.Function):
 def target_of(target: DraftTarget, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Give p [n, D] of the target rows [begin, end), its mass m [n] and sum p log p - m log m [n]."""
     logp = target.logprobs(begin, end, dtype)
-    if (fused := kernels(logp)) is not None:
+    if target.tail is None and (fused := kernels(logp)) is not None:
         p = logp.contiguous()
         return p, *fused.target(p)
     logp.clamp_(min=_LEAST_LOG)
@@ -220,16 +227,37 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(begin, min(begin + size, n)) for begin in range(0, n, size))
 
 
+def spread_tail(p: Tensor, q: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give tokens that no top entry names their share of the tail: r q / (sum of q over them).
+
+    p, q [e, D], tail r [e]. Returns p with those shares, its mass m [e] and sum p log p - m log m [e], as `target_of`.
+    """
+    outside = p == 0
+    share = tail / torch.where(outside, q, 0).sum(-1).clamp(min=torch.finfo(q.dtype).tiny)
+    p = torch.where(outside, q * share[:, None], p)
+    mass = p.sum(-1)
+    return p, mass, torch.special.entr(mass) - torch.special.entr(p).sum(-1)
+
+
 def _fold(
-    kind: EntryLoss, logits: Tensor, p: Tensor, mass: Tensor, own: Tensor, pick: Tensor, scale: Tensor | None
+    kind: EntryLoss,
+    logits: Tensor,
+    p: Tensor,
+    mass: Tensor,
+    own: Tensor,
+    tail: Tensor | None,
+    pick: Tensor,
+    scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The kl, acceptance and loss [e] of entries with these tempered logits [e, D], whose targets are rows `pick` of p.
 
     Unless `scale` [e] is None, the logits are overwritten by the derivative of the loss by them, times `scale`.
     """
-    p, mass = p.index_select(0, pick), mass.index_select(0, pick)
+    p, mass, own = p.index_select(0, pick), mass.index_select(0, pick), own.index_select(0, pick)
     q = F.log_softmax(logits, dim=-1)
-    kl = own.index_select(0, pick) - torch.linalg.vecdot(p, q)
+    if tail is not None:
+        p, mass, own = spread_tail(p, q.exp(), tail.index_select(0, pick))
+    kl = own - torch.linalg.vecdot(p, q)
     q.exp_()
     acceptance = torch.minimum(p, q).sum(-1)
     value, by_kl, by_acceptance = _value(kind, kl, acceptance)

@@ -129,6 +129,7 @@ class DraftTarget:
     logsumexp: Tensor | None = None  # [U]
     top_draft_ids: Tensor | None = None  # int64[U, k], -1 outside the draft vocabulary
     top_logprobs: Tensor | None = None  # [U, k]
+    tail: Tensor | None = None  # [U]: what the target gives to all tokens without a top entry together
     logit_map: LogitMap = _PLAIN  # of hidden @ head_rows
 
     def logprobs(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -174,9 +175,12 @@ def draft_target(
         )
     if batch.top_ids is None or batch.top_logprobs is None:
         raise TargetHeadError("this batch carries neither last_hidden with logsumexp nor top_ids with top_logprobs")
+    wide = torch.promote_types(dtype, torch.float32)
+    top_logprobs = batch.top_logprobs.index_select(0, rows).to(wide)
     return DraftTarget(
         batch.divisor,
         len(vocabulary),
         top_draft_ids=to_device(vocabulary.to_draft, device)[batch.top_ids.index_select(0, rows)],
-        top_logprobs=batch.top_logprobs.index_select(0, rows),
+        top_logprobs=top_logprobs,
+        tail=(1 - top_logprobs.exp().sum(-1)).clamp(min=0),
     )

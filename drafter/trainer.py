@@ -223,7 +223,7 @@ class DrafterTrainer(Generic[_D]):
         The window's only wait for the device is here: one copy of all its figures, once everything is queued.
         """
         if not results:
-            return _Outcome("no supervised row: responses are too short", math.nan, math.nan, [], [])
+            return _Outcome("no supervised row: no batches, or responses are too short", math.nan, math.nan, [], [])
         parameters, steps = list(self._named.values()), self.config.steps_ahead
         total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         losses = torch.stack([r.loss.double() for r in results]).sum()

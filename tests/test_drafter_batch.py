@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from drafter_worlds import SHAPES, cast, world
+from drafter_worlds import SHAPES, VOCAB, cast, world
 
 from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.errors import BatchRejected, DrafterError
+from drafter.replay import replay
+from drafter.target import TargetHead
+from drafter.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
 
 LAYERS, HIDDEN, LENGTHS = (1, 2, 3), 8, (5, 7)
@@ -158,3 +162,37 @@ def test_top_entries_that_a_truncated_sampler_never_draws_are_minus_infinity(val
     top[13, 1] = value
     with pytest.raises(BatchRejected, match="top_logprobs holds NaN or infinity in 1 of 29 rows"):
         screen(truncated)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": torch.zeros(3)}, "logprobs must have one row for each of"),
+        ({"last_hidden": torch.zeros(5, 4)}, "last_hidden must have one row"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens must end at the"),
+        ({"temperature": -1.0}, "temperature must be 0 or more"),
+    ],
+)
+def test_tensors_that_do_not_belong_together_make_no_batch(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DrafterError, match=message):
+        replace(world(SHAPES["packed, half response"]).batch, **changes)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_tokens_outside_the_vocabulary_are_refused_before_anything_moves(token: int) -> None:
+    w = world(SHAPES["packed, half response"])
+    ids = w.batch.input_ids.clone()
+    ids[3] = token
+    trainer = DrafterTrainer(w.drafter, TrainConfig(steps_ahead=2))
+    with pytest.raises(BatchRejected, match=rf"token ids must be in \[0, {VOCAB}\)"):
+        trainer.step(replace(w.batch, input_ids=ids), TargetHead(w.head))
+    assert trainer.windows == 0
+
+
+def test_features_of_other_layers_than_the_drafter_s_are_refused() -> None:
+    w = world(SHAPES["packed, half response"], dtype=torch.float32)
+    assert w.drafter.config.aux_layers == (1, 2, 3)
+    for layers in ((), (1, 2, 3)):
+        replay(w.drafter, replace(w.batch, aux_layers=layers), depth=2)
+    with pytest.raises(BatchRejected, match=r"reads the states entering layers \[1, 2, 3\], these .* \[1, 2, 4\]"):
+        replay(w.drafter, replace(w.batch, aux_layers=(1, 2, 4)), depth=2)

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,16 @@ def test_eval_prints_a_table_per_position_and_the_bounds_of_trees(
     for name in ("drafter", "n-gram", "tree of 2, at most", "tree of 4, at most", "tree of 8, at most"):
         assert sum(line.startswith(name) for line in lines) == 2, name
     assert lines[-1].count("(") == 2, "one pair per position"
+
+
+def test_eval_refuses_rollouts_with_the_states_of_other_layers(
+    tmp_path: Path, rollouts: Path, embedding: Path, world: World
+) -> None:
+    other, drafter = tmp_path / "other", world.trained_drafter(tmp_path)
+    drafter.config = replace(drafter.config, aux_layers=tuple(layer + 1 for layer in LAYERS))
+    other.mkdir()
+    write_drafter(other, drafter)
+    assert "reads the states entering layers" in refused("eval", other, rollouts, "--target", embedding)
 
 
 def test_eval_takes_the_embedding_of_each_policy_version_from_a_run(tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from drafter_reference import reference_steps
-from drafter_worlds import SHAPES, VOCAB, World, cast, expected, gradients, ours, world
+from drafter_worlds import SHAPES, VOCAB, World, cast, expected, gradients, ours, with_top, world
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter.errors import TargetHeadError
-from drafter.loss import draft_loss, token_logprobs
+from drafter.loss import _fold, draft_loss, token_logprobs
 from drafter.target import TargetHead, draft_target
 from drafter.unroll import Unrolled, make_plan, unroll
 from drafter.vocabulary import DraftVocabulary
@@ -128,14 +130,6 @@ def test_without_gradients_the_figures_are_the_same() -> None:
 # --- targets from top entries ---------------------------------------------------------------------------------------
 
 
-def with_top(w: World, k: int) -> World:
-    assert w.batch.last_hidden is not None
-    logp = torch.log_softmax(w.batch.last_hidden @ w.head.T / w.batch.temperature, -1)
-    values, ids = logp.topk(k)
-    batch = replace(w.batch, last_hidden=None, logsumexp=None, top_ids=ids, top_logprobs=values)
-    return World(w.drafter, w.head, batch)
-
-
 def test_all_top_entries_give_the_dense_loss() -> None:
     w = world(AWKWARD, temperature=0.6)
     dense, sparse = ours(w, 4), ours(with_top(w, VOCAB), 4)
@@ -145,26 +139,54 @@ def test_all_top_entries_give_the_dense_loss() -> None:
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
 
 
-def test_few_top_entries_count_the_tail_as_missing_mass() -> None:
-    w = with_top(world(AWKWARD), 3)
-    u = unrolled(w, 2)
-    result = ours(w, 2)
+def lumped(w: World, u: Unrolled, step: int) -> tuple[Tensor, Tensor]:
+    """KL and acceptance summed over a step's rows; all tokens without a top entry count as one, p = 1 - sum."""
     assert w.batch.top_ids is not None
     assert w.batch.top_logprobs is not None
     draft = {int(t): i for i, t in enumerate(w.drafter.vocabulary.ids)}
-    for step in range(2):
-        kl = acceptance = 0.0
-        logits = w.drafter.logits(u.pre[step]).detach()
-        for row, z in zip(u.rows[step].tolist(), logits, strict=True):
-            q = torch.softmax(z, -1)
-            target = row + 1 + step
-            pairs = zip(w.batch.top_ids[target].tolist(), w.batch.top_logprobs[target].exp().tolist(), strict=True)
-            known = {draft[t]: p for t, p in pairs if t in draft}
-            mass = sum(known.values())
-            kl += sum(p * (torch.tensor(p / mass).log() - q[i].log()).item() for i, p in known.items())
-            acceptance += sum(min(p, q[i].item()) for i, p in known.items())
-        assert result.kl_sums[step].item() == pytest.approx(kl, rel=1e-6)
-        assert result.acceptance_sums[step].item() == pytest.approx(acceptance, rel=1e-6)
+    kl = acceptance = torch.zeros((), dtype=torch.float64)
+    for row, z in zip(u.rows[step].tolist(), w.drafter.logits(u.pre[step]), strict=True):
+        q = torch.softmax(z / w.batch.temperature, -1)
+        target = row + 1 + step
+        sent = dict(zip(w.batch.top_ids[target].tolist(), w.batch.top_logprobs[target].exp().tolist(), strict=True))
+        known = {draft[t]: p for t, p in sent.items() if t in draft}
+        others = [i for i in range(len(draft)) if i not in known]
+        pairs = [(p, q[i]) for i, p in known.items()]
+        if others:
+            pairs.append((max(0.0, 1 - sum(sent.values())), q[others].sum()))
+        mass = sum(p for p, _ in pairs)
+        kl = kl + sum(p * (math.log(p / mass) - other.log()) for p, other in pairs if p)
+        acceptance = acceptance + sum(other.clamp(max=p) for p, other in pairs)
+    return kl, acceptance
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("k", [1, 3, 8, 15])
+def test_few_top_entries_leave_a_tail_that_counts_as_one_token(k: int, temperature: float) -> None:
+    w = with_top(world(AWKWARD, temperature=temperature), k)
+    u, result = unrolled(w, 2), ours(w, 2)
+    reference = [lumped(w, u, step) for step in range(2)]
+    for step, (kl, acceptance) in enumerate(reference):
+        assert result.kl_sums[step].item() == pytest.approx(kl.item(), rel=1e-9)
+        assert result.acceptance_sums[step].item() == pytest.approx(acceptance.item(), rel=1e-9)
+    got = gradients(w, ours(w, 2, decay=1.0, denominator=1.0).loss)
+    want = gradients(w, reference[0][0] + reference[1][0])
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-7, atol=1e-10, msg=name)
+
+
+def test_a_drafter_that_equals_the_target_is_left_where_it_is_by_any_number_of_top_entries() -> None:
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 20, generator=g, dtype=torch.float64)
+    p = logits.softmax(-1)
+    for k in (1, 4, 16, 20):
+        top = p.topk(k, dim=-1)
+        sent = torch.zeros_like(p).scatter_(1, top.indices, top.values)
+        slope, mass, scale = logits.clone(), sent.sum(-1), torch.ones(6, dtype=torch.float64)
+        kl, acceptance, _ = _fold("kl", slope, sent, mass, mass, 1 - mass, torch.arange(6), scale)
+        torch.testing.assert_close(kl, torch.zeros_like(kl), rtol=0, atol=1e-12)
+        torch.testing.assert_close(acceptance, torch.ones_like(kl))
+        torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
 
 
 # --- what replay reads ----------------------------------------------------------------------------------------------

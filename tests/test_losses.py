@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drafter_reference import Row, rms
-from drafter_worlds import SHAPES, World, gradients, mask_of, ours, world
+from drafter_worlds import SHAPES, World, gradients, mask_of, ours, with_top, world
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
@@ -118,8 +118,10 @@ def test_chunking_changes_no_loss_and_no_gradient(kind: str, chunk: int) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_loss_reports_the_figures_that_kl_reports(kind: str) -> None:
+@pytest.mark.parametrize("top", [0, 4])
+def test_every_loss_reports_the_figures_that_kl_reports(kind: str, top: int) -> None:
     w = world(AWKWARD)
+    w = with_top(w, top) if top else w
     kl, other = ours(w, 4), production(w, 4, kind)
     assert other.entries == kl.entries
     torch.testing.assert_close(other.kl_sums, kl.kl_sums, rtol=1e-12, atol=1e-14)
@@ -127,8 +129,10 @@ def test_every_loss_reports_the_figures_that_kl_reports(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "kl"])
-def test_gradcheck_of_the_fused_function(kind: Any) -> None:
+@pytest.mark.parametrize("top", [0, 4])
+def test_gradcheck_of_the_fused_function(kind: Any, top: int) -> None:
     w = world((mask_of(6, 1), mask_of(5, 2, holes=(3,))), temperature=0.9)
+    w = with_top(w, top) if top else w
     unrolled, target = prepared(w, 3)
     chains, plan = unrolled.plan.chains, unrolled.plan
     generator = torch.Generator().manual_seed(5)
