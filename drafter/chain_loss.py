@@ -28,7 +28,7 @@ from drafter.kinds import Drafter
 from drafter.loss import DraftLoss, acceptance_slope, chunk_size, kernels, spread_tail, target_of
 from drafter.matmul import times, times_wide
 from drafter.plan import Chains
-from drafter.pointwise import rms_norm
+from drafter.pointwise import rms_norm, take_rows
 from drafter.target import DraftTarget
 from drafter.unroll import Unrolled
 
@@ -48,7 +48,7 @@ def chain_loss(
     """
     weights, plan = unrolled.weights, unrolled.plan
     chains = plan.chains
-    ordered = torch.cat(unrolled.pre).index_select(0, chains.order)
+    ordered = take_rows(torch.cat(unrolled.pre), chains.order)
     hidden = rms_norm(ordered, weights.norm, drafter.config.rms_norm_eps)
     loss, kl_sums, acceptance_sums = _FusedChain.apply(  # type: ignore[no-untyped-call]
         hidden,

@@ -1,21 +1,26 @@
-"""What differs between devices: moving tensors to the one that trains, and fusing element-wise work there."""
+"""What differs between devices: moving tensors to the one that trains, what it computes in, and fusing its passes."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 log = logging.getLogger("draftalign.drafter")
 
+_T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 #: Variants of one function that are compiled before the compiler gives up: one per draft step, type, and lone row.
 #: Its own limit is 8, which seven steps nearly use up.
@@ -24,21 +29,44 @@ _VARIANTS = 64
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed, which is optional, and has the C compiler without which it starts no kernel."""
+    """Whether Triton is installed, which is optional, and has what it needs to start a kernel: it compiles C for it."""
     if find_spec("triton") is None:
         return False
-    compiler = os.environ.get("CC") or next((c for c in ("gcc", "clang", "cc") if shutil.which(c)), None)
-    if compiler is None:
-        log.warning("Triton finds no C compiler: losses run in plain torch, slower. Install gcc and the C headers")
-    return compiler is not None
+    missing = []
+    if not (os.environ.get("CC") or any(shutil.which(compiler) for compiler in ("gcc", "clang", "cc"))):
+        missing.append("a C compiler (install gcc and the C headers)")
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        missing.append("Python's own headers (install python3-dev)")
+    if missing:
+        log.warning("Triton finds no %s: losses run in plain torch, slower", " and no ".join(missing))
+    return not missing
 
 
 def to_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
     """Copy without waiting for the device: from the host to CUDA through pinned memory, so that work overlaps."""
     towards = torch.device(device).type != "cpu"  # back from it, a copy that is not waited for is read too early
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
+        tensor = tensor.to(
+            dtype or tensor.dtype
+        ).pin_memory()  # converted first: a copy that converts would be waited for
     return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=towards)
+
+
+def ahead(items: Iterable[_T], device: torch.device) -> Iterator[_T]:
+    """Yield the items, the next one made in a thread while the caller keeps `device` busy with this one.
+
+    On a CPU, where the thread would take the cores that the caller works with, one after another.
+    """
+    if device.type == "cpu":
+        yield from items
+        return
+    iterator, end = iter(items), object()
+    use = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
+    with ThreadPoolExecutor(1, "ahead", *use) as thread:
+        waiting = thread.submit(next, iterator, end)
+        while (item := waiting.result()) is not end:
+            waiting = thread.submit(next, iterator, end)
+            yield item  # type: ignore[misc]
 
 
 def working_dtype(device: torch.device) -> torch.dtype | None:
@@ -57,20 +85,24 @@ def fuses(x: Tensor) -> bool:
 def fused_on_cuda(function: _F) -> _F:
     """Compile a function of tensors without gradients where its first argument `fuses`; elsewhere run it as it stands.
 
-    Shapes are compiled as symbols: batches of other lengths do not compile again.
+    Numbers of rows are compiled as symbols, so batches of other lengths do not compile again; what follows the first
+    axis (heads, widths) belongs to the model and is compiled in.
     """
 
     @cache
     def compiled() -> Callable[..., Any]:  # not before it is needed: the compiler takes seconds to import
-        return torch.compile(function, dynamic=True)
+        compiler: Any = torch.compile  # the published stubs lack this argument
+        return compiler(function, recompile_limit=_VARIANTS)  # type: ignore[no-any-return]
 
     @wraps(function)
     def run(first: Tensor, *rest: Any) -> Any:
         if not fuses(first):
             return function(first, *rest)
-        dynamo: Any = import_module("torch._dynamo.config")
-        if dynamo.recompile_limit < _VARIANTS:  # each thread has its own
-            dynamo.recompile_limit = _VARIANTS
-        return compiled()(first, *rest)
+        # Within an autograd function inputs still say that they want gradients, which would be one more variant.
+        arguments = pytree.tree_map_only(Tensor, Tensor.detach, (first, *rest))
+        for tensor in pytree.tree_leaves(arguments):
+            if isinstance(tensor, Tensor) and tensor.ndim:
+                import_module("torch._dynamo").maybe_mark_dynamic(tensor, 0)
+        return compiled()(*arguments)
 
     return run  # type: ignore[return-value]

@@ -53,7 +53,7 @@ from drafter.errors import DrafterError
 from drafter.kinds import Drafter
 from drafter.matmul import times, times_wide
 from drafter.plan import Plan
-from drafter.pointwise import rms_norm
+from drafter.pointwise import rms_norm, take_rows
 from drafter.target import DraftTarget
 from drafter.unroll import Unrolled
 
@@ -105,7 +105,7 @@ def draft_loss(
     device = weights.lm_head.device
     step_weights = torch.full((plan.steps,), step_decay, dtype=wide, device=device)
     step_weights = step_weights.pow_(torch.arange(plan.steps, device=device)).div_(denominator)
-    ordered = torch.cat(unrolled.pre).index_select(0, plan.order)
+    ordered = take_rows(torch.cat(unrolled.pre), plan.order)
     hidden = rms_norm(ordered, weights.norm, drafter.config.rms_norm_eps)
     loss, kl_sums, acceptance_sums = _FusedLoss.apply(  # type: ignore[no-untyped-call]
         hidden,

@@ -29,7 +29,7 @@ from drafter.experts import Cast, Experts, ExpertSizes, SwiGLU
 from drafter.grouped_attention import GroupedAttention, GroupedSizes
 from drafter.latent_attention import LatentAttention, LatentSizes, Yarn
 from drafter.plan import Plan
-from drafter.pointwise import rms_norm
+from drafter.pointwise import rms_norm, take_rows
 from drafter.unroll import Unrolled
 from drafter.vocabulary import DraftVocabulary
 
@@ -285,7 +285,7 @@ def unroll_mtp(
     embedded = F.linear(embedded, weights.eh[:, :H])
 
     def enter(r: Tensor, step: int) -> Tensor:
-        read = embedded.index_select(0, plan.read_index[step][: r.shape[0]])
+        read = take_rows(embedded, plan.read_index[step][: r.shape[0]])
         if step == 0 and config.zero_first_embedding:
             read = read * (plan.positions != 0)[:, None].to(cast)
         return F.linear(rms_norm(r, weights.hnorm, eps), weights.eh[:, H:]) + read
@@ -311,5 +311,5 @@ def unroll_mtp(
         attended = attend(plan, step, layer.queries(x, positions, weights.attention), keys, diagonal)
         pre = drafter.finish(h, attended, weights)
         chosen = plan.active[step]
-        pres.append(pre if chosen is None else pre.index_select(0, chosen))
+        pres.append(pre if chosen is None else take_rows(pre, chosen))
     return Unrolled(plan, plan.rows, tuple(pres), weights)

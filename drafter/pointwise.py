@@ -36,6 +36,25 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.rows, *grads[0].shape[1:]).index_copy_(0, index, grads[0]), None
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows x[index], of which none is asked for twice: the backward pass copies where torch's own would add."""
+    out: Tensor = _Rows.apply(x, index)  # type: ignore[no-untyped-call]
+    return out
+
+
 @fused_on_cuda
 def _swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)

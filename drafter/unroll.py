@@ -22,7 +22,7 @@ from drafter.errors import DrafterError
 from drafter.matmul import linear
 from drafter.model import Eagle3Drafter, LaterWeights
 from drafter.plan import Plan, make_plan
-from drafter.pointwise import rms_norm, rotary, rotate
+from drafter.pointwise import rms_norm, rotary, rotate, take_rows
 
 __all__ = ["Plan", "Unrolled", "make_plan", "unroll"]
 
@@ -84,7 +84,7 @@ def unroll(
 
     def project_qkv(x: Tensor, step: int) -> Tensor:
         read = plan.read_index[step][: x.shape[0]]
-        shared = torch.cat([embedded_q.index_select(0, read), embedded_kv.index_select(0, read)], dim=-1)
+        shared = torch.cat([take_rows(embedded_q, read), take_rows(embedded_kv, read)], dim=-1)
         return linear(x, by_state) + shared
 
     r = linear(aux_hidden.index_select(0, plan.kv_rows).to(cast), weights.fc)
@@ -93,7 +93,7 @@ def unroll(
     qkv = project_qkv(x[:n], 0)
     kv = qkv[:, split:]
     if n < x.shape[0]:  # context rows: keys and values only
-        context_kv = linear(x[n:], by_state[split:]) + embedded_kv.index_select(0, plan.read_index[0][n:])
+        context_kv = linear(x[n:], by_state[split:]) + take_rows(embedded_kv, plan.read_index[0][n:])
         kv = torch.cat([kv, context_kv])
     k, v = kv.view(-1, 2 * kv_heads, hd).chunk(2, dim=1)
     cos, sin = rotary(plan.positions, hd, config.rope_theta, cast)
@@ -124,7 +124,7 @@ def unroll(
         for layer in later:
             r = layer.run(step, r, turn)
         chosen = plan.active[step]
-        pres.append(r if chosen is None else r.index_select(0, chosen))
+        pres.append(r if chosen is None else take_rows(r, chosen))
     return Unrolled(plan, plan.rows, tuple(pres), weights)
 
 

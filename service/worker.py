@@ -210,7 +210,7 @@ def run_worker(settings: Settings, on_signal: Callable[[int, Callable[..., None]
     if settings.device == "cpu":
         torch.set_num_threads(1)  # on shared cores, threads that wait for each other are far slower than one
     elif torch.device(settings.device).type == "cuda":
-        torch.cuda.set_device(settings.device)  # Triton starts its kernels on the current one
+        torch.cuda.set_device(torch.device(settings.device).index or 0)  # Triton starts its kernels on the current one
     worker = Worker(settings, connect(settings.redis_url.get_secret_value()))
     for number in (signal.SIGTERM, signal.SIGINT):
         on_signal(number, lambda *_: worker.stop())

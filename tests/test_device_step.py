@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.step_memory import LiveBytes, peak_of
 from benchmarks.step_peers import SIZES, Size
 from drafter.attention_layout import Packed
-from drafter.device import fused_on_cuda
+from drafter.device import ahead, fused_on_cuda
 from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.packed_attention import runs_flash
 from drafter.plan import make_plan
@@ -177,9 +178,15 @@ def test_what_is_compiled_on_cuda_computes_what_it_computes_uncompiled(monkeypat
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_as_many_draft_steps_as_anybody_trains_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_number_of_draft_steps_is_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
     whole = torch.compile
-    monkeypatch.setattr("torch.compile", lambda f, dynamic: whole(f, dynamic=dynamic, backend="eager"))
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr("torch.compile", lambda f, **options: whole(f, backend=backend, **options))
     monkeypatch.setattr("drafter.device.fuses", lambda _: True)
 
     @fused_on_cuda
@@ -188,10 +195,31 @@ def test_as_many_draft_steps_as_anybody_trains_are_compiled(monkeypatch: pytest.
             first = first + one
         return first
 
-    config = import_module("torch._dynamo.config")
-    with config.patch(recompile_limit=config.recompile_limit, fail_on_recompile_limit_hit=True):
-        for steps in range(1, 16):
-            assert float(total(torch.ones(3), [torch.ones(3)] * steps).sum()) == 3 * (steps + 1)
+    for steps in range(1, 16):
+        for rows in (3, 4, 9):
+            for wants_gradients in (False, True):
+                x = torch.ones(rows, 2, requires_grad=wants_gradients)
+                assert float(total(x, [x] * steps).sum()) == 2 * rows * (steps + 1)
+    assert len(graphs) == 15
+
+
+def test_what_is_made_ahead_comes_in_order_with_its_errors() -> None:
+    made: list[tuple[int, str]] = []
+
+    def items() -> Iterator[int]:
+        for i in range(4):
+            made.append((i, threading.current_thread().name))
+            yield i
+        raise OSError("the last one")
+
+    for device, thread in (("cpu", "MainThread"), ("meta", "ahead_0")):
+        made.clear()
+        found: list[int] = []
+        with pytest.raises(OSError, match="the last one"):
+            found.extend(ahead(items(), torch.device(device)))
+        assert found == [0, 1, 2, 3]
+        assert {name for _, name in made} == {thread}
+    assert list(ahead([], torch.device("meta"))) == []
 
 
 def test_torchs_own_rms_norm_which_cuda_takes_is_ours() -> None:
