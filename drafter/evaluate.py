@@ -25,12 +25,11 @@ from drafter.errors import DrafterError
 from drafter.kinds import Drafter, plan_batch, unroll_batch
 from drafter.ngram import ngram_replay
 from drafter.pointwise import rms_norm
-from drafter.replay import Drafting, _groups, prompt_groups, replay
+from drafter.replay import TOKENS_AT_ONCE, Drafting, prompt_groups, replay
 from drafter.unroll import Unrolled
 
 #: Logits held at once, in elements: 128 MiB of float32.
 _LOGITS_ELEMENTS = 1 << 25
-_TOKENS_AT_ONCE = 65_536
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +116,7 @@ def tree_bound(drafter: Drafter, batch: RolloutBatch, *, depth: int, branches: i
     """Upper bound on what a tree of `branches` per step would have had, one forward pass of the unroll."""
     if depth < 1 or not 1 <= branches <= len(drafter.vocabulary):
         raise DrafterError(f"expected depth >= 1 and branches from 1 to the draft vocabulary: {depth=} {branches=}")
-    parts = [_tree_bound(drafter, group, depth, branches) for group in _groups(batch, _TOKENS_AT_ONCE)]
+    parts = [_tree_bound(drafter, group, depth, branches) for group in batch.groups(TOKENS_AT_ONCE)]
     return Replay.concat(parts)
 
 

@@ -16,7 +16,6 @@ Legend: T tokens, R rollouts, N tokens emitted by rounds, K depth, D draft vocab
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
@@ -35,6 +34,8 @@ from drafter.unroll import Unrolled
 
 Drafting = Literal["probabilistic", "greedy"]
 
+#: Tokens whose features are on the device at once.
+TOKENS_AT_ONCE = 65_536
 #: Logits held at once, in elements: 128 MiB of float32.
 _LOGITS_ELEMENTS = 1 << 25
 
@@ -45,7 +46,7 @@ def replay(
     *,
     depth: int,
     drafting: Drafting = "probabilistic",
-    tokens_at_once: int = 65_536,
+    tokens_at_once: int = TOKENS_AT_ONCE,
 ) -> Replay:
     """Expected rounds that `drafter`, drafting `depth` tokens, would have needed for each rollout of `batch`.
 
@@ -55,7 +56,7 @@ def replay(
     if depth < 1 or drafting not in ("probabilistic", "greedy"):
         raise DrafterError(f"expected depth >= 1 and a drafting mode, got {depth=} and {drafting=}")
     greedy = drafting == "greedy" or batch.temperature == 0
-    parts = [_replay_group(drafter, group, depth, greedy=greedy) for group in _groups(batch, tokens_at_once)]
+    parts = [_replay_group(drafter, group, depth, greedy=greedy) for group in batch.groups(tokens_at_once)]
     return Replay.concat(parts)
 
 
@@ -108,23 +109,6 @@ def _replay_group(drafter: Drafter, batch: RolloutBatch, depth: int, *, greedy: 
     if not bool(torch.isfinite(acceptance).all()):
         raise BatchRejected("replay gives NaN: features or log-probabilities of this batch, or the drafter, are broken")
     return replay_rounds(acceptance.cpu().numpy(), segments)
-
-
-def _groups(batch: RolloutBatch, tokens_at_once: int) -> Iterator[RolloutBatch]:
-    """Split a batch into consecutive groups of whole rollouts."""
-    lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist()
-    if sum(lengths) <= tokens_at_once:
-        yield batch
-        return
-    chosen: list[int] = []
-    tokens = 0
-    for index, length in enumerate(lengths):
-        if chosen and tokens + length > tokens_at_once:
-            yield batch.select(chosen)
-            chosen, tokens = [], 0
-        chosen.append(index)
-        tokens += length
-    yield batch.select(chosen)
 
 
 def _acceptance(

@@ -94,6 +94,14 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """What a step needs of a batch before the device is asked for anything; `DrafterTrainer.prepare` makes it."""
+
+    batch: RolloutBatch  # towards CUDA in pinned memory
+    plan: Plan  # on the host
+
+
+@dataclass(frozen=True)
 class _Outcome:
     """What became of a window's gradients, and its figures as read from the device."""
 
@@ -134,16 +142,28 @@ class DrafterTrainer(Generic[_D]):
         """Where the drafter lives."""
         return next(self.drafter.parameters()).device
 
+    def prepare(self, batch: RolloutBatch) -> Prepared:
+        """Do the host's share of a step, which another thread may do while the device is busy with the step before.
+
+        Raises `BatchRejected` where the batch does not fit the drafter.
+        """
+        plan = plan_batch(self.drafter, batch, self.config.steps_ahead)
+        return Prepared(batch.pinned() if self.device.type == "cuda" else batch, plan)
+
     def step(
-        self, batches: RolloutBatch | Sequence[RolloutBatch], head: TargetHead | Sequence[TargetHead] | None
+        self,
+        batches: RolloutBatch | Sequence[RolloutBatch | Prepared],
+        head: TargetHead | Sequence[TargetHead] | None,
     ) -> StepReport:
-        """One optimizer step on all the batches together.
+        """One optimizer step on all the batches together, prepared ahead or not.
 
         `head`: the policy's head as of each batch's policy version, one per batch, or one for all. It may be None only
         if all batches carry top entries.
         """
         started = time.perf_counter()
-        window = [batches] if isinstance(batches, RolloutBatch) else list(batches)
+        sent = [batches] if isinstance(batches, RolloutBatch) else batches
+        prepared = [self.prepare(b) if isinstance(b, RolloutBatch) else b for b in sent]
+        window = [p.batch for p in prepared]
         heads = list(head) if isinstance(head, Sequence) else [head] * len(window)
         if len(heads) != len(window):
             raise DrafterError(f"expected one head for all or one per batch ({len(window)}), got {len(heads)}")
@@ -151,8 +171,8 @@ class DrafterTrainer(Generic[_D]):
         self._optimizer.zero_grad(set_to_none=True)
         results = [
             result
-            for b, h in zip(window, heads, strict=True)
-            if (result := self._accumulate(b, h, max(response_tokens, 1))) is not None
+            for p, h in zip(prepared, heads, strict=True)
+            if (result := self._accumulate(p, h, max(response_tokens, 1))) is not None
         ]
         learning_rate = self._learning_rate()
         entries = [sum(r.entries[j] for r in results) for j in range(self.config.steps_ahead)]
@@ -179,13 +199,12 @@ class DrafterTrainer(Generic[_D]):
     def evaluate(self, batch: RolloutBatch, head: TargetHead | None) -> DraftLoss | None:
         """The loss of one batch without gradients, per its own response tokens; None when nothing is supervised."""
         with torch.no_grad():
-            return self._loss(batch, head, max(batch.response_tokens, 1))
+            return self._loss(self.prepare(batch), head, max(batch.response_tokens, 1))
 
-    def _loss(self, batch: RolloutBatch, head: TargetHead | None, denominator: int) -> DraftLoss | None:
-        plan = plan_batch(self.drafter, batch, self.config.steps_ahead)
-        if not any(plan.entries):
+    def _loss(self, prepared: Prepared, head: TargetHead | None, denominator: int) -> DraftLoss | None:
+        if not any(prepared.plan.entries):
             return None
-        plan, batch = plan.to(self.device), batch.to(self.device)
+        plan, batch = prepared.plan.to(self.device), prepared.batch.to(self.device)
         # A GPU's matrix units sum half-precision products in float32; a CPU's do not hand such sums out.
         product = torch.promote_types(self._dtype, torch.float32) if self.device.type == "cpu" else self._dtype
         target = draft_target(batch, plan, self.drafter.vocabulary, head, product)
@@ -205,8 +224,8 @@ class DrafterTrainer(Generic[_D]):
             kind=self.config.loss,
         )
 
-    def _accumulate(self, batch: RolloutBatch, head: TargetHead | None, denominator: int) -> DraftLoss | None:
-        result = self._loss(batch, head, denominator)
+    def _accumulate(self, prepared: Prepared, head: TargetHead | None, denominator: int) -> DraftLoss | None:
+        result = self._loss(prepared, head, denominator)
         if result is not None:
             torch.autograd.backward(result.loss)
             result = DraftLoss(result.loss.detach(), result.kl_sums, result.acceptance_sums, result.entries)

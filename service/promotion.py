@@ -17,7 +17,7 @@ from drafter.replay import prompt_groups
 from drafter.target import TargetHead
 from service.drift import paired_difference
 from service.lineage import CANDIDATE, Lineage
-from service.scoring import replay_with
+from service.scoring import replay_each
 from service.settings import Settings
 
 
@@ -62,20 +62,13 @@ def contest(
 
     Without a served drafter the incumbent is plain decoding: one token a round.
     """
-
-    def replay_all(version: str) -> Replay:
-        drafter = lineage.candidate if version == CANDIDATE else lineage.version(version)
-        return Replay.concat(
-            [replay_with(drafter, embed_tokens, batch, settings.depth, settings.drafting, head) for batch in evidence]
-        )
-
     groups = _prompts(evidence)
-    challengers = {version: replay_all(version) for version in versions}
     served = lineage.served()
-    if served is not None:
-        incumbent = replay_all(served.version)
-    else:
-        incumbent = _without_drafter(next(iter(challengers.values())))
+    compared = [*versions, *([served.version] if served else [])]
+    drafters = {v: lineage.candidate if v == CANDIDATE else lineage.version(v) for v in compared}
+    replays = replay_each(drafters, embed_tokens, evidence, settings.depth, settings.drafting, head)
+    challengers = {version: replays[version] for version in versions}
+    incumbent = replays[served.version] if served else _without_drafter(replays[versions[0]])
     outcomes = []
     for version, challenger in challengers.items():
         verdict = judge(

@@ -20,6 +20,7 @@ import torch
 from redis.exceptions import RedisError
 
 from drafter.batch import RolloutBatch, load_batch, screen
+from drafter.device import ahead
 from drafter.errors import BatchRejected
 from drafter.kinds import Drafter, share
 from rl_hooks.wire import MappedFile, WireError
@@ -43,6 +44,8 @@ log = logging.getLogger("draftalign.worker")
 CONSUMER = "worker"
 #: A batch so many policy versions late still finds its head, where `max_policy_lag` does not say how late one may be.
 _LATE_VERSIONS = 64
+#: Times as long as the last checkpoint took pass before the next: at most a tenth of the time goes into them.
+_CHECKPOINT_PAUSE = 9.0
 
 
 class LeaseLost(WorkerError):  # noqa: N818 - reads as what happened
@@ -86,6 +89,7 @@ class RunWorker:
         self._drafter_of: dict[str, str] = {}  # entry -> version that served its rollouts, where the trainer knew
         self._versions_seen: list[tuple[float, int]] = []  # (arrival seconds, policy version)
         self._last_checkpoint = time.monotonic()
+        self._checkpoint_took = 0.0  # seconds
         self._backlog = True  # until nothing is left of what an earlier life of this worker had in hand
         self._blameless = False  # the backlog comes from Redis having been away, not from a death
         queue.ensure_group()
@@ -155,8 +159,10 @@ class RunWorker:
             self._learn_from(group)
             if self._done and suspects:
                 self.save()
-        due = time.monotonic() - self._last_checkpoint >= self._settings.checkpoint_seconds
-        if self._done and (due or self._backlog):
+        pause = self._settings.checkpoint_seconds
+        if pause:  # a large drafter's takes seconds, in which nothing is trained
+            pause = max(pause, _CHECKPOINT_PAUSE * self._checkpoint_took)
+        if self._done and (self._backlog or time.monotonic() - self._last_checkpoint >= pause):
             self.save()
 
     def _claim(self) -> list[Entry]:
@@ -307,10 +313,10 @@ class RunWorker:
             step_tokens=self._settings.train_step_tokens,
             seed=self._settings.seed * 1_000_003 + self._journal.totals.batches,
         )
-        for batches in drawn:
-            heads = [self._target.at(b.policy_version) for b in batches]
+        for window in ahead(([trainer.prepare(b) for b in batches] for batches in drawn), trainer.device):
+            heads = [self._target.at(prepared.batch.policy_version) for prepared in window]
             share(trainer.drafter, heads[0].embed_tokens, heads[0].head)
-            report = trainer.step(batches, [policy.head for policy in heads])
+            report = trainer.step(window, [policy.head for policy in heads])
             if report.skipped is None:
                 self._journal.totals.trained_tokens += report.response_tokens
         seconds = time.perf_counter() - started
@@ -357,6 +363,7 @@ class RunWorker:
         if self._lineage.trainer is None:
             return
         self._keep_lease()
+        started = time.monotonic()
         self._journal.send()  # first: what a checkpoint holds is not scored again
         done = {entry.batch_id for entry, _ in self._done}
         self._applied |= done
@@ -375,6 +382,7 @@ class RunWorker:
         self._applied -= done
         self._done.clear()
         self._last_checkpoint = time.monotonic()
+        self._checkpoint_took = self._last_checkpoint - started
         self._forget_heads()
 
     def _keep_lease(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from drafter.acceptance import Replay
 from drafter.batch import RolloutBatch
 from drafter.kinds import Drafter, share
 from drafter.ngram import ngram_replay
-from drafter.replay import Drafting, replay
+from drafter.replay import TOKENS_AT_ONCE, Drafting, replay
 from drafter.target import TargetHead
 from service.alpha import drafter_sums
 
@@ -41,17 +41,26 @@ class Scores:
         return None if best is None or served is None else best - served
 
 
-def replay_with(
-    drafter: Drafter,
+def replay_each(
+    drafters: Mapping[str, Drafter],
     embed_tokens: Tensor,
-    batch: RolloutBatch,
+    batches: Iterable[RolloutBatch],
     depth: int,
     drafting: Drafting,
     head: TargetHead | None = None,
-) -> Replay:
-    """Replay with the embedding (for MTP, and the head) of the batch's policy: engines share the live ones."""
-    share(drafter, embed_tokens, head)
-    return replay(drafter, batch, depth=depth, drafting=drafting)
+) -> dict[str, Replay]:
+    """Replay batches of one policy with each drafter, with that policy's embedding (for MTP, and head).
+
+    Engines share the live ones. `embed_tokens` is on the drafters' device; features are copied there once for all.
+    """
+    found: dict[str, list[Replay]] = {name: [] for name in drafters}
+    for batch in batches:
+        for group in batch.groups(TOKENS_AT_ONCE):
+            moved = group.to(embed_tokens.device)
+            for name, drafter in drafters.items():
+                share(drafter, embed_tokens, head)
+                found[name].append(replay(drafter, moved, depth=depth, drafting=drafting))
+    return {name: Replay.concat(parts) for name, parts in found.items()}
 
 
 def score(
@@ -67,11 +76,9 @@ def score(
 
     Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only.
     """
-    by_version: dict[str, Replay] = {}
+    by_version = replay_each(dict(drafters.values()), embed_tokens, [batch], depth, drafting, head)
     replays: dict[str, Replay] = {"ngram": ngram_replay(batch, depth=depth)}
-    for role, (version, drafter) in drafters.items():
-        if version not in by_version:
-            by_version[version] = replay_with(drafter, embed_tokens, batch, depth, drafting, head)
+    for role, (version, _) in drafters.items():
         if role in ("served", "candidate", "frozen"):
             replays[role] = by_version[version]
     best_version = max(by_version, key=lambda v: _or_zero(by_version[v].alpha), default=None)

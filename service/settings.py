@@ -94,7 +94,9 @@ class Settings(BaseSettings):
     logprob_gap_nats: float = Field(
         0.25, gt=0, description="Mean |log p sent - log p recomputed from the features| above which a batch is dead."
     )
-    checkpoint_seconds: float = Field(10.0, ge=0, description="Least time between two worker checkpoints.")
+    checkpoint_seconds: float = Field(
+        10.0, ge=0, description="Least time between two worker checkpoints, or 9 times as long as one takes. 0: none."
+    )
     keep_versions: int = Field(20, ge=2, description="Published versions kept on disk beside the first and the served.")
     worker_cost: float = Field(0.1, ge=0, description="What a worker second is worth, in seconds of the rollout fleet.")
     seed: int = Field(0, ge=0, description="Seed of the worker's sampling and of a drafter that starts from scratch.")

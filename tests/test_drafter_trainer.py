@@ -187,7 +187,7 @@ def test_gradients_of_a_bfloat16_window_come_near_those_of_float64(loss: Loss, b
         data, head = batches(2)
         t = trainer(replace(CONFIG, compute_dtype=dtype, loss=loss))  # type: ignore[arg-type]
         for b in data:
-            t._accumulate(b, head, 20)
+            t._accumulate(t.prepare(b), head, 20)
         grads = [p.grad for p in t.drafter.parameters() if p.grad is not None]
         assert {g.dtype for g in grads} == {torch.float64 if dtype == "float64" else torch.float32}
         found[dtype] = torch.cat([g.flatten().double() for g in grads])

@@ -54,7 +54,7 @@ def test_held_out_rollouts_never_enter_a_training_step(bench: Bench, monkeypatch
     step = DrafterTrainer.step
 
     def watched(self: DrafterTrainer, batches: Any, head: Any) -> Any:
-        trained.update(i for b in batches for i in b.rollout_ids)
+        trained.update(i for b in batches for i in b.batch.rollout_ids)
         return step(self, batches, head)
 
     monkeypatch.setattr(DrafterTrainer, "step", watched)
