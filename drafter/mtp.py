@@ -15,7 +15,7 @@ Legend: H hidden, V vocabulary, n rows of a step, N heads, hd width of a query.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
@@ -109,7 +109,7 @@ def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> 
 def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
     """A positive number, or the default where there is one: for zero, null and absence."""
     value: Any = config.get(name) or default
-    if type(value) not in (int, float) or not (0 < value < math.inf or value == default):
+    if type(value) not in (int, float) or not (0 < value <= sys.float_info.max or value == default):
         raise DrafterError(f"{name} must be a positive number, got {config.get(name)!r}")
     return float(value)
 

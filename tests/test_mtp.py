@@ -630,6 +630,31 @@ def test_broken_files_are_refused_by_what_is_wrong(change: Any, message: str, tm
         read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "must hold a JSON object, got list"),
+        ('{"weight_map": null}', "weight_map must be an object"),
+        ("{}", "weight_map must be an object"),
+        ('{"weight_map": {"model.layers.3.eh_proj.weight": 5}}', "a file outside its directory: 5"),
+        ('{"weight_map": {"model.layers.3.eh_proj.weight": "../x"}}', "a file outside its directory: '../x'"),
+        (
+            '{"weight_map": {"model.layers.3.eh_proj.weight": "absent.safetensors"}}',
+            r"absent\.safetensors cannot be read",
+        ),
+        ('{"weight_map": {"model.layers.0.eh_proj.weight": "absent.safetensors"}}', "has no MTP module"),
+    ],
+)
+def test_a_broken_index_is_refused_by_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    drafter = drafter_for(target_config()).float()
+    write_mtp(tmp_path, drafter)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
+
+
 def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     drafter = drafter_for(target_config()).float()
     drafter.eh_proj.weight.data[0, 0] = 1e30
