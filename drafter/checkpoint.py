@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from rl_hooks.durable import sync
 
 MODEL_FILE: Final = "model.safetensors"
 CONFIG_FILE: Final = "config.json"
+INDEX_FILE: Final = "model.safetensors.index.json"
 #: Fields that change what the tensors mean. We support one value each; absent means that value.
 _FIXED: Final[Mapping[str, Any]] = {
     "norm_output": False,
@@ -55,6 +57,7 @@ _SIZES: Final = (
 )
 _STORAGE: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_CONFIG_BYTES: Final = 1 << 20
+_MAX_INDEX_BYTES: Final = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +119,17 @@ def finish_files(directory: Path) -> dict[str, FileDigest]:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], config: DrafterConfig) -> None:
-    """Raise `CheckpointError` unless names and shapes are the config's and every value is finite."""
+    """Raise `CheckpointError` unless names and shapes are the config's, in one dtype, and every value is finite."""
     expected = tensor_shapes(config)
     for name in expected.keys() | tensors.keys():
         shape = tuple(tensors[name].shape) if name in tensors else None
         if shape != expected.get(name):
             raise CheckpointError(f"{name} of this drafter is {shape}, its config says {expected.get(name)}")
+    dtypes = {tensor.dtype for name, tensor in tensors.items() if name not in _MAPS}
+    if len(dtypes) != 1 or not dtypes <= set(_STORAGE.values()):
+        raise CheckpointError(
+            f"weights must share one dtype of float32, bfloat16 and float16, got {', '.join(sorted(map(str, dtypes)))}"
+        )
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(
@@ -247,11 +255,21 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
 
 def _check_meaning(document: Mapping[str, Any]) -> None:
     """Refuse, by name, what leaves every shape alone and makes another function of the same weights."""
+    names = document.get("architectures") or []
+    if not isinstance(names, list) or any(n != "LlamaForCausalLM" and "eagle3" not in str(n).lower() for n in names):
+        raise CheckpointError(
+            f"config.json: architectures {names!r} are not those of an EAGLE-3 drafter (LlamaForCausalLMEagle3, "
+            "Eagle3Speculator or another that says Eagle3; LlamaForCausalLM in SafeAILab's)"
+        )
     faults = [name for name in ("mlp_bias", "use_sliding_window") if document.get(name)]
+    # A window counts unless it is said to be off: Qwen configs name one that they do not use.
+    if document.get("sliding_window") and document.get("use_sliding_window") is not False:
+        faults.append(f"sliding_window {document['sliding_window']!r}")
     if document.get("hidden_act") not in (None, "silu"):
         faults.append(f"hidden_act {document['hidden_act']!r}")
-    if other := set(document.get("layer_types") or ()) - {"full_attention"}:
-        faults.append(f"layer_types {sorted(map(str, other))}")
+    layers = document.get("layer_types") or []
+    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
+        faults.append(f"layer_types {layers!r}")
     ropes = [document.get(name) for name in ("rope_parameters", "rope_scaling")]
     for rope in (rope for rope in ropes if isinstance(rope, Mapping)):
         if rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -280,13 +298,38 @@ def config_fingerprint(config: DrafterConfig | MtpConfig, vocabulary: DraftVocab
 def read_config(path: Path) -> Mapping[str, Any]:
     """Read a JSON object of bounded size. Raises `CheckpointError`."""
     try:
-        size = path.stat().st_size
-        if size > _MAX_CONFIG_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes; a drafter's config is under {_MAX_CONFIG_BYTES}")
-        document = json.loads(path.read_text())
+        return _read_object(path, _MAX_CONFIG_BYTES)
     except OSError as error:
         raise CheckpointError(f"a drafter needs {CONFIG_FILE} beside {MODEL_FILE}: {error}") from error
-    except ValueError as error:
+
+
+def read_index(directory: Path) -> dict[str, str] | None:
+    """Read which file of `directory` holds each tensor of a sharded model; None where there is no index.
+
+    Raises `CheckpointError` for one that cannot be read or names a file elsewhere. The files may be absent.
+    """
+    path = directory / INDEX_FILE
+    if not path.exists():
+        return None
+    try:
+        files = _read_object(path, _MAX_INDEX_BYTES).get("weight_map")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path}: weight_map must be an object of tensors and their files, got {files!r:.80}")
+    for file in files.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{path} names a file outside its directory: {file!r}")
+    return files
+
+
+def _read_object(path: Path, limit: int) -> dict[str, Any]:
+    size = path.stat().st_size
+    if size > limit:
+        raise CheckpointError(f"{path} has {size} bytes; at most {limit} are read")
+    try:
+        document = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(document).__name__}")
@@ -304,10 +347,19 @@ def _aux_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
     """Layer ids by what they enter. Both fields, where present, must name the same layers."""
     layers = document.get("eagle_aux_hidden_state_layer_ids")
     nested = document.get("eagle_config") or {}
-    outputs = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, Mapping) else None
-    for name, ids in (("eagle_aux_hidden_state_layer_ids", layers), ("the same of eagle_config", outputs)):
-        if ids is not None and not (isinstance(ids, list) and all(type(i) is int and i >= -1 for i in ids)):
-            raise CheckpointError(f"config.json: {name} must be a list of layer numbers, got {ids!r}")
+    if not isinstance(nested, Mapping) or nested.get("use_aux_hidden_state", True) is not True:
+        raise CheckpointError(
+            f"config.json: eagle_config must be an object, use_aux_hidden_state in it true, got {nested!r}: a drafter "
+            "that reads no auxiliary states is not an EAGLE-3 one"
+        )
+    outputs = nested.get("eagle_aux_hidden_state_layer_ids")
+    # The embedding is what enters layer 0, and the output of layer -1.
+    for name, ids, first in (
+        ("eagle_aux_hidden_state_layer_ids", layers, 0),
+        ("the same of eagle_config", outputs, -1),
+    ):
+        if ids is not None and not (isinstance(ids, list) and all(type(i) is int and i >= first for i in ids)):
+            raise CheckpointError(f"config.json: {name} must be a list of layer numbers from {first}, got {ids!r}")
     if layers is None:
         raise CheckpointError(
             "config.json: eagle_aux_hidden_state_layer_ids is missing; name the layers whose inputs the drafter was "
@@ -322,15 +374,16 @@ def _aux_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _rope_theta(document: Mapping[str, Any]) -> float:
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(document.get(name) or {}, Mapping):
+            raise CheckpointError(f"config.json: {name} must be an object, got {document[name]!r}")
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointError(f"config.json: rope_parameters must be an object, got {rope!r}")
-    given = {float(x) for x in (document.get("rope_theta"), rope.get("rope_theta")) if isinstance(x, int | float)}
-    if len(given) != 1 or not 0 < min(given) < float("inf"):
+    given = [x for x in (document.get("rope_theta"), rope.get("rope_theta")) if x is not None]
+    if not given or any(type(x) not in (int, float) or not 0 < x <= sys.float_info.max or x != given[0] for x in given):
         raise CheckpointError(
-            f"config.json: one positive rope_theta, the same in rope_parameters, is expected; got {sorted(given)}"
+            f"config.json: one positive rope_theta, the same in rope_parameters, is expected; got {given}"
         )
-    return given.pop()
+    return float(given[0])
 
 
 def _read_tensors(path: Path, config: DrafterConfig) -> dict[str, Tensor]:

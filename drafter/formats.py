@@ -26,6 +26,7 @@ from torch import Tensor
 
 from drafter.checkpoint import (
     CONFIG_FILE,
+    INDEX_FILE,
     MODEL_FILE,
     FileDigest,
     StoredDrafter,
@@ -48,6 +49,8 @@ _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TARGETS_OWN: Final = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 _LLAMA_ROPE_THETA: Final = 10_000.0
 _LLAMA_POSITIONS: Final = 2048
+#: What a speculators config proposes where nobody said otherwise.
+_SPECULATIVE_TOKENS: Final = 3
 #: Switches that none of our layers has, in any layout; absent means off.
 _OFF: Final = ("use_aux_norm", "embed_requires_grad")
 
@@ -68,6 +71,7 @@ class Imported:
     layout: Layout
     notes: tuple[str, ...]
     verifier: Verifier
+    speculative_tokens: int  # drafted per round, as a speculators config proposes
 
 
 def import_drafter(
@@ -107,18 +111,25 @@ def import_drafter(
     weights = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
     stored = StoredDrafter(config, vocabulary, weights)
     check_tensors(stored.tensors(), config)
-    if len({t.dtype for t in weights.values()}) != 1:
-        raise CheckpointError(f"{MODEL_FILE}: weights must share one dtype; store them in one")
-    return Imported(stored, layout, (*notes, *engine_limits(config)), _verifier(document))
+    stated = document.get("speculators_config") or {}
+    if not isinstance(stated, Mapping):
+        raise CheckpointError(f"config.json: speculators_config must be an object, got {stated!r}")
+    return Imported(stored, layout, (*notes, *engine_limits(config)), _verifier(stated), _speculative_tokens(stated))
 
 
 def export_drafter(
-    directory: Path, stored: StoredDrafter, layout: Layout, *, verifier: Verifier | None = None
+    directory: Path,
+    stored: StoredDrafter,
+    layout: Layout,
+    *,
+    verifier: Verifier | None = None,
+    speculative_tokens: int = _SPECULATIVE_TOKENS,
 ) -> dict[str, FileDigest]:
     """Write a drafter into an existing `directory` in one of `LAYOUTS`, synced to disk; return the files' digests.
 
-    `verifier` names the target in a speculators config. Raises `CheckpointError` for a drafter that the layout's
-    readers would silently compute otherwise.
+    `verifier` names the target in a speculators config, `speculative_tokens` is what that proposes to draft per round;
+    the other layouts have no place for them. Raises `CheckpointError` for a drafter that the layout's readers would
+    silently compute otherwise.
     """
     if layout not in LAYOUTS:
         raise CheckpointError(f"a layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -140,7 +151,7 @@ def export_drafter(
         tensors, document = {**stored.weights, **maps}, _specforge_config(stored)
     else:
         renamed = {name.replace("midlayer.", "layers.0."): t for name, t in stored.tensors().items()}
-        tensors, document = renamed, _speculators_config(stored, verifier or Verifier())
+        tensors, document = renamed, _speculators_config(stored, verifier or Verifier(), speculative_tokens)
     save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
     return finish_files(directory)
@@ -184,7 +195,7 @@ def _refuse_what_is_there(directory: Path) -> None:
             "Where you trust the file: torch.load(file, weights_only=True), then safetensors.torch.save_file(tensors, "
             f'"{MODEL_FILE}")'
         )
-    if f"{MODEL_FILE}.index.json" in names:
+    if INDEX_FILE in names:
         raise CheckpointError(f"{directory} holds a sharded checkpoint; save the drafter as one {MODEL_FILE}")
     raise CheckpointError(f"{directory} has no {MODEL_FILE}; expected it beside {CONFIG_FILE}")
 
@@ -198,7 +209,7 @@ def _flatten(document: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(layer, Mapping):
         raise CheckpointError("config.json: a speculators config needs transformer_layer_config")
     own = {name: value for name, value in document.items() if name not in ("transformer_layer_config", "model_type")}
-    return {**layer, **own}
+    return {**layer, "architectures": None, **own}  # the layer's are the policy's
 
 
 def _settle_norms(flat: dict[str, Any], layout: Layout, given: bool | None, notes: list[str]) -> None:
@@ -275,7 +286,13 @@ def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
                 if name.removeprefix("model.") in _TARGETS_OWN:
                     notes.append(f"{name} is left out: it is the target's, and engines would overwrite the policy's")
                     continue
-                tensors[name.replace("layers.0.", "midlayer.", 1)] = file.get_tensor(name)
+                canonical = name.replace("layers.0.", "midlayer.", 1)
+                if canonical in tensors:
+                    raise CheckpointError(
+                        f"{path} holds both midlayer.* and layers.0.* ({canonical} twice), which are two names of one "
+                        "layer: leave out those that are not the drafter's"
+                    )
+                tensors[canonical] = file.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
     for name, kinds, wanted in (
@@ -311,13 +328,28 @@ def _order_vocabulary(tensors: dict[str, Tensor], notes: list[str]) -> None:
     )
 
 
-def _verifier(document: Mapping[str, Any]) -> Verifier:
-    stated = document.get("speculators_config")
-    verifier = stated.get("verifier") if isinstance(stated, Mapping) else None
-    if not isinstance(verifier, Mapping):
-        return Verifier()
-    name, architectures = verifier.get("name_or_path"), verifier.get("architectures") or ()
-    return Verifier(None if name is None else str(name), tuple(str(a) for a in architectures))
+def _verifier(stated: Mapping[str, Any]) -> Verifier:
+    verifier = stated.get("verifier") or {}
+    names = verifier.get("architectures") or [] if isinstance(verifier, Mapping) else None
+    if not isinstance(verifier, Mapping) or not isinstance(names, list):
+        raise CheckpointError(
+            f"config.json: verifier must be an object with a list of architectures, got {verifier!r:.200}"
+        )
+    name = verifier.get("name_or_path")
+    return Verifier(None if name is None else str(name), tuple(str(a) for a in names))
+
+
+def _speculative_tokens(stated: Mapping[str, Any]) -> int:
+    """What the default method proposes, or the first one where the default is not among them."""
+    methods = stated.get("proposal_methods") or []
+    if not isinstance(methods, list) or not all(isinstance(method, Mapping) for method in methods):
+        raise CheckpointError(f"config.json: proposal_methods must be a list of objects, got {methods!r:.200}")
+    default = stated.get("default_proposal_method")
+    chosen = [method for method in methods if method.get("proposal_type") == default] or methods
+    tokens = chosen[0].get("speculative_tokens", _SPECULATIVE_TOKENS) if chosen else _SPECULATIVE_TOKENS
+    if type(tokens) is not int or tokens < 1:
+        raise CheckpointError(f"config.json: speculative_tokens must be a positive integer, got {tokens!r}")
+    return tokens
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -330,7 +362,7 @@ def _specforge_config(stored: StoredDrafter) -> dict[str, Any]:
     return document
 
 
-def _speculators_config(stored: StoredDrafter, verifier: Verifier) -> dict[str, Any]:
+def _speculators_config(stored: StoredDrafter, verifier: Verifier, speculative_tokens: int) -> dict[str, Any]:
     """The nested config. Its aux ids are "entering" ones, as vLLM reads them; it has no second field for SGLang."""
     flat = export_config(stored.config, stored.dtype)
     layer = (
@@ -355,7 +387,7 @@ def _speculators_config(stored: StoredDrafter, verifier: Verifier) -> dict[str, 
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": speculative_tokens}],
             "verifier": {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)},
         },
     }

@@ -15,6 +15,7 @@ Legend: H hidden, V vocabulary, n rows of a step, N heads, hd width of a query.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
@@ -77,16 +78,16 @@ class MtpConfig:
             )
         if config.get("hidden_act", "silu") != "silu":
             raise DrafterError(f"an MTP drafter's activation must be silu, got {config['hidden_act']!r}")
-        hidden, eps = int(config["hidden_size"]), float(config.get("rms_norm_eps") or 1e-6)
+        _refuse_other_modules(config)
         return cls(
-            layer=int(config["num_hidden_layers"]),
-            hidden_size=hidden,
-            vocab_size=int(config["vocab_size"]),
+            layer=_count(config, "num_hidden_layers"),
+            hidden_size=_count(config, "hidden_size"),
+            vocab_size=_count(config, "vocab_size"),
             attention=_grouped(config) if grouped else _latent(config),
             experts=_experts(config),
-            intermediate_size=int(config["intermediate_size"]),
-            rms_norm_eps=eps,
-            max_position_embeddings=int(config.get("max_position_embeddings") or 4096),
+            intermediate_size=_count(config, "intermediate_size"),
+            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            max_position_embeddings=_count(config, "max_position_embeddings", 4096),
             model_type=str(config.get("model_type") or "deepseek_v3"),
             zero_first_embedding=zero_first_embedding,
             normed_feedback=not grouped if normed_feedback is None else normed_feedback,
@@ -97,18 +98,50 @@ class MtpConfig:
 _GROUPED: Final = ("glm4_moe",)
 
 
+def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer, or the default where there is one: for zero, null and absence."""
+    value = config.get(name) or default
+    if type(value) is not int or (value < 1 and value != default):
+        raise DrafterError(f"{name} must be a positive integer, got {config.get(name)!r}")
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A positive number, or the default where there is one: for zero, null and absence."""
+    value: Any = config.get(name) or default
+    if type(value) not in (int, float) or not (0 < value <= sys.float_info.max or value == default):
+        raise DrafterError(f"{name} must be a positive number, got {config.get(name)!r}")
+    return float(value)
+
+
+def _refuse_other_modules(config: Mapping[str, Any]) -> None:
+    """Refuse, by name, what is not one module of full attention."""
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):  # the second is transformers' alias
+        modules = config.get(name)
+        if modules is not None and (type(modules) is not int or modules != 1):
+            raise DrafterError(
+                f"an MTP drafter is one module, applied again for every step; {name} is {modules!r}. Train an EAGLE-3 "
+                "drafter instead"
+            )
+    if config.get("index_topk"):
+        raise DrafterError(
+            f"sparse attention by an indexer (index_topk {config['index_topk']!r}) is not supported: an MTP drafter "
+            "attends to every token. Train an EAGLE-3 drafter instead"
+        )
+
+
 def _latent(config: Mapping[str, Any]) -> LatentSizes:
     if config.get("attention_bias"):
         raise DrafterError("latent attention with biases (attention_bias) is not supported")
     theta, yarn = _rope(config)
     return LatentSizes(
-        hidden_size=int(config["hidden_size"]),
-        heads=int(config["num_attention_heads"]),
-        kv_rank=int(config["kv_lora_rank"]),
-        nope=int(config["qk_nope_head_dim"]),
-        rope=int(config["qk_rope_head_dim"]),
-        value=int(config["v_head_dim"]),
-        q_rank=None if config.get("q_lora_rank") is None else int(config["q_lora_rank"]),
+        hidden_size=_count(config, "hidden_size"),
+        heads=_count(config, "num_attention_heads"),
+        kv_rank=_count(config, "kv_lora_rank"),
+        nope=_count(config, "qk_nope_head_dim"),
+        rope=_count(config, "qk_rope_head_dim"),
+        value=_count(config, "v_head_dim"),
+        q_rank=None if config.get("q_lora_rank") is None else _count(config, "q_lora_rank"),
         rope_theta=theta,
         interleaved=bool(config.get("rope_interleave", True)),
         yarn=yarn,
@@ -119,15 +152,15 @@ def _grouped(config: Mapping[str, Any]) -> GroupedSizes:
     theta, yarn = _rope(config)
     if yarn is not None:
         raise DrafterError("grouped attention with YaRN is not supported")
-    heads = int(config["num_attention_heads"])
-    width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-    share = config.get("partial_rotary_factor") or (config.get("rope_parameters") or {}).get("partial_rotary_factor")
+    heads = _count(config, "num_attention_heads")
+    width = _count(config, "head_dim", _count(config, "hidden_size") // heads or None)
+    share = _number(config.get("rope_parameters") or {}, "partial_rotary_factor", 0.5)  # the family's default
     return GroupedSizes(
-        hidden_size=int(config["hidden_size"]),
+        hidden_size=_count(config, "hidden_size"),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
+        kv_heads=_count(config, "num_key_value_heads", heads),
         head_dim=width,
-        rotary=int(width * float(share or 0.5)),  # the family's default
+        rotary=int(width * _number(config, "partial_rotary_factor", share)),
         bias=bool(config.get("attention_bias")),
         head_norms=bool(config.get("use_qk_norm")),
         rope_theta=theta,
@@ -136,20 +169,22 @@ def _grouped(config: Mapping[str, Any]) -> GroupedSizes:
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0)
+    if not isinstance(rope, Mapping):
+        raise DrafterError(f"rope_parameters must be an object, got {rope!r}")
+    theta = _number(config, "rope_theta", _number(rope, "rope_theta", 10_000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "yarn" or rope.get("factor") is None or rope.get("attention_factor") is not None:
         raise DrafterError(f"rotary positions must be default or YaRN with a factor, got {dict(rope)}")
-    original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 4096
+    whole = _count(config, "max_position_embeddings", 4096)
     return theta, Yarn(
-        factor=float(rope["factor"]),
-        original_max_position_embeddings=int(original),
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        mscale=float(rope.get("mscale") or 0.0),
-        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+        factor=_number(rope, "factor"),
+        original_max_position_embeddings=_count(rope, "original_max_position_embeddings", whole),
+        beta_fast=_number(rope, "beta_fast", 32.0),
+        beta_slow=_number(rope, "beta_slow", 1.0),
+        mscale=_number(rope, "mscale", 0.0),
+        mscale_all_dim=_number(rope, "mscale_all_dim", 0.0),
     )
 
 
@@ -161,15 +196,24 @@ def _experts(config: Mapping[str, Any]) -> ExpertSizes | None:
             f"experts must be chosen as DeepSeek-V3 chooses them (sigmoid, noaux_tc), got "
             f"{config.get('scoring_func')!r} and {config.get('topk_method')!r}"
         )
+    # vLLM decides by the layer's number, as for any other layer; transformers and SGLang give a module experts always.
+    layer, every = _count(config, "num_hidden_layers"), _count(config, "moe_layer_freq", 1)
+    first = _count(config, "first_k_dense_replace", 0)
+    if layer < first or layer % every:
+        raise DrafterError(
+            f"the MTP module, layer {layer}, is dense to vLLM by first_k_dense_replace {first} and moe_layer_freq "
+            f"{every}, and has {config['n_routed_experts']!r} experts to transformers. Set n_routed_experts to 0 if "
+            "its tensors are a dense layer's, first_k_dense_replace to 0 and moe_layer_freq to 1 if they are experts'"
+        )
     return ExpertSizes(
-        routed=int(config["n_routed_experts"]),
-        chosen=int(config["num_experts_per_tok"]),
-        shared=int(config.get("n_shared_experts") or 0),
-        intermediate_size=int(config["moe_intermediate_size"]),
-        groups=int(config.get("n_group") or 1),
-        chosen_groups=int(config.get("topk_group") or 1),
+        routed=_count(config, "n_routed_experts"),
+        chosen=_count(config, "num_experts_per_tok"),
+        shared=_count(config, "n_shared_experts", 0),
+        intermediate_size=_count(config, "moe_intermediate_size"),
+        groups=_count(config, "n_group", 1),
+        chosen_groups=_count(config, "topk_group", 1),
         normalised=bool(config.get("norm_topk_prob", True)),
-        scaling=float(config.get("routed_scaling_factor") or 1.0),
+        scaling=_number(config, "routed_scaling_factor", 1.0),
     )
 
 

@@ -18,13 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter.checkpoint import CONFIG_FILE, MODEL_FILE, FileDigest, finish_files, read_config
+from drafter.checkpoint import CONFIG_FILE, MODEL_FILE, FileDigest, finish_files, read_config, read_index
 from drafter.errors import CheckpointError, DrafterError
 from drafter.grouped_attention import GroupedSizes
 from drafter.latent_attention import LatentSizes
 from drafter.mtp import MtpConfig, MtpDrafter
 
-_INDEX_FILE: Final = "model.safetensors.index.json"
 _STORAGE: Final = (torch.float32, torch.bfloat16, torch.float16)
 #: Stays float32 whatever the weights are: the router adds it to float32 scores.
 _FLOAT32: Final = "mlp.gate.e_score_correction_bias"
@@ -191,13 +190,9 @@ def extract_mtp(checkpoint: Path, directory: Path) -> dict[str, FileDigest]:
 
 def _layer_tensors(directory: Path, where: str) -> dict[str, Tensor]:
     """The tensors whose names begin with `where`, without it, from one file or from those that an index names."""
-    files = {directory / MODEL_FILE}
-    if (directory / _INDEX_FILE).exists():
-        weight_map = json.loads((directory / _INDEX_FILE).read_text()).get("weight_map", {})
-        names = {str(file) for name, file in weight_map.items() if name.startswith(where)}
-        if any(Path(name).name != name for name in names):
-            raise CheckpointError(f"{_INDEX_FILE} names a file outside its directory")
-        files = {directory / name for name in names}
+    index = read_index(directory)
+    names = {MODEL_FILE} if index is None else {file for name, file in index.items() if name.startswith(where)}
+    files = {directory / name for name in names}
     tensors: dict[str, Tensor] = {}
     for path in sorted(files):
         try:

@@ -34,8 +34,8 @@ class TargetHead:
     def __init__(
         self, lm_head: Tensor, policy_version: int = 0, ids: Tensor | None = None, logit_map: LogitMap = _PLAIN
     ) -> None:
-        if lm_head.ndim != 2:
-            raise TargetHeadError(f"lm_head must be [tokens, hidden], got shape {tuple(lm_head.shape)}")
+        if lm_head.ndim != 2 or not lm_head.numel():
+            raise TargetHeadError(f"lm_head must be [tokens, hidden] and not empty, got shape {tuple(lm_head.shape)}")
         if not bool(torch.isfinite(lm_head).all()):
             raise TargetHeadError("lm_head holds NaN or infinity; keep the head that was used before")
         if ids is not None and (ids.shape != lm_head.shape[:1] or torch.unique(ids).numel() != ids.numel()):

@@ -44,6 +44,7 @@ Loss = Literal["kl", "lk", "nla", "alpha"]
 _FORMAT = "draftalign.trainer.v1"
 _POINTER = "trainer.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_COUNTERS = ("windows", "skipped_windows", "tokens_trained")
 
 
 @dataclass(frozen=True)
@@ -281,9 +282,7 @@ class DrafterTrainer(Generic[_D]):
             "file": file,
             "drafter": self._identity(),
             "config": asdict(self.config),
-            "windows": self.windows,
-            "skipped_windows": self.skipped_windows,
-            "tokens_trained": self.tokens_trained,
+            **{name: getattr(self, name) for name in _COUNTERS},
         }
         temporary = directory / f"{_POINTER}.tmp"
         temporary.write_text(json.dumps(pointer, indent=1))
@@ -292,12 +291,18 @@ class DrafterTrainer(Generic[_D]):
         sync(directory)
 
     def load(self, directory: Path) -> None:
-        """Continue from a saved state; hyperparameters stay those of this trainer. Raises `CheckpointError`."""
+        """Continue from a saved state; hyperparameters stay those of this trainer.
+
+        Raises `CheckpointError` before anything is changed: another drafter, other shapes, numbers that are not finite.
+        """
         pointer = self._pointer(directory)
-        identity = self._identity()
-        if pointer["drafter"] != identity:
-            theirs = dict(pointer["drafter"])
-            differing = {k: (theirs.get(k), v) for k, v in identity.items() if theirs.get(k) != v}
+        theirs, ours = pointer["drafter"], self._identity()
+        if theirs != ours:
+            differing = {
+                name: (theirs.get(name, "absent"), ours.get(name, "absent"))
+                for name in sorted(theirs.keys() | ours.keys())
+                if (name in theirs, theirs.get(name)) != (name in ours, ours.get(name))
+            }
             if differing.keys() == {"vocabulary"}:
                 raise CheckpointError(
                     f"{directory} holds the state of a drafter with another draft vocabulary "
@@ -305,35 +310,46 @@ class DrafterTrainer(Generic[_D]):
                     "stand for other tokens. Resume with the drafter that was saved beside it"
                 )
             raise CheckpointError(f"{directory} holds the state of another drafter; (stored, expected): {differing}")
+        path = directory / pointer["file"]
         try:
-            tensors = load_file(directory / str(pointer["file"]))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{directory / str(pointer['file'])} cannot be read: {error}") from error
+            tensors = load_file(path)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
         parameters = dict(self.drafter.named_parameters())
+        moved = {n for n in self._named if any(f"{m}.{n}" in tensors for m in _MOMENTS)}
         expected = {f"parameter.{n}": p.shape for n, p in parameters.items()}
-        moved = {n for n in self._named if f"step.{n}" in tensors}
         for name in moved:
             shapes = {"exp_avg": parameters[name].shape, "exp_avg_sq": parameters[name].shape, "step": torch.Size()}
             expected |= {f"{m}.{name}": shapes[m] for m in _MOMENTS}
         wrong = [n for n, s in expected.items() if n not in tensors or tensors[n].shape != s]
         if wrong:
-            raise CheckpointError(f"{directory}: {len(wrong)} tensors are missing or misshapen, first {wrong[0]!r}")
+            raise CheckpointError(f"{path}: {len(wrong)} tensors are missing or misshapen, first {wrong[0]!r}")
+        for name in expected:
+            kind, _, whose = name.partition(".")
+            # Checked as what it becomes: a float64 can be infinite as float32.
+            tensors[name] = tensors[name].to(torch.float32 if kind == "step" else parameters[whose].dtype)
+            if not bool(torch.isfinite(tensors[name]).all()):
+                raise CheckpointError(f"{path}: {name} holds NaN or infinity; go back to a copy with finite numbers")
+            if kind in ("exp_avg_sq", "step") and bool((tensors[name] < 0).any()):
+                raise CheckpointError(f"{path}: {name} is negative, which no step of AdamW leaves; go back to a copy")
+        fused = bool(self._optimizer.defaults["fused"])  # then AdamW counts its steps on the device, else on the CPU
+        moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {
+            parameters[name]: {
+                "step": tensors[f"step.{name}"].to(parameters[name].device if fused else "cpu"),
+                "exp_avg": tensors[f"exp_avg.{name}"].to(parameters[name].device),
+                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameters[name].device),
+            }
+            for name in moved
+        }
+        # Nothing is refused from here on.
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[f"parameter.{name}"])
         self._optimizer.state.clear()
-        fused = bool(self._optimizer.defaults["fused"])  # then AdamW counts its steps on the device, else on the CPU
-        for name in moved:
-            parameter = parameters[name]
-            step = tensors[f"step.{name}"]
-            self._optimizer.state[parameter] = {
-                "step": step.to(parameter.device) if fused else step,
-                "exp_avg": tensors[f"exp_avg.{name}"].to(parameter),
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter),
-            }
-        self.windows = int(pointer["windows"])
-        self.skipped_windows = int(pointer["skipped_windows"])
-        self.tokens_trained = int(pointer["tokens_trained"])
+        self._optimizer.state.update(moments)
+        self.windows = pointer["windows"]
+        self.skipped_windows = pointer["skipped_windows"]
+        self.tokens_trained = pointer["tokens_trained"]
 
     def _identity(self) -> dict[str, Any]:
         """What a state must agree on to be loaded, as JSON gives it back."""
@@ -341,16 +357,22 @@ class DrafterTrainer(Generic[_D]):
 
     @staticmethod
     def _pointer(directory: Path) -> dict[str, Any]:
+        """trainer.json, its fields checked. Raises `CheckpointError`."""
         path = directory / _POINTER
         try:
             pointer = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        keys = {"format", "file", "drafter", "windows", "skipped_windows", "tokens_trained"}
+        keys = {"format", "file", "drafter", *_COUNTERS}
         if not isinstance(pointer, dict) or not keys <= pointer.keys() or pointer["format"] != _FORMAT:
             raise CheckpointError(f"{path} is not a {_FORMAT} pointer with {sorted(keys)}")
         if Path(str(pointer["file"])).name != pointer["file"]:
             raise CheckpointError(f"{path} names a file outside its directory: {pointer['file']!r}")
+        if not isinstance(pointer["drafter"], dict):
+            raise CheckpointError(f"{path}: drafter must be an object, got {pointer['drafter']!r}")
+        for name in _COUNTERS:
+            if type(pointer[name]) is not int or pointer[name] < 0:
+                raise CheckpointError(f"{path}: {name} must be a count, got {pointer[name]!r}")
         return pointer
 
 

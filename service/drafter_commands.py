@@ -80,7 +80,13 @@ def convert(
                 files = extract_mtp(source, destination)
             else:
                 named = _verifier(imported.verifier, verifier)
-                files = export_drafter(destination, imported.stored, to, verifier=named)  # type: ignore[arg-type]
+                files = export_drafter(
+                    destination,
+                    imported.stored,
+                    to,  # type: ignore[arg-type]
+                    verifier=named,
+                    speculative_tokens=imported.speculative_tokens,
+                )
         except Exception:
             if created and not any(destination.iterdir()):
                 destination.rmdir()
@@ -313,15 +319,37 @@ class _FixedPolicy:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.embed_tokens = self._find(_EMBEDDINGS, "token embedding")
+        self.embed_tokens = self._need(_EMBEDDINGS, "token embedding")
 
     def lm_head(self) -> Tensor:
-        return self._find((*_HEADS, *_EMBEDDINGS), "head")  # without one of its own it is tied
+        head = self._find(_HEADS)
+        if head is None and not self._tied():
+            raise ConfigurationError(
+                f"{self._path} holds no head (looked for {', '.join(_HEADS)}) and no config.json that says that it is "
+                "the embedding (tie_word_embeddings true); give a file or directory that has the policy's head"
+            )
+        return self.embed_tokens if head is None else head
 
     def share(self, drafter: Drafter, policy_version: int) -> None:
         pass
 
-    def _find(self, names: Sequence[str], what: str) -> Tensor:
+    def _tied(self) -> bool:
+        """Whether the embedding is the head: by config.json; without one, a file alone may hold just a tied one."""
+        from drafter.checkpoint import CONFIG_FILE, read_config, read_index
+
+        directory = self._path if self._path.is_dir() else self._path.parent
+        if (directory / CONFIG_FILE).exists():
+            return read_config(directory / CONFIG_FILE).get("tie_word_embeddings") is True
+        # One shard of several holds what it holds; the head may be in another.
+        return not self._path.is_dir() and read_index(directory) is None
+
+    def _need(self, names: Sequence[str], what: str) -> Tensor:
+        found = self._find(names)
+        if found is None:
+            raise ConfigurationError(f"{self._path} holds no {what}; looked for {', '.join(names)}")
+        return found
+
+    def _find(self, names: Sequence[str]) -> Tensor | None:
         from rl_hooks.wire import MappedFile
         from service.target import read_tensor
 
@@ -330,7 +358,7 @@ class _FixedPolicy:
             for file in files:
                 if name in file:
                     return read_tensor(file, name).float()
-        raise ConfigurationError(f"{self._path} holds no {what}; looked for {', '.join(names)}")
+        return None
 
 
 class _RunsPolicy:
@@ -363,7 +391,19 @@ def _policy(target: str, state_dir: Path | None) -> _Policy:
 
 
 def _shards(directory: Path) -> list[Path]:
-    files = sorted(directory.glob("*.safetensors"))
+    """Files of a model: those that its index names, all of them, or what is there."""
+    from drafter.checkpoint import INDEX_FILE, read_index
+
+    index = read_index(directory)
+    if index is not None:
+        files = [directory / name for name in sorted(set(index.values()))]
+        absent = [path.name for path in files if not path.is_file()]
+        if absent:
+            raise ConfigurationError(
+                f"{directory} lacks {', '.join(absent)}, which {INDEX_FILE} names; fetch the model again"
+            )
+    else:
+        files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ConfigurationError(f"{directory} holds no safetensors file to take the target's embedding from")
     return files

@@ -191,6 +191,21 @@ def test_tensors_that_do_not_fit_are_refused(written: Path, change: Any, message
         ({"eagle_aux_hidden_state_layer_ids": "absent"}, "is missing"),
         ({"eagle_aux_hidden_state_layer_ids": "2,3,5"}, "list of layer numbers"),
         ({"eagle_aux_hidden_state_layer_ids": [5, 3, 2], "eagle_config": "absent"}, "ascending"),
+        ({"eagle_aux_hidden_state_layer_ids": [-1, 2, 4], "eagle_config": None}, "layer numbers from 0"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state in it true"),
+        ({"eagle_config": [1]}, "eagle_config must be an object"),
+        ({"layer_types": 5}, "layer_types 5"),
+        ({"layer_types": [["full_attention"]]}, "layer_types"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_theta": 10**400}, "one positive rope_theta"),
+        ({"rope_theta": "x"}, "one positive rope_theta"),
+        ({"architectures": ["PEagleDraftModel"]}, "'PEagleDraftModel'.* not those of an EAGLE-3 drafter"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "not those of an EAGLE-3 drafter"),
+        ({"architectures": ["LlamaForCausalLMEagle"]}, "not those of an EAGLE-3 drafter"),
+        ({"architectures": ["MedusaModel"]}, "not those of an EAGLE-3 drafter"),
+        ({"architectures": "LlamaForCausalLMEagle3"}, "not those of an EAGLE-3 drafter"),
+        ({"sliding_window": 64}, "sliding_window 64"),
+        ({"sliding_window": 64, "use_sliding_window": None}, "sliding_window 64"),
     ],
 )
 def test_configs_that_do_not_fit_are_refused(written: Path, changes: dict[str, Any], message: str) -> None:
@@ -217,6 +232,29 @@ def test_configs_of_another_function_are_refused_by_name(written: Path, changes:
         parse_config(document | changes)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": None},
+        {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},  # Qwen's
+        {"architectures": None},
+        {"architectures": ["LlamaForCausalLM"]},  # SafeAILab's
+        {"architectures": ["Eagle3LlamaForCausalLM"]},
+        {"eagle_config": {}},
+        {"eagle_config": None},
+    ],
+)
+def test_fields_that_say_nothing_against_it_are_read(written: Path, changes: dict[str, Any]) -> None:
+    change_config(written, **changes)
+    assert read_drafter(written, EMBEDDING).config == CONFIG
+
+
+def test_the_embeddings_output_is_what_enters_layer_0() -> None:
+    document = export_config(replace(CONFIG, aux_layers=(0, 3, 5)))
+    assert document["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 2, 4]
+    assert parse_config(document).aux_layers == (0, 3, 5)
+
+
 def test_a_config_with_only_one_rope_field_or_one_layer_field_will_do(written: Path) -> None:
     change_config(written, rope_parameters="absent", eagle_config="absent", target_hidden_size="absent")
     assert read_drafter(written, EMBEDDING).config == CONFIG
@@ -233,9 +271,9 @@ def test_torn_or_absent_files_are_refused(written: Path) -> None:
     (written / MODEL_FILE).unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_drafter(written, EMBEDDING)
-    for text in ("{", "[]", "\x00" * (2 << 20)):
+    for text in ("{", "[]", "[" * 100_000, "\x00" * (2 << 20)):
         (written / CONFIG_FILE).write_text(text)
-        with pytest.raises(CheckpointError, match=r"JSON|under"):
+        with pytest.raises(CheckpointError, match=r"JSON|at most"):
             read_drafter(written, EMBEDDING)
     (written / CONFIG_FILE).unlink()
     with pytest.raises(CheckpointError, match="a drafter needs"):

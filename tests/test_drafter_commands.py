@@ -98,12 +98,15 @@ def test_convert_there_and_back_gives_the_same_files(tmp_path: Path, drafter_dir
         assert (back / name).read_bytes() == (drafter_dir / name).read_bytes()
 
 
-def test_convert_names_the_verifier_and_keeps_it(tmp_path: Path, drafter_dir: Path) -> None:
+def test_convert_names_the_verifier_and_keeps_it_and_the_tokens_per_round(tmp_path: Path, drafter_dir: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     worked("convert", drafter_dir, first, "--to", "speculators", "--verifier", "org/target")
-    worked("convert", first, second, "--to", "speculators")
-    document = json.loads((second / CONFIG_FILE).read_text())
+    document = json.loads((first / CONFIG_FILE).read_text())
     assert document["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    document["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 5
+    (first / CONFIG_FILE).write_text(json.dumps(document))
+    worked("convert", first, second, "--to", "speculators")
+    assert json.loads((second / CONFIG_FILE).read_text()) == document
 
 
 def test_convert_writes_over_nothing_and_leaves_nothing_behind(tmp_path: Path, drafter_dir: Path) -> None:
@@ -145,6 +148,12 @@ def test_inspect_gives_the_identity_that_the_service_gives(drafter_dir: Path, wo
     text = worked("inspect", drafter_dir)
     assert facts["config_fingerprint"] in text
     assert f"{DRAFT} of" in text
+
+
+def test_inspect_refuses_odd_fields_in_one_line(drafter_dir: Path) -> None:
+    document = json.loads((drafter_dir / CONFIG_FILE).read_text())
+    (drafter_dir / CONFIG_FILE).write_text(json.dumps(document | {"layer_types": 5}))
+    assert "layer_types 5" in refused("inspect", drafter_dir)
 
 
 def test_inspect_refuses_what_engines_would_load_silently(drafter_dir: Path) -> None:
@@ -259,6 +268,60 @@ def test_eval_scores_an_mtp_module_with_the_head_of_each_policy_version(tmp_path
     fixed = json.loads(worked("eval", directory, file, "--target", tmp_path / "policy.safetensors", *options))
     assert fixed["drafters"] == figures
     assert "an MTP module" in refused("convert", directory, tmp_path / "new", "--to", "sglang")
+
+
+def test_eval_takes_the_embedding_for_the_head_only_where_it_is_said_to_be(
+    tmp_path: Path, rollouts: Path, world: World
+) -> None:
+    torch.manual_seed(0)
+    module = MtpDrafter(MtpConfig.from_target(CONFIG | LATENT), world.embed, world.embed)
+    directory, model = tmp_path / "module", tmp_path / "model"
+    for made in (directory, model):
+        made.mkdir()
+    write_mtp(directory, module)
+    alone = model / MODEL_FILE
+    save_file({"model.embed_tokens.weight": world.embed}, alone)
+    file, options = rollouts / "0.safetensors", ("--depth", 2, "--json")
+    want = replay(module, load_batch(file), depth=2).alpha
+
+    def alpha(target: Path) -> float:
+        facts = json.loads(worked("eval", directory, file, "--target", target, *options))
+        return float(facts["drafters"]["drafter"]["alpha"])
+
+    def no_head(target: Path) -> bool:
+        return "holds no head" in refused("eval", directory, file, "--target", target, *options)
+
+    assert alpha(alone) == pytest.approx(want, rel=1e-9), "nothing beside it says that it is untied"
+    assert no_head(model), "a model without config.json"
+    for said in (False, None, "true"):
+        (model / CONFIG_FILE).write_text(json.dumps({"tie_word_embeddings": said}))
+        assert no_head(model)
+        assert no_head(alone)
+    (model / CONFIG_FILE).write_text(json.dumps({"tie_word_embeddings": True}))
+    assert alpha(model) == alpha(alone) == pytest.approx(want, rel=1e-9)
+    (model / CONFIG_FILE).unlink()
+    weight_map = {"model.embed_tokens.weight": MODEL_FILE, "lm_head.weight": "head.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert no_head(alone), "one shard of several"
+
+
+def test_eval_needs_every_shard_that_a_models_index_names(
+    tmp_path: Path, drafter_dir: Path, rollouts: Path, embedding: Path, world: World
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file({"model.embed_tokens.weight": world.embed}, model / "a.safetensors")
+    save_file({"embed_tokens": world.embed + 1}, model / "not-named.safetensors")
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "a.safetensors"}}))
+    same = [worked("eval", drafter_dir, rollouts, "--target", target) for target in (model, embedding)]
+    assert same[0] == same[1]
+    index.write_text(
+        json.dumps({"weight_map": {"model.embed_tokens.weight": "a.safetensors", "lm_head.weight": "b.safetensors"}})
+    )
+    assert "lacks b.safetensors" in refused("eval", drafter_dir, rollouts, "--target", model)
+    index.write_text("[]")
+    assert "must hold a JSON object" in refused("eval", drafter_dir, rollouts, "--target", model)
 
 
 def test_eval_finds_the_embedding_in_a_models_directory(

@@ -284,6 +284,9 @@ def test_heads_that_cannot_serve_are_refused() -> None:
     vocabulary = w.drafter.vocabulary
     with pytest.raises(TargetHeadError, match="NaN or infinity"):
         TargetHead(w.head * float("nan"))
+    for empty in (w.head[:0], w.head[:, :0]):
+        with pytest.raises(TargetHeadError, match="not empty"):
+            TargetHead(empty, ids=torch.arange(len(empty)))
     with pytest.raises(TargetHeadError, match="one distinct id"):
         TargetHead(w.head[:2], ids=torch.tensor([3, 3]))
     with pytest.raises(TargetHeadError, match="lm_head is needed"):

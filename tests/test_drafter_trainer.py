@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from drafter_worlds import SHAPES, cast, mask_of, rollouts, world
+from safetensors.torch import load_file, save_file
 
 from drafter.batch import RolloutBatch
 from drafter.errors import CheckpointError, DrafterError
@@ -255,6 +257,86 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     state.write_bytes(state.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match="cannot be read"):
         t.load(tmp_path)
+
+
+def untouched(t: DrafterTrainer) -> tuple[object, ...]:
+    """All that loading may change, to compare."""
+    moments = [t._optimizer.state.get(p, {}) for p in t.drafter.parameters()]
+    held = [*parameters(t).values(), *(m.clone() for state in moments for m in state.values())]
+    return [tensor.tolist() for tensor in held], t.windows, t.skipped_windows, t.tokens_trained
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"windows": "x"}, "windows must be a count, got 'x'"),
+        ({"windows": True}, "windows must be a count"),
+        ({"skipped_windows": -1}, "skipped_windows must be a count, got -1"),
+        ({"tokens_trained": 1.5}, "tokens_trained must be a count"),
+        ({"drafter": 5}, "drafter must be an object, got 5"),
+        ({"drafter": None}, "drafter must be an object, got None"),
+        ({"file": "nul\0.safetensors"}, "cannot be read"),
+    ],
+)
+def test_a_damaged_pointer_is_refused_and_nothing_changes(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    (batch,), head = batches(1)
+    saved, t = trainer(), trainer(scrambled=True)
+    for each in (saved, t):
+        each.step(batch, head)
+    saved.save(tmp_path)
+    path, before = tmp_path / "trainer.json", untouched(t)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=message):
+        t.load(tmp_path)
+    assert untouched(t) == before
+    path.write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        t.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("parameter.norm.weight", math.nan, "parameter.norm.weight holds NaN"),
+        ("exp_avg.norm.weight", math.nan, "exp_avg.norm.weight holds NaN"),
+        ("exp_avg_sq.norm.weight", math.inf, "exp_avg_sq.norm.weight holds NaN"),
+        ("exp_avg_sq.norm.weight", -1.0, "exp_avg_sq.norm.weight is negative"),
+        ("parameter.norm.weight", 1e300, "parameter.norm.weight holds NaN or infinity"),
+        ("step.norm.weight", math.nan, "step.norm.weight holds NaN"),
+        ("step.norm.weight", -1.0, "step.norm.weight is negative"),
+        ("step.norm.weight", None, "1 tensors are missing or misshapen, first 'step.norm.weight'"),
+    ],
+)
+def test_a_state_with_wrong_numbers_is_refused_and_nothing_changes(
+    tmp_path: Path, name: str, value: float | None, message: str
+) -> None:
+    (batch,), head = batches(1)
+    saved, t = trainer(), trainer(scrambled=True)
+    for each in (saved, t):
+        each.step(batch, head)
+    saved.save(tmp_path)
+    path, before = tmp_path / json.loads((tmp_path / "trainer.json").read_text())["file"], untouched(t)
+    tensors = load_file(path)
+    tensor = tensors.pop(name)
+    if value is not None:
+        tensors[name] = torch.full(tensor.shape, value, dtype=torch.float64)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=message):
+        t.load(tmp_path)
+    assert untouched(t) == before
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["a field of theirs", "a field of ours"])
+def test_a_state_of_another_drafter_is_refused_by_the_fields_of_either_side(tmp_path: Path, stored: bool) -> None:
+    """A switch that is off is no field at all."""
+    switched, plain = trainer(), trainer()
+    switched.drafter.config = replace(switched.drafter.config, norm_before_residual=True)
+    (switched if stored else plain).save(tmp_path)
+    pair = (True, "absent") if stored else ("absent", True)
+    with pytest.raises(CheckpointError, match=re.escape(f"{{'norm_before_residual': {pair}}}")):
+        (plain if stored else switched).load(tmp_path)
 
 
 @pytest.mark.parametrize(

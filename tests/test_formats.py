@@ -138,6 +138,39 @@ def test_an_export_has_no_embedding_and_names_its_layers(tmp_path: Path, layout:
         assert document["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
 
 
+def test_a_speculators_config_keeps_its_verifier_and_its_tokens_per_round(tmp_path: Path) -> None:
+    there, back, flat = (folder(tmp_path / name) for name in ("there", "back", "flat"))
+    verifier = Verifier("Qwen/Qwen3-8B", ("Qwen3ForCausalLM",))
+    export_drafter(there, stored(), "speculators", verifier=verifier, speculative_tokens=5)
+    first = import_drafter(there)
+    assert (first.verifier, first.speculative_tokens) == (verifier, 5)
+    export_drafter(
+        back, first.stored, "speculators", verifier=first.verifier, speculative_tokens=first.speculative_tokens
+    )
+    assert files(back) == files(there)
+    export_drafter(flat, first.stored, "sglang", verifier=first.verifier, speculative_tokens=5)
+    lost = import_drafter(flat)
+    assert (lost.verifier, lost.speculative_tokens) == (Verifier(), 3), "docs/formats.md says so"
+
+
+def test_the_default_method_says_how_many_tokens_are_drafted(tmp_path: Path) -> None:
+    export_drafter(tmp_path, stored(), "speculators")
+    other, greedy = ({"proposal_type": n, "speculative_tokens": k} for n, k in (("other", 7), ("greedy", 4)))
+    rewrite(tmp_path, lambda d: d["speculators_config"].update(proposal_methods=[other, greedy]))
+    assert import_drafter(tmp_path).speculative_tokens == 4
+    rewrite(tmp_path, lambda d: d["speculators_config"].update(default_proposal_method=None))
+    assert import_drafter(tmp_path).speculative_tokens == 7
+    rewrite(tmp_path, lambda d: d.update(speculators_config=None))
+    assert import_drafter(tmp_path).speculative_tokens == 3
+
+
+def test_the_layers_own_architectures_are_the_policys(tmp_path: Path) -> None:
+    export_drafter(tmp_path, stored(), "speculators")
+    rewrite(tmp_path, lambda d: d["transformer_layer_config"].update(architectures=["Qwen3ForCausalLM"]))
+    rewrite(tmp_path, lambda d: d.update(architectures=...))
+    assert import_drafter(tmp_path).stored.config == CONFIG
+
+
 def test_specforge_gets_maps_always_and_no_norm_output(tmp_path: Path) -> None:
     """There `norm_output: false` leaves out the final norm, and a missing map is taken for the first D tokens."""
     export_drafter(tmp_path, stored(whole=True), "specforge")
@@ -274,6 +307,12 @@ def test_a_sharded_or_empty_directory_says_what_is_expected(tmp_path: Path) -> N
         ({"norm_before_fc": True}, "norm_before_fc must be false"),
         ({"embed_requires_grad": True}, "embed_requires_grad must be false"),
         ({"eagle_aux_hidden_state_layer_ids": [5, 2, 3]}, "ascending"),
+        ({"architectures": ["PEagleDraftModel"]}, "not those of an EAGLE-3 drafter"),
+        ({"speculators_config": 5}, "speculators_config must be an object"),
+        ({"speculators_config": {"verifier": {"architectures": 5}}}, "verifier must be"),
+        ({"speculators_config": {"verifier": "org/target"}}, "verifier must be"),
+        ({"speculators_config": {"proposal_methods": 5}}, "proposal_methods must be"),
+        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": "5"}]}}, "speculative_tokens must be"),
     ],
 )
 def test_speculators_variants_that_compute_something_else_are_refused(
@@ -295,6 +334,9 @@ def test_speculators_variants_that_compute_something_else_are_refused(
         (lambda t: t.pop("d2t"), "d2t is missing"),
         (lambda t: t["norm.weight"].fill_(float("nan")), "not finite"),
         (lambda t: t.update({"norm.weight": t["norm.weight"].float()}), "one dtype"),
+        (lambda t: t.update({n: w.double() for n, w in t.items() if n not in ("d2t", "t2d")}), "got torch.float64"),
+        (lambda t: t.update({n: w.to(torch.float8_e4m3fn) for n, w in t.items() if "d" not in n}), "float8_e4m3fn"),
+        (lambda t: t.update({n.replace("layers.0.", "midlayer."): w.clone() for n, w in t.items()}), "both midlayer"),
     ],
 )
 def test_tensors_that_engines_would_load_silently_are_refused(

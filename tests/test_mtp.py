@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,11 +225,53 @@ def test_every_row_and_step_equals_transformers(variant: str) -> None:
         ({"scoring_func": "softmax"}, "sigmoid"),
         ({"n_group": 3}, "3 groups"),
         ({"num_experts_per_tok": 5}, "cannot give 5"),
+        ({"num_nextn_predict_layers": 3}, "one module.*num_nextn_predict_layers is 3.*EAGLE-3"),
+        ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers is 0"),
+        ({"num_nextn_predict_layers": True}, "num_nextn_predict_layers is True"),
+        ({"num_mtp_layers": 2}, "num_mtp_layers is 2"),
+        ({"index_topk": 2048}, "index_topk 2048"),
+        ({"first_k_dense_replace": 4}, "layer 3, is dense to vLLM by first_k_dense_replace 4"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
     ],
 )
 def test_configs_of_another_layout_are_refused_by_what_differs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DrafterError, match=message):
         MtpConfig.from_target(target_config().to_dict() | changes)
+
+
+@pytest.mark.parametrize("family", [target_config, glm_config])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "x"}, "hidden_size must be a positive integer, got 'x'"),
+        ({"hidden_size": 24.0}, "hidden_size must be"),
+        ({"num_attention_heads": -1}, "num_attention_heads must be"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size must be"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok must be"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive number"),
+        ({"rope_parameters": 5}, "rope_parameters must be an object"),
+        ({"rope_parameters": {"rope_theta": "x"}, "rope_theta": None}, "rope_theta must be"),
+        ({"first_k_dense_replace": "x"}, "first_k_dense_replace must be"),
+    ],
+)
+def test_a_field_that_is_no_number_is_named(family: Any, changes: dict[str, Any], message: str) -> None:
+    document = family().to_dict() | changes
+    with pytest.raises(DrafterError, match=message):
+        MtpConfig.from_target(document)
+    with pytest.raises(CheckpointError, match=message):
+        parse_mtp_config(document)
+
+
+def test_published_sizes_of_both_families_have_experts_in_their_module() -> None:
+    for config, layer, first in ((DeepseekV3Config(), 61, 3), (Glm4MoeConfig(head_dim=128), 46, 1)):  # GLM-4.5-Air
+        document = config.to_dict()
+        assert (document["num_nextn_predict_layers"], document["first_k_dense_replace"]) == (1, first)
+        read = MtpConfig.from_target(document)
+        assert read.layer == layer
+        assert read.experts is not None
+        assert read.experts.routed == config.n_routed_experts
+    shallow = target_config(n_routed_experts=0).to_dict() | {"first_k_dense_replace": 4}
+    assert MtpConfig.from_target(shallow).experts is None
 
 
 # --- trained and replayed by what trains and replays EAGLE-3 drafters
@@ -583,6 +626,31 @@ def test_broken_files_are_refused_by_what_is_wrong(change: Any, message: str, tm
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "must hold a JSON object, got list"),
+        ('{"weight_map": null}', "weight_map must be an object"),
+        ("{}", "weight_map must be an object"),
+        ('{"weight_map": {"model.layers.3.eh_proj.weight": 5}}', "a file outside its directory: 5"),
+        ('{"weight_map": {"model.layers.3.eh_proj.weight": "../x"}}', "a file outside its directory: '../x'"),
+        (
+            '{"weight_map": {"model.layers.3.eh_proj.weight": "absent.safetensors"}}',
+            r"absent\.safetensors cannot be read",
+        ),
+        ('{"weight_map": {"model.layers.0.eh_proj.weight": "absent.safetensors"}}', "has no MTP module"),
+    ],
+)
+def test_a_broken_index_is_refused_by_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    drafter = drafter_for(target_config()).float()
+    write_mtp(tmp_path, drafter)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
         read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
 
