@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.aims import Aim
+from drafter.optimizer import Method
 from drafter.trainer import Loss
 from examples.initial_drafter import STEPS
 
@@ -16,10 +17,11 @@ FROZEN: Final = "static, kl"
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to keep a drafter in step. The defaults are the demo's settings, at half its passes."""
+    """One way to keep a drafter in step."""
 
     name: str
     loss: Loss = "kl"
+    optimizer: Method = "adamw"  # of matrices
     learning_rate: float = 3e-3
     warmup_windows: int = 0  # optimizer steps over which the learning rate rises
     steps_ahead: int = SERVING_DEPTH  # training depth
@@ -43,6 +45,12 @@ class Recipe:
     def start(self) -> tuple[Loss, int, Loss, int]:
         """What the drafter was before RL."""
         return self.start_loss, self.start_steps, self.extra_loss, self.extra_steps
+
+
+def _muon(name: str, **changes: Any) -> Recipe:
+    """Muon at a rate that suits it, with a warm-up and 8 passes: what the demo does."""
+    recipe: dict[str, Any] = {"optimizer": "muon", "learning_rate": 1e-2, "warmup_windows": 30, "passes": 8}
+    return Recipe(name, **(recipe | changes))
 
 
 #: Most telling first. The leading `REPEATED` run on every seed, then all the others on the first, then on the rest.
@@ -101,6 +109,20 @@ RECIPES: Final = (
     Recipe("loss nla, warm-up, 8 passes", loss="nla", warmup_windows=30, passes=8),
     Recipe("loss alpha, warm-up, 16 passes", loss="alpha", warmup_windows=30, passes=16),
     Recipe("16 passes", passes=16),
+    Recipe("rate 6e-3, warm-up, 8 passes", learning_rate=6e-3, warmup_windows=30, passes=8),
+    _muon("muon, 8 passes"),
+    _muon("muon, 4 passes", passes=4),
+    _muon("muon, 2 passes", passes=2),
+    _muon("muon, 16 passes", passes=16),
+    _muon("muon, rate 3e-3, 8 passes", learning_rate=3e-3),
+    _muon("muon, rate 2e-2, 8 passes", learning_rate=2e-2),
+    _muon("muon, no warm-up, 8 passes", warmup_windows=0),
+    _muon("muon, loss alpha, 8 passes", loss="alpha"),
+    _muon("muon, depth 3, 8 passes", steps_ahead=3),
+    _muon("muon, recent 32000, 8 passes", recent_tokens=32000),
+    _muon("muon, newest only, 8 passes", recent_tokens=1),
+    _muon("muon, every 2nd version, 16 passes", every=2, passes=16),
+    _muon("muon, top-8 targets, 8 passes", top_k=8),
 )
 #: What recipes of a serving depth are compared with.
 REFERENCES: Final = {SERVING_DEPTH: REFERENCE, 3: "depth 3, served at 3"}

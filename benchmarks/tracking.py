@@ -77,6 +77,7 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
         learning_rate=recipe.learning_rate,
         warmup_windows=recipe.warmup_windows,
         loss=recipe.loss,
+        optimizer=recipe.optimizer,
     )
     trainer = DrafterTrainer(drafter, config)
     if recipe.aim:
@@ -176,7 +177,7 @@ def initial_drafter(directory: Path, loss: Loss, steps: int, extra_loss: Loss, e
 
 
 def _train_on_base(drafter: Eagle3Drafter, recording: Recording, loss: Loss, steps: int, seed: int) -> None:
-    trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=SERVING_DEPTH, learning_rate=LEARNING_RATE, loss=loss))
+    trainer = DrafterTrainer(drafter, TrainConfig(SERVING_DEPTH, LEARNING_RATE, loss=loss, optimizer="adamw"))
     head, rng = TargetHead(recording.heads[0]), np.random.default_rng(seed)
     for _ in range(steps):
         chosen = rng.choice(recording.base.rollouts, size=SEQUENCES_PER_STEP, replace=False)

@@ -1,4 +1,4 @@
-"""The drafter's trainer: AdamW on float32 masters, one global denominator per optimizer step, exact resume.
+"""The drafter's trainer: float32 masters, one global denominator per optimizer step, exact resume.
 
 One `step` is one optimizer window: gradients of all its batches are summed and divided by the response tokens of the
 whole window, so how rollouts are cut into batches changes nothing. A window whose loss or gradient is not finite
@@ -27,6 +27,7 @@ from drafter.errors import CheckpointError, DrafterError
 from drafter.kinds import Drafter, plan_batch, unroll_batch
 from drafter.loss import DraftLoss, draft_loss
 from drafter.model import Eagle3Drafter
+from drafter.optimizer import Method, Optimizer
 from drafter.plan import Plan
 from drafter.target import DraftTarget, TargetHead, draft_target
 from rl_hooks.durable import sync
@@ -43,7 +44,6 @@ Loss = Literal["kl", "lk", "nla", "alpha"]
 
 _FORMAT = "draftalign.trainer.v1"
 _POINTER = "trainer.json"
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _COUNTERS = ("windows", "skipped_windows", "tokens_trained")
 
 
@@ -55,11 +55,12 @@ class TrainConfig:
     learning_rate: float = 1e-4
     warmup_windows: int = 0  # learning rate rises linearly over these
     weight_decay: float = 0.0  # on matrices only
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
     epsilon: float = 1e-8
     grad_clip: float = 0.5  # total norm; 0 turns clipping off
     step_decay: float = 0.8  # step j weighs step_decay**j; "alpha" has its own weights
     loss: Loss = "kl"
+    optimizer: Method = "muon"  # of matrices; `drafter.optimizer`
     train_lm_head: bool = True
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
 
@@ -68,6 +69,8 @@ class TrainConfig:
             raise DrafterError(f"steps_ahead must be at least 1, got {self.steps_ahead}")
         if self.loss not in get_args(Loss):
             raise DrafterError(f"loss must be one of {', '.join(get_args(Loss))}, got {self.loss!r}")
+        if self.optimizer not in get_args(Method):
+            raise DrafterError(f"optimizer must be one of {', '.join(get_args(Method))}, got {self.optimizer!r}")
         if self.compute_dtype not in ("float32", "bfloat16", "float64"):
             raise DrafterError(f"compute_dtype must be float32, bfloat16 or float64, got {self.compute_dtype!r}")
         for name in ("learning_rate", "step_decay", "epsilon"):
@@ -128,14 +131,12 @@ class DrafterTrainer(Generic[_D]):
         if isinstance(drafter, Eagle3Drafter):  # an MTP module has no head of its own
             drafter.lm_head.weight.requires_grad_(config.train_lm_head)
         self._named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
-        matrices = [p for p in self._named.values() if p.ndim == 2]
-        gains = [p for p in self._named.values() if p.ndim != 2]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}],
-            lr=config.learning_rate,
+        self._optimizer = Optimizer(
+            self._named,
+            config.optimizer,
+            weight_decay=config.weight_decay,
             betas=config.betas,
-            eps=config.epsilon,
-            fused=True if self.device.type == "cuda" else None,
+            epsilon=config.epsilon,
         )
 
     @property
@@ -169,7 +170,7 @@ class DrafterTrainer(Generic[_D]):
         if len(heads) != len(window):
             raise DrafterError(f"expected one head for all or one per batch ({len(window)}), got {len(heads)}")
         response_tokens = sum(b.response_tokens for b in window)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.forget_gradients()
         results = [
             result
             for p, h in zip(prepared, heads, strict=True)
@@ -183,7 +184,7 @@ class DrafterTrainer(Generic[_D]):
             self.tokens_trained += response_tokens
         else:
             self.skipped_windows += 1
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.forget_gradients()
         return StepReport(
             loss=outcome.loss,
             loss_per_step=_means(outcome.kl_sums, entries),
@@ -258,9 +259,7 @@ class DrafterTrainer(Generic[_D]):
         else:
             if self.config.grad_clip:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, total)
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            self._optimizer.step()
+            self._optimizer.step(learning_rate)
         return _Outcome(skipped, loss, norm, kl_sums, acceptance_sums)
 
     # --- state on disk ----------------------------------------------------------------------------------------------
@@ -269,9 +268,7 @@ class DrafterTrainer(Generic[_D]):
         """Write parameters, moments and counters. A crash at any point leaves the state before or the state after."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {f"parameter.{n}": p.detach().cpu().contiguous() for n, p in self.drafter.named_parameters()}
-        for name, parameter in self._named.items():
-            state = self._optimizer.state.get(parameter, {})
-            tensors |= {f"{m}.{name}": state[m].detach().cpu().clone() for m in _MOMENTS if m in state}
+        tensors |= self._optimizer.state()
         old = self._pointer(directory) if (directory / _POINTER).exists() else {}
         # A new name each time: the file that the pointer names is never written over.
         file = f"state-{'b' if str(old.get('file', '')).startswith('state-a') else 'a'}.safetensors"
@@ -316,11 +313,7 @@ class DrafterTrainer(Generic[_D]):
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         parameters = dict(self.drafter.named_parameters())
-        moved = {n for n in self._named if any(f"{m}.{n}" in tensors for m in _MOMENTS)}
-        expected = {f"parameter.{n}": p.shape for n, p in parameters.items()}
-        for name in moved:
-            shapes = {"exp_avg": parameters[name].shape, "exp_avg_sq": parameters[name].shape, "step": torch.Size()}
-            expected |= {f"{m}.{name}": shapes[m] for m in _MOMENTS}
+        expected = {f"parameter.{n}": p.shape for n, p in parameters.items()} | self._optimizer.expected(tensors)
         wrong = [n for n, s in expected.items() if n not in tensors or tensors[n].shape != s]
         if wrong:
             raise CheckpointError(f"{path}: {len(wrong)} tensors are missing or misshapen, first {wrong[0]!r}")
@@ -331,22 +324,12 @@ class DrafterTrainer(Generic[_D]):
             if not bool(torch.isfinite(tensors[name]).all()):
                 raise CheckpointError(f"{path}: {name} holds NaN or infinity; go back to a copy with finite numbers")
             if kind in ("exp_avg_sq", "step") and bool((tensors[name] < 0).any()):
-                raise CheckpointError(f"{path}: {name} is negative, which no step of AdamW leaves; go back to a copy")
-        fused = bool(self._optimizer.defaults["fused"])  # then AdamW counts its steps on the device, else on the CPU
-        moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {
-            parameters[name]: {
-                "step": tensors[f"step.{name}"].to(parameters[name].device if fused else "cpu"),
-                "exp_avg": tensors[f"exp_avg.{name}"].to(parameters[name].device),
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameters[name].device),
-            }
-            for name in moved
-        }
+                raise CheckpointError(f"{path}: {name} is negative, which no step leaves; go back to a copy")
         # Nothing is refused from here on.
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[f"parameter.{name}"])
-        self._optimizer.state.clear()
-        self._optimizer.state.update(moments)
+        self._optimizer.load(tensors)
         self.windows = pointer["windows"]
         self.skipped_windows = pointer["skipped_windows"]
         self.tokens_trained = pointer["tokens_trained"]

@@ -48,7 +48,7 @@ def train_initial_drafter(
     drafter = Eagle3Drafter(config, vocabulary, embed_tokens)
     head = policy.lm_head.weight.detach().float()
     drafter.init_from_target(head[vocabulary.ids])
-    trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=depth, learning_rate=LEARNING_RATE))
+    trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=depth, learning_rate=LEARNING_RATE, optimizer="adamw"))
     target = TargetHead(head)
     rng = np.random.default_rng(seed)
     for step in range(steps):

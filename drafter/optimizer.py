@@ -1,0 +1,108 @@
+"""What moves a drafter's parameters: Muon for its matrices and AdamW for the rest, or AdamW for everything.
+
+Muon (Keller Jordan, 2024; torch's own) replaces a matrix's momentum by the nearest orthogonal one, so that all its
+directions move alike. Its steps are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982), so one learning rate
+serves both. An lm_head is a table of tokens and no map between states: AdamW moves it, and all that is not a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+#: What moves matrices.
+Method = Literal["muon", "adamw"]
+
+_ADAMW: Final = ("exp_avg", "exp_avg_sq", "step")
+_MUON: Final = ("momentum_buffer",)
+_MUON_MOMENTUM: Final = 0.95
+
+
+class Optimizer:
+    """Moves named parameters by their gradients. Its state is tensors by name, to be saved and taken up exactly."""
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        method: Method,
+        *,
+        weight_decay: float,  # of matrices only
+        betas: tuple[float, float],  # AdamW's
+        epsilon: float,
+    ) -> None:
+        self._named = dict(named)
+        self._by_muon = {n for n, p in named.items() if method == "muon" and p.ndim == 2 and n != "lm_head.weight"}
+        fused = all(p.device.type == "cuda" for p in named.values())
+        self._counts_on_device = fused  # AdamW's own kernel there counts its steps on the device, else the CPU does
+        others = {n: p for n, p in named.items() if n not in self._by_muon}
+        adamw = [
+            {"params": [p for p in others.values() if p.ndim == 2], "weight_decay": weight_decay},
+            {"params": [p for p in others.values() if p.ndim != 2], "weight_decay": 0.0},
+        ]
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(adamw, lr=0.0, betas=betas, eps=epsilon, fused=True if fused else None)
+        ]
+        if self._by_muon:
+            self._optimizers.append(
+                torch.optim.Muon(
+                    [self._named[n] for n in sorted(self._by_muon)],
+                    lr=0.0,
+                    weight_decay=weight_decay,
+                    momentum=_MUON_MOMENTUM,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+
+    def forget_gradients(self) -> None:
+        """Free all gradients."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def step(self, learning_rate: float) -> None:
+        """Move every parameter that has a gradient."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+
+    def _state(self, name: str) -> tuple[dict[Any, Any], tuple[str, ...]]:
+        """Where a parameter's moments are kept, and their names."""
+        muon = name in self._by_muon
+        return self._optimizers[1 if muon else 0].state, _MUON if muon else _ADAMW
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies on the CPU of the moments of all parameters that were moved, as `moment.parameter`."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._named.items():
+            state, moments = self._state(name)
+            held = state.get(parameter, {})
+            found |= {f"{m}.{name}": held[m].detach().cpu().clone() for m in moments if m in held}
+        return found
+
+    def expected(self, stored: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+        """Names and shapes of what `load` takes of a stored state. Moments of another method are left out of it.
+
+        A parameter that was never moved, or by another method, has none: it begins anew.
+        """
+        found: dict[str, torch.Size] = {}
+        for name, parameter in self._named.items():
+            moments = self._state(name)[1]
+            if any(f"{m}.{name}" in stored for m in moments):
+                found |= {f"{m}.{name}": torch.Size() if m == "step" else parameter.shape for m in moments}
+        return found
+
+    def load(self, stored: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` gave; `stored` holds what `expected` names, in the parameters' types."""
+        made = []
+        for name, parameter in self._named.items():
+            state, moments = self._state(name)
+            if any(f"{m}.{name}" in stored for m in moments):
+                where = {m: parameter.device if m != "step" or self._counts_on_device else "cpu" for m in moments}
+                made.append((state, parameter, {m: stored[f"{m}.{name}"].to(where[m]) for m in moments}))
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        for state, parameter, moments_of_it in made:
+            state[parameter] = moments_of_it
