@@ -69,10 +69,15 @@ class Controller:
     idle: bool = False
     idle_alpha: float = 0.0  # served α when idling began
 
-    def decide(self, economy: Economy, alpha_served: float | None) -> Decision:
-        """Decide about one scored batch. `alpha_served`: replay α of the served drafter on it; None: none serves."""
+    def decide(self, economy: Economy, alpha_served: float | None, *, warming_up: bool = False) -> Decision:
+        """Decide about one scored batch. `alpha_served`: replay α of the served drafter on it; None: none serves.
+
+        `warming_up`: the learning rate has not reached its value, so gains do not show what training can do.
+        """
         if alpha_served is None:
             return self._train("no drafter is served yet")
+        if warming_up:
+            return self._train("the learning rate is still rising; gains say little yet")
         if self.trainings < _MIN_TRAININGS:
             return self._train(
                 f"{self.trainings} of the first {_MIN_TRAININGS} trainings done; gains are not known yet"

@@ -110,6 +110,7 @@ class Lineage:
             learning_rate=self._settings.learning_rate,
             warmup_windows=self._settings.warmup_steps,
             loss=self._settings.loss,
+            optimizer=self._settings.optimizer,
             compute_dtype="bfloat16" if working_dtype(self._device) is torch.bfloat16 else "float32",
         )
         self.trainer = DrafterTrainer(drafter.to(self._device), config)
@@ -133,6 +134,11 @@ class Lineage:
         if self.trainer is None:
             raise RuntimeError("the lineage has not begun")
         return self.trainer.drafter
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the candidate's learning rate is still rising."""
+        return self.trainer is not None and self.trainer.windows < self._settings.warmup_steps
 
     def served(self) -> Manifest | None:
         """What `GET /drafter/latest` offers now."""

@@ -244,7 +244,9 @@ class RunWorker:
             return
         newest = [self._recent.add(self._layout.blob(self.run, entry.blob), batch) for entry, batch, _ in tested]
         scored = [(entry, scores) for entry, _, scores in tested]
-        decision = self._controller.decide(self._economy, scored[-1][1].alpha("served"))
+        decision = self._controller.decide(
+            self._economy, scored[-1][1].alpha("served"), warming_up=self._lineage.warming_up
+        )
         trained = decision.action is not Action.IDLE
         seconds = self._train(newest) if trained else 0.0
         self._done += [

@@ -76,10 +76,11 @@ class Settings(BaseSettings):
     draft_vocab_size: int = Field(32_000, ge=1, description="Draft vocabulary of a drafter that starts from scratch.")
     vocab_min_tokens: int = Field(50_000, ge=1, description="Response tokens to see before that vocabulary is built.")
     claim_tokens: int = Field(65_536, gt=0, description="Token budget of one claim from the queue.")
-    train_passes: float = Field(2.0, gt=0, description="Times that a new training token is trained on, on average.")
+    train_passes: float = Field(8.0, gt=0, description="Times that a new training token is trained on, on average.")
     train_step_tokens: int = Field(16_384, gt=0, description="Tokens of one optimizer step.")
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the learning rate rises to its value.")
-    learning_rate: float = Field(1e-4, gt=0, description="AdamW learning rate, constant.")
+    warmup_steps: int = Field(30, ge=0, description="Optimizer steps over which the learning rate rises to its value.")
+    learning_rate: float = Field(1e-4, gt=0, description="Learning rate after that, constant.")
+    optimizer: Literal["muon", "adamw"] = Field("muon", description="What moves matrices; AdamW moves all the rest.")
     loss: Literal["kl", "lk", "nla", "alpha"] = Field(
         "kl", description="What training minimises: distance per draft, or drafts lost by whole chains."
     )
@@ -95,7 +96,9 @@ class Settings(BaseSettings):
         0.25, gt=0, description="Mean |log p sent - log p recomputed from the features| above which a batch is dead."
     )
     checkpoint_seconds: float = Field(
-        10.0, ge=0, description="Least time between two worker checkpoints, or 9 times as long as one takes. 0: none."
+        10.0,
+        ge=0,
+        description="Least time between checkpoints, and 9 times what one takes. 0: after each batch.",
     )
     keep_versions: int = Field(20, ge=2, description="Published versions kept on disk beside the first and the served.")
     worker_cost: float = Field(0.1, ge=0, description="What a worker second is worth, in seconds of the rollout fleet.")

@@ -27,6 +27,16 @@ def run(gains: list[float], *, train_seconds: float = 1.0, version_seconds: floa
     return actions
 
 
+def test_while_the_learning_rate_rises_no_gain_is_too_small() -> None:
+    controller = Controller()
+    for _ in range(8):
+        decision = controller.decide(ECONOMY, 3.0, warming_up=True)
+        assert decision.action is Action.TRAIN
+        controller.learn(ECONOMY, gain=0.0, train_seconds=1.0, version_seconds=1.0)
+    assert "still rising" in decision.reason
+    assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
+
+
 def test_trains_on_while_gains_pay() -> None:
     assert set(run([0.05])) == {Action.TRAIN}
 

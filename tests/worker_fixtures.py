@@ -65,6 +65,7 @@ ONE_BY_ONE: dict[str, Any] = {
     "learning_rate": 1e-3,
     "train_step_tokens": 64,
     "train_passes": 1.0,
+    "warmup_steps": 0,
     "recent_tokens": 400,
     "vocab_min_tokens": 1,
     "draft_vocab_size": DRAFT,
