@@ -58,6 +58,8 @@ _SIZES: Final = (
 _STORAGE: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_CONFIG_BYTES: Final = 1 << 20
 _MAX_INDEX_BYTES: Final = 1 << 28
+_MAX_SIZE: Final = 1 << 24  # of anything that a config counts
+_MAX_LAYERS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,9 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     if not isinstance(before, bool):
         raise CheckpointError(f"config.json: norm_before_residual must be true or false, got {before!r}")
     sizes = {name: _positive(document, name) for name in _SIZES}
+    layers = _positive({"num_hidden_layers": 1, **document}, "num_hidden_layers")
+    if layers > _MAX_LAYERS:
+        raise CheckpointError(f"config.json: num_hidden_layers must be at most {_MAX_LAYERS}, got {layers}")
     eps = document.get("rms_norm_eps")
     if not isinstance(eps, float) or not 0 < eps < 1:
         raise CheckpointError(f"config.json: rms_norm_eps must be a small positive number, got {eps!r}")
@@ -245,7 +250,7 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
             max_position_embeddings=_positive(document, "max_position_embeddings"),
             model_type=str(document.get("target_model_type", "llama")),
             norm_before_residual=before,
-            num_hidden_layers=_positive({"num_hidden_layers": 1, **document}, "num_hidden_layers"),
+            num_hidden_layers=layers,
         )
     except CheckpointError:
         raise
@@ -338,8 +343,8 @@ def _read_object(path: Path, limit: int) -> dict[str, Any]:
 
 def _positive(document: Mapping[str, Any], name: str) -> int:
     value = document.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {name} must be a positive integer, got {value!r}")
+    if type(value) is not int or not 0 < value <= _MAX_SIZE:
+        raise CheckpointError(f"config.json: {name} must be a positive integer up to {_MAX_SIZE}, got {value!r}")
     return value
 
 

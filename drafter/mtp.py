@@ -96,13 +96,14 @@ class MtpConfig:
 
 #: Policies whose MTP layer has grouped attention under DeepSeek-V3's names.
 _GROUPED: Final = ("glm4_moe",)
+_MAX_SIZE: Final = 1 << 24  # of anything that a config counts
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """A positive integer, or the default where there is one: for zero, null and absence."""
     value = config.get(name) or default
-    if type(value) is not int or (value < 1 and value != default):
-        raise DrafterError(f"{name} must be a positive integer, got {config.get(name)!r}")
+    if type(value) is not int or not (0 < value <= _MAX_SIZE or value == default):
+        raise DrafterError(f"{name} must be a positive integer up to {_MAX_SIZE}, got {config.get(name)!r}")
     return value
 
 

@@ -174,6 +174,8 @@ def test_tensors_that_do_not_fit_are_refused(written: Path, change: Any, message
     ("changes", "message"),
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
+        ({"num_hidden_layers": 65}, "num_hidden_layers must be at most 64"),
+        ({"vocab_size": 10**18}, "vocab_size must be a positive integer up to 16777216"),
         ({"norm_before_residual": "yes"}, "norm_before_residual must be true or false"),
         ({"norm_output": True}, "norm_output must be false"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),

@@ -243,8 +243,10 @@ def test_configs_of_another_layout_are_refused_by_what_differs(changes: dict[str
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": "x"}, "hidden_size must be a positive integer, got 'x'"),
+        ({"hidden_size": "x"}, "hidden_size must be a positive integer.*got 'x'"),
         ({"hidden_size": 24.0}, "hidden_size must be"),
+        ({"vocab_size": 10**18}, "vocab_size must be a positive integer up to 16777216"),
+        ({"routed_scaling_factor": 10**400}, "routed_scaling_factor must be"),
         ({"num_attention_heads": -1}, "num_attention_heads must be"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size must be"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok must be"),
