@@ -5,7 +5,8 @@
 
 Every tensor lives on torch's `meta` device, which has shapes and no data: a device's code runs as it would, and waiting
 for the device (reading a number from it) is an error. Counted is every storage alive at once: parameters (float32
-masters), AdamW's moments, gradients, the policy's embedding and head, features and everything between. Not counted are
+masters), the optimizer's moments, gradients, the policy's embedding and the head's rows of the draft vocabulary,
+features and everything between; the optimizer's own step is left out, which needs less. Not counted are
 the allocator's fragments, workspaces of the kernels, and the CUDA context (about 0.5 GB).
 """
 
@@ -99,11 +100,14 @@ def peak_of(
         with torch.device("meta"):
             drafter = Eagle3Drafter(config, vocabulary, made(size.vocab, size.hidden)).to("meta")
         trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=steps, compute_dtype="bfloat16", loss=loss))
-        moments = [torch.zeros_like(p) for p in drafter.parameters() for _ in range(2)]
-        head = made(size.vocab, size.hidden)
+        for parameter in drafter.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        trainer._optimizer.step(0.0)  # makes its moments
+        trainer._optimizer.forget_gradients()
+        moments = [t for each in trainer._optimizer._optimizers for s in each.state.values() for t in s.values()]
         head_rows = made(size.draft, size.hidden)  # the draft vocabulary's, gathered once per policy version
-        memory.hold([list(drafter.parameters()), drafter.embed_tokens, moments, head, head_rows])
-        resident = memory.peak
+        memory.hold([list(drafter.parameters()), drafter.embed_tokens, moments, head_rows])
+        resident = memory.live
         batch = RolloutBatch(
             input_ids=made(tokens, dtype=torch.int64),
             cu_seqlens=torch.arange(documents + 1) * length,
