@@ -1,7 +1,8 @@
 """One training step, forward and backward, of each implementation on the same weights, documents and supervision.
 
-Each builder returns a function that runs one step and returns the gradients by our parameter names. Peers run their own
-model and loss code as installed; what had to be replaced to run it at all is said at each builder.
+Each builder returns a function that runs one step on the case's batch of the given number (default: 0) and returns the
+gradients by our parameter names. Peers run their own model and loss code as installed; what had to be replaced to run
+it at all is said at each builder.
 
 Legend: T tokens, K steps, H hidden, V vocabulary, D draft vocabulary.
 """
@@ -21,10 +22,11 @@ from drafter.batch import RolloutBatch
 from drafter.loss import draft_loss
 from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.target import TargetHead, draft_target
+from drafter.trainer import DrafterTrainer, TrainConfig
 from drafter.unroll import make_plan, unroll
 from drafter.vocabulary import DraftVocabulary
 
-Step = Callable[[], dict[str, Tensor]]
+Step = Callable[..., dict[str, Tensor]]
 STEP_DECAY = 0.8
 AUX = (1, 2, 3)
 
@@ -53,13 +55,19 @@ SIZES = {
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Weights and documents that every implementation gets."""
+    """Weights and documents that every implementation gets. Several batches: for steps of changing shapes."""
 
     drafter: Eagle3Drafter
     head: Tensor  # [V, H]
     batch: RolloutBatch
     steps: int  # K
     train_head: bool
+    others: tuple[RolloutBatch, ...] = ()
+
+    @property
+    def batches(self) -> tuple[RolloutBatch, ...]:
+        """All of them, `batch` first."""
+        return (self.batch, *self.others)
 
 
 def make_case(
@@ -72,10 +80,12 @@ def make_case(
     dtype: torch.dtype,
     device: str = "cpu",
     documents: int = 1,
+    batches: int = 1,
 ) -> Case:
     """Random documents of equal length whose last `response` share is generated.
 
-    The head favours the draft vocabulary, so that peers which drop rows whose target leaves it keep nearly all.
+    Of several batches each has documents shorter by 1/67 of the first one's. The head favours the draft vocabulary, so
+    that peers which drop rows whose target leaves it keep nearly all.
     """
     g = torch.Generator(device).manual_seed(0)
 
@@ -98,22 +108,28 @@ def make_case(
         drafter = Eagle3Drafter(c, DraftVocabulary(ids, size.vocab), drawn(size.vocab, size.hidden, scale=0.5))
     drafter = drafter.to(device, dtype)
     drafter.lm_head.weight.requires_grad_(train_head)
-    head, last = drawn(size.vocab, size.hidden, scale=size.hidden**-0.5), drawn(tokens, size.hidden)
-    last[:, 0] = 4.0
+    head = drawn(size.vocab, size.hidden, scale=size.hidden**-0.5)
     head[ids.to(device), 0] += 2.0
+
+    def rollouts(length: int) -> RolloutBatch:
+        tokens = documents * length
+        last = drawn(tokens, size.hidden)
+        last[:, 0] = 4.0
+        chunks = [torch.logsumexp(x @ head.T, -1) for x in last.split(1024)]
+        mask = torch.arange(length) >= max(2, round(length * (1 - response)))
+        return RolloutBatch(
+            input_ids=torch.randint(size.vocab, (tokens,), generator=g, device=device),
+            cu_seqlens=torch.arange(documents + 1) * length,
+            loss_mask=mask.repeat(documents),
+            aux_hidden=drawn(tokens, len(AUX) * size.hidden).to(dtype),
+            logprobs=torch.zeros(tokens),
+            last_hidden=last.to(dtype),
+            logsumexp=torch.cat(chunks),
+        )
+
     length = tokens // documents
-    chunks = [torch.logsumexp(x @ head.T, -1) for x in last.split(1024)]
-    mask = torch.arange(length) >= max(2, round(length * (1 - response)))
-    batch = RolloutBatch(
-        input_ids=torch.randint(size.vocab, (tokens,), generator=g, device=device),
-        cu_seqlens=torch.arange(documents + 1) * length,
-        loss_mask=mask.repeat(documents),
-        aux_hidden=drawn(tokens, len(AUX) * size.hidden).to(dtype),
-        logprobs=torch.zeros(tokens),
-        last_hidden=last.to(dtype),
-        logsumexp=torch.cat(chunks),
-    )
-    return Case(drafter, head.to(dtype), batch, steps, train_head)
+    first, *others = [rollouts(length - i * length // 67) for i in range(batches)]
+    return Case(drafter, head.to(dtype), first, steps, train_head, tuple(others))
 
 
 def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
@@ -124,8 +140,8 @@ def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
     """
     drafter, head = case.drafter, TargetHead(case.head)
 
-    def step() -> dict[str, Tensor]:
-        batch = case.batch
+    def step(which: int = 0) -> dict[str, Tensor]:
+        batch = case.batches[which]
         plan = make_plan(batch.cu_seqlens, batch.loss_mask, case.steps).to(batch.input_ids.device)
         unrolled = unroll(drafter, plan, batch.input_ids, batch.aux_hidden)
         if full_vocabulary and batch.last_hidden is not None:
@@ -139,6 +155,27 @@ def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
     return step
 
 
+def ours_trainer(case: Case) -> Step:
+    """What the worker does for an optimizer window: float32 masters, bfloat16 compute, batch and head on the host.
+
+    Copies, casts, clipping and AdamW included. The head's rows go to the device once, as for a policy version.
+    """
+    compute = "bfloat16" if case.head.dtype == torch.bfloat16 else "float32"
+    settings = TrainConfig(
+        steps_ahead=case.steps, step_decay=STEP_DECAY, train_lm_head=case.train_head, compute_dtype=compute
+    )
+    trainer, head = DrafterTrainer(case.drafter, settings), TargetHead(case.head.cpu())
+    batches = [batch.to("cpu") for batch in case.batches]
+
+    def step(which: int = 0) -> dict[str, Tensor]:
+        report = trainer.step(batches[which], head)
+        if report.skipped is not None:
+            raise RuntimeError(f"the trainer skipped the step: {report.skipped}")
+        return {}
+
+    return step
+
+
 def speculators(case: Case) -> Step:
     """Run speculators 0.9.0: SDPA attention (its flex attention has no backward pass on a CPU), eager KL there.
 
@@ -146,8 +183,8 @@ def speculators(case: Case) -> Step:
     """
     eagle3, config = _imported("speculators.models.eagle3"), _imported("speculators.config")
     losses = _imported("speculators.losses")
-    b, size = case.batch, case.drafter.config
-    cpu = b.input_ids.device.type == "cpu"
+    size = case.drafter.config
+    cpu = case.batch.input_ids.device.type == "cpu"
     layer = _imported("transformers").LlamaConfig(**_layer_settings(size))
     layer._attn_implementation = "sdpa" if cpu else "simple_flex_attention"
     greedy = _imported("speculators.proposals.greedy").GreedyTokenProposalConfig(speculative_tokens=case.steps)
@@ -174,21 +211,25 @@ def speculators(case: Case) -> Step:
     model.rotary_emb.inv_freq = rotary
     model.verifier_norm = torch.nn.Identity()  # our states are normed already
     model.lm_head.weight.requires_grad_(case.train_head)
-    T = b.tokens
-    document = torch.repeat_interleave(torch.arange(b.rollouts), b.cu_seqlens.diff())
-    rows = {
-        "input_ids": b.input_ids[None, 1:],
-        "hidden_states": b.aux_hidden[None, :-1],
-        "verifier_last_hidden_states": _states(b)[None, 1:],
-        "loss_mask": _predicted(b)[None, : T - 1],
-        "document_ids": document[None, : T - 1].to(b.input_ids.device),
-        "position_ids": torch.arange(1, T, device=b.input_ids.device)[None],
-    }
+
+    def layout(b: RolloutBatch) -> dict[str, Tensor]:
+        T = b.tokens
+        document = torch.repeat_interleave(torch.arange(b.rollouts), b.cu_seqlens.diff())
+        return {
+            "input_ids": b.input_ids[None, 1:],
+            "hidden_states": b.aux_hidden[None, :-1],
+            "verifier_last_hidden_states": _states(b)[None, 1:],
+            "loss_mask": _predicted(b)[None, : T - 1],
+            "document_ids": document[None, : T - 1].to(b.input_ids.device),
+            "position_ids": torch.arange(1, T, device=b.input_ids.device)[None],
+        }
+
+    rows = [layout(batch) for batch in case.batches]
     loss_config = losses.resolve_loss_config("kl_div", "eager" if cpu else "fused")
 
-    def step() -> dict[str, Tensor]:
+    def step(which: int = 0) -> dict[str, Tensor]:
         _, loss, _ = model(
-            **rows, ttt_steps=case.steps, ttt_step_loss_decay=STEP_DECAY, loss_config=loss_config, use_cache=True
+            **rows[which], ttt_steps=case.steps, ttt_step_loss_decay=STEP_DECAY, loss_config=loss_config, use_cache=True
         )
         found = _gradients(model, loss)
         return {n.replace("layers.0.", "midlayer."): gradient for n, gradient in found.items()}
@@ -196,15 +237,15 @@ def speculators(case: Case) -> Step:
     return step
 
 
-def specforge_model(case: Case) -> tuple[Any, Any, dict[str, Any]]:
-    """SpecForge 0.2.0's training model, its drafter and a batch in its layout.
+def specforge_model(case: Case) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """SpecForge 0.2.0's training model, its drafter and the batches in its layout: documents, which are equal, as rows.
 
     Its compact teacher; on a CPU SDPA attention, and its eager loss for its Triton one.
     """
     model_module = _imported("specforge.algorithms.eagle3.model")
     llama = _imported("specforge.modeling.draft.llama3_eagle")
-    b, size = case.batch, case.drafter.config
-    cpu = b.input_ids.device.type == "cpu"
+    size = case.drafter.config
+    cpu = case.batch.input_ids.device.type == "cpu"
     if cpu:
         reference = _imported("specforge.core.loss")._compute_loss
         model_module.LogSoftmaxLoss = type("EagerLoss", (), {"apply": staticmethod(reference)})
@@ -216,24 +257,28 @@ def specforge_model(case: Case) -> tuple[Any, Any, dict[str, Any]]:
     draft.embed_tokens.weight.requires_grad_(False)
     draft.lm_head.weight.requires_grad_(case.train_head)
     model = model_module.OnlineEagle3Model(draft, length=case.steps, attention_backend=backend)
-    rows = {
-        "input_ids": _left(b.input_ids)[None],
-        "attention_mask": torch.ones(1, b.tokens, dtype=torch.bool, device=b.input_ids.device),
-        "target": None,
-        "loss_mask": _predicted(b)[None, :, None].int(),
-        "hidden_states": b.aux_hidden[None],
-        "target_hidden_for_compact": _left(_states(b))[None],
-        "target_head_weight": case.head,
-    }
-    return model, draft, rows
+
+    def layout(b: RolloutBatch) -> dict[str, Any]:
+        shape = b.rollouts, b.tokens // b.rollouts
+        return {
+            "input_ids": _left(b.input_ids).view(shape),
+            "attention_mask": torch.ones(shape, dtype=torch.bool, device=b.input_ids.device),
+            "target": None,
+            "loss_mask": _predicted(b).view(*shape, 1).int(),
+            "hidden_states": b.aux_hidden.view(*shape, -1),
+            "target_hidden_for_compact": _left(_states(b)).view(*shape, -1),
+            "target_head_weight": case.head,
+        }
+
+    return model, draft, [layout(batch) for batch in case.batches]
 
 
 def specforge(case: Case) -> Step:
     """Run SpecForge 0.2.0, see `specforge_model`."""
     model, draft, rows = specforge_model(case)
 
-    def step() -> dict[str, Tensor]:
-        losses, *_ = model(**rows)
+    def step(which: int = 0) -> dict[str, Tensor]:
+        losses, *_ = model(**rows[which])
         loss = torch.stack([STEP_DECAY**i * x for i, x in enumerate(losses)]).sum()
         return _gradients(draft, loss)
 
@@ -250,14 +295,17 @@ def agreement(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
 
 
-def floating_point_operations(size: Size, *, tokens: int, responses: int, steps: int, train_head: bool) -> float:
-    """Least work of one step over one document: a MAC is two, forward, both gradients, nothing recomputed.
+def floating_point_operations(
+    size: Size, *, tokens: int, responses: int, steps: int, train_head: bool, documents: int = 1
+) -> float:
+    """Least work of one step over equal documents: a MAC is two, forward, both gradients, nothing recomputed.
 
-    Rows that only lend keys and values pay for fc, k and v; attention counts its causal half.
+    `tokens` and `responses` are of all documents together. Rows that only lend keys and values pay for fc, k and v;
+    attention counts its causal half of a document.
     """
     H, q, kv = size.hidden, size.heads * size.head_dim, size.kv_heads * size.head_dim
     row = 4 * 3 * H * H + 6 * (steps + 1) * H * (q + 2 * kv) + 6 * steps * (q * H + 3 * H * size.intermediate)
-    row += 7 * steps * tokens * q + 3 * q * steps * (steps - 1)
+    row += 7 * steps * (tokens / documents) * q + 3 * q * steps * (steps - 1)
     row += (6 if train_head else 4) * steps * H * size.draft + 2 * H * size.draft
     context = 4 * 3 * H * H + 12 * H * 2 * kv
     return float(row * responses + context * (tokens - responses))

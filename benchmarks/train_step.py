@@ -6,6 +6,13 @@
 On a CPU every row is a process of its own that alternates ours and the peer on one thread, once in each order; the
 ratio is of process CPU time, the median over the pairs. Memory comes from another process, in which blocks of 64 KiB
 and more are mapped one by one: VmHWM of one step above what was resident before it. Peers: `benchmarks/step_peers.py`.
+
+On a GPU every row is a process of its own that times at least 30 steps by CUDA events, after a warm-up, and gives their
+median and quartiles. The steps go round a few batches of slightly different lengths, as rollouts have them, so that
+what a new shape costs is counted. `ours` and the peers are forward and backward, features on the device; `ours,
+trainer` is the worker's whole window (`DrafterTrainer.step`: copies, casts, clipping, AdamW on float32 masters) on
+batches that lie on the host. `peak_gib` is the allocator's peak *above* what stays between steps: weights, optimizer
+state and the case's features are not in it.
 """
 
 from __future__ import annotations
@@ -19,7 +26,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +35,10 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Peers default to this depth with a frozen head (speculators) or a trained one (SpecForge); 7 trains it in both.
 GRID = [("speculators-0.9.0", 3, False), ("specforge-0.2.0", 3, True), ("speculators-0.9.0", 7, True)]
 GRID += [("specforge-0.2.0", 7, True)]
+TOKENS = {"cpu": [512, 2048, 4096], "cuda": [4096, 16_384]}
 MIB = 1 << 20
+#: Steps timed on a GPU, at least, and the batches of different lengths that they go round.
+TIMED, BATCHES = 30, 4
 
 
 def main() -> int:
@@ -38,13 +49,17 @@ def main() -> int:
     parser.add_argument("--peers", nargs="*", help="names to keep, e.g. speculators-0.9.0")
     parser.add_argument("--sizes", nargs="*", default=["S"], help="S, D, M (see step_peers.SIZES)")
     parser.add_argument("--dtypes", nargs="*", default=["float32"], help="float32, bfloat16")
-    parser.add_argument("--tokens", nargs="*", type=int, default=[512, 2048, 4096])
+    parser.add_argument("--tokens", nargs="*", type=int, help="default: 512 2048 4096, on a GPU 4096 16384")
+    parser.add_argument("--documents", type=int, default=1, help="equal documents that the tokens are of, on a GPU")
     parser.add_argument("--steps", nargs="*", type=int, default=[3, 7])
     parser.add_argument("--responses", nargs="*", type=float, default=[1.0, 0.5])
-    parser.add_argument("--pairs", type=int, default=2, help="pairs per order on a CPU, steps on a GPU")
+    parser.add_argument(
+        "--pairs", type=int, default=2, help=f"pairs per order on a CPU; steps on a GPU, at least {TIMED}"
+    )
     parser.add_argument("--json", type=Path, help="keep the rows here, after each one")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.tokens = options.tokens or TOKENS[options.device]
     sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
     if options.cell:
         print("CELL " + json.dumps(_run_cell(json.loads(options.cell))), flush=True)
@@ -63,11 +78,14 @@ def _cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every combination asked for, short ones first."""
     common = {"device": options.device, "pairs": options.pairs, "responses": options.responses}
     if options.device == "cuda":
+        # Ours with every depth, and beside each row of the peers with its depth and head.
+        kinds = dict.fromkeys([(k, True) for k in options.steps] + [row[1:] for row in GRID])
+        grid = [(name, *kind) for kind in kinds for name in ("ours", "ours, trainer")] + GRID
         for tokens in options.tokens:
-            for peer, steps, train_head in [("ours", k, True) for k in options.steps] + GRID:
-                if steps in options.steps and (not options.peers or peer in ("ours", *options.peers)):
+            for peer, steps, train_head in grid:
+                if steps in options.steps and (not options.peers or peer.startswith("ours") or peer in options.peers):
                     case = {"peer": peer, "steps": steps, "train_head": train_head, "size": "8B", "dtype": "bfloat16"}
-                    yield common | case | {"tokens": tokens, "mode": "gpu"}
+                    yield common | case | {"tokens": tokens, "documents": options.documents, "mode": "gpu"}
         return
     for dtype in options.dtypes:
         for tokens in sorted(options.tokens):
@@ -118,7 +136,7 @@ def _run_cell(cell: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     if cell["device"] == "cuda":
-        return [_gpu(cell, response) for response in cell["responses"]]
+        return [_gpu(cell, response, _timed) for response in cell["responses"]]
     torch.set_num_threads(1)
     for tokens in (192, 320):  # two lengths, so that what compiles itself does so for any
         for step in _steps(cell, tokens, 1.0):
@@ -175,33 +193,62 @@ def _status(field: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _gpu(cell: dict[str, Any], response: float) -> dict[str, Any]:
-    """Response tokens per second on one GPU, and its share of 790 TFLOP/s by the count of docs/performance.md."""
-    import torch
-    from step_peers import PEERS, SIZES, floating_point_operations, make_case, ours
+def _gpu(cell: dict[str, Any], response: float, timed: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Response tokens per second on one GPU, and its share of 790 TFLOP/s by the count of docs/performance.md.
 
-    size, tokens, steps = SIZES[cell["size"]], cell["tokens"], cell["steps"]
-    train_head, dtype = cell["train_head"], getattr(torch, cell["dtype"])
+    `timed` is `_timed`: what a test without a GPU replaces.
+    """
+    import torch
+    from step_peers import PEERS, SIZES, floating_point_operations, make_case, ours, ours_trainer
+
+    size, documents = SIZES[cell["size"]], cell["documents"]
+    counted = {"steps": cell["steps"], "train_head": cell["train_head"]}
     case = make_case(
-        size, tokens=tokens, response=response, steps=steps, train_head=train_head, dtype=dtype, device="cuda"
+        size,
+        tokens=cell["tokens"],
+        response=response,
+        dtype=getattr(torch, cell["dtype"]),
+        device=cell["device"],
+        documents=documents,
+        batches=BATCHES,
+        **counted,
     )
-    step = ours(case) if cell["peer"] == "ours" else PEERS[cell["peer"]](case)
-    for _ in range(3):
-        step()
+    step = {"ours": ours, "ours, trainer": ours_trainer, **PEERS}[cell["peer"]](case)
+    found = timed(step, BATCHES, max(cell["pairs"], TIMED))
+    seconds = found.pop("seconds")
+    tokens = [batch.tokens for batch in case.batches]
+    responses = [batch.response_tokens for batch in case.batches]
+    work = [
+        floating_point_operations(size, tokens=t, responses=r, documents=documents, **counted)
+        for t, r in zip(tokens, responses, strict=True)
+    ]
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    row = {k: cell[k] for k in ("peer", "steps", "train_head", "size", "dtype", "tokens", "documents")}
+    row |= {"response": response, "seconds": middle, "quartiles": [low, high], "timed": len(seconds)}
+    # Step i ran batch i % BATCHES: rates are of what each step did.
+    row |= {"response_tokens_per_s": statistics.median(responses[i % BATCHES] / s for i, s in enumerate(seconds))}
+    shares = [work[i % BATCHES] / s / 790e12 for i, s in enumerate(seconds)]
+    return row | {"share_of_790_tflops": statistics.median(shares), "lengths": tokens} | found
+
+
+def _timed(step: Callable[[int], object], batches: int, count: int) -> dict[str, Any]:
+    """Seconds of `count` steps that go round the batches, by CUDA events, and the allocator's peak above its rest."""
+    import torch
+
+    for which in [*range(batches)] * 3:  # whatever compiles has seen every shape
+        step(which)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     resident = torch.cuda.memory_allocated()
-    begun = time.perf_counter()
-    for _ in range(max(cell["pairs"], 5)):
-        step()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for i, mark in enumerate(marks[1:]):
+        step(i % batches)
+        mark.record()
     torch.cuda.synchronize()
-    seconds = (time.perf_counter() - begun) / max(cell["pairs"], 5)
-    responses = case.batch.response_tokens
-    work = floating_point_operations(size, tokens=tokens, responses=responses, steps=steps, train_head=train_head)
-    row = {k: cell[k] for k in ("peer", "steps", "train_head", "size", "dtype", "tokens")}
-    row |= {"response": response, "seconds": seconds, "response_tokens_per_s": responses / seconds}
-    row |= {"share_of_790_tflops": work / seconds / 790e12, "gpu": torch.cuda.get_device_name()}
-    return row | {"peak_gib": (torch.cuda.max_memory_allocated() - resident) / 2**30}
+    peak = (torch.cuda.max_memory_allocated() - resident) / 2**30
+    seconds = [one.elapsed_time(two) / 1e3 for one, two in pairwise(marks)]
+    return {"seconds": seconds, "peak_gib": peak, "gpu": torch.cuda.get_device_name()}
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -210,10 +257,9 @@ def _line(row: dict[str, Any]) -> str:
     start += f"| {row['response']:.0%} "
     if "seconds" in row:
         share, rate = row["share_of_790_tflops"], row["response_tokens_per_s"]
-        return (
-            start
-            + f"| {row['seconds'] * 1e3:.1f} ms | {rate:,.0f} tokens/s | {share:.1%} | {row['peak_gib']:.2f} GiB |"
-        )
+        middle, (low, high) = row["seconds"] * 1e3, (1e3 * q for q in row["quartiles"])
+        took = f"| {row['documents']} | {middle:.1f} ms ({low:.1f} to {high:.1f}) "
+        return start + took + f"| {rate:,.0f} tokens/s | {share:.1%} | {row['peak_gib']:.2f} GiB above resident |"
     times = f"| **{row['cpu_ratio']:.2f}** | {row['ours_s']:.2f} / {row['peer_s']:.2f} s "
     return start + times + f"| **{row['memory_ratio']:.2f}** | {row['ours_mib']:.0f} / {row['peer_mib']:.0f} MiB |"
 

@@ -83,12 +83,12 @@ class Replay:
     rounds: Floats  # [R] expected rounds
     rounds_variance: Floats  # [R] variance of the number of rounds given the text: the coin flips of live counting
     accepted: Floats  # [R, K] expected rounds whose drafts 0..j were all accepted and lie within the response
-    offered: Floats  # [R, K] expected rounds that drafted a j-th token lying within the response
+    reached: Floats  # [R, K] expected rounds that accepted drafts 0..j-1 and had a j-th one within the response
 
     def __post_init__(self) -> None:
         R = self.tokens.shape[0]
         shapes = [self.tokens.shape, self.rounds.shape, self.rounds_variance.shape]
-        wide = [self.accepted.shape, self.offered.shape]
+        wide = [self.accepted.shape, self.reached.shape]
         if shapes != [(R,)] * 3 or wide != [(R, self.accepted.shape[-1])] * 2:
             raise ValueError(f"expected tokens, rounds and variances [R] and counts [R, K], got {shapes} and {wide}")
 
@@ -109,15 +109,17 @@ class Replay:
 
     @property
     def position_acceptance(self) -> Floats:
-        """Share of rounds that accepted draft j (and so all before it): [K], never rising; nan where none was offered.
+        """Share of all rounds that accepted drafts 0..j, [K], never rising; nan without a round.
 
-        The counterpart of an engine's accepted-tokens-per-position over drafts, without the drafts that were cut off
-        by the end of a response.
+        The counterpart of an engine's accepted tokens per position over drafts. Rounds that had no j-th draft (the
+        response ended, a lookup found nothing) count as rounds that did not accept it.
         """
-        offered = self.offered.sum(axis=0)
-        share: Floats = np.full(self.depth, np.nan)
-        np.divide(self.accepted.sum(axis=0), offered, out=share, where=offered > 0)
-        return share
+        return _share(self.accepted.sum(axis=0), np.full(self.depth, self.rounds.sum()))
+
+    @property
+    def conditional_acceptance(self) -> Floats:
+        """Share that accepted draft j of the rounds that came to it, `reached`: [K]; nan where none did."""
+        return _share(self.accepted.sum(axis=0), self.reached.sum(axis=0))
 
     def total(self) -> dict[str, float]:
         """Pooled sums, as they are stored: {"tokens", "rounds"}."""
@@ -131,7 +133,7 @@ class Replay:
             self.rounds[index],
             self.rounds_variance[index],
             self.accepted[index],
-            self.offered[index],
+            self.reached[index],
         )
 
     @staticmethod
@@ -147,18 +149,19 @@ class Replay:
             np.concatenate([part.rounds for part in parts]),
             np.concatenate([part.rounds_variance for part in parts]),
             np.concatenate([part.accepted for part in parts]),
-            np.concatenate([part.offered for part in parts]),
+            np.concatenate([part.reached for part in parts]),
         )
 
     def interval(self, level: float = 0.95, groups: Ints | None = None) -> tuple[float, float]:
         """Two-sided interval of α over rollouts drawn from the same source: (low, high), nan with fewer than two.
 
         Delta method on the logarithm of the ratio of sums, clustered by rollout, or by `groups` [R] where several
-        rollouts answer one prompt.
+        rollouts answer one prompt. Cut to 1..K+1, where α lies.
         """
         ratio = log_ratio(self.tokens, self.rounds, groups)
         reach = ratio.reach(0.5 + level / 2)
-        return math.exp(ratio.centre - reach), math.exp(ratio.centre + reach)
+        low, high = np.exp([ratio.centre - reach, ratio.centre + reach]).clip(1.0, self.depth + 1.0).tolist()
+        return low, high
 
     def live_interval(self, level: float = 0.95) -> tuple[float, float]:
         """Where α counted live on these very rollouts must fall: only the coin flips vary, so it is narrow."""
@@ -240,7 +243,7 @@ def replay_rounds(conditional: npt.NDArray[np.floating], segments: Segments) -> 
     if conditional.ndim != 2 or conditional.shape[0] != N:
         raise ValueError(f"expected acceptances [{N}, K], one row per token emitted by a round: {conditional.shape}")
     K = int(conditional.shape[1])
-    result = Replay(*(np.zeros(segments.rollouts) for _ in range(3)), *(np.zeros((segments.rollouts, K)) for _ in "ao"))
+    result = Replay(*(np.zeros(segments.rollouts) for _ in range(3)), *(np.zeros((segments.rollouts, K)) for _ in "ar"))
     for block in _blocks(segments, K):
         lengths = segments.tokens[block]
         rollout = segments.rollout[block]
@@ -249,10 +252,10 @@ def replay_rounds(conditional: npt.NDArray[np.floating], segments: Segments) -> 
         np.add.at(result.tokens, rollout, lengths)
         np.add.at(result.rounds, rollout, begun.sum(axis=1))
         np.add.at(result.rounds_variance, rollout, _rounds_variance(ends))
-        # A round accepts drafts 0..j exactly when it ends after more than j + 1 tokens.
-        survived = ends[:, :, ::-1].cumsum(axis=2)[:, :, ::-1][:, :, 1:]
-        np.add.at(result.accepted, rollout, np.einsum("sn,snk->sk", begun, survived * inside))
-        np.add.at(result.offered, rollout, np.einsum("sn,snk->sk", begun, inside.astype(np.float64)))
+        # A round accepts its first j drafts exactly when it emits more than j tokens.
+        survived = ends[:, :, ::-1].cumsum(axis=2)[:, :, ::-1]  # [S, n, K+1] by j
+        np.add.at(result.accepted, rollout, np.einsum("sn,snk->sk", begun, survived[:, :, 1:] * inside))
+        np.add.at(result.reached, rollout, np.einsum("sn,snk->sk", begun, survived[:, :, :-1] * inside))
     return result
 
 
@@ -319,6 +322,13 @@ def _rounds_variance(ends: Floats) -> Floats:
         square[:, i] = real + 2 * later + np.einsum("sk,sk->s", ends[:, i], square[:, i + 1 : i + 1 + width])
     variance: Floats = square[:, 0] - np.square(mean[:, 0])
     return variance.clip(min=0.0)
+
+
+def _share(part: Floats, whole: Floats) -> Floats:
+    """Part / whole, at most 1 where sums differ in their last bits; nan where whole is 0."""
+    share: Floats = np.full(part.shape, np.nan)
+    np.divide(part, whole, out=share, where=whole > 0)
+    return share.clip(max=1.0)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

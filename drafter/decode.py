@@ -7,6 +7,9 @@ keys are those of training, and replay α (drafter.replay) is exact.
 
 Sequences of different length share a batch: caches are addressed by slot, a mask says which slots hold text that was
 kept, and positions are passed explicitly. Nothing is ever moved or cropped: a rejected draft leaves a masked slot.
+So every layer of the target must be full attention, which the mask alone tells what it sees: a sliding window or a
+chunk would be measured in slots, rejected ones included, and a recurrent layer cannot forget a rejected draft. Such
+targets are refused; draft for them with an engine (docs/engines.md).
 
 Legend: B sequences, L tokens read at once, K draft depth, V target vocabulary, D draft vocabulary, A aux layers,
 H hidden, G key-value heads, hd head size, S slots.
@@ -131,8 +134,9 @@ def generate(
 ) -> Generation:
     """Continue every prompt until `eos_id` or `max_tokens`, with a drafter or (None) one token at a time.
 
-    `target` is a transformers causal LM in eval mode. Drafts are drawn from the drafter's softmax at the same
-    temperature (as engines do), or are its argmax (`drafting="greedy"`, and always at temperature 0).
+    `target` is a transformers causal LM in eval mode, all its layers full attention (else `DrafterError`). Drafts are
+    drawn from the drafter's softmax at the same temperature (as engines do), or are its argmax (`drafting="greedy"`,
+    and always at temperature 0).
     """
     if not prompts or any(not prompt for prompt in prompts):
         raise DrafterError("expected one or more prompts of at least one token: generation starts from a prefill")
@@ -196,10 +200,28 @@ def _followed_by(ids: Tensor, latest: Tensor, column: Tensor) -> Tensor:
     return torch.cat([ids, latest[:, None]], dim=1).scatter(1, column[:, None], latest[:, None])
 
 
+def _require_full_attention(target: Any) -> None:
+    """Refuse targets whose layers look at more than the mask: they would give other text without any error."""
+    config = target.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    found = [f"{kind} layers" for kind in sorted(kinds - {"full_attention"})]
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        found.append(f"sliding_window {config.sliding_window}")
+    if getattr(config, "attention_chunk_size", None):
+        found.append(f"attention_chunk_size {config.attention_chunk_size}")
+    if found:
+        raise DrafterError(
+            f"the reference decoders need a target whose layers are all full attention, but {type(target).__name__} "
+            f"has {', '.join(found)}: its rejected drafts would count as text. Decode it with an engine"
+        )
+
+
 class _TargetReader:
     """The target with its cache: reads tokens at positions, returns logits and the features the drafter wants."""
 
     def __init__(self, target: Any, aux_layers: Sequence[int]) -> None:
+        """Raises `DrafterError` for a target with layers other than full attention."""
+        _require_full_attention(target)
         self.target = target
         self.aux_layers = aux_layers
         self.cache: Any = None

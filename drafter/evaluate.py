@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from drafter.acceptance import Floats, Ints, Replay, Segments, find_segments, replay_rounds
+from drafter.acceptance import Ints, Replay, Segments, find_segments, replay_rounds
 from drafter.batch import RolloutBatch, screen
 from drafter.device import working_dtype
 from drafter.errors import DrafterError
@@ -56,7 +56,7 @@ class Evaluation:
                 "interval": [_plain(x) for x in one.interval(level, self.groups)],
                 "rounds": float(one.rounds.sum()),
                 "position_acceptance": [_plain(x) for x in one.position_acceptance.tolist()],
-                "conditional_acceptance": [_plain(x) for x in conditional(one).tolist()],
+                "conditional_acceptance": [_plain(x) for x in one.conditional_acceptance.tolist()],
             }
             for name, one in self.rows().items()
         }
@@ -134,14 +134,6 @@ def _tree_bound(drafter: Drafter, batch: RolloutBatch, depth: int, branches: int
         emitted = batch.input_ids[rows + 2 + step]
         found[place[rows + 2], step] = _among_best(drafter, unrolled, pre, emitted, branches).to(found.dtype)
     return replay_rounds(found.cpu().numpy(), segments)
-
-
-def conditional(one: Replay) -> Floats:
-    """Share of drafts j kept among rounds that had kept those before it: [K], nan where none had."""
-    joint = torch.from_numpy(one.position_acceptance)
-    before = torch.cat([joint.new_ones(1), joint[:-1]])
-    share: Floats = torch.where(before > 0, joint / before, torch.nan).numpy()
-    return share
 
 
 def _places(segments: Segments, tokens: int) -> Tensor:

@@ -80,7 +80,7 @@ def ngram_replay(
     ids = np.asarray(batch.input_ids)
     R = segments.rollouts
     tokens, rounds = np.zeros(R), np.zeros(R)
-    accepted, offered = np.zeros((R, depth)), np.zeros((R, depth))
+    accepted, reached = np.zeros((R, depth)), np.zeros((R, depth))
     np.add.at(tokens, segments.rollout, segments.tokens)
     current, text, index = -1, [0], NgramIndex(max_n, min_n, occurrence)
     for first, count, rollout, document in zip(
@@ -99,10 +99,10 @@ def ngram_replay(
             draft = index.propose(text, begin, min(depth, end - begin))
             hits = _common_prefix(draft, text, begin)
             rounds[rollout] += 1
-            offered[rollout, : len(draft)] += 1
+            reached[rollout, : min(hits + 1, len(draft))] += 1
             accepted[rollout, :hits] += 1
             begin += hits + 1
-    return Replay(tokens, rounds, np.zeros(R), accepted, offered)
+    return Replay(tokens, rounds, np.zeros(R), accepted, reached)
 
 
 def _common_prefix(draft: Sequence[int], text: Sequence[int], begin: int) -> int:

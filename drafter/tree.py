@@ -68,7 +68,8 @@ def generate_tree(
 ) -> Generation:
     """Continue every prompt until `eos_id` or `max_tokens`, drafting trees of up to `nodes` nodes and `depth` levels.
 
-    `target` is a transformers causal LM in eval mode whose attention takes a four-dimensional mask (eager, sdpa).
+    `target` is a transformers causal LM in eval mode, all its layers full attention (else `DrafterError`), whose
+    attention takes a four-dimensional mask (eager, sdpa).
     """
     if not prompts or any(not prompt for prompt in prompts):
         raise DrafterError("expected one or more prompts of at least one token: generation starts from a prefill")

@@ -1,7 +1,12 @@
 """What the loss does element by element, as Triton kernels: one program per row, few passes over device memory.
 
-Twins of the torch code in `drafter.loss`, which states the formulas and is what they are tested against. A row of
-logits stays in the second cache between a program's passes. Needs Triton: `drafter.loss` asks for it on CUDA only.
+Twins of the torch code in `drafter.loss`, which states the formulas and is what they are tested against. `measure`
+passes over a row of logits twice. Its second pass finds the row in the second cache only while all rows in flight fit
+there: at 32 000 draft tokens a row is 125 KiB, and four programs on each of an H100's 132 multiprocessors hold 64 MiB,
+more than its 50 MiB. So count on two reads from device memory. Needs Triton: `drafter.loss` asks for it on CUDA only.
+
+Compiled once per dtype and kind of draft vocabulary (a multiple of 16 or not): what changes from chunk to chunk is not
+specialized on.
 
 Legend: e entries of a chunk, n target rows of a chunk, D draft vocabulary.
 """
@@ -15,8 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
+#: Eight elements a thread: no kernel takes more than 63 registers. At 4096 one spilled.
+_BLOCK = 2048
 _WARPS = 8
+#: Vectors of one figure per row. They begin anywhere, so code for aligned ones would mean to compile again and again.
+_PER_ROW = ["mass", "own", "pick", "found", "log_total", "below", "by_kl", "by_acceptance"]
 
 
 class Measured(NamedTuple):
@@ -78,7 +86,7 @@ def slope(
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)  # type: ignore[untyped-decorator]
 def _target(logp, mass, own, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     logp += row * D
@@ -99,7 +107,7 @@ def _target(logp, mass, own, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped
     tl.store(own + row, tl.sum(entropy, 0) - tl.where(m > 0, m * tl.log(tl.where(m > 0, m, 1.0)), 0.0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["e"], do_not_specialize_on_alignment=_PER_ROW)  # type: ignore[untyped-decorator]
 def _measure(logits, p, own, pick, found, e, D, divisor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     entry = tl.program_id(0).to(tl.int64)
     source = tl.load(pick + entry)
@@ -136,7 +144,7 @@ def _measure(logits, p, own, pick, found, e, D, divisor, BLOCK: tl.constexpr):  
     tl.store(found + 3 * e + entry, tl.sum(below, 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)  # type: ignore[untyped-decorator]
 def _slope(  # type: ignore[no-untyped-def]
     logits, p, mass, pick, log_total, below, by_kl, by_acceptance, out, D, divisor, BLOCK: tl.constexpr
 ):

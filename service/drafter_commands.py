@@ -181,7 +181,7 @@ def table(result: Evaluation, files: int, level: float = 0.95) -> Iterator[str]:
         interval = f"[{_number(figures['interval'][0])}, {_number(figures['interval'][1])}]"
         yield f"{name:<20}{_number(figures['alpha']):>8}   {interval:<18}{figures['rounds']:>10.0f}"
     yield ""
-    yield "accepted at position (given those before)"
+    yield "share of rounds that kept the draft at position and all before it (of the rounds that came to it)"
     yield f"{'':<20}" + "".join(f"{j:>16}" for j in range(1, facts["depth"] + 1))
     for name, figures in facts["drafters"].items():
         pairs = zip(figures["position_acceptance"], figures["conditional_acceptance"], strict=True)

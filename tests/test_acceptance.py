@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -37,17 +38,25 @@ def brute_force(c: np.ndarray, begin: int = 0) -> dict[int, float]:
     raise AssertionError
 
 
-def live_rounds(c: np.ndarray, rng: np.random.Generator) -> tuple[int, np.ndarray]:
-    n, depth = c.shape
-    begin, rounds, accepted = 0, 0, np.zeros(depth)
+def walk(kept: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
+    """Rounds along a segment whose draft j of a round begun at i is accepted iff kept[i, j]: also accepted, reached."""
+    n, depth = kept.shape
+    begin, rounds, accepted, reached = 0, 0, np.zeros(depth), np.zeros(depth)
     while begin < n:
         rounds += 1
         j = 0
-        while j < depth and begin + j < n and rng.random() < c[begin, j]:
+        while j < depth and begin + j < n:
+            reached[j] += 1
+            if not kept[begin, j]:
+                break
             accepted[j] += 1
             j += 1
         begin += j + 1
-    return rounds, accepted
+    return rounds, accepted, reached
+
+
+def live_rounds(c: np.ndarray, rng: np.random.Generator) -> tuple[int, np.ndarray, np.ndarray]:
+    return walk(rng.random(c.shape) < c)
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,6 +72,47 @@ def test_expected_rounds_and_their_variance_equal_brute_force(seed: int, n: int,
     assert replay.rounds_variance[0] == pytest.approx(variance, abs=1e-9)
 
 
+@pytest.mark.parametrize(("n", "depth"), [(1, 3), (2, 3), (3, 3), (4, 2), (9, 1)])
+def test_expected_counts_per_position_equal_the_sum_over_all_outcomes(n: int, depth: int) -> None:
+    c = np.random.default_rng(n).random((n, depth))
+    rounds, accepted, reached = 0.0, np.zeros(depth), np.zeros(depth)
+    for outcome in product([False, True], repeat=n * depth):
+        kept = np.array(outcome).reshape(n, depth)
+        probability = np.where(kept, c, 1 - c).prod()
+        counts = walk(kept)
+        rounds, accepted, reached = (
+            total + probability * count for total, count in zip((rounds, accepted, reached), counts, strict=True)
+        )
+    replay = replay_rounds(c, segments_of([n]))
+    np.testing.assert_allclose(replay.accepted[0], accepted, rtol=1e-12)
+    np.testing.assert_allclose(replay.reached[0], reached, rtol=1e-12)
+    np.testing.assert_allclose(replay.position_acceptance, accepted / rounds, rtol=1e-12)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(replay.conditional_acceptance, accepted / reached, rtol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 4))
+def test_shares_by_position_are_shares(seed: int, lengths: list[int], depth: int) -> None:
+    """Short responses, where few rounds have a last draft, and drafters that are sure or certain to be right."""
+    rng = np.random.default_rng(seed)
+    c = rng.choice([0.0, 0.9, 1.0], (sum(lengths), depth))
+    replay = replay_rounds(c, segments_of(lengths))
+    for share in (replay.position_acceptance, replay.conditional_acceptance):
+        known = share[~np.isnan(share)]
+        assert np.all((known >= 0) & (known <= 1))
+    assert np.all(np.diff(replay.position_acceptance[: int(sum(lengths) > 0) * depth]) <= 1e-12)
+
+
+def test_a_certain_drafter_keeps_every_draft_that_it_comes_to_and_not_one_in_every_round() -> None:
+    replay = replay_rounds(np.ones((5, 3)), segments_of([5]))  # a round of four tokens and one that the end cuts short
+    assert replay.conditional_acceptance.tolist() == [1.0, 1.0, 1.0]
+    assert replay.position_acceptance.tolist() == [1.0, 0.5, 0.5]
+    short = replay_rounds(np.ones((1, 3)), segments_of([1]))
+    np.testing.assert_array_equal(short.conditional_acceptance, [1.0, np.nan, np.nan])
+    assert short.position_acceptance.tolist() == [1.0, 0.0, 0.0]
+
+
 def test_expected_counts_equal_live_rounds_on_average() -> None:
     rng = np.random.default_rng(0)
     c = rng.beta(2, 1, (40, 3))
@@ -72,8 +122,10 @@ def test_expected_counts_equal_live_rounds_on_average() -> None:
     accepted = np.array([run[1] for run in runs])
     assert abs(rounds.mean() - replay.rounds[0]) < 4 * rounds.std() / math.sqrt(rounds.size)
     assert rounds.var() == pytest.approx(replay.rounds_variance[0], rel=0.12)
-    error = 4 * accepted.std(axis=0) / math.sqrt(rounds.size)
-    assert np.all(np.abs(accepted.mean(axis=0) - replay.accepted[0]) < error)
+    reached = np.array([run[2] for run in runs])
+    for counted, expected in ((accepted, replay.accepted[0]), (reached, replay.reached[0])):
+        error = 4 * counted.std(axis=0) / math.sqrt(rounds.size)
+        assert np.all(np.abs(counted.mean(axis=0) - expected) < error)
     low, high = replay.live_interval(0.95)
     covered = np.mean([low <= 40 / count <= high for count in rounds])
     assert 0.90 < covered <= 1.0
@@ -104,7 +156,7 @@ def test_drafts_past_the_end_of_a_segment_do_not_matter() -> None:
     before, after = (replay_rounds(x, segments_of([6])) for x in (c, changed))
     assert before.rounds == after.rounds
     np.testing.assert_array_equal(before.accepted, after.accepted)
-    np.testing.assert_allclose(before.offered[0, 0], before.rounds[0])
+    np.testing.assert_allclose(before.reached[0, 0], before.rounds[0])
 
 
 def test_rounds_restart_after_a_tool_call() -> None:
@@ -134,6 +186,7 @@ def test_a_response_of_one_token_has_no_round_and_an_empty_batch_no_alpha() -> N
     assert math.isnan(replay.alpha)
     assert all(math.isnan(bound) for bound in replay.interval())
     assert np.isnan(replay.position_acceptance).all()
+    assert np.isnan(replay.conditional_acceptance).all()
     assert find_segments(np.zeros(0, bool), np.array([0])).rollouts == 0
 
 
@@ -185,6 +238,12 @@ def test_the_interval_covers_the_true_alpha_about_as_often_as_it_says() -> None:
         low, high = everything.select(rng.integers(0, 4000, 40)).interval(0.9)
         hits += low < truth < high
     assert 0.85 < hits / 400 < 0.95
+
+
+def test_an_interval_stays_where_alpha_can_be() -> None:
+    c = np.concatenate((np.ones((12, 3)), np.zeros((4, 3))))
+    low, high = replay_rounds(c, segments_of([12, 4])).interval()
+    assert (low, high) == (1.0, 4.0)
 
 
 def test_rollouts_of_one_prompt_widen_the_interval_when_grouped() -> None:

@@ -24,7 +24,7 @@ from drafter.batch import load_batch
 from drafter.checkpoint import CONFIG_FILE, MODEL_FILE, config_fingerprint, read_drafter, write_drafter
 from drafter.decode import generate
 from drafter.errors import DrafterError
-from drafter.evaluate import conditional, evaluate, tree_bound
+from drafter.evaluate import evaluate, tree_bound
 from drafter.model import Eagle3Drafter
 from drafter.mtp import MtpConfig, MtpDrafter
 from drafter.mtp_checkpoint import write_mtp
@@ -182,7 +182,9 @@ def test_eval_is_replay_pooled_over_the_files(drafter_dir: Path, rollouts: Path,
     assert facts["drafters"]["n-gram"]["alpha"] == pytest.approx(want, rel=1e-9)
     joint, given = own["position_acceptance"], own["conditional_acceptance"]
     assert given[0] == joint[0]
-    assert given[1] == pytest.approx(joint[1] / joint[0])
+    accepted, reached = (sum(float(getattr(p, name)[:, 1].sum()) for p in parts) for name in ("accepted", "reached"))
+    assert joint[1] == pytest.approx(accepted / rounds)
+    assert given[1] == pytest.approx(accepted / reached)
 
 
 def test_eval_prints_a_table_per_position_and_the_bounds_of_trees(
@@ -431,7 +433,7 @@ def test_evaluate_refuses_what_it_cannot_pool(target: Any, trained: Eagle3Drafte
         tree_bound(trained, batch, depth=3, branches=57)
     result = evaluate(trained, [batch, batch], depth=2, branches=(2,))
     assert result.summary()["prompts"] == 3, "the same prompts in two files are the same prompts"
-    assert conditional(result.drafter).shape == (2,)
+    assert result.drafter.conditional_acceptance.shape == (2,)
 
 
 def test_an_mtp_module_is_taken_out_of_a_policys_checkpoint_and_inspected(tmp_path: Path) -> None:

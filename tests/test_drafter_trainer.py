@@ -121,6 +121,25 @@ def test_gradients_are_clipped_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> N
     assert norms == [pytest.approx(0.01, rel=1e-3)]
 
 
+def test_weight_decay_touches_matrices_only() -> None:
+    """Two windows that differ in nothing but the decay: gains end equal to the bit, matrices shrink by lr * decay."""
+    (batch,), head = batches(1)
+    plain, decayed = (trainer(replace(CONFIG, warmup_windows=0, weight_decay=decay)) for decay in (0.0, 0.5))
+    before = parameters(plain)
+    for t in (plain, decayed):
+        t.step(batch, head)
+    moved, shrunk = parameters(plain), parameters(decayed)
+    assert {p.ndim for p in before.values()} == {1, 2}
+    for name, start in before.items():
+        assert not torch.equal(moved[name], start), name
+        if start.ndim == 1:
+            assert torch.equal(shrunk[name], moved[name]), name
+        else:
+            torch.testing.assert_close(
+                moved[name] - shrunk[name], CONFIG.learning_rate * 0.5 * start, rtol=0, atol=1e-6
+            )
+
+
 @pytest.mark.parametrize("field", ["aux_hidden", "last_hidden", "logsumexp"])
 def test_numbers_that_are_not_finite_change_nothing_and_are_reported(field: str) -> None:
     (good, bad), head = batches(2)

@@ -124,6 +124,38 @@ def test_gradcheck_of_the_merged_attention(layout: object, monkeypatch: pytest.M
     assert torch.autograd.gradcheck(attended, inputs)
 
 
+@pytest.mark.parametrize("layout", [pad, pack], ids=["padded", "packed"])
+def test_gradients_of_peaked_attention_are_those_of_a_plain_softmax(
+    layout: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores of thousands. A slot that holds no row must weigh nothing: exp of its score would be infinite."""
+    monkeypatch.setattr("drafter.plan.pad", layout)
+    starts = torch.tensor([0, 6, 19])
+    plan = make_plan(starts, torch.cat([mask_of(6, 3), mask_of(13, 9)]), 3)
+    n, M, g = plan.computed[2], plan.kv_rows.numel(), torch.Generator().manual_seed(0)
+    assert plan.layout.slot_row[2].numel() > n
+    shapes = [(n, 4, 6), (M, 2, 6), (M, 2, 6), *[(n, 2, 6)] * 4]
+    inputs = [torch.randn(s, generator=g, dtype=torch.float64) for s in shapes]
+    q, k, v, k1, v1, k2, v2 = (x.mul_(60 if i in (0, 1, 3, 5) else 1).requires_grad_() for i, x in enumerate(inputs))
+
+    rows = torch.from_numpy(plan.spans.rows[:n])[:, None]
+    document = torch.bucketize(plan.kv_rows, starts, right=True)
+    seen = (plan.kv_rows <= rows) & (document == torch.bucketize(rows, starts, right=True))  # [n, M]
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))  # a head each
+    scores = torch.einsum("nhd,mhd->nhm", q, keys).masked_fill(~seen[:, None], -torch.inf)
+    own = [(q * x.repeat_interleave(2, 1)).sum(-1, keepdim=True) for x in (k1, k2)]
+    weights = torch.softmax(torch.cat([scores, *own], -1) / 6**0.5, -1)
+    plain = torch.einsum("nhm,mhd->nhd", weights[..., :M], values)
+    plain = plain + sum(weights[..., M + i, None] * x.repeat_interleave(2, 1) for i, x in enumerate((v1, v2)))
+
+    out = attention.attend(plan, 2, q, attention.gather_keys(plan, k, v), [(k1, v1), (k2, v2)])
+    torch.testing.assert_close(out, plain, rtol=1e-9, atol=1e-11)
+    of = (q, k, v, k1, v1, k2, v2)
+    got, want = (torch.autograd.grad(x.sin().sum(), of) for x in (out, plain))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
 def test_gradcheck_of_the_whole_step() -> None:
     w = world((mask_of(6, 2), mask_of(5, 3)))
     names, parameters = zip(*w.drafter.named_parameters(), strict=True)

@@ -27,7 +27,7 @@ def pair(rng: np.random.Generator, rollouts: int, gain: float) -> tuple[Replay, 
     noise = rng.standard_t(3, rollouts) * 0.05
     served = replay_of(tokens, alpha)
     rounds = np.clip(served.rounds / (1.0 + gain) * np.exp(noise), tokens / (DEPTH + 1), tokens)
-    return Replay(served.tokens, rounds, served.rounds_variance, served.accepted, served.offered), served
+    return Replay(served.tokens, rounds, served.rounds_variance, served.accepted, served.reached), served
 
 
 def promotions(seed: int, rollouts: int, gain: float, looks: int = 2000) -> float:

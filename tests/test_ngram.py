@@ -62,14 +62,43 @@ def test_a_copied_prompt_is_drafted_whole() -> None:
     assert replay.tokens.tolist() == [5]
     assert replay.rounds.tolist() == [2]
     assert replay.accepted.tolist() == [[2, 1, 1]]
-    assert replay.offered.tolist() == [[2, 1, 1]]
+    assert replay.reached.tolist() == [[2, 1, 1]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=30), st.integers(1, 12), st.integers(1, 4))
+def test_counts_per_position_equal_a_walk_along_the_text(text: list[int], prompt: int, depth: int) -> None:
+    prompt = min(prompt, len(text) - 1)
+    rounds, accepted, reached = 0, [0] * depth, [0] * depth
+    begin = prompt + 1
+    while begin < len(text):
+        rounds += 1
+        emitted = 0
+        for j, token in enumerate(slow_propose(text, begin, depth, 3, 1, "latest")):
+            if begin + j >= len(text):
+                break
+            reached[j] += 1
+            if token != text[begin + j]:
+                break
+            accepted[j] += 1
+            emitted += 1
+        begin += emitted + 1
+    replay = ngram_replay(batch_of((text, "." * prompt + "x" * (len(text) - prompt))), depth=depth)
+    assert replay.rounds.tolist() == [rounds]
+    assert replay.accepted.tolist() == [accepted]
+    assert replay.reached.tolist() == [reached]
+    if rounds:
+        np.testing.assert_allclose(replay.position_acceptance, np.array(accepted) / rounds)
+    for j, (kept, came) in enumerate(zip(accepted, reached, strict=True)):
+        np.testing.assert_equal(replay.conditional_acceptance[j], kept / came if came else np.nan)
 
 
 def test_a_text_without_repetition_takes_one_round_per_token() -> None:
     replay = ngram_replay(batch_of((list(range(10)), "...xxxxxxx")), depth=4)
     assert replay.alpha == 1.0
-    assert replay.offered.sum() == 0
-    assert np.isnan(replay.position_acceptance).all()
+    assert replay.reached.sum() == 0
+    assert replay.position_acceptance.tolist() == [0.0] * 4
+    assert np.isnan(replay.conditional_acceptance).all()
 
 
 def test_rollouts_do_not_see_each_other_and_rounds_restart_after_a_tool_call() -> None:

@@ -17,12 +17,15 @@ from decode_fixtures import (
     read_whole,
     train_lightly,
 )
+from target_families import FAMILIES, VOCAB, tiny
 from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from drafter.decode import generate
 from drafter.errors import DrafterError
-from drafter.model import Eagle3Drafter
+from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.tree import DraftTree, _likeliest, _TreeDrafter, _TreeReader, generate_tree, walk
+from drafter.vocabulary import DraftVocabulary
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -214,3 +217,81 @@ def test_settings_that_cannot_work_are_refused(target: Any, trained: Eagle3Draft
     for wrong in ({"depth": 0}, {"branches": 57}, {"nodes": 0}):
         with pytest.raises(DrafterError, match=str(next(iter(wrong)))):
             generate_tree(target, trained, [[1]], max_tokens=4, **wrong)
+
+
+# --- every family of targets, by both decoders ----------------------------------------------------------------------
+
+#: What has layers that do not go by the mask alone, and what the refusal names.
+WINDOWED = {
+    "llama 4 text": "chunked_attention layers, attention_chunk_size 8",
+    "llama 4 nested": "chunked_attention layers, attention_chunk_size 8",
+    "gpt-oss": "sliding_attention layers, sliding_window 4",
+    "gemma 2": "sliding_attention layers, sliding_window 4",
+    "gemma 3": "sliding_attention layers, sliding_window 4",
+    "gemma 3 soft-capped": "sliding_attention layers, sliding_window 4",
+    "gemma 3 nested": "sliding_attention layers, sliding_window 4",
+    "gemma 4": "sliding_attention layers, sliding_window 4",
+    "gemma 4 nested": "sliding_attention layers, sliding_window 4",
+    "mistral": "sliding_window 4",
+    "qwen3 next": "linear_attention layers",
+}
+
+
+def drafter_of(target: Any, seed: int = 1) -> Eagle3Drafter:
+    """A random drafter, which is mostly wrong."""
+    torch.manual_seed(seed)
+    config = target.config.get_text_config()
+    sizes = DrafterConfig.from_target(config.to_dict(), (1, 3, 4), VOCAB)
+    embedding = target.get_input_embeddings().weight.detach()
+    return Eagle3Drafter(sizes, DraftVocabulary(torch.arange(VOCAB), VOCAB), embedding)
+
+
+def three_ways(target: Any, drafter: Eagle3Drafter) -> list[list[list[int]]]:
+    """Greedy text without a drafter, with a chain and with a tree."""
+    prompts = make_prompts(8, VOCAB)
+    same = {"max_tokens": 16, "temperature": 0.0}
+    return [
+        generate(target, None, prompts, **same).tokens,
+        generate(target, drafter, prompts, depth=3, **same).tokens,
+        generate_tree(target, drafter, prompts, depth=3, branches=2, nodes=6, **same).tokens,
+    ]
+
+
+@torch.no_grad()
+def is_argmax(target: Any, texts: list[list[int]]) -> bool:
+    """Whether each response is the argmax of one pass without cache or padding over its whole text."""
+    for prompt, response in zip(make_prompts(8, VOCAB), texts, strict=True):
+        logits = target(input_ids=torch.tensor([prompt + response]), use_cache=False).logits
+        if logits[0, len(prompt) - 1 : -1].argmax(dim=1).tolist() != response:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_decoded_rightly_or_refused(family: str) -> None:
+    target = tiny(family)
+    drafter = drafter_of(target)
+    if family not in WINDOWED:
+        assert all(is_argmax(target, texts) for texts in three_ways(target, drafter))
+        return
+    named = f"{type(target).__name__} has {WINDOWED[family]}:"
+    for decode in (
+        lambda: generate(target, None, [[5]], max_tokens=4),
+        lambda: generate(target, drafter, [[5]], max_tokens=4),
+        lambda: generate_tree(target, drafter, [[5]], max_tokens=4),
+    ):
+        with pytest.raises(DrafterError, match=named):
+            decode()
+
+
+def test_a_window_that_is_written_down_but_not_in_use_is_no_reason_to_refuse() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    target = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, initializer_range=0.3)).eval()
+    target.config.sliding_window = 4  # as older versions of transformers leave it
+    assert target.config.use_sliding_window is False
+    assert all(is_argmax(target, texts) for texts in three_ways(target, drafter_of(target)))
+    target.config.use_sliding_window = True
+    with pytest.raises(DrafterError, match="sliding_window 4"):
+        generate(target, None, [[5]], max_tokens=4)

@@ -185,40 +185,95 @@ def test_a_slip_inside_a_kernel_would_be_noticed(
         test_the_kernels_measure_what_the_formulas_say(broken, 50, 0.75)
 
 
+#: Compiles every kernel for a draft vocabulary that is a multiple of 16 and for one that is not, and prints what ptxas
+#: says of its registers: spills show there, never in PTX.
 _COMPILE = """
+import re
+import subprocess
 import sys
+from pathlib import Path
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from drafter import triton_loss as kernels
 
+ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 types = {"pick": "*i64", "e": "i32", "D": "i32", "divisor": "fp32", "BLOCK": "constexpr", "out": "*bf16"}
 for kernel in (kernels._target, kernels._measure, kernels._slope):
-    source = ASTSource(
-        kernel,
-        signature={name: types.get(name, "*fp32") for name in kernel.arg_names},
-        constexprs={"BLOCK": kernels._BLOCK},
-    )
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels._WARPS})
-    assert built.asm["cubin"]
-    assert ".local" not in built.asm["ptx"], "an array does not fit the registers"
-    print(kernel.__name__)
+    signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
+    sixteens = {
+        (p.num,): [["tt.divisibility", 16]]
+        for p in kernel.params
+        if (signature[p.name].startswith("*") or p.name == "D") and not p.do_not_specialize_on_alignment
+    }
+    for attributes in (sixteens, {}):
+        source = ASTSource(kernel, signature=signature, constexprs={"BLOCK": kernels._BLOCK}, attrs=attributes)
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels._WARPS})
+        assert built.asm["cubin"]
+        path = Path(sys.argv[1]) / "kernel.ptx"
+        path.write_text(built.asm["ptx"])
+        command = [ptxas, "-v", "-arch=sm_90a", path, "-o", path.with_suffix(".cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        stack, stores, loads = re.search(
+            r"(\\d+) bytes stack frame, (\\d+) bytes spill stores, (\\d+) bytes spill loads", said
+        ).groups()
+        print(kernel.__name__, len(attributes), stack, stores, loads)
+"""
+
+#: Prints how many variants of each kernel chunks of many sizes would have compiled, asking what Triton asks.
+_VARIANTS = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from drafter import triton_loss as kernels
+
+backend = make_backend(GPUTarget("cuda", 90, 32))
+found = {}
+def counted(kernel):
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    variants = found[kernel.__name__] = set()
+    kernel.run = lambda *args, grid, warmup, **options: variants.add(str(bind(*args, **options)[1]))
+for kernel in (kernels._target, kernels._measure, kernels._slope):
+    counted(kernel)
+for e in (1, 2, 5, 16, 48, 50):
+    pick = torch.zeros(e + 7, dtype=torch.int64)[e % 3 : e % 3 + e]
+    logits, p, value = torch.zeros(e, 32), torch.zeros(3, 32), torch.zeros(e + 3)[e % 2 : e % 2 + e]
+    mass, own = kernels.target(p)
+    measured = kernels.measure(logits, p, own, pick, 1.0)
+    kernels.slope(logits, p, mass, pick, measured, value, value, 1.0, torch.bfloat16)
+print(*(f"{name} {len(variants)}" for name, variants in found.items()), sep="\\n")
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles for NVIDIA on Linux only")
-def test_every_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
-    """The interpreter takes more than the compiler does."""
+def compiled(script: str, directory: Path) -> list[list[str]]:
+    """The words of each line that a script prints which runs Triton's compiler in place of its interpreter."""
+    if sys.platform != "linux":
+        pytest.skip("Triton compiles for NVIDIA on Linux only")
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", _COMPILE],
+        [sys.executable, "-c", script, str(directory)],
         cwd=Path(loss.__file__).parents[1],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment | {"TRITON_CACHE_DIR": str(directory)},
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["_target", "_measure", "_slope"]
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_for_a_gpu_that_is_not_here_and_fits_its_registers(tmp_path: Path) -> None:
+    """The interpreter takes more than the compiler does, and says nothing of spills."""
+    found = compiled(_COMPILE, tmp_path)
+    assert [(name, aligned != "0") for name, aligned, *_ in found] == [
+        (name, aligned) for name in ("_target", "_measure", "_slope") for aligned in (True, False)
+    ]
+    assert all(spilled == ["0", "0", "0"] for _, _, *spilled in found), found
+
+
+def test_chunks_of_any_number_of_entries_share_one_compiled_kernel(tmp_path: Path) -> None:
+    assert compiled(_VARIANTS, tmp_path) == [["_target", "1"], ["_measure", "1"], ["_slope", "1"]]
