@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from examples import elicit
+from examples.decoders import NODES, compare_decoders
+
 if TYPE_CHECKING:
     from examples.demo import LiveCount, Session
 
 console = Console()
 _EDGE_STEPS = 5
+_DECODED_PROMPTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +83,21 @@ def write_report(session: Session, rows: Sequence[StepRow], events: Sequence[dic
     """Print the table and write the files."""
     out = session.config.out
     composition, words = _composition(session, rows)
-    summary = _summary(session, rows, events) | {"composition": composition, "explanation": words}
+    decoders = _decoders(session)
+    summary = _summary(session, rows, events)
+    summary |= {"decoders": decoders, "composition": composition, "explanation": words}
     (out / "steps.jsonl").write_text("".join(json.dumps(_finite(asdict(row))) + "\n" for row in rows))
     (out / "summary.json").write_text(json.dumps(_finite(summary), indent=1) + "\n")
     draw(rows, words, out / "alpha.png")
     console.print(_table(rows))
     _print_summary(summary)
     console.print(words + "\n")
+    console.print(
+        f"The last drafter, decoded by the reference on {decoders['prompts']} prompts: α "
+        f"{decoders['alpha_chain']:.2f} as a chain, {decoders['alpha_tree']:.2f} as a tree of {NODES} nodes; greedy "
+        f"text the same with chain, tree and neither on {decoders['greedy_texts_equal']} of them.\n",
+        highlight=False,
+    )
     console.print(f"wrote {out}/steps.jsonl, {out}/summary.json, {out}/alpha.png")
 
 
@@ -109,6 +121,30 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
         drafting=session.engine.drafter()["drafting"],
     )
     return parts, explain(parts, _mean([row.alpha_served for row in rows[-2:]]))
+
+
+def _decoders(session: Session) -> dict[str, float | int]:
+    """The served drafter on the last policy, by chain and by tree."""
+    from drafter.checkpoint import read_drafter
+    from examples.demo import RUN
+    from service.layout import Layout
+    from service.registry import Registry
+
+    layout = Layout(session.state_dir)
+    served = Registry(layout).latest(RUN)
+    if served is None:
+        raise RuntimeError("the run serves no drafter, although it began with one")
+    policy = session.trainer.accelerator.unwrap_model(session.trainer.model).eval()
+    embedding = policy.get_input_embeddings().weight.detach().float()
+    prompts = elicit.sample_prompts(_DECODED_PROMPTS, seed=1_000_000 + session.config.seed)
+    return compare_decoders(
+        policy,
+        read_drafter(layout.drafter(RUN, served.version), embedding),
+        [session.tokenizer.encode(prompt) for prompt in prompts],
+        depth=session.engine.drafter()["depth"],
+        max_tokens=elicit.MAX_ANSWER_TOKENS,
+        eos_id=session.tokenizer.eos_token_id,
+    )
 
 
 def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -143,7 +179,7 @@ def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[st
 def _print_summary(summary: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2))
     for key, value in summary.items():
-        if key not in ("composition", "explanation", "hook"):
+        if key not in ("composition", "decoders", "explanation", "hook"):
             table.add_row(key.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))
     console.print(table)
 

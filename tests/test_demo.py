@@ -100,6 +100,10 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
     assert summary["versions_published"] >= 2
     assert summary["tokens_trained"] > 0
     assert "does not always fall" in summary["explanation"]
+    decoders = summary["decoders"]
+    assert decoders["greedy_texts_equal"] == decoders["prompts"] == 64
+    assert 1.2 < decoders["alpha_chain"] < decoders["alpha_tree"] <= 5
+    assert decoders["alpha_chain_greedy"] < decoders["alpha_tree_greedy"] <= 5
     assert (out / "alpha.png").stat().st_size > 10_000
     assert sorted(p.name for p in out.iterdir()) == ["alpha.png", "steps.jsonl", "summary.json"]
     assert left_over(out) == []
