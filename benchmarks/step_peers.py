@@ -158,7 +158,7 @@ def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
 def ours_trainer(case: Case) -> Step:
     """What the worker does for an optimizer window: float32 masters, bfloat16 compute, batch and head on the host.
 
-    Copies, casts, clipping and AdamW included. The head's rows go to the device once, as for a policy version.
+    Copies, casts, clipping and the optimizer included. The head's rows go to the device once, as for a policy version.
     """
     compute = "bfloat16" if case.head.dtype == torch.bfloat16 else "float32"
     settings = TrainConfig(
