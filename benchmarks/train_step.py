@@ -10,7 +10,7 @@ and more are mapped one by one: VmHWM of one step above what was resident before
 On a GPU every row is a process of its own that times at least 30 steps by CUDA events, after a warm-up, and gives their
 median and quartiles. The steps go round a few batches of slightly different lengths, as rollouts have them, so that
 what a new shape costs is counted. `ours` and the peers are forward and backward, features on the device; `ours,
-trainer` is the worker's whole window (`DrafterTrainer.step`: copies, casts, clipping, the optimizer on float32 masters) on
+trainer` is the worker's whole window (`DrafterTrainer.step`: copies, casts, clipping, the optimizer) on
 batches that lie on the host. `peak_gib` is the allocator's peak *above* what stays between steps: weights, optimizer
 state and the case's features are not in it.
 """
