@@ -100,8 +100,7 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
             started = time.process_time()
             newest = recent.add(recording.files[index], as_sent(batch, heads[version], recipe))
             if recipe.passes and index % recipe.every == 0:
-                steps = max(1, round(recipe.passes * batch.tokens / recipe.step_tokens))
-                draws = recent.train_steps([newest], steps=steps, step_tokens=recipe.step_tokens, seed=index)
+                draws = recent.train_steps([newest], passes=recipe.passes, step_tokens=recipe.step_tokens, seed=index)
                 for drawn in _substituted(draws, recipe, recording, seed=index):
                     drafter.embed_tokens = heads[drawn[0].policy_version].lm_head
                     track.skipped += trainer.step(drawn, [heads[b.policy_version] for b in drawn]).skipped is not None

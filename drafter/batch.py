@@ -63,8 +63,10 @@ class RolloutBatch:
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape[:1] != (T,):
                 raise DrafterError(f"{name} must have one row for each of {T} tokens, got shape {tuple(tensor.shape)}")
-        if self.cu_seqlens.numel() < 2 or int(self.cu_seqlens[-1]) != T:
-            raise DrafterError(f"cu_seqlens must end at the {T} tokens, got {self.cu_seqlens.tolist()[-4:]}")
+        if not T or self.cu_seqlens.numel() < 2 or int(self.cu_seqlens[-1]) != T:
+            raise DrafterError(
+                f"cu_seqlens must end at the {T} tokens, at least 1, got {self.cu_seqlens.tolist()[-4:]}"
+            )
         if not 0 <= self.temperature < math.inf:
             raise DrafterError(f"temperature must be 0 or more and finite, got {self.temperature}")
 
@@ -123,13 +125,17 @@ class RolloutBatch:
             tokens += length
         yield self.select(chosen)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What batches must have in common to be packed together."""
+        return self.temperature, self.warped, self.aux_layers, *(getattr(self, name) is None for name in _PER_TOKEN)
+
     @staticmethod
     def concat(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         """Pack batches of one kind (temperature, warping, tensors); the newest policy version names the result."""
         if not batches:
             raise DrafterError("expected at least one batch to concatenate, got none")
-        kinds = {(b.temperature, b.warped, b.aux_layers, *(getattr(b, n) is None for n in _PER_TOKEN)) for b in batches}
-        if len(kinds) > 1:
+        if len({b.kind for b in batches}) > 1:
             raise DrafterError("batches differ in temperature, warping, layers or tensors present; keep them apart")
         ends = torch.cat([b.cu_seqlens[1:] - b.cu_seqlens[:-1] for b in batches]).cumsum(0)
         changes: dict[str, Any] = {

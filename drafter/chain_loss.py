@@ -119,7 +119,7 @@ class _FusedChain(torch.autograd.Function):
                 p, own = p.index_select(0, pick), own.index_select(0, pick)
                 q = F.log_softmax(logits.div_(target.divisor), dim=-1)
                 if target.tail is not None:
-                    p, _, own = spread_tail(p, q.exp(), target.tail.index_select(0, chains.target_index[entries]))
+                    p, _, own = spread_tail(p, q, target.tail.index_select(0, chains.target_index[entries]))
                 kl = own - torch.linalg.vecdot(p, q)
                 acceptance = torch.minimum(p, q.exp_()).sum(-1)
             sums.index_add_(1, step, torch.stack([kl, acceptance]))

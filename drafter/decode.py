@@ -29,6 +29,9 @@ from drafter.model import Eagle3Drafter
 
 Drafting = Literal["probabilistic", "greedy"]
 
+#: Models without attention whose configs name no kinds of layers.
+_RECURRENT = ("rwkv", "xlstm", "mamba", "mamba2", "falcon_mamba")
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -207,6 +210,10 @@ def _require_full_attention(target: Any) -> None:
     found = [f"{kind} layers" for kind in sorted(kinds - {"full_attention"})]
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         found.append(f"sliding_window {config.sliding_window}")
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        found.append("local layers")
+    if config.model_type in _RECURRENT:
+        found.append(f"recurrent layers ({config.model_type})")
     if getattr(config, "attention_chunk_size", None):
         found.append(f"attention_chunk_size {config.attention_chunk_size}")
     if found:

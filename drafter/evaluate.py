@@ -123,8 +123,7 @@ def tree_bound(drafter: Drafter, batch: RolloutBatch, *, depth: int, branches: i
 def _tree_bound(drafter: Drafter, batch: RolloutBatch, depth: int, branches: int) -> Replay:
     device = next(drafter.parameters()).device
     segments = find_segments(batch.loss_mask.cpu().numpy(), batch.cu_seqlens.numpy())
-    batch = batch.to(device)
-    plan = plan_batch(drafter, batch, depth).to(device)
+    plan, batch = plan_batch(drafter, batch, depth).to(device), batch.to(device)
     unrolled = unroll_batch(drafter, plan, batch, dtype=working_dtype(device))
     place = _places(segments, batch.tokens).to(device)
     found = torch.zeros(int(segments.tokens.sum()), depth, device=device)

@@ -154,6 +154,8 @@ def groups(x: Tensor, intermediate_size: int) -> bool:
 
 def one_by_one(experts: nn.ModuleList, pairs: Tensor, counts: Tensor, cast: Cast) -> Tensor:
     """[m, H] of pairs [m, H] sorted by expert, int64[E] of them each. An expert that nobody chose is not touched."""
+    if not pairs.shape[0]:
+        return pairs
     parts = torch.split(pairs, counts.tolist())
     return torch.cat([expert(part, cast) for expert, part in zip(experts, parts, strict=True) if part.shape[0]])
 

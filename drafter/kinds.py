@@ -44,7 +44,7 @@ def _check_fit(drafter: Drafter, batch: RolloutBatch) -> None:
             f"{list(batch.aux_layers)}; capture the drafter's layers, or train a drafter on these"
         )
     ids, size = batch.input_ids, drafter.config.vocab_size
-    # Elsewhere to look would mean to wait for the device; what is on one was checked before it got there.
+    # Of a batch on a device one would have to wait for the device: plan before the batch is moved there.
     if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < size:
         raise BatchRejected(f"token ids must be in [0, {size}), got {int(ids.min())} to {int(ids.max())}")
 

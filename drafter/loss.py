@@ -227,14 +227,15 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(begin, min(begin + size, n)) for begin in range(0, n, size))
 
 
-def spread_tail(p: Tensor, q: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def spread_tail(p: Tensor, logq: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Give tokens that no top entry names their share of the tail: r q / (sum of q over them).
 
-    p, q [e, D], tail r [e]. Returns p with those shares, its mass m [e] and sum p log p - m log m [e], as `target_of`.
+    p, log q [e, D], tail r [e]. Returns p with those shares, its mass m [e] and sum p log p - m log m [e], as
+    `target_of`. By logarithms, as q may be too small for a float where the drafter is sure and wrong.
     """
     outside = p == 0
-    share = tail / torch.where(outside, q, 0).sum(-1).clamp(min=torch.finfo(q.dtype).tiny)
-    p = torch.where(outside, q * share[:, None], p)
+    log_share = tail.log() - torch.where(outside, logq, -torch.inf).logsumexp(-1)
+    p = torch.where(outside, (logq + log_share[:, None]).exp(), p)
     mass = p.sum(-1)
     return p, mass, torch.special.entr(mass) - torch.special.entr(p).sum(-1)
 
@@ -256,7 +257,7 @@ def _fold(
     p, mass, own = p.index_select(0, pick), mass.index_select(0, pick), own.index_select(0, pick)
     q = F.log_softmax(logits, dim=-1)
     if tail is not None:
-        p, mass, own = spread_tail(p, q.exp(), tail.index_select(0, pick))
+        p, mass, own = spread_tail(p, q, tail.index_select(0, pick))
     kl = own - torch.linalg.vecdot(p, q)
     q.exp_()
     acceptance = torch.minimum(p, q).sum(-1)

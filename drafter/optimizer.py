@@ -62,7 +62,13 @@ class Optimizer:
             optimizer.zero_grad(set_to_none=True)
 
     def step(self, learning_rate: float) -> None:
-        """Move every parameter that has a gradient."""
+        """Move every parameter that has a gradient; by Muon, none whose gradient is zero. Waits for no device."""
+        for name in self._by_muon:
+            parameter = self._named[name]
+            momentum = self._state(name)[0].get(parameter, {}).get("momentum_buffer")
+            if parameter.grad is not None and momentum is not None:
+                # Muon makes a whole step of any momentum, however old: an expert that no row chose would walk away.
+                momentum.mul_(parameter.grad.any())
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate

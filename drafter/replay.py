@@ -69,8 +69,7 @@ def conditional_acceptance(
     Zero where a round has no features to draft from (a response that begins at the first token of its document).
     """
     device = next(drafter.parameters()).device
-    batch = batch.to(device)
-    plan = plan_batch(drafter, batch, depth).to(device)
+    plan, batch = plan_batch(drafter, batch, depth).to(device), batch.to(device)
     unrolled = unroll_batch(drafter, plan, batch, dtype=working_dtype(device))
     first_draft = torch.from_numpy(segments.rows()).to(device)  # [N] row of the token that a round drafts first
     place = torch.full((batch.tokens,), -1, device=device)

@@ -10,6 +10,7 @@ Legend: T tokens, U target rows, V target vocabulary, D draft vocabulary, Ht tar
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,8 @@ class TargetHead:
     ) -> None:
         if lm_head.ndim != 2 or not lm_head.numel():
             raise TargetHeadError(f"lm_head must be [tokens, hidden] and not empty, got shape {tuple(lm_head.shape)}")
-        if not bool(torch.isfinite(lm_head).all()):
+        largest = [part.abs().amax() for part in torch.split(lm_head, _GAP_CHUNK_ROWS)]  # NaN, if any is
+        if not bool(torch.isfinite(torch.stack(largest)).all()):
             raise TargetHeadError("lm_head holds NaN or infinity; keep the head that was used before")
         if ids is not None and (ids.shape != lm_head.shape[:1] or torch.unique(ids).numel() != ids.numel()):
             raise TargetHeadError(f"expected one distinct id for each of the {lm_head.shape[0]} rows")
@@ -109,11 +111,11 @@ class TargetHead:
 
         One figure that catches a pre-norm state, a stale head, a wrong temperature and a shifted mask. Where sampling
         was truncated (`batch.warped`), a logged log p above the recomputed one is rightful and counts as no gap.
-        Of long batches some 16,384 tokens, evenly spaced, are compared. (nan, 0) when no token could be.
+        Of long batches at most 16,384 tokens, evenly spaced, are compared. (nan, 0) when no token could be.
         """
         rows = torch.zeros_like(batch.loss_mask)
         said = torch.nonzero(batch.loss_mask).flatten()
-        rows[said[:: max(1, said.numel() // _GAP_TOKENS)]] = True
+        rows[said[:: max(1, math.ceil(said.numel() / _GAP_TOKENS))]] = True
         recomputed = self.token_logprobs(batch, rows)
         compared = rows & ~recomputed.isnan()
         tokens = int(compared.sum())
@@ -137,6 +139,11 @@ class DraftTarget:
     top_logprobs: Tensor | None = None  # [U, k]
     tail: Tensor | None = None  # [U]: what the target gives to all tokens without a top entry together
     logit_map: LogitMap = _PLAIN  # of hidden @ head_rows
+
+    def __post_init__(self) -> None:
+        """Raise `TargetHeadError` where top entries come without their tail, or a tail without them."""
+        if (self.tail is None) is not (self.top_logprobs is None):
+            raise TargetHeadError("top entries and their tail (1 - sum p of them) come together")
 
     def logprobs(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """Form log p [end-begin, D] of target rows [begin, end): -inf where top entries say nothing."""

@@ -114,22 +114,45 @@ class RecentRollouts:
                 break
         return found
 
-    def train_steps(self, newest: Sequence[KeptBatch], *, steps: int, step_tokens: int, seed: int) -> Iterator[
+    def train_steps(self, newest: Sequence[KeptBatch], *, passes: float, step_tokens: int, seed: int) -> Iterator[
         list[RolloutBatch]
     ]:  # fmt: skip
-        """Yield what each optimizer step trains on: about half from the newest batches, half from one older batch."""
+        """Yield what each optimizer step trains on: half of its tokens from the newest batches, half from older ones.
+
+        So many steps that about `passes` times as many tokens are drawn as the newest batches have. Each half takes
+        whole rollouts of as many batches as fill it; where there are too few, steps are smaller, and more.
+        """
         rng = np.random.default_rng(seed)
         new = [k for k in newest if k.train]
         old = [k for k in self._kept if k.train and k not in new]
-        for _ in range(steps):
-            drawn: list[RolloutBatch] = []
-            if new:
-                share = step_tokens // 2 if old else step_tokens
-                drawn.append(_draw(new[rng.integers(len(new))], share, rng))
-            if old:
-                drawn.append(_draw(old[rng.integers(len(old))], step_tokens // 2, rng))
-            if drawn:
-                yield drawn
+        if not new and not old:
+            return
+        share = step_tokens // 2 if new and old else step_tokens
+        drawn = min(share, _train_tokens(new)) + min(share, _train_tokens(old))
+        for _ in range(max(1, round(passes * sum(k.batch.tokens for k in newest) / drawn))):
+            yield _packed([*_fill(new, share, rng), *_fill(old, share, rng)])
+
+
+def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:
+    """One batch of each policy version and kind: a step of many small ones would keep no GPU busy."""
+    alike: dict[tuple[object, ...], list[RolloutBatch]] = {}
+    for part in parts:
+        alike.setdefault((part.policy_version, *part.kind), []).append(part)
+    return [RolloutBatch.concat(group) for group in alike.values()]
+
+
+def _train_tokens(batches: Sequence[KeptBatch]) -> int:
+    return sum(int(np.diff(k.batch.cu_seqlens.numpy())[list(k.train)].sum()) for k in batches)
+
+
+def _fill(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -> Iterator[RolloutBatch]:
+    """Random whole rollouts of random batches, at least one, until about `tokens` are together."""
+    for index in rng.permutation(len(batches)):
+        part = _draw(batches[index], tokens, rng)
+        yield part
+        tokens -= part.tokens
+        if tokens <= 0:
+            return
 
 
 def _draw(kept: KeptBatch, tokens: int, rng: np.random.Generator) -> RolloutBatch:

@@ -44,8 +44,9 @@ log = logging.getLogger("draftalign.worker")
 CONSUMER = "worker"
 #: A batch so many policy versions late still finds its head, where `max_policy_lag` does not say how late one may be.
 _LATE_VERSIONS = 64
-#: Times as long as the last checkpoint took pass before the next: at most a tenth of the time goes into them.
+#: While there is work, so many times as long as the last checkpoint took pass before the next.
 _CHECKPOINT_PAUSE = 9.0
+_LONGEST_PAUSE_SECONDS = 120.0
 
 
 class LeaseLost(WorkerError):  # noqa: N818 - reads as what happened
@@ -64,9 +65,11 @@ class RunWorker:
         run: str,
         *,
         holds_lease: Callable[[], bool] = lambda: True,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.run = run
         self._holds_lease = holds_lease
+        self._stopping = stopping
         self._settings = settings
         self._layout = layout
         self._queue = queue
@@ -80,6 +83,7 @@ class RunWorker:
         self._checkpoint = WorkerCheckpoint(layout.worker(run))
         self._economy = Economy(worker_cost=settings.worker_cost)
         self._controller = Controller()
+        self._store = store
         self._journal = Journal(store, run)
         self._counts = torch.zeros(self._target.embed_tokens.shape[0], dtype=torch.int64)  # [V], until a vocabulary is
         self._waiting: list[tuple[Entry, RolloutBatch]] = []  # batches seen before the vocabulary exists
@@ -160,8 +164,8 @@ class RunWorker:
             if self._done and suspects:
                 self.save()
         pause = self._settings.checkpoint_seconds
-        if pause:  # a large drafter's takes seconds, in which nothing is trained
-            pause = max(pause, _CHECKPOINT_PAUSE * self._checkpoint_took)
+        if pause and entries:  # a large drafter's takes seconds, in which nothing is trained
+            pause = max(pause, min(_CHECKPOINT_PAUSE * self._checkpoint_took, _LONGEST_PAUSE_SECONDS))
         if self._done and (self._backlog or time.monotonic() - self._last_checkpoint >= pause):
             self.save()
 
@@ -185,8 +189,8 @@ class RunWorker:
             self._queue.ack(entry, "trained")
             self._applied.discard(entry.batch_id)
             return None
-        newest = max(v for _, v in self._versions_seen)
         lag = self._settings.max_policy_lag
+        newest = max(v for _, v in self._versions_seen) if lag is None else self._newest_sent()
         if lag is not None and newest - entry.policy_version_max > lag:
             self._queue.ack(entry, "skipped", f"{newest - entry.policy_version_max} policy versions old; limit {lag}")
             self._layout.blob(self.run, entry.blob).unlink(missing_ok=True)
@@ -194,7 +198,7 @@ class RunWorker:
         try:
             path = self._layout.blob(self.run, entry.blob)
             self._drafter_of[entry.entry_id] = MappedFile(path).header.metadata.get("drafter_version", "")
-            batch = load_batch(path)
+            batch = load_batch(path, vocab_size=self._counts.numel())
             screen(batch)
         except FileNotFoundError:
             self._bury(entry, "blob_missing")
@@ -213,6 +217,10 @@ class RunWorker:
         arrival = float(entry.entry_id.partition("-")[0]) / 1000.0  # stream ids begin with Unix milliseconds
         if not self._versions_seen or entry.policy_version > self._versions_seen[-1][1]:
             self._versions_seen = [*self._versions_seen[-15:], (arrival, entry.policy_version)]
+
+    def _newest_sent(self) -> int:
+        """The newest policy version that rollouts came of, those that still wait in the queue included."""
+        return max(self._store.newest_policy(), *(v for _, v in self._versions_seen))
 
     def _version_seconds(self) -> float | None:
         """Mean time between policy versions, by the arrival of their rollouts."""
@@ -307,11 +315,9 @@ class RunWorker:
         # A backlog does not lengthen the work: what the newest policy wrote counts, the rest only joins the mix.
         latest = max(kept.policy_version for kept in newest)
         newest = [kept for kept in newest if kept.policy_version == latest]
-        tokens = sum(kept.batch.tokens for kept in newest)
-        steps = max(1, round(self._settings.train_passes * tokens / self._settings.train_step_tokens))
         drawn = self._recent.train_steps(
             newest,
-            steps=steps,
+            passes=self._settings.train_passes,
             step_tokens=self._settings.train_step_tokens,
             seed=self._settings.seed * 1_000_003 + self._journal.totals.batches,
         )
@@ -321,6 +327,8 @@ class RunWorker:
             report = trainer.step(window, [policy.head for policy in heads])
             if report.skipped is None:
                 self._journal.totals.trained_tokens += report.response_tokens
+            if self._stopping():  # what is learnt so far is kept; whoever asked does not wait for all passes
+                break
         seconds = time.perf_counter() - started
         self._journal.totals.train_seconds += seconds
         return seconds
@@ -365,10 +373,10 @@ class RunWorker:
         if self._lineage.trainer is None:
             return
         self._keep_lease()
-        started = time.monotonic()
         self._journal.send()  # first: what a checkpoint holds is not scored again
         done = {entry.batch_id for entry, _ in self._done}
         self._applied |= done
+        started = time.monotonic()
         self._checkpoint.save(
             self._lineage.trainer,
             {
@@ -378,13 +386,13 @@ class RunWorker:
                 "recent": self._recent.names(),
             },
         )
+        self._checkpoint_took = time.monotonic() - started
         self._recent.settle()
         for entry, state in self._done:
             self._queue.ack(entry, state)
         self._applied -= done
         self._done.clear()
         self._last_checkpoint = time.monotonic()
-        self._checkpoint_took = self._last_checkpoint - started
         self._forget_heads()
 
     def _keep_lease(self) -> None:

@@ -60,6 +60,7 @@ class Child:
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
+    patience_seconds: float = 10.0  # from SIGTERM to SIGKILL
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     faults: int = 0
@@ -106,7 +107,7 @@ class Supervisor:
         finally:
             for child in reversed(self.children):
                 if child.process is not None:
-                    stop(child.process)
+                    stop(child.process, patience_seconds=child.patience_seconds)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         log.info("stopping on %s", signal.Signals(number).name)

@@ -30,7 +30,7 @@ from service.layout import Layout
 log = logging.getLogger("draftalign.worker")
 
 #: Batches that are trained on again come from about as many policy versions.
-_KEPT_HEADS = 4
+_KEPT_HEADS = 8
 
 
 def read_tensor(file: MappedFile, name: str) -> Tensor:

@@ -10,6 +10,7 @@ from service.errors import ConfigurationError
 from service.settings import Settings
 from service.supervisor import Child, Supervisor
 from service.valkey import EmbeddedValkey
+from service.worker import checked_device
 
 log = logging.getLogger("draftalign.up")
 
@@ -28,8 +29,11 @@ def run_up(settings: Settings) -> None:
     environment = {
         "DRAFTALIGN_STATE_DIR": str(settings.state_dir),
         "DRAFTALIGN_PORT": str(settings.port),
-        "OMP_NUM_THREADS": "1",
     }
+    if settings.device == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"
+    else:
+        checked_device(settings.device)  # here too: a child that refuses would only be started again and again
     children: list[Child] = []
     if settings.redis_url is None:
         valkey = EmbeddedValkey(settings.state_dir)
@@ -43,6 +47,7 @@ def run_up(settings: Settings) -> None:
         check_redis(settings.redis_url.get_secret_value())
         environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
     children.append(Child("api", ["service.cli", "serve"], environment))
-    children.append(Child("worker", ["service.cli", "worker"], environment))
+    # It ends the optimizer step in hand and writes a checkpoint.
+    children.append(Child("worker", ["service.cli", "worker"], environment, patience_seconds=45.0))
     log.info("page and API at http://%s:%d/", settings.host, settings.port)
     Supervisor(children).run()

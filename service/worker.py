@@ -99,7 +99,7 @@ class Worker:
                 worked |= self._runs[run].cycle()
             except (LeaseLost, CheckpointSuperseded) as error:
                 self._drop(run, str(error))
-            except (ServiceError, DrafterError) as error:
+            except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
                 self._refuse(run, error)  # one run's trouble is not the others'
         return worked
 
@@ -113,6 +113,8 @@ class Worker:
         log.error("run %s: %s", run, error)
         self._runs.pop(run, None)
         self._refused[run] = time.monotonic() + _REFUSED_SECONDS
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()  # of what this run held
         Store(self._redis, run).set_worker({"error": str(error)})  # GET /runs/{run} tells it
 
     def _find_runs(self) -> None:
@@ -131,10 +133,11 @@ class Worker:
                     Store(self._redis, run),
                     run,
                     holds_lease=functools.partial(self._lease, run),
+                    stopping=lambda: self._stopping,
                 )
                 Store(self._redis, run).set_worker({"error": None})
                 log.info("serving run %s", run)
-            except (ServiceError, DrafterError) as error:
+            except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
                 self._refuse(run, error)
 
     def _lease_key(self, run: str) -> str:
@@ -203,14 +206,28 @@ def connect(url: str) -> Redis:
     return Redis.from_url(url, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5), socket_timeout=10.0)
 
 
+def checked_device(name: str) -> torch.device:
+    """The device of that name. Raises `ConfigurationError` when there is none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigurationError(f"DRAFTALIGN_DEVICE={name!r} names no device: cpu, cuda or cuda:1, say") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        build = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
+        raise ConfigurationError(
+            f"DRAFTALIGN_DEVICE={name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices{build}"
+        )
+    return device
+
+
 def run_worker(settings: Settings, on_signal: Callable[[int, Callable[..., None]], Any] = signal.signal) -> None:
     """Run a worker in this process until SIGTERM or SIGINT."""
     if settings.redis_url is None:
         raise ConfigurationError("a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
     if settings.device == "cpu":
         torch.set_num_threads(1)  # on shared cores, threads that wait for each other are far slower than one
-    elif torch.device(settings.device).type == "cuda":
-        torch.cuda.set_device(torch.device(settings.device).index or 0)  # Triton starts its kernels on the current one
+    elif (device := checked_device(settings.device)).type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # Triton starts its kernels on the current one
     worker = Worker(settings, connect(settings.redis_url.get_secret_value()))
     for number in (signal.SIGTERM, signal.SIGINT):
         on_signal(number, lambda *_: worker.stop())

@@ -63,7 +63,8 @@ def test_a_step_of_fixed_shapes_can_be_captured_once_it_ran(loss: Loss, top: boo
         rows = plan.target_rows.numel()
         target = replace(target, hidden=None, head_rows=None, logsumexp=None,
                          top_draft_ids=torch.zeros(rows, 3, dtype=torch.int64, device="meta"),
-                         top_logprobs=torch.zeros(rows, 3, device="meta"))  # fmt: skip
+                         top_logprobs=torch.zeros(rows, 3, device="meta"),
+                         tail=torch.zeros(rows, device="meta"))  # fmt: skip
     trainer.loss_of(plan, batch, target, 1.0).loss.backward()  # as before any capture
     with OnDevice():
         trainer.loss_of(plan, batch, target, 1.0).loss.backward()

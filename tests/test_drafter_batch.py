@@ -124,10 +124,28 @@ def test_selected_rollouts_put_together_again_are_the_batch() -> None:
     assert same(RolloutBatch.concat([batch.select([2]), batch.select([0])]), turned)
 
 
+@pytest.mark.parametrize("limit", [1, 20, 10_000])
+def test_groups_are_whole_rollouts_of_about_so_many_tokens(limit: int) -> None:
+    batch = world(SHAPES["packed, awkward"]).batch
+    groups = list(batch.groups(limit))
+    assert all(g.tokens <= limit or g.rollouts == 1 for g in groups)
+    assert torch.equal(torch.cat([g.input_ids for g in groups]), batch.input_ids)
+    assert sum(g.rollouts for g in groups) == batch.rollouts
+    assert (len(groups) == 1) is (limit == 10_000)
+
+
+def test_a_batch_of_no_tokens_is_none() -> None:
+    none = torch.zeros(0)
+    with pytest.raises(DrafterError, match="at least 1"):
+        RolloutBatch(none.long(), torch.tensor([0, 0]), none.bool(), none[:, None], none)
+
+
 def test_batches_of_different_kinds_are_not_mixed() -> None:
     batch = world(SHAPES["packed, half response"]).batch
     with pytest.raises(DrafterError, match="differ in temperature"):
         RolloutBatch.concat([batch, replace(batch, temperature=0.5)])
+    with pytest.raises(DrafterError, match="differ in temperature, warping, layers"):
+        RolloutBatch.concat([batch, replace(batch, aux_layers=(0, 1, 2))])
     with pytest.raises(DrafterError, match="at least one batch"):
         RolloutBatch.concat([])
     with pytest.raises(DrafterError, match=r"indices in \[0, 3\)"):

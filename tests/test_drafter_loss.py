@@ -189,6 +189,17 @@ def test_a_drafter_that_equals_the_target_is_left_where_it_is_by_any_number_of_t
         torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("gap", [80.0, 120.0])
+def test_a_tail_that_the_drafter_thinks_impossible_still_counts(gap: float) -> None:
+    logits = torch.tensor([[gap, 0.0, 0.0]])
+    p, tail = torch.tensor([[0.9, 0.0, 0.0]]), torch.tensor([0.1])
+    mass = p.sum(-1)
+    kl, _, _ = _fold("kl", logits, p, mass, mass, tail, torch.arange(1), torch.ones(1))
+    expected = 0.9 * math.log(0.9) + 0.1 * (math.log(0.1) + gap - math.log(2))
+    assert kl.item() == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(logits, torch.tensor([[0.1, -0.05, -0.05]]))
+
+
 # --- what replay reads ----------------------------------------------------------------------------------------------
 
 
@@ -246,6 +257,16 @@ def test_the_gap_shows_what_is_wrong_with_the_rollouts(fault: str) -> None:
     else:
         batch = replace(batch, last_hidden=batch.last_hidden * 3.0)
     assert TargetHead(head).logprob_gap(batch)[0] > 0.1
+
+
+def test_of_a_long_batch_tokens_all_over_it_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world(AWKWARD)
+    monkeypatch.setattr("drafter.target._GAP_TOKENS", 4)
+    honest, tokens = TargetHead(w.head).logprob_gap(w.batch)
+    assert 3 <= tokens <= 4 < w.batch.response_tokens
+    last = w.batch.logprobs.clone()
+    last[w.batch.tokens // 2 :] -= 5.0
+    assert TargetHead(w.head).logprob_gap(replace(w.batch, logprobs=last))[0] > honest + 1.0
 
 
 def test_truncated_sampling_may_log_more_than_is_recomputed_but_not_less() -> None:

@@ -96,6 +96,42 @@ def test_another_method_takes_up_what_it_knows_and_begins_the_rest_anew() -> Non
     move(named, muon, range(3, 4))
 
 
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_matrix_that_nothing_used_stays_where_it_is(zero: bool) -> None:
+    """An expert that no row chose: a GPU's grouped product gives it a zero gradient, a CPU's loop none."""
+    named = parameters()
+    made = Optimizer(named, "muon", weight_decay=0.0, betas=(0.9, 0.95), epsilon=1e-8)
+    move(named, made, range(2))
+    before = named["wide"].detach().clone()
+    for _ in range(3):
+        named["wide"].grad = torch.zeros_like(before) if zero else None
+        named["tall"].grad = torch.ones_like(named["tall"])
+        made.step(RATE)
+    assert torch.equal(named["wide"], before)
+
+
+def test_adamw_is_torchs_own_with_the_settings_given() -> None:
+    named, twin = parameters(), parameters()
+    move(named, optimizer(named, "adamw"), range(3))
+    matrices = [p for p in twin.values() if p.ndim == 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": [twin["gain"]], "weight_decay": 0.0}]
+    torchs = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    for seed in range(3):
+        g = torch.Generator().manual_seed(100 + seed)
+        for parameter in twin.values():
+            parameter.grad = torch.randn(parameter.shape, generator=g)
+        torchs.step()
+    assert all(torch.equal(named[n], twin[n]) for n in SHAPES)
+
+
+def test_a_state_replaces_what_was_there() -> None:
+    named = parameters()
+    moved = optimizer(named)
+    move(named, moved, range(2))
+    moved.load({})
+    assert moved.state() == {}
+
+
 def test_a_step_moves_nothing_without_a_gradient() -> None:
     named = parameters()
     made = optimizer(named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_training_never_draws_what_is_held_out(memory: Memory) -> None:
     newest = [memory.add(name) for name in "abcdef"][-2:]
     drawn = {
         rollout
-        for step in memory.recent.train_steps(newest, steps=200, step_tokens=64, seed=0)
+        for step in memory.recent.train_steps(newest, passes=40.0, step_tokens=64, seed=0)
         for batch in step
         for rollout in batch.rollout_ids
     }
@@ -107,8 +108,10 @@ def test_training_never_draws_what_is_held_out(memory: Memory) -> None:
 
 
 def test_a_step_is_half_new_half_old_within_its_budget(memory: Memory) -> None:
-    newest = [memory.add(name) for name in "abcd"][-1:]
-    for step in memory.recent.train_steps(newest, steps=20, step_tokens=120, seed=1):
+    for name in "abc":
+        memory.add(name)
+    newest = [memory.add("d", policy_version=1)]
+    for step in memory.recent.train_steps(newest, passes=8.0, step_tokens=120, seed=1):
         new, old = step
         assert new.rollout_ids[0].startswith("d/")
         assert not old.rollout_ids[0].startswith("d/")
@@ -116,11 +119,37 @@ def test_a_step_is_half_new_half_old_within_its_budget(memory: Memory) -> None:
             assert part.tokens <= 60 + 20, "whole rollouts: at most one more than fits"
 
 
+@pytest.mark.parametrize(("files", "rollouts"), [(1, 64), (8, 8), (32, 2)])
+def test_small_files_are_trained_on_as_often_as_large_ones(memory: Memory, files: int, rollouts: int) -> None:
+    for number in range(4):
+        memory.add(f"old{number}", policy_version=0, rollouts=32)
+    newest = [memory.add(f"new{number}", policy_version=1, rollouts=rollouts) for number in range(files)]
+    tokens = sum(k.batch.tokens for k in newest)
+    seen: Counter[str] = Counter()
+    drawn = 0
+    for step in memory.recent.train_steps(newest, passes=8.0, step_tokens=200, seed=0):
+        assert len(step) <= 2, "one batch of each policy version"
+        drawn += sum(batch.tokens for batch in step)
+        seen.update(r for batch in step if batch.policy_version == 1 for r in batch.rollout_ids)
+    assert 7.0 < drawn / tokens < 10.0
+    trained = {r for k in newest for r in (k.batch.rollout_ids[i] for i in k.train)}
+    assert len(seen) > 0.9 * len(trained)
+    assert max(seen.values()) <= 15
+
+
+def test_steps_of_few_tokens_are_more(memory: Memory) -> None:
+    memory.add("old", policy_version=0)
+    newest = [memory.add("new", policy_version=1)]
+    steps = list(memory.recent.train_steps(newest, passes=8.0, step_tokens=100_000, seed=0))
+    assert 3 <= len(steps) <= 6, "each takes all there is, half of it new"
+    assert all({b.policy_version for b in step} == {0, 1} for step in steps)
+
+
 def test_the_same_seed_draws_the_same(memory: Memory) -> None:
     newest = [memory.add(name) for name in "abc"][-1:]
 
     def drawn(seed: int) -> list[tuple[str, ...]]:
-        steps = memory.recent.train_steps(newest, steps=5, step_tokens=64, seed=seed)
+        steps = memory.recent.train_steps(newest, passes=2.0, step_tokens=64, seed=seed)
         return [batch.rollout_ids for step in steps for batch in step]
 
     assert drawn(3) == drawn(3)
@@ -141,5 +170,5 @@ def test_held_out_evidence_is_of_the_newest_policies(memory: Memory) -> None:
 
 def test_an_empty_memory_has_nothing_to_give(memory: Memory) -> None:
     assert memory.recent.held_out(8) == []
-    assert list(memory.recent.train_steps([], steps=3, step_tokens=64, seed=0)) == []
+    assert list(memory.recent.train_steps([], passes=3.0, step_tokens=64, seed=0)) == []
     assert memory.recent.oldest_policy_version() is None

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, gradients, world
+from drafter_worlds import SHAPES, gradients, with_top, world
 from test_losses import brute_force, production
 from torch import Tensor
 from triton_fixtures import interpreted
@@ -118,6 +118,16 @@ def test_every_loss_through_the_kernels_equals_brute_force(routed: ModuleType, k
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-9)
     for name, gradient in gradients(w, result.loss).items():
         torch.testing.assert_close(gradient, slopes[name], rtol=1e-7, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["kl", "alpha"])
+def test_targets_from_top_entries_keep_their_tail_where_there_are_kernels(kind: str, monkeypatch: Any) -> None:
+    w = with_top(world(SHAPES["packed, awkward"]), 4)
+    plain = production(w, 3, kind)
+    monkeypatch.setattr(loss, "kernels", refused := lambda _: pytest.fail("the kernels know no tail"))
+    monkeypatch.setattr(chain_loss, "kernels", refused)
+    result = production(w, 3, kind)
+    assert torch.equal(result.loss, plain.loss)
 
 
 def test_kl_through_the_kernels_equals_kl_without_them(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
