@@ -164,7 +164,8 @@ def build_drafter(stored: StoredDrafter, embed_tokens: Tensor, *, dtype: torch.d
     """Make the model of stored weights, in `dtype` on the CPU, over the target's embed_tokens [V, H]."""
     # The constructor draws initial weights; a reader must not advance the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
-        drafter = Eagle3Drafter(stored.config, stored.vocabulary, embed_tokens)
+        # The embedding is only looked at: `to` would copy it, large as it is.
+        drafter = Eagle3Drafter(stored.config, stored.vocabulary, embed_tokens.to("meta"))
     drafter.to(dtype)
     drafter.embed_tokens = embed_tokens.detach()
     maps = {"d2t": stored.vocabulary.d2t, "t2d": stored.vocabulary.t2d}

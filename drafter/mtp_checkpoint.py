@@ -152,7 +152,7 @@ def read_mtp(directory: Path, embed_tokens: Tensor, head: Tensor, *, dtype: torc
             )
     try:
         with torch.random.fork_rng(devices=[]):
-            drafter = MtpDrafter(config, embed_tokens, head)
+            drafter = MtpDrafter(config, embed_tokens.to("meta"), head.to("meta"))  # `to` would copy them
     except DrafterError as error:
         raise CheckpointError(f"{directory} does not fit this policy: {error}") from error
     _check({name: tuple(t.shape) for name, t in drafter.state_dict().items()}, tensors)

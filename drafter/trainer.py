@@ -10,6 +10,7 @@ State on disk is safetensors and JSON, committed by one rename. Nothing is ever 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -42,9 +43,11 @@ else:
 #: What training minimises; `drafter.loss` and `drafter.chain_loss` give the formulas.
 Loss = Literal["kl", "lk", "nla", "alpha"]
 
+log = logging.getLogger("draftalign.drafter")
+
 _FORMAT = "draftalign.trainer.v1"
 _POINTER = "trainer.json"
-_COUNTERS = ("windows", "skipped_windows", "tokens_trained")
+_COUNTERS = ("windows", "warm_windows", "skipped_windows", "tokens_trained")
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class DrafterTrainer(Generic[_D]):
         self.drafter = drafter
         self.config = config
         self.windows = 0  # optimizer steps taken
+        self.warm_windows = 0  # of them since the optimizer began without moments
         self.skipped_windows = 0
         self.tokens_trained = 0  # response tokens
         self._dtype: torch.dtype = getattr(torch, config.compute_dtype)
@@ -181,6 +185,7 @@ class DrafterTrainer(Generic[_D]):
         outcome = self._update(results, learning_rate)
         if outcome.skipped is None:
             self.windows += 1
+            self.warm_windows += 1
             self.tokens_trained += response_tokens
         else:
             self.skipped_windows += 1
@@ -233,10 +238,15 @@ class DrafterTrainer(Generic[_D]):
             result = DraftLoss(result.loss.detach(), result.kl_sums, result.acceptance_sums, result.entries)
         return result
 
+    @property
+    def warming_up(self) -> bool:
+        """Whether the learning rate is still rising."""
+        return self.warm_windows < self.config.warmup_windows
+
     def _learning_rate(self) -> float:
-        if self.windows >= self.config.warmup_windows:
+        if not self.warming_up:
             return self.config.learning_rate
-        return self.config.learning_rate * (self.windows + 1) / self.config.warmup_windows
+        return self.config.learning_rate * (self.warm_windows + 1) / self.config.warmup_windows
 
     def _update(self, results: Sequence[DraftLoss], learning_rate: float) -> _Outcome:
         """Clip and step, unless something is not finite.
@@ -290,6 +300,7 @@ class DrafterTrainer(Generic[_D]):
     def load(self, directory: Path) -> None:
         """Continue from a saved state; hyperparameters stay those of this trainer.
 
+        Moments of another optimizer are left out, with a warning: the learning rate then rises again.
         Raises `CheckpointError` before anything is changed: another drafter, other shapes, numbers that are not finite.
         """
         pointer = self._pointer(directory)
@@ -330,9 +341,15 @@ class DrafterTrainer(Generic[_D]):
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[f"parameter.{name}"])
         self._optimizer.load(tensors)
-        self.windows = pointer["windows"]
-        self.skipped_windows = pointer["skipped_windows"]
-        self.tokens_trained = pointer["tokens_trained"]
+        for name in _COUNTERS:
+            setattr(self, name, pointer[name])
+        if strays := tensors.keys() - expected.keys():
+            log.warning(
+                "%s holds %d moments of another optimizer: they are left out, and the learning rate rises again",
+                path,
+                len(strays),
+            )
+            self.warm_windows = 0
 
     def _identity(self) -> dict[str, Any]:
         """What a state must agree on to be loaded, as JSON gives it back."""
@@ -346,6 +363,8 @@ class DrafterTrainer(Generic[_D]):
             pointer = json.loads(path.read_text())
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if isinstance(pointer, dict) and "windows" in pointer:
+            pointer.setdefault("warm_windows", pointer["windows"])  # states written before it was counted
         keys = {"format", "file", "drafter", *_COUNTERS}
         if not isinstance(pointer, dict) or not keys <= pointer.keys() or pointer["format"] != _FORMAT:
             raise CheckpointError(f"{path} is not a {_FORMAT} pointer with {sorted(keys)}")

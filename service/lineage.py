@@ -138,7 +138,7 @@ class Lineage:
     @property
     def warming_up(self) -> bool:
         """Whether the candidate's learning rate is still rising."""
-        return self.trainer is not None and self.trainer.windows < self._settings.warmup_steps
+        return self.trainer is not None and self.trainer.warming_up
 
     def served(self) -> Manifest | None:
         """What `GET /drafter/latest` offers now."""

@@ -282,6 +282,39 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         t.load(tmp_path)
 
 
+def test_another_optimizer_goes_on_with_a_learning_rate_that_rises_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, head = batches(5)
+    before = trainer(replace(CONFIG, optimizer="adamw"))
+    for b in data[:4]:
+        before.step(b, head)
+    before.save(tmp_path)
+    same, other = trainer(replace(CONFIG, optimizer="adamw")), trainer(replace(CONFIG, optimizer="muon"))
+    same.load(tmp_path)
+    assert not caplog.records
+    assert not same.warming_up
+    other.load(tmp_path)
+    assert "moments of another optimizer" in caplog.text
+    assert other.warming_up
+    assert (other.windows, other.warm_windows) == (4, 0)
+    report = other.step(data[4], head)
+    assert report.learning_rate == CONFIG.learning_rate / CONFIG.warmup_windows
+
+
+def test_a_state_from_before_warm_windows_were_counted_is_read(tmp_path: Path) -> None:
+    (batch,), head = batches(1)
+    t = trainer()
+    t.step(batch, head)
+    t.save(tmp_path)
+    pointer = json.loads((tmp_path / "trainer.json").read_text())
+    del pointer["warm_windows"]
+    (tmp_path / "trainer.json").write_text(json.dumps(pointer))
+    again = trainer(scrambled=True)
+    again.load(tmp_path)
+    assert (again.windows, again.warm_windows) == (1, 1)
+
+
 def untouched(t: DrafterTrainer) -> tuple[object, ...]:
     """All that loading may change, to compare."""
     held = [*parameters(t).values(), *t._optimizer.state().values()]
