@@ -14,7 +14,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from worker_fixtures import World, alive
+
+from service.errors import ConfigurationError
+from service.worker import checked_device
 
 ROOT = Path(__file__).parent.parent
 HEADERS = {"Content-Type": "application/x-safetensors"}
@@ -195,3 +199,15 @@ def test_up_serves_survives_the_death_of_each_part_and_ends_on_ctrl_c(up: Up, tm
     assert "Traceback" not in log, log
     assert "ignored SIGTERM" not in log, log
     assert "not closed in order" not in log, "the worker's Redis was there until it had ended"
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("gpu", "names no device"), ("cuda", "torch sees 0 CUDA devices"), ("cuda:3", "is not here")],
+)
+def test_a_device_that_is_not_there_is_named_before_anything_starts(
+    device: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigurationError, match=message):
+        checked_device(device)

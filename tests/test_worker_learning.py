@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio
 import torch
 from torch import Tensor
 from worker_fixtures import Bench, World
@@ -18,6 +21,8 @@ from drafter.replay import replay
 from drafter.trainer import DrafterTrainer, _Outcome
 from service.recent import is_held_out
 from service.registry import Registry
+from service.run_worker import RunWorker
+from service.store import AsyncStore
 
 
 @pytest.fixture
@@ -189,6 +194,49 @@ def test_of_one_claim_what_its_newest_makes_stale_is_skipped(bench: Bench) -> No
     batches = {v: bench.post(f"v{v}", policy_version=v) for v in (3, 9)}
     bench.drain(bench.worker(max_policy_lag=2, claim_tokens=10_000))
     assert {v: bench.state(b) for v, b in batches.items()} == {3: "skipped", 9: "trained"}
+
+
+def test_a_batch_is_stale_by_what_still_waits_in_the_queue(bench: Bench) -> None:
+    """A worker that is behind must not train on every version on its way to the newest."""
+    start(bench)
+    batches = {v: bench.post(f"v{v}", policy_version=v) for v in (1, 2, 8, 9)}
+    asyncio.run(raise_latest(bench, 9))  # as the API does when it takes a batch in
+    bench.drain(bench.worker(max_policy_lag=1))
+    states = {v: bench.state(b) for v, b in batches.items()}
+    assert states == {1: "skipped", 2: "skipped", 8: "trained", 9: "trained"}
+
+
+async def raise_latest(bench: Bench, policy_version: int) -> None:
+    client = redis.asyncio.Redis.from_url(bench.redis_url)
+    try:
+        await AsyncStore(client, "default").raise_latest_policy(policy_version)
+    finally:
+        await client.aclose()
+
+
+def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) -> None:
+    start(bench)
+    batch = bench.post("a")
+    chosen = bench.settings.model_copy(update={"train_passes": 50.0})
+    asked = iter([False, False, True])
+    worker = RunWorker(chosen, bench.layout, bench.queue, bench.store, "default", stopping=lambda: next(asked))
+    worker.cycle()
+    assert worker._lineage.trainer is not None
+    assert worker._lineage.trainer.windows == 3
+    assert bench.state(batch) == "trained", "what was learnt is kept"
+
+
+def test_a_worker_with_nothing_to_do_does_not_put_its_checkpoint_off(bench: Bench) -> None:
+    start(bench)
+    worker = bench.worker(checkpoint_seconds=0.05)
+    worker._checkpoint_took = 100.0  # as on a disk that once stood still
+    worker._backlog = False
+    batch = bench.post("a")
+    worker.cycle()
+    assert bench.state(batch) == "queued"
+    time.sleep(0.1)
+    worker.cycle()
+    assert bench.state(batch) == "trained"
 
 
 def test_an_update_that_was_left_out_is_not_counted_as_trained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

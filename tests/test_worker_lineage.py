@@ -196,8 +196,9 @@ def test_a_run_that_cannot_be_worked_on_is_named_in_the_log_and_the_others_go_on
     worker._redis.close()
 
 
+@pytest.mark.parametrize("error", [DrafterError("the archive is broken"), torch.OutOfMemoryError("no memory left")])
 def test_a_run_whose_worker_fails_later_is_dropped_and_the_others_go_on(
-    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    error: Exception, bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run in ("aa", "default"):
         bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=run)
@@ -205,7 +206,7 @@ def test_a_run_whose_worker_fails_later_is_dropped_and_the_others_go_on(
 
     def failing(self: Lineage, *args: Any) -> Any:
         if self._run == "aa":
-            raise DrafterError("the archive is broken")
+            raise error
         return real(self, *args)
 
     monkeypatch.setattr(Lineage, "roles", failing)
@@ -213,7 +214,7 @@ def test_a_run_whose_worker_fails_later_is_dropped_and_the_others_go_on(
     batch = bench.post("y")
     worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
     turn_until(worker, lambda: bench.state(batch) == "trained")
-    assert "run aa: the archive is broken" in caplog.text
+    assert f"run aa: {error}" in caplog.text
     assert bench.redis.hget("da:{aa}:batch:" + lost, "state") == b"queued", "nothing is lost by it"
     worker._redis.close()
 
