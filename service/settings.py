@@ -54,7 +54,7 @@ class Settings(BaseSettings):
     orphan_age_seconds: float = Field(600.0, gt=0, description="Unreferenced spool files older than this are removed.")
 
     max_policy_lag: int | None = Field(
-        None, ge=0, description="Batches older than this many policy versions are skipped."
+        None, ge=0, description="Batches so many policy versions behind the newest sent are skipped."
     )
     depth: int = Field(4, ge=1, le=16, description="Draft depth K that the engines use: tokens drafted per round.")
     drafting: Literal["probabilistic", "greedy"] = Field(
@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     train_passes: float = Field(8.0, gt=0, description="Times that a new training token is trained on, on average.")
     train_step_tokens: int = Field(16_384, gt=0, description="Tokens of one optimizer step.")
     warmup_steps: int = Field(30, ge=0, description="Optimizer steps over which the learning rate rises to its value.")
-    learning_rate: float = Field(1e-4, gt=0, description="Learning rate after that, constant.")
+    learning_rate: float = Field(3e-4, gt=0, description="Learning rate after that, constant.")
     optimizer: Literal["muon", "adamw"] = Field("muon", description="What moves matrices; AdamW moves all the rest.")
     loss: Literal["kl", "lk", "nla", "alpha"] = Field(
         "kl", description="What training minimises: distance per draft, or drafts lost by whole chains."
@@ -98,7 +98,7 @@ class Settings(BaseSettings):
     checkpoint_seconds: float = Field(
         10.0,
         ge=0,
-        description="Least time between checkpoints, and 9 times what one takes. 0: after each batch.",
+        description="Least time between checkpoints; long ones are spaced out. 0: after each batch.",
     )
     keep_versions: int = Field(20, ge=2, description="Published versions kept on disk beside the first and the served.")
     worker_cost: float = Field(0.1, ge=0, description="What a worker second is worth, in seconds of the rollout fleet.")

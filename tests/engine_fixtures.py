@@ -73,7 +73,7 @@ def trained_drafter() -> Eagle3Drafter:
         done = plain.submit(prompts, Sampling(elicit.MAX_ANSWER_TOKENS, eos_id=EOS_ID)).result(timeout=60)
     batch = batch_of(model, rollouts(prompts, done))
     drafter = random_drafter(model, seed=0, draft_vocab_size=96)
-    trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=4, learning_rate=2e-3))
+    trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=4, learning_rate=2e-3, optimizer="adamw"))
     head = TargetHead(model.get_output_embeddings().weight.detach())
     for step in range(48):
         trainer.step(batch.select([(step * 40 + i) % batch.rollouts for i in range(40)]), head)
