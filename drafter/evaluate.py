@@ -45,7 +45,7 @@ class Evaluation:
 
     def rows(self) -> dict[str, Replay]:
         """All replays by the name that tables give them."""
-        bounds = {f"tree of {k}, at most": bound for k, bound in self.trees.items()}
+        bounds = {f"tree of the {k} likeliest, at most": bound for k, bound in self.trees.items()}
         return {"drafter": self.drafter, "n-gram": self.ngram, **bounds}
 
     def summary(self, level: float = 0.95) -> dict[str, Any]:
