@@ -127,3 +127,9 @@ RECIPES: Final = (
 #: What recipes of a serving depth are compared with.
 REFERENCES: Final = {SERVING_DEPTH: REFERENCE, 3: "depth 3, served at 3"}
 REPEATED: Final = 4
+#: Dots that bear a name in the plot: what each tells, and what it costs.
+NAMED: Final = (
+    *("static, kl", "depth 1", "from scratch", "loss alpha, start alpha", "static, alpha", "only greedy", "2 passes"),
+    *("warm-up, 8 passes", "warm-up, 16 passes", "warm-up, 32 passes", "rate 6e-3, warm-up, 8 passes"),
+    *("muon, 2 passes", "muon, 4 passes", "muon, 8 passes", "muon, 16 passes", "muon, newest only, 8 passes"),
+)
