@@ -128,15 +128,17 @@ class RolloutBatch:
     @property
     def kind(self) -> tuple[object, ...]:
         """What batches must have in common to be packed together."""
-        return self.temperature, self.warped, self.aux_layers, *(getattr(self, name) is None for name in _PER_TOKEN)
+        tensors = [getattr(self, name) for name in _PER_TOKEN]
+        shapes = [None if t is None else (t.shape[1:], t.dtype) for t in tensors]
+        return self.temperature, self.warped, self.aux_layers, *shapes
 
     @staticmethod
     def concat(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-        """Pack batches of one kind (temperature, warping, tensors); the newest policy version names the result."""
+        """Pack batches of one `kind`; the newest policy version names the result."""
         if not batches:
             raise DrafterError("expected at least one batch to concatenate, got none")
         if len({b.kind for b in batches}) > 1:
-            raise DrafterError("batches differ in temperature, warping, layers or tensors present; keep them apart")
+            raise DrafterError("batches differ in temperature, warping, layers, or in their tensors; keep them apart")
         ends = torch.cat([b.cu_seqlens[1:] - b.cu_seqlens[:-1] for b in batches]).cumsum(0)
         changes: dict[str, Any] = {
             name: torch.cat([getattr(b, name) for b in batches])

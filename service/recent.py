@@ -125,12 +125,12 @@ class RecentRollouts:
         rng = np.random.default_rng(seed)
         new = [k for k in newest if k.train]
         old = [k for k in self._kept if k.train and k not in new]
-        if not new and not old:
-            return
         share = step_tokens // 2 if new and old else step_tokens
-        drawn = min(share, _train_tokens(new)) + min(share, _train_tokens(old))
-        for _ in range(max(1, round(passes * sum(k.batch.tokens for k in newest) / drawn))):
-            yield _packed([*_fill(new, share, rng), *_fill(old, share, rng)])
+        left = passes * sum(k.batch.tokens for k in newest)
+        while (new or old) and left > 0:
+            drawn = [*_fill(new, share, rng), *_fill(old, share, rng)]
+            left -= sum(part.tokens for part in drawn)
+            yield _packed(drawn)
 
 
 def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:
@@ -141,23 +141,17 @@ def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:
     return [RolloutBatch.concat(group) for group in alike.values()]
 
 
-def _train_tokens(batches: Sequence[KeptBatch]) -> int:
-    return sum(int(np.diff(k.batch.cu_seqlens.numpy())[list(k.train)].sum()) for k in batches)
-
-
 def _fill(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -> Iterator[RolloutBatch]:
-    """Random whole rollouts of random batches, at least one, until about `tokens` are together."""
-    for index in rng.permutation(len(batches)):
-        part = _draw(batches[index], tokens, rng)
-        yield part
-        tokens -= part.tokens
-        if tokens <= 0:
-            return
-
-
-def _draw(kept: KeptBatch, tokens: int, rng: np.random.Generator) -> RolloutBatch:
-    """Random whole rollouts of one batch, at least one, up to about `tokens`."""
-    lengths = np.diff(kept.batch.cu_seqlens.numpy())
-    order = rng.permutation(np.asarray(kept.train))
+    """Random whole rollouts of all the batches, at least one if there is any, up to about `tokens`."""
+    places = [(b, i) for b, kept in enumerate(batches) for i in kept.train]
+    if not places:
+        return
+    lengths = np.concatenate([np.diff(k.batch.cu_seqlens.numpy())[list(k.train)] for k in batches])
+    order = rng.permutation(len(places))
     count = int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1
-    return kept.batch.select(sorted(int(i) for i in order[:count]))
+    chosen: dict[int, list[int]] = {}
+    for place in sorted(order[:count]):
+        batch, rollout = places[place]
+        chosen.setdefault(batch, []).append(rollout)
+    for batch, rollouts in chosen.items():
+        yield batches[batch].batch.select(rollouts)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -42,6 +43,7 @@ log = logging.getLogger("draftalign.worker")
 
 #: One consumer name per run: a restarted worker finds its own unfinished entries at once.
 CONSUMER = "worker"
+_LATELY_BATCHES = 8
 #: A batch so many policy versions late still finds its head, where `max_policy_lag` does not say how late one may be.
 _LATE_VERSIONS = 64
 #: While there is work, so many times as long as the last checkpoint took pass before the next.
@@ -83,7 +85,6 @@ class RunWorker:
         self._checkpoint = WorkerCheckpoint(layout.worker(run))
         self._economy = Economy(worker_cost=settings.worker_cost)
         self._controller = Controller()
-        self._store = store
         self._journal = Journal(store, run)
         self._counts = torch.zeros(self._target.embed_tokens.shape[0], dtype=torch.int64)  # [V], until a vocabulary is
         self._waiting: list[tuple[Entry, RolloutBatch]] = []  # batches seen before the vocabulary exists
@@ -92,6 +93,7 @@ class RunWorker:
         self._applied: set[str] = set()  # unacknowledged batches whose effect the last checkpoint holds
         self._drafter_of: dict[str, str] = {}  # entry -> version that served its rollouts, where the trainer knew
         self._versions_seen: list[tuple[float, int]] = []  # (arrival seconds, policy version)
+        self._lately: deque[int] = deque([0], maxlen=_LATELY_BATCHES)  # their policy versions
         self._last_checkpoint = time.monotonic()
         self._checkpoint_took = 0.0  # seconds
         self._backlog = True  # until nothing is left of what an earlier life of this worker had in hand
@@ -150,6 +152,7 @@ class RunWorker:
     def _work_on(self, entries: Sequence[Entry]) -> None:
         for entry in entries:  # all before any is admitted: the newest of a claim makes others stale
             self._note_arrival(entry)
+            self._lately.append(entry.policy_version_max)
         fresh: list[tuple[Entry, RolloutBatch]] = []
         for entry in entries:
             batch = self._admit(entry)
@@ -189,10 +192,9 @@ class RunWorker:
             self._queue.ack(entry, "trained")
             self._applied.discard(entry.batch_id)
             return None
-        lag = self._settings.max_policy_lag
-        newest = max(v for _, v in self._versions_seen) if lag is None else self._newest_sent()
-        if lag is not None and newest - entry.policy_version_max > lag:
-            self._queue.ack(entry, "skipped", f"{newest - entry.policy_version_max} policy versions old; limit {lag}")
+        lag, behind = self._settings.max_policy_lag, self._newest_lately() - entry.policy_version_max
+        if lag is not None and behind > lag:
+            self._queue.ack(entry, "skipped", f"{behind} policy versions old; limit {lag}")
             self._layout.blob(self.run, entry.blob).unlink(missing_ok=True)
             return None
         try:
@@ -218,9 +220,12 @@ class RunWorker:
         if not self._versions_seen or entry.policy_version > self._versions_seen[-1][1]:
             self._versions_seen = [*self._versions_seen[-15:], (arrival, entry.policy_version)]
 
-    def _newest_sent(self) -> int:
-        """The newest policy version that rollouts came of, those that still wait in the queue included."""
-        return max(self._store.newest_policy(), *(v for _, v in self._versions_seen))
+    def _newest_lately(self) -> int:
+        """The newest policy version of the last batches, of those that still wait in the queue too.
+
+        Not the newest ever: a trainer that goes on from an earlier checkpoint counts on from there.
+        """
+        return max(*self._lately, self._queue.newest_policy() or 0)
 
     def _version_seconds(self) -> float | None:
         """Mean time between policy versions, by the arrival of their rollouts."""
@@ -262,7 +267,8 @@ class RunWorker:
         ]
         self._journal.record(scored, decision, seconds)
         best_version = scored[-1][1].record["best_version"]
-        outcome = self._judge(newest, best_version, trained=trained, train_seconds=seconds)
+        cut_short = trained and self._stopping()
+        outcome = None if cut_short else self._judge(newest, best_version, trained=trained, train_seconds=seconds)
         size = len(self._lineage.candidate.vocabulary)
         self._journal.report(scored[-1][1], decision, outcome, size)
 
@@ -327,7 +333,7 @@ class RunWorker:
             report = trainer.step(window, [policy.head for policy in heads])
             if report.skipped is None:
                 self._journal.totals.trained_tokens += report.response_tokens
-            if self._stopping():  # what is learnt so far is kept; whoever asked does not wait for all passes
+            if self._stopping():  # what is learnt so far is kept; whoever asked waits neither for the rest nor the gate
                 break
         seconds = time.perf_counter() - started
         self._journal.totals.train_seconds += seconds

@@ -74,10 +74,6 @@ class Store:
         """The worker's gauges; empty before its first sign of life."""
         return _gauges(self._redis.hgetall(self._keys.worker))
 
-    def newest_policy(self) -> int:
-        """Highest policy version that any rollouts came of, those that wait included; 0 before the first."""
-        return int(self._redis.get(self._keys.latest_policy) or 0)
-
     def latest_head(self) -> int | None:
         """Highest policy version whose head was received."""
         value = self._redis.get(self._keys.latest_head)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 from service.auth import check_binding
 from service.cli import check_redis, port_is_free
@@ -10,9 +12,19 @@ from service.errors import ConfigurationError
 from service.settings import Settings
 from service.supervisor import Child, Supervisor
 from service.valkey import EmbeddedValkey
-from service.worker import checked_device
 
 log = logging.getLogger("draftalign.up")
+
+
+def _check_device(name: str) -> None:
+    """Raise `ConfigurationError` where there is no such device: a worker that refuses would be started for ever.
+
+    In a process of its own: this one lives as long as the service, and is better off without torch.
+    """
+    code = "import sys; from service.worker import checked_device; checked_device(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigurationError(done.stderr.strip().rpartition("ConfigurationError: ")[2])
 
 
 def run_up(settings: Settings) -> None:
@@ -33,7 +45,7 @@ def run_up(settings: Settings) -> None:
     if settings.device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"
     else:
-        checked_device(settings.device)  # here too: a child that refuses would only be started again and again
+        _check_device(settings.device)
     children: list[Child] = []
     if settings.redis_url is None:
         valkey = EmbeddedValkey(settings.state_dir)

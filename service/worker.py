@@ -61,7 +61,7 @@ class Worker:
         self._stopping = False
 
     def stop(self) -> None:
-        """Finish the batch in hand, checkpoint, and return from `serve`."""
+        """Finish the optimizer step in hand, checkpoint, and return from `serve`."""
         self._stopping = True
 
     def serve(self) -> None:
@@ -113,8 +113,6 @@ class Worker:
         log.error("run %s: %s", run, error)
         self._runs.pop(run, None)
         self._refused[run] = time.monotonic() + _REFUSED_SECONDS
-        if isinstance(error, torch.OutOfMemoryError):
-            torch.cuda.empty_cache()  # of what this run held
         Store(self._redis, run).set_worker({"error": str(error)})  # GET /runs/{run} tells it
 
     def _find_runs(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from worker_fixtures import World
 
 from drafter.batch import load_batch
-from service.recent import KeptBatch, RecentRollouts, is_held_out
+from service.recent import KeptBatch, RecentRollouts, _packed, is_held_out
 
 
 class Memory:
@@ -135,6 +137,40 @@ def test_small_files_are_trained_on_as_often_as_large_ones(memory: Memory, files
     trained = {r for k in newest for r in (k.batch.rollout_ids[i] for i in k.train)}
     assert len(seen) > 0.9 * len(trained)
     assert max(seen.values()) <= 15
+
+
+def test_a_small_file_beside_a_large_one_is_trained_on_as_often(memory: Memory) -> None:
+    large = memory.add("large", policy_version=1, rollouts=60)
+    small = memory.add("small", policy_version=1, rollouts=3)
+    seen: Counter[str] = Counter()
+    for step in memory.recent.train_steps([large, small], passes=40.0, step_tokens=150, seed=0):
+        seen.update(r for batch in step for r in batch.rollout_ids)
+
+    def times(kept: KeptBatch) -> float:
+        return sum(seen[kept.batch.rollout_ids[i]] for i in kept.train) / len(kept.train)
+
+    assert times(small) < 1.5 * times(large)
+
+
+def test_what_may_not_be_packed_together_is_kept_apart(memory: Memory) -> None:
+    kept = [memory.add(name, policy_version=1) for name in "ab"]
+    narrow = replace(kept[1].batch, last_hidden=None, logsumexp=None)
+    tops = [replace(narrow, top_ids=torch.zeros(narrow.tokens, k, dtype=torch.int64),
+                    top_logprobs=torch.zeros(narrow.tokens, k)) for k in (4, 8)]  # fmt: skip
+    packed = _packed([kept[0].batch, *tops, tops[1], kept[0].batch])
+    assert [b.tokens for b in packed] == [2 * kept[0].batch.tokens, narrow.tokens, 2 * narrow.tokens]
+
+
+@pytest.mark.parametrize("step_tokens", [1, 2, 64])
+def test_as_many_tokens_are_drawn_as_passes_ask_for(memory: Memory, step_tokens: int) -> None:
+    memory.add("old")
+    newest = [memory.add("new", policy_version=1)]
+    drawn = [
+        batch.tokens
+        for s in memory.recent.train_steps(newest, passes=3.0, step_tokens=step_tokens, seed=0)
+        for batch in s
+    ]
+    assert sum(drawn[:-2]) < 3 * newest[0].batch.tokens <= sum(drawn)
 
 
 def test_steps_of_few_tokens_are_more(memory: Memory) -> None:
