@@ -18,6 +18,7 @@ import torch
 from worker_fixtures import World, alive
 
 from service.errors import ConfigurationError
+from service.up import _check_device
 from service.worker import checked_device
 
 ROOT = Path(__file__).parent.parent
@@ -211,3 +212,8 @@ def test_a_device_that_is_not_there_is_named_before_anything_starts(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigurationError, match=message):
         checked_device(device)
+
+
+def test_up_says_so_too_and_starts_nothing() -> None:
+    with pytest.raises(ConfigurationError, match="^DRAFTALIGN_DEVICE='gpu' names no device"):
+        _check_device("gpu")

@@ -89,6 +89,7 @@ def test_wire_needs_numpy_and_nothing_else() -> None:
     [
         ("service.api", {"torch", "transformers", "drafter", "trl"}),
         ("service.cli", {"torch", "transformers", "fastapi"}),
+        ("service.up", {"torch", "drafter"}),
         ("rl_hooks", {"fastapi", "redis", "transformers", "service", "drafter"}),
         ("rl_hooks.wire", {"fastapi", "redis", "transformers", "torch", "service", "drafter"}),
         ("drafter", {"redis", "fastapi", "service", "httpx"}),
