@@ -120,7 +120,8 @@ class RecentRollouts:
         """Yield what each optimizer step trains on: half of its tokens from the newest batches, half from older ones.
 
         So many steps that about `passes` times as many tokens are drawn as the newest batches have. Each half takes
-        whole rollouts of as many batches as fill it; where there are too few, steps are smaller, and more.
+        whole rollouts of as many batches as fill it, of one policy version where that has enough; where there are too
+        few, steps are smaller, and more.
         """
         rng = np.random.default_rng(seed)
         new = [k for k in newest if k.train]
@@ -142,10 +143,22 @@ def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:
 
 
 def _fill(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -> Iterator[RolloutBatch]:
-    """Random whole rollouts of all the batches, at least one if there is any, up to about `tokens`."""
+    """Random whole rollouts, at least one if there is any, up to about `tokens`.
+
+    Of one policy version as far as they go: rollouts of another have another head, and need passes of their own.
+    """
+    versions = sorted({kept.policy_version for kept in batches})
+    for place in rng.permutation(len(versions)):
+        parts = _draw([k for k in batches if k.policy_version == versions[place]], tokens, rng)
+        yield from parts
+        tokens -= sum(part.tokens for part in parts)
+        if tokens <= 0:
+            return
+
+
+def _draw(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -> list[RolloutBatch]:
+    """Random whole rollouts of all the batches, at least one, up to about `tokens`."""
     places = [(b, i) for b, kept in enumerate(batches) for i in kept.train]
-    if not places:
-        return
     lengths = np.concatenate([np.diff(k.batch.cu_seqlens.numpy())[list(k.train)] for k in batches])
     order = rng.permutation(len(places))
     count = int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1
@@ -153,5 +166,4 @@ def _fill(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -
     for place in sorted(order[:count]):
         batch, rollout = places[place]
         chosen.setdefault(batch, []).append(rollout)
-    for batch, rollouts in chosen.items():
-        yield batches[batch].batch.select(rollouts)
+    return [batches[batch].batch.select(rollouts) for batch, rollouts in chosen.items()]

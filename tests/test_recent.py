@@ -152,6 +152,20 @@ def test_a_small_file_beside_a_large_one_is_trained_on_as_often(memory: Memory) 
     assert times(small) < 1.5 * times(large)
 
 
+def test_the_older_half_is_of_one_policy_version_where_that_has_enough(memory: Memory) -> None:
+    for version in range(4):
+        for number in range(3):
+            memory.add(f"v{version}n{number}", policy_version=version, rollouts=8)
+    newest = [memory.add("new", policy_version=9)]
+    seen: set[int] = set()
+    for step in memory.recent.train_steps(newest, passes=20.0, step_tokens=120, seed=0):
+        assert len(step) == 2
+        seen.add(step[1].policy_version)
+    assert seen == {0, 1, 2, 3}
+    large = next(memory.recent.train_steps(newest, passes=0.1, step_tokens=100_000, seed=0))
+    assert {batch.policy_version for batch in large} == {0, 1, 2, 3, 9}
+
+
 def test_what_may_not_be_packed_together_is_kept_apart(memory: Memory) -> None:
     kept = [memory.add(name, policy_version=1) for name in "ab"]
     narrow = replace(kept[1].batch, last_hidden=None, logsumexp=None)
