@@ -104,9 +104,8 @@ def peak_of(
             parameter.grad = torch.zeros_like(parameter)
         trainer._optimizer.step(0.0)  # makes its moments
         trainer._optimizer.forget_gradients()
-        moments = [t for each in trainer._optimizer._optimizers for s in each.state.values() for t in s.values()]
         head_rows = made(size.draft, size.hidden)  # the draft vocabulary's, gathered once per policy version
-        memory.hold([list(drafter.parameters()), drafter.embed_tokens, moments, head_rows])
+        memory.hold([list(drafter.parameters()), drafter.embed_tokens, trainer._optimizer.moments(), head_rows])
         resident = memory.live
         batch = RolloutBatch(
             input_ids=made(tokens, dtype=torch.int64),

@@ -102,7 +102,7 @@ class _FusedChain(torch.autograd.Function):
         grad_head = torch.zeros_like(lm_head, dtype=wide) if want_head else None
         loss = hidden.new_zeros((), dtype=wide)
         sums = hidden.new_zeros(2, steps, dtype=wide)  # kl, acceptance
-        fused = kernels(hidden) if target.tail is None else None
+        fused = kernels(hidden, target)
         for begin, end in chains.chunks(max(1, chunk_elements // lm_head.shape[0])):
             entries = slice(chains.starts[begin], chains.starts[end])
             step, chain = chains.step[entries], chains.row[entries] - begin

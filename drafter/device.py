@@ -46,9 +46,8 @@ def to_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | N
     """Copy without waiting for the device: from the host to CUDA through pinned memory, so that work overlaps."""
     towards = torch.device(device).type != "cpu"  # back from it, a copy that is not waited for is read too early
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.to(
-            dtype or tensor.dtype
-        ).pin_memory()  # converted first: a copy that converts would be waited for
+        # Converted first: a copy that converts would be waited for.
+        tensor = tensor.to(dtype or tensor.dtype).pin_memory()
     return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=towards)
 
 

@@ -127,9 +127,9 @@ def chunk_size(device: torch.device, elements: int | None = None) -> int:
     return CHUNK_ELEMENTS if elements is None else min(CHUNK_ELEMENTS, max(CHUNK_ELEMENTS // 2, elements // 8))
 
 
-def kernels(x: Tensor) -> ModuleType | None:
-    """The Triton kernels for tensors on CUDA, where Triton is installed; None: torch does their work."""
-    return import_module("drafter.triton_loss") if x.is_cuda and has_triton() else None
+def kernels(x: Tensor, target: DraftTarget) -> ModuleType | None:
+    """The Triton kernels, for tensors on CUDA where Triton is installed; they know no tail. None: torch does it all."""
+    return import_module("drafter.triton_loss") if target.tail is None and x.is_cuda and has_triton() else None
 
 
 def _chunks(plan: Plan, size: int, chunk_elements: int) -> Iterator[tuple[int, int]]:
@@ -164,7 +164,7 @@ class _FusedLoss(torch.autograd.Function):
         kl = hidden.new_zeros(hidden.shape[0], dtype=wide)
         acceptance, value = torch.zeros_like(kl), torch.zeros_like(kl)
         row_weights = step_weights.index_select(0, plan.entry_step)
-        fused = kernels(hidden) if target.tail is None else None
+        fused = kernels(hidden, target)
         for begin, end in _chunks(plan, lm_head.shape[0], chunk_elements):
             entries = slice(plan.target_starts[begin], plan.target_starts[end])
             p, mass, own = target_of(target, begin, end, wide)
@@ -211,7 +211,7 @@ class _FusedLoss(torch.autograd.Function):
 def target_of(target: DraftTarget, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Give p [n, D] of the target rows [begin, end), its mass m [n] and sum p log p - m log m [n]."""
     logp = target.logprobs(begin, end, dtype)
-    if target.tail is None and (fused := kernels(logp)) is not None:
+    if (fused := kernels(logp, target)) is not None:
         p = logp.contiguous()
         return p, *fused.target(p)
     logp.clamp_(min=_LEAST_LOG)

@@ -79,14 +79,18 @@ class Optimizer:
         muon = name in self._by_muon
         return self._optimizers[1 if muon else 0].state, _MUON if muon else _ADAMW
 
-    def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU of the moments of all parameters that were moved, as `moment.parameter`."""
+    def moments(self) -> dict[str, Tensor]:
+        """The moments of all parameters that were moved, as `moment.parameter`, where they are."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._named.items():
             state, moments = self._state(name)
             held = state.get(parameter, {})
-            found |= {f"{m}.{name}": held[m].detach().cpu().clone() for m in moments if m in held}
+            found |= {f"{m}.{name}": held[m] for m in moments if m in held}
         return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all moments on the CPU."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.moments().items()}
 
     def expected(self, stored: Mapping[str, Tensor]) -> dict[str, torch.Size]:
         """Names and shapes of what `load` takes of a stored state. Moments of another method are left out of it.

@@ -43,6 +43,7 @@ log = logging.getLogger("draftalign.worker")
 
 #: One consumer name per run: a restarted worker finds its own unfinished entries at once.
 CONSUMER = "worker"
+#: So many batches are skipped at most after a trainer went back to an earlier checkpoint.
 _LATELY_BATCHES = 8
 #: A batch so many policy versions late still finds its head, where `max_policy_lag` does not say how late one may be.
 _LATE_VERSIONS = 64
@@ -192,15 +193,15 @@ class RunWorker:
             self._queue.ack(entry, "trained")
             self._applied.discard(entry.batch_id)
             return None
-        lag, behind = self._settings.max_policy_lag, self._newest_lately() - entry.policy_version_max
-        if lag is not None and behind > lag:
+        lag = self._settings.max_policy_lag
+        if lag is not None and (behind := self._newest_lately() - entry.policy_version_max) > lag:
             self._queue.ack(entry, "skipped", f"{behind} policy versions old; limit {lag}")
             self._layout.blob(self.run, entry.blob).unlink(missing_ok=True)
             return None
         try:
             path = self._layout.blob(self.run, entry.blob)
             self._drafter_of[entry.entry_id] = MappedFile(path).header.metadata.get("drafter_version", "")
-            batch = load_batch(path, vocab_size=self._counts.numel())
+            batch = load_batch(path, vocab_size=self._target.embed_tokens.shape[0])
             screen(batch)
         except FileNotFoundError:
             self._bury(entry, "blob_missing")

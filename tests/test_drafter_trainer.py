@@ -228,9 +228,9 @@ def test_adamw_finds_its_step_count_where_its_kernel_looks_for_it(tmp_path: Path
     t = DrafterTrainer(trainer().drafter.to("meta"), CONFIG)  # a GPU's fused kernel takes no count from the host
     t._optimizer._counts_on_device = fused
     t.load(tmp_path)
-    states = [state for each in t._optimizer._optimizers for state in each.state.values()]
-    assert {s["step"].device.type for s in states if "step" in s} == {"meta" if fused else "cpu"}
-    assert {value.device.type for s in states for name, value in s.items() if name != "step"} == {"meta"}
+    where = {name: moment.device.type for name, moment in t._optimizer.moments().items()}
+    assert {device for name, device in where.items() if name.startswith("step.")} == {"meta" if fused else "cpu"}
+    assert {device for name, device in where.items() if not name.startswith("step.")} == {"meta"}
 
 
 def test_a_crash_while_saving_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +315,16 @@ def test_a_state_from_before_warm_windows_were_counted_is_read(tmp_path: Path) -
     assert (again.windows, again.warm_windows) == (1, 1)
 
 
+def beside_a_saved_one(directory: Path) -> DrafterTrainer:
+    """A trainer that has moved, beside the state of another that has."""
+    (batch,), head = batches(1)
+    saved, t = trainer(), trainer(scrambled=True)
+    for each in (saved, t):
+        each.step(batch, head)
+    saved.save(directory)
+    return t
+
+
 def untouched(t: DrafterTrainer) -> tuple[object, ...]:
     """All that loading may change, to compare."""
     held = [*parameters(t).values(), *t._optimizer.state().values()]
@@ -336,11 +346,7 @@ def untouched(t: DrafterTrainer) -> tuple[object, ...]:
 def test_a_damaged_pointer_is_refused_and_nothing_changes(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
-    (batch,), head = batches(1)
-    saved, t = trainer(), trainer(scrambled=True)
-    for each in (saved, t):
-        each.step(batch, head)
-    saved.save(tmp_path)
+    t = beside_a_saved_one(tmp_path)
     path, before = tmp_path / "trainer.json", untouched(t)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(CheckpointError, match=message):
@@ -367,11 +373,7 @@ def test_a_damaged_pointer_is_refused_and_nothing_changes(
 def test_a_state_with_wrong_numbers_is_refused_and_nothing_changes(
     tmp_path: Path, name: str, value: float | None, message: str
 ) -> None:
-    (batch,), head = batches(1)
-    saved, t = trainer(), trainer(scrambled=True)
-    for each in (saved, t):
-        each.step(batch, head)
-    saved.save(tmp_path)
+    t = beside_a_saved_one(tmp_path)
     path, before = tmp_path / json.loads((tmp_path / "trainer.json").read_text())["file"], untouched(t)
     tensors = load_file(path)
     tensor = tensors.pop(name)

@@ -15,6 +15,7 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 from drafter.chain_loss import _FusedChain, chain_length, chain_loss
 from drafter.errors import DrafterError
 from drafter.loss import DraftLoss, _FusedLoss, draft_loss
+from drafter.optimizer import Method
 from drafter.target import DraftTarget, TargetHead, draft_target
 from drafter.trainer import DrafterTrainer, Loss, TrainConfig
 from drafter.unroll import Unrolled, make_plan, unroll
@@ -252,6 +253,11 @@ def test_an_unknown_loss_is_refused_by_name() -> None:
 def test_the_service_offers_the_losses_that_the_trainer_knows() -> None:
     assert Settings.model_fields["loss"].annotation == Loss
     assert Settings.model_fields["loss"].default == TrainConfig().loss
+
+
+def test_the_service_offers_the_optimizers_that_the_trainer_knows() -> None:
+    assert Settings.model_fields["optimizer"].annotation == Method
+    assert Settings.model_fields["optimizer"].default == TrainConfig().optimizer
 
 
 @pytest.mark.parametrize(("kind", "theirs"), [("lk", "lk_hybrid_loss"), ("nla", "neg_log_acceptance_loss")])
