@@ -124,7 +124,9 @@ class VllmClient:
     """The server as the trainer sees it: what `examples.demo.EngineClient` is for the built-in engine."""
 
     def __init__(self, url: str, state_dir: Path) -> None:
-        self._http = httpx.Client(base_url=url, timeout=300.0, trust_env=False)
+        # vLLM closes what was idle for 5 s: not reused then, or a request meets a connection that is being closed.
+        limits = httpx.Limits(keepalive_expiry=2.0)
+        self._http = httpx.Client(base_url=url, timeout=300.0, limits=limits, trust_env=False)
         self._policies = policies(state_dir)
         self._log = log_file(state_dir)
 

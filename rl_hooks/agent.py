@@ -42,6 +42,9 @@ _SERVICE: Final = "service"
 _MIN_POLL_SECONDS: Final = 0.5
 #: Answers to a report that will not change when it is sent again.
 _UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
+#: vLLM and SGLang close a connection that was idle for 5 seconds, which is also how often they are asked: a request
+#: that goes out just then fails, though the engine is well. Not reused so late, none does.
+_LIMITS: Final = httpx.Limits(keepalive_expiry=2.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +160,11 @@ class SwapAgent:
                 base_url=config.service_url,
                 headers=_authorization(config),
                 timeout=timeout,
+                limits=_LIMITS,
                 trust_env=False,
                 verify=_tls(),
             ) as service,
-            httpx.AsyncClient(timeout=timeout, trust_env=False, verify=_tls()) as engines,
+            httpx.AsyncClient(timeout=timeout, limits=_LIMITS, trust_env=False, verify=_tls()) as engines,
         ):
             tasks = [asyncio.create_task(steps) for steps in self._loops(service, engines)]
             try:

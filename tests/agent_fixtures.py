@@ -108,6 +108,7 @@ class Peer:
         self.lock = threading.Condition()
         self.port = 0
         self.requests: list[tuple[str, str]] = []
+        self.clients: list[tuple[str, int]] = []  # of each request
         self.authorizations: set[str | None] = set()
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
@@ -156,6 +157,7 @@ class Peer:
         body = json.loads(handler.rfile.read(length)) if length else None
         with self.lock:
             self.requests.append((method, handler.path))
+            self.clients.append(handler.client_address)
             self.authorizations.add(handler.headers.get("Authorization"))
         parts = urlsplit(handler.path)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}

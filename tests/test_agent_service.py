@@ -44,6 +44,19 @@ def test_a_drafter_goes_out_and_its_acceptance_comes_back(
     assert point["alpha_live"] == pytest.approx(3.0)
 
 
+def test_a_connection_is_not_reused_when_the_engine_may_be_closing_it(
+    service: RunningService, engine: Engine, tmp_path: Path
+) -> None:
+    # An engine closes what was idle for 5 s. Asked every 2.5 s here, each tick has to come on a connection of its own.
+    with start_agent(service.url, engine, cache=tmp_path / "cache", report_seconds=2.5):
+        eventually(lambda: len(engine.clients) > 1)
+        first = set(engine.clients)
+        assert len(first) == 1, "one tick, one connection"
+        asked = len(engine.clients)
+        eventually(lambda: len(engine.clients) > asked)
+    assert engine.clients[asked] not in first
+
+
 def test_rollback_and_push_again_reach_the_engine(service: RunningService, engine: Engine, tmp_path: Path) -> None:
     first = _publish(service, 1)
     with start_agent(service.url, engine, cache=tmp_path / "cache"):

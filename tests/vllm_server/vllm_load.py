@@ -67,7 +67,7 @@ class Load:
         """Until `more` further requests were served."""
         goal = self.served + more
         while self.served < goal:
-            assert not self.failures, self.failures[0]
+            assert not self.failures, f"{self.failures[0]!r}; the server's log ends:\n{self.server.log_end()}"
             threading.Event().wait(0.02)
 
 

@@ -55,7 +55,8 @@ class VllmServer:
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=self.url, timeout=120)
+        # vLLM closes what was idle for 5 s, and a request that goes out just then fails: not reused so late.
+        self.client = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(keepalive_expiry=2.0))
         self.log = scratch / "vllm.log"
         metadata = scratch / "plugin" / "draftalign_tests-0.dist-info"
         metadata.mkdir(parents=True)
@@ -113,7 +114,11 @@ class VllmServer:
             except httpx.TransportError:
                 pass
             time.sleep(0.5)
-        raise RuntimeError(f"vLLM did not start; the end of its log:\n{self.log.read_text()[-6000:]}")
+        raise RuntimeError(f"vLLM did not start; the end of its log:\n{self.log_end()}")
+
+    def log_end(self) -> str:
+        """What it printed last."""
+        return self.log.read_text(errors="replace")[-6000:]
 
     def stop(self) -> None:
         """End the whole group of processes."""
