@@ -51,7 +51,6 @@ SERVICE_SETTINGS: Final[Mapping[str, str]] = {
     "DRAFTALIGN_DEPTH": str(DEPTH),
     "DRAFTALIGN_HOLDOUT_ONE_IN": "4",
     "DRAFTALIGN_TRAIN_STEP_TOKENS": "900",
-    "DRAFTALIGN_CLAIM_TOKENS": "8000",
     "DRAFTALIGN_LEARNING_RATE": "1e-2",
     "DRAFTALIGN_RECENT_TOKENS": "8000",
     "DRAFTALIGN_CHECKPOINT_SECONDS": "5",
@@ -447,7 +446,7 @@ def forget_run(redis_url: str) -> None:
 
 def scored_points(document: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Points of `GET /alpha` by policy version; those that only an engine has counted so far have no replay α yet."""
-    return {p["policy_version"]: p for p in document["points"] if p["alpha_frozen"] is not None}
+    return {p["policy_version"]: p for p in document["points"] if p["alpha_served"] is not None}
 
 
 def as_rollouts(prompts: Sequence[Sequence[int]], completions: Sequence[Mapping[str, Any]]) -> list[Rollout]:

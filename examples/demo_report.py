@@ -27,6 +27,8 @@ _DECODED_PROMPTS = 64
 class StepRow:
     """One RL step. α includes the bonus token; `alpha_served` and `alpha_frozen` are replay α before training on it.
 
+    `alpha_frozen` and `regret` are None for steps that the worker passed over, being behind.
+
     `alpha_served` is of `drafter_version`, the drafter that served the step's rollouts.
     """
 
@@ -120,7 +122,7 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
         depth=session.engine.drafter()["depth"],
         drafting=session.engine.drafter()["drafting"],
     )
-    return parts, explain(parts, _mean([row.alpha_served for row in rows[-2:]]))
+    return parts, explain(parts, _mean(_known(rows, "alpha_served")[-2:]))
 
 
 def _decoders(session: Session) -> dict[str, float | int]:
@@ -149,7 +151,13 @@ def _decoders(session: Session) -> dict[str, float | int]:
 
 def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     totals = session.service_totals()
-    first, last = rows[:_EDGE_STEPS], rows[-_EDGE_STEPS:]
+
+    def first(name: str) -> float | None:
+        return _mean(_known(rows, name)[:_EDGE_STEPS])
+
+    def last(name: str) -> float | None:
+        return _mean(_known(rows, name)[-_EDGE_STEPS:])
+
     pure = [r for r in rows if r.drafter_versions == 1 and r.alpha_served is not None and r.alpha_live_low is not None]
     agree = [r for r in pure if (r.alpha_live_low or 0) <= (r.alpha_served or 0) <= (r.alpha_live_high or math.inf)]
     stats = session.attachment.stats()
@@ -157,15 +165,15 @@ def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[st
         "steps": len(rows),
         "seed": session.config.seed,
         "depth": session.engine.drafter()["depth"],
-        "reward_first": _mean([r.reward for r in first]),
-        "reward_last": _mean([r.reward for r in last]),
-        "alpha_served_first": _mean([r.alpha_served for r in first]),
-        "alpha_served_last": _mean([r.alpha_served for r in last]),
-        "alpha_live_last": _mean([r.alpha_live for r in last]),
-        "alpha_frozen_first": _mean([r.alpha_frozen for r in first]),
-        "alpha_frozen_last": _mean([r.alpha_frozen for r in last]),
-        "alpha_ngram_last": _mean([r.alpha_ngram for r in last]),
-        "regret_last": _mean([r.regret for r in last]),
+        "reward_first": first("reward"),
+        "reward_last": last("reward"),
+        "alpha_served_first": first("alpha_served"),
+        "alpha_served_last": last("alpha_served"),
+        "alpha_live_last": last("alpha_live"),
+        "alpha_frozen_first": first("alpha_frozen"),
+        "alpha_frozen_last": last("alpha_frozen"),
+        "alpha_ngram_last": last("alpha_ngram"),
+        "regret_last": last("regret"),
         "live_within_interval": f"{len(agree)} of {len(pure)} steps with one drafter version",
         "versions_published": sum(e.get("event") == "published" for e in events),
         "versions_refused": sum(e.get("event") == "refused" for e in events),
@@ -231,8 +239,8 @@ def draw(rows: Sequence[StepRow], words: str, path: Path) -> None:
         ("alpha_ngram", "n-gram drafting on the same rollouts", "#7f8c8d", "--", 1.4),
     )
     for name, label, colour, style, width in series:
-        values = [v if (v := getattr(r, name)) is not None else math.nan for r in rows]
-        top.plot(steps, values, style, color=colour, lw=width, label=label)
+        drawn = [r for r in rows if getattr(r, name) is not None]
+        top.plot([r.step for r in drawn], [getattr(r, name) for r in drawn], style, color=colour, lw=width, label=label)
     published = [
         r.step for r, before in zip(rows[1:], rows, strict=False) if r.drafter_version != before.drafter_version
     ]
@@ -254,9 +262,13 @@ def draw(rows: Sequence[StepRow], words: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None and math.isfinite(v)]
-    return sum(known) / len(known) if known else None
+def _known(rows: Sequence[StepRow], name: str) -> list[float]:
+    """Values of the rows that have one: a worker that is behind scores what it passes over with one drafter alone."""
+    return [value for row in rows if (value := getattr(row, name)) is not None and math.isfinite(value)]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _count(value: float | None) -> int | None:

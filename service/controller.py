@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Final, Self
 
 
 class Action(StrEnum):
@@ -26,6 +26,7 @@ class Action(StrEnum):
     TRAIN = "train"  #: the last trainings paid, or nothing is known yet
     PROBE = "probe"  #: idle, but time to look whether training would pay again
     IDLE = "idle"  #: training buys less than it costs
+    DEFER = "defer"  #: rollouts of a newer policy are there already: training goes to those
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,10 @@ class Economy:
 _SMOOTHING = 0.4
 _MIN_TRAININGS = 4
 _MAX_PROBE_INTERVAL = 32
+#: So many claims in a row are passed over at most: where even scoring cannot catch up, training still goes on.
+_MOST_DEFERRED = 8
+#: What is decided on rollouts that were passed over.
+DEFERRED: Final = Decision(Action.DEFER, "rollouts of a newer policy are there already; training goes to those")
 
 
 @dataclass(slots=True)
@@ -64,10 +69,16 @@ class Controller:
     gain: float = 0.0  # smoothed relative gain of candidate over served, held-out
     train_seconds: float = 0.0  # smoothed
     version_seconds: float = 0.0  # smoothed time between policy versions
+    deferred: int = 0  # claims in a row
     idle_batches: int = 0
     probe_interval: int = 2
     idle: bool = False
     idle_alpha: float = 0.0  # served α when idling began
+
+    def defers(self, *, newer_waits: bool) -> bool:
+        """Whether a claim is passed over, because rollouts of a newer policy wait in the queue (`newer_waits`)."""
+        self.deferred = self.deferred + 1 if newer_waits and self.deferred < _MOST_DEFERRED else 0
+        return self.deferred > 0
 
     def decide(self, economy: Economy, alpha_served: float | None, *, warming_up: bool = False) -> Decision:
         """Decide about one scored batch. `alpha_served`: replay α of the served drafter on it; None: none serves.

@@ -63,7 +63,7 @@ class Journal:
         except DriftError as error:
             log.warning("%s: the drift monitor starts afresh: %s", self._run, error)
 
-    def record(self, scored: Sequence[tuple[Entry, Scores]], decision: Decision, train_seconds: float) -> None:
+    def record(self, scored: Sequence[tuple[Entry, Scores]], decision: Decision, train_seconds: float = 0.0) -> None:
         """Count scored batches, feed the drift monitor, and send the score records."""
         for entry, scores in scored:
             scores.record.update(
@@ -98,7 +98,7 @@ class Journal:
             self._drift.hand_over(winner.paired_difference)
         self.totals.refused += refused
 
-    def report(self, newest: Scores, decision: Decision, outcome: Contest | None, draft_vocab_size: int) -> None:
+    def report(self, newest: Scores, decision: Decision, draft_vocab_size: int, outcome: Contest | None = None) -> None:
         """Say in one line what was done, and set the gauges."""
         alpha = newest.alpha("served")
         log.info(

@@ -165,6 +165,12 @@ class Lineage:
             roles["archive"] = (version, self.version(version))
         return roles
 
+    def role_served(self, served: str | None) -> dict[str, tuple[str, Drafter]]:
+        """What served alone: all that drift needs. The candidate while nothing is served."""
+        if served is None:
+            return {CANDIDATE: (CANDIDATE, self.candidate)}
+        return {"served": (served, self.version(served))}
+
     def version(self, version: str) -> Drafter:
         """A published drafter, from a small cache."""
         if version in self._versions:

@@ -188,9 +188,12 @@ class RolloutQueue:
         """End an entry as undeliverable; its fields and the reason go to the dead-letter stream."""
         return self._end(entry, "dead", reason)
 
-    def newest_policy(self) -> int | None:
-        """Highest policy version of the last entries that came and are not ended; None when there are none."""
-        waiting = self._redis.xrevrange(self._keys.queue, count=16)
+    def newest_policy(self, after: str | None = None) -> int | None:
+        """Highest policy version of the last entries that came and are not ended; None when there are none.
+
+        `after`: count only those that came after the entry of this id.
+        """
+        waiting = self._redis.xrevrange(self._keys.queue, min="-" if after is None else f"({after}", count=16)
         return max((_entry(message, 0).policy_version_max for message in waiting), default=None)
 
     def depth(self) -> Depth:

@@ -26,7 +26,7 @@ from drafter.errors import BatchRejected
 from drafter.kinds import Drafter, share
 from rl_hooks.wire import MappedFile, WireError
 from service.checkpoint import WorkerCheckpoint
-from service.controller import Action, Controller, Economy
+from service.controller import DEFERRED, Action, Controller, Economy
 from service.errors import WorkerError
 from service.journal import Journal
 from service.layout import Layout
@@ -253,28 +253,57 @@ class RunWorker:
 
     # --- test, train, judge
     def _learn_from(self, fresh: Sequence[tuple[Entry, RolloutBatch]]) -> None:
-        tested = [(entry, batch, scores) for entry, batch in fresh if (scores := self._test(entry, batch)) is not None]
-        if not tested:
+        """Score all; train on what the newest policy wrote, here or still in the queue. The rest joins the mix.
+
+        A worker that is behind spends its time where it counts: not on updates towards policies that are gone.
+        """
+        if not fresh:
             return
-        newest = [self._recent.add(self._layout.blob(self.run, entry.blob), batch) for entry, batch, _ in tested]
-        scored = [(entry, scores) for entry, _, scores in tested]
+        newest_version = max(entry.policy_version_max for entry, _ in fresh)
+        waiting = self._queue.newest_policy(after=fresh[-1][0].entry_id)
+        behind = self._controller.defers(newer_waits=waiting is not None and waiting > newest_version)
+        size = len(self._lineage.candidate.vocabulary)
+        passed_over = [pair for pair in fresh if behind or pair[0].policy_version_max < newest_version]
+        scored, _ = self._take_in(passed_over, compare=False)
+        self._journal.record(scored, DEFERRED)
+        if behind:
+            if scored:
+                self._journal.report(scored[-1][1], DEFERRED, size)
+            return
+        at_newest = [pair for pair in fresh if pair[0].policy_version_max == newest_version]
+        scored, newest = self._take_in(at_newest, compare=True)
+        if not scored:
+            return
         decision = self._controller.decide(
             self._economy, scored[-1][1].alpha("served"), warming_up=self._lineage.warming_up
         )
         trained = decision.action is not Action.IDLE
         seconds = self._train(newest) if trained else 0.0
-        self._done += [
-            (entry, "trained" if kept.train else "held_out") for (entry, _), kept in zip(scored, newest, strict=True)
-        ]
         self._journal.record(scored, decision, seconds)
         best_version = scored[-1][1].record["best_version"]
         cut_short = trained and self._stopping()
         outcome = None if cut_short else self._judge(newest, best_version, trained=trained, train_seconds=seconds)
-        size = len(self._lineage.candidate.vocabulary)
-        self._journal.report(scored[-1][1], decision, outcome, size)
+        self._journal.report(scored[-1][1], decision, size, outcome)
 
-    def _test(self, entry: Entry, batch: RolloutBatch) -> Scores | None:
-        """Score a batch and check its features against its log-probabilities; None when it is dead."""
+    def _take_in(
+        self, fresh: Sequence[tuple[Entry, RolloutBatch]], *, compare: bool
+    ) -> tuple[list[tuple[Entry, Scores]], list[KeptBatch]]:
+        """Score and keep the batches that are sound, in order; they are done once a checkpoint lists them."""
+        scored, kept = [], []
+        for entry, batch in fresh:
+            scores = self._test(entry, batch, compare=compare)
+            if scores is None:
+                continue
+            scored.append((entry, scores))
+            kept.append(self._recent.add(self._layout.blob(self.run, entry.blob), batch))
+            self._done.append((entry, "trained" if kept[-1].train else "held_out"))
+        return scored, kept
+
+    def _test(self, entry: Entry, batch: RolloutBatch, *, compare: bool) -> Scores | None:
+        """Score a batch and check its features against its log-probabilities; None when it is dead.
+
+        `compare`: with all drafters of the lineage, not with the one alone that served it.
+        """
         policy = self._target.at(batch.policy_version)
         drafter_version = self._drafter_of.pop(entry.entry_id, "")
         # Top entries instead of hidden states leave nothing to recompute.
@@ -288,7 +317,7 @@ class RunWorker:
         try:
             scores = score(
                 batch,
-                self._lineage.roles(by, current),
+                self._lineage.roles(by, current) if compare else self._lineage.role_served(by),
                 policy.embed_tokens,
                 depth=self._settings.depth,
                 drafting=self._settings.drafting,
@@ -319,9 +348,6 @@ class RunWorker:
         if trainer is None:
             raise RuntimeError("the lineage has not begun")
         started = time.perf_counter()
-        # A backlog does not lengthen the work: what the newest policy wrote counts, the rest only joins the mix.
-        latest = max(kept.policy_version for kept in newest)
-        newest = [kept for kept in newest if kept.policy_version == latest]
         drawn = self._recent.train_steps(
             newest,
             passes=self._settings.train_passes,

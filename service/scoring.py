@@ -74,14 +74,17 @@ def score(
 ) -> Scores:
     """Score a batch with every drafter of `drafters`: role -> (version, drafter).
 
-    Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only.
+    Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only, which is of all
+    drafters and there where the candidate is.
     """
     by_version = replay_each(dict(drafters.values()), embed_tokens, [batch], depth, drafting, head)
     replays: dict[str, Replay] = {"ngram": ngram_replay(batch, depth=depth)}
     for role, (version, _) in drafters.items():
         if role in ("served", "candidate", "frozen"):
             replays[role] = by_version[version]
-    best_version = max(by_version, key=lambda v: _or_zero(by_version[v].alpha), default=None)
+    best_version = None
+    if "candidate" in drafters:  # without it, what served would be the best of itself
+        best_version = max(by_version, key=lambda v: _or_zero(by_version[v].alpha))
     if best_version is not None:
         replays["best"] = by_version[best_version]
     record: dict[str, Any] = {n: drafter_sums(found.tokens, found.rounds) for n, found in replays.items()}

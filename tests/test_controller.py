@@ -82,6 +82,15 @@ def test_no_served_drafter_always_trains() -> None:
     assert controller.decide(ECONOMY, None).action is Action.TRAIN
 
 
+def test_a_claim_is_passed_over_while_newer_rollouts_wait_but_not_for_ever() -> None:
+    controller = Controller()
+    assert [controller.defers(newer_waits=waits) for waits in (False, True, True, False, True)] == [
+        False, True, True, False, True,
+    ]  # fmt: skip
+    controller = Controller()
+    assert [controller.defers(newer_waits=True) for _ in range(18)] == [*[True] * 8, False, *[True] * 8, False]
+
+
 def test_state_survives_json() -> None:
     controller = Controller()
     for gain in (0.0, 0.0, 0.0, 0.0, 0.0):

@@ -87,8 +87,11 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
 
     # RL is real: the policy learns. The aligned drafter follows; the frozen one does not.
     assert mean(rows[-5:], "reward") > mean(rows[:5], "reward") + 0.2
-    assert mean(rows[-5:], "alpha_served") > mean(rows[-5:], "alpha_frozen") + 0.1
-    assert all(1.0 <= row[name] <= 5.0 for row in rows for name in ("alpha_live", "alpha_served", "alpha_frozen"))
+    compared = [row for row in rows if row["alpha_frozen"] is not None]  # a worker that is behind compares some
+    assert len(compared) >= 4
+    assert mean(compared[-2:], "alpha_served") > mean(compared[-2:], "alpha_frozen") + 0.1
+    assert all(1.0 <= row[name] <= 5.0 for row in rows for name in ("alpha_live", "alpha_served"))
+    assert all(1.0 <= row["alpha_frozen"] <= 5.0 for row in compared)
 
     # Live α and replay α are the same quantity: rollouts that one drafter version served, within sampling error.
     pure = [row for row in rows if row["drafter_versions"] == 1]
@@ -110,7 +113,7 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
 
 
 def test_a_policy_version_that_only_the_engine_counted_is_not_taken_for_scored() -> None:
-    counted, scored = {"policy_version": 4, "alpha_frozen": None}, {"policy_version": 3, "alpha_frozen": 2.0}
+    counted, scored = {"policy_version": 4, "alpha_served": None}, {"policy_version": 3, "alpha_served": 2.0}
     assert scored_points({"points": [scored, counted]}) == {3: scored}
 
 

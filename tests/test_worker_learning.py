@@ -176,6 +176,68 @@ def test_one_token_responses_are_scored_and_trained(bench: Bench) -> None:
     assert set(bench.store.scores()[batch]["candidate"].values()) <= {0.0}
 
 
+def scored_and_trained(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, worker: RunWorker
+) -> tuple[dict[str, set[str]], list[set[str]]]:
+    """Drain; by batch, the drafters it was scored with; by training, whose new rollouts it was about."""
+    train, about = RunWorker._train, []
+
+    def watched(self: RunWorker, newest: Any) -> float:
+        about.append({kept.name.partition(".")[0][:32] for kept in newest})
+        return train(self, newest)
+
+    monkeypatch.setattr(RunWorker, "_train", watched)
+    bench.drain(worker)
+    roles = {"served", "candidate", "frozen", "best"}
+    return {batch: roles & set(record) for batch, record in bench.store.scores().items()}, about
+
+
+ALL = {"served", "candidate", "frozen", "best"}
+
+
+def test_a_worker_that_is_behind_trains_on_the_newest_policy_only(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(bench)
+    batches = {v: bench.post(f"v{v}", policy_version=v) for v in range(6)}
+    worker = bench.worker(recent_tokens=10_000)
+    scored, about = scored_and_trained(bench, monkeypatch, worker)
+    assert about == [{batches[5]}]
+    assert scored == {batches[v]: ALL if v == 5 else {"served"} for v in range(6)}
+    records = bench.store.scores()
+    assert [records[batches[v]]["action"] for v in range(6)] == ["defer"] * 5 + ["train"]
+    assert {records[batches[v]]["best_version"] for v in range(5)} == {None}
+    assert [records[batches[v]]["train_seconds"] for v in range(5)] == [0.0] * 5
+    assert {bench.state(b) for b in batches.values()} == {"trained"}
+    assert len(worker._recent.names()) == 6, "what was passed over is in the mix"
+
+
+def test_of_one_claim_only_the_newest_policy_is_trained_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(bench)
+    names = [("a", 1), ("b", 2), ("c", 1), ("d", 2)]
+    batches = {name: bench.post(name, policy_version=version) for name, version in names}
+    scored, about = scored_and_trained(bench, monkeypatch, bench.worker(claim_tokens=10_000, recent_tokens=10_000))
+    assert about == [{batches["b"], batches["d"]}]
+    assert scored == {batches[name]: ALL if version == 2 else {"served"} for name, version in names}
+
+
+def test_a_worker_that_never_catches_up_trains_now_and_then(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(bench)
+    batches = [bench.post(f"v{v}", policy_version=v) for v in range(20)]
+    _, about = scored_and_trained(bench, monkeypatch, bench.worker(recent_tokens=10_000))
+    assert about == [{batches[8]}, {batches[17]}, {batches[19]}]
+
+
+def test_while_nothing_is_served_what_is_passed_over_is_scored_by_the_candidate(bench: Bench) -> None:
+    bench.register(bench.world.run_file())
+    batches = [bench.post(f"v{v}", policy_version=v) for v in range(3)]
+    bench.drain(bench.worker(vocab_min_tokens=1, recent_tokens=10_000))
+    records = bench.store.scores()
+    assert {bench.state(b) for b in batches} == {"trained"}
+    assert all("candidate" in records[b] and "served" not in records[b] for b in batches)
+    assert all(records[b]["draftable_tokens"] > 0 for b in batches)
+
+
 def test_stale_batches_are_skipped(bench: Bench) -> None:
     start(bench)
     batches = {v: bench.post(f"v{v}", policy_version=v) for v in (3, 9, 6, 7)}

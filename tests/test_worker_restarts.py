@@ -170,10 +170,10 @@ def test_a_batch_that_kills_its_worker_once_gathering_ends_is_dead_and_the_other
     batches = [bench.post(name, rollouts=4) for name in "abc"]
     real = RunWorker._test
 
-    def deadly(self: RunWorker, entry: Any, batch: Any) -> Any:
+    def deadly(self: RunWorker, entry: Any, batch: Any, **more: Any) -> Any:
         if entry.batch_id == batches[1]:
             raise Stopped
-        return real(self, entry, batch)
+        return real(self, entry, batch, **more)
 
     monkeypatch.setattr(RunWorker, "_test", deadly)
     for _ in range(8):
