@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from drafter.decoders import NODES, compare_decoders
 from examples import elicit
-from examples.decoders import NODES, compare_decoders
 
 if TYPE_CHECKING:
     from examples.demo import LiveCount, Session

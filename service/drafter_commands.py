@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 import typer
+from rich.console import Console
 
 from service.errors import ConfigurationError
 from service.layout import Layout
@@ -131,6 +133,12 @@ def evaluate(
     depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted per round.")] = 4,
     drafting: Annotated[str, typer.Option(help="How drafts are sampled: probabilistic or greedy.")] = "probabilistic",
     tree: Annotated[bool, typer.Option("--tree", help="Add the upper bounds of trees of 2, 4 and 8 branches.")] = False,
+    decode: Annotated[
+        Path | None,
+        typer.Option(help="The policy, a transformers model: decode prompts with it, by chain and by tree."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="With --decode: how many prompts of the rollouts.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="With --decode: tokens of each text at most.")] = 128,
     level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.95,
     state_dir: Annotated[Path | None, typer.Option(help="Where runs live.")] = None,
     from_: From = None,
@@ -160,11 +168,73 @@ def evaluate(
             branches=[k for k in (2, 4, 8) if tree and k <= len(model.vocabulary)],
             share=lambda policy_version: policy.share(model, policy_version),
         )
+        decoded = None
+        if decode is not None:
+            batches = (_load(path, model.config.vocab_size) for path in files)
+            decoded = _decoded(decode, model, batches, prompts=prompts, depth=depth, max_tokens=max_tokens)
         if as_json:
-            typer.echo(json.dumps({"files": len(files), **result.summary(level)}, indent=1))
+            typer.echo(json.dumps({"files": len(files), **result.summary(level), "decoded": decoded}, indent=1))
             return
         for line in table(result, len(files), level):
             typer.echo(line)
+        for line in () if decoded is None else decoded_table(decoded):
+            typer.echo(line)
+
+
+def _decoded(
+    source: Path, drafter: Drafter, batches: Iterable[RolloutBatch], *, prompts: int, depth: int, max_tokens: int
+) -> dict[str, float | int]:
+    """Decode prompts of the rollouts with the policy at `source`, in float32 on the CPU."""
+    from drafter.decoders import compare_decoders, distinct_prompts
+    from drafter.model import Eagle3Drafter
+
+    if not isinstance(drafter, Eagle3Drafter):
+        raise ConfigurationError("--decode is for EAGLE-3 drafters: the reference decoders draft with no MTP module")
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigurationError("--decode needs transformers: pip install 'draftalign[demo]'") from error
+    import torch
+
+    if not (source / "config.json").is_file():  # a name would be looked up elsewhere
+        raise ConfigurationError(f"{source} holds no config.json; --decode takes the directory of a transformers model")
+    first = next(batches := iter(batches), None)
+    texts = [] if first is None else distinct_prompts(chain([first], batches), prompts)
+    if first is None or not texts:
+        raise ConfigurationError("no rollout has a prompt to decode after")
+    try:
+        policy = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True).eval()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"transformers cannot load {source}: {error}") from error
+    rows, hidden = policy.get_input_embeddings().weight.shape
+    if hidden != drafter.config.target_hidden_size or rows < drafter.config.vocab_size:
+        raise ConfigurationError(
+            f"{source} embeds {rows} tokens in {hidden} numbers, the drafter is for {drafter.config.vocab_size} tokens "
+            f"in {drafter.config.target_hidden_size}: not its policy"
+        )
+    ends = policy.generation_config.eos_token_id
+    with Console(stderr=True).status(f"decoding {len(texts)} prompts, five times"):
+        return compare_decoders(
+            policy,
+            drafter.float(),
+            texts,
+            depth=depth,
+            max_tokens=max_tokens,
+            eos_id=ends[0] if isinstance(ends, list) else ends,
+            temperature=first.temperature,
+        )
+
+
+def decoded_table(decoded: Mapping[str, float | int]) -> Iterator[str]:
+    """What the reference decoders found, line by line."""
+    from drafter.decoders import NODES
+
+    yield ""
+    yield f"{decoded['prompts']} prompts decoded with the policy"
+    yield f"{'':<20}{'α, sampled':>12}{'α, greedy':>12}"
+    for name, key in (("chain", "chain"), (f"tree of {NODES} nodes", "tree")):
+        yield f"{name:<20}{decoded[f'alpha_{key}']:>12.3f}{decoded[f'alpha_{key}_greedy']:>12.3f}"
+    yield f"greedy text the same with chain, tree and neither: {decoded['greedy_texts_equal']} of {decoded['prompts']}"
 
 
 def table(result: Evaluation, files: int, level: float = 0.95) -> Iterator[str]:
@@ -245,7 +315,7 @@ def _mtp_facts(source: Path) -> dict[str, Any]:
         "zero_first_embedding": config.zero_first_embedding,
         "normed_feedback": config.normed_feedback,
         "config_fingerprint": config_fingerprint(config, DraftVocabulary.full(config.vocab_size)),
-        "notes": ["an engine takes it at its start, within the policy's checkpoint; no engine's is hot-swapped"],
+        "notes": ["an engine starts with the one in the policy's checkpoint; vLLM can swap it (docs/vllm.md)"],
     }
 
 

@@ -8,16 +8,26 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decode_fixtures import log_rollouts, make_drafter, make_prompts, make_target, train_lightly
+from decode_fixtures import (
+    AUX_LAYERS,
+    EOS,
+    log_rollouts,
+    make_drafter,
+    make_prompts,
+    make_target,
+    read_whole,
+    train_lightly,
+)
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
-from worker_fixtures import CONFIG, DRAFT, LAYERS, World
+from worker_fixtures import CONFIG, DRAFT, LAYERS, World, joined
 
 from drafter.acceptance import find_segments, replay_rounds
 from drafter.batch import load_batch
@@ -31,6 +41,8 @@ from drafter.mtp_checkpoint import write_mtp
 from drafter.ngram import ngram_replay
 from drafter.replay import replay
 from drafter.tree import generate_tree
+from rl_hooks import wire
+from rl_hooks.features import as_wire
 from service.cli import app
 from service.errors import ConfigurationError
 from service.layout import Layout
@@ -343,6 +355,76 @@ def test_eval_finds_the_embedding_in_a_models_directory(
     assert same[0] == same[1]
 
 
+@pytest.fixture
+def policy_dir(tmp_path: Path, target: Any) -> Path:
+    target.generation_config.eos_token_id = [EOS]
+    target.save_pretrained(tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+def logged(target: Any, prompts: list[list[int]], name: str) -> bytes:
+    """Rollouts of `target` as a trainer would send them, with its top entries in the place of last states."""
+    made = generate(target, None, prompts, max_tokens=12, generator=torch.Generator().manual_seed(3))
+    batch = log_rollouts(target, prompts, made)
+    top = [
+        torch.log_softmax(read_whole(target, batch.input_ids[None, begin:end])[0][0], -1).topk(8)
+        for begin, end in pairwise(batch.cu_seqlens.tolist())
+    ]
+    tensors = {
+        "input_ids": batch.input_ids.int(),
+        "cu_seqlens": batch.cu_seqlens.int(),
+        "loss_mask": batch.loss_mask.to(torch.uint8),
+        "aux_hidden": batch.aux_hidden.bfloat16(),
+        "logprobs": batch.logprobs,
+        "top_ids": torch.cat([one.indices for one in top]).int(),
+        "top_logprobs": torch.cat([one.values for one in top]).half(),
+    }
+    facts = wire.rollout_metadata(
+        run="default",
+        policy_version=1,
+        rollout_ids=[f"{name}/{i}" for i in range(len(prompts))],
+        target_fingerprint=wire.target_fingerprint(target.config.to_dict(), AUX_LAYERS),
+        aux_layers=AUX_LAYERS,
+        temperature=1.0,
+    )
+    return joined(wire.encode({k: as_wire(v) for k, v in tensors.items()}, facts))
+
+
+def test_eval_decodes_the_rollouts_prompts_with_the_policy(
+    tmp_path: Path, target: Any, trained: Eagle3Drafter, policy_dir: Path
+) -> None:
+    prompts = make_prompts(12, 64, seed=21)
+    rollouts, drafter = tmp_path / "rollouts", tmp_path / "drafter"
+    rollouts.mkdir()
+    for number, part in enumerate((prompts[:5], prompts[:5] + prompts[5:])):
+        (rollouts / f"{number}.safetensors").write_bytes(logged(target, part, f"file{number}"))
+    drafter.mkdir()
+    write_drafter(drafter, trained)
+    call = ["eval", drafter, rollouts, "--target", policy_dir, "--depth", 3, "--decode", policy_dir]
+    found = json.loads(worked(*call, "--prompts", 8, "--max-tokens", 20, "--json"))["decoded"]
+    assert found["prompts"] == found["greedy_texts_equal"] == 8, "the first five came twice and count once"
+    size: dict[str, Any] = {"depth": 3, "max_tokens": 20, "eos_id": EOS, "temperature": 0.0}
+    alone = generate(target, trained, prompts[:8], **size)
+    assert found["alpha_chain_greedy"] == pytest.approx(alone.alpha, rel=1e-6)
+    assert found["alpha_tree_greedy"] > found["alpha_chain_greedy"] > 1.2
+    assert found["alpha_chain"] > 1.1
+    assert found["alpha_tree"] > 1.1
+    lines = worked(*call).splitlines()
+    assert lines[-5] == "12 prompts decoded with the policy"
+    assert lines[-3].startswith("chain")
+    assert lines[-2].startswith("tree of 16 nodes")
+
+
+def test_eval_says_why_it_cannot_decode(
+    tmp_path: Path, drafter_dir: Path, rollouts: Path, embedding: Path, policy_dir: Path
+) -> None:
+    call = ["eval", drafter_dir, rollouts, "--target", embedding, "--decode"]
+    assert "holds no config.json" in refused(*call, "Qwen/Qwen3-8B")
+    assert "embeds 64 tokens in 64 numbers, the drafter is for 40 tokens in 16" in refused(*call, policy_dir)
+    (policy_dir / MODEL_FILE).unlink()
+    assert "transformers cannot load" in refused(*call, policy_dir)
+
+
 def test_eval_says_what_is_wrong_with_its_files(
     tmp_path: Path, drafter_dir: Path, rollouts: Path, embedding: Path, world: World
 ) -> None:
@@ -461,7 +543,7 @@ def test_an_mtp_module_is_taken_out_of_a_policys_checkpoint_and_inspected(tmp_pa
     assert facts["parameters"] == sum(t.numel() for t in stored.values())
     assert facts["config_fingerprint"] == config_fingerprint(module.config, module.vocabulary)
     assert facts["attention"].startswith("latent")
-    assert "no engine's is hot-swapped" in worked("inspect", policy)
+    assert "vLLM can swap it" in worked("inspect", policy)
 
 
 def test_a_policy_without_an_mtp_module_is_refused_and_nothing_is_left(tmp_path: Path, drafter_dir: Path) -> None:
