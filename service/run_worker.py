@@ -153,7 +153,6 @@ class RunWorker:
     def _work_on(self, entries: Sequence[Entry]) -> None:
         for entry in entries:  # all before any is admitted: the newest of a claim makes others stale
             self._note_arrival(entry)
-            self._lately.append(entry.policy_version_max)
         fresh: list[tuple[Entry, RolloutBatch]] = []
         for entry in entries:
             batch = self._admit(entry)
@@ -218,6 +217,9 @@ class RunWorker:
 
     def _note_arrival(self, entry: Entry) -> None:
         arrival = float(entry.entry_id.partition("-")[0]) / 1000.0  # stream ids begin with Unix milliseconds
+        self._lately.append(entry.policy_version_max)
+        if self._versions_seen and max(self._lately) < self._versions_seen[-1][1]:
+            self._versions_seen = []  # the trainer went back to an earlier checkpoint
         if not self._versions_seen or entry.policy_version > self._versions_seen[-1][1]:
             self._versions_seen = [*self._versions_seen[-15:], (arrival, entry.policy_version)]
 
@@ -435,11 +437,11 @@ class RunWorker:
     def _forget_heads(self) -> None:
         """Delete heads that neither a kept batch nor one still to come can need."""
         kept = self._recent.oldest_policy_version()
-        if kept is None or not self._versions_seen:
+        if kept is None:
             return
-        lag = self._settings.max_policy_lag
-        still_to_come = self._versions_seen[-1][1] - (_LATE_VERSIONS if lag is None else lag)
-        self._target.forget_before(min(kept, still_to_come))
+        lag, newest = self._settings.max_policy_lag, max(self._lately)
+        still_to_come = newest - (_LATE_VERSIONS if lag is None else lag)
+        self._target.forget_before(min(kept, still_to_come), newest=newest)
 
     def close(self) -> None:
         """Checkpoint before an orderly stop, and say that what is still in hand did no harm."""

@@ -1,7 +1,8 @@
 """The target of one run as the worker sees it: what PUT /runs said, and the head and embedding of each policy version.
 
 Heads arrive now and then (`PUT /runs/{run}/head`). A batch of policy version v is scored and trained with the newest
-head that is not newer than v. With tied embeddings a full head is the embedding as well; engines share the target's
+head that is not newer than v. A trainer that goes back to an earlier checkpoint sends heads of the same versions
+again; the later file counts. With tied embeddings a full head is the embedding as well; engines share the target's
 live embedding with the drafter, so the worker must move with it.
 
 What is large stays in the type that it was sent in. Heads stay on the host, the rows that a drafter needs of one are
@@ -15,7 +16,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -39,6 +40,13 @@ def read_tensor(file: MappedFile, name: str) -> Tensor:
     return array.view(torch.bfloat16) if file.header.tensors[name].dtype == "BF16" else array
 
 
+class Upload(NamedTuple):
+    """Which file a head came in, also where another of the same version has taken its place since."""
+
+    changed_ns: int
+    inode: int
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyHead:
     """Head and embedding in force at some policy version."""
@@ -46,6 +54,7 @@ class PolicyHead:
     policy_version: int
     embed_tokens: Tensor  # [V, Ht] as it was sent, on the worker's device
     head: TargetHead  # on the host
+    file: Upload | None  # where it was read; None: registered with the run
 
 
 class Target:
@@ -65,7 +74,7 @@ class Target:
         self.embed_tokens = read_tensor(self._file, "embed_tokens").to(device)  # [V, Ht]
         self.tied = "lm_head" not in self._file
         self._heads: OrderedDict[int, PolicyHead] = OrderedDict()  # least recently used first
-        self._useless: set[int] = set()  # versions whose head cannot be used
+        self._useless: set[tuple[int, Upload]] = set()  # heads that cannot be used
         self._required: Tensor | None = None  # token ids whose rows a head must have
 
     @classmethod
@@ -105,18 +114,19 @@ class Target:
     def at(self, policy_version: int) -> PolicyHead:
         """The newest head that is not newer than `policy_version`."""
         for version in sorted((v for v in self._received() if v <= policy_version), reverse=True):
-            if version in self._useless:
+            file = self._upload(version)
+            if file is None or (version, file) in self._useless:
                 continue
             try:
-                return self._cached(version)
+                return self._cached(version, file)
             except (WireError, TargetHeadError) as error:
                 log.warning("run %s: the head of policy version %d is not used: %s", self._run, version, error)
-                self._useless.add(version)
-        return self._cached(-1)
+                self._useless.add((version, file))
+        return self._cached(-1, None)
 
-    def _cached(self, version: int) -> PolicyHead:
-        if version not in self._heads:
-            self._heads[version] = self._load(version)
+    def _cached(self, version: int, file: Upload | None) -> PolicyHead:
+        if version not in self._heads or self._heads[version].file != file:
+            self._heads[version] = self._load(version, file)
             while len(self._heads) > _KEPT_HEADS:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(version)
@@ -128,19 +138,36 @@ class Target:
         self._heads.clear()
         self._useless.clear()
 
-    def forget_before(self, policy_version: int) -> None:
-        """Delete received heads that no batch of `policy_version` or later can need."""
-        older = sorted(v for v in self._received() if v <= policy_version)
+    def forget_before(self, policy_version: int, *, newest: int) -> None:
+        """Delete received heads that no batch of `policy_version` or later can need.
+
+        `newest`: policy version of the newest batch seen. What came after its head stays: a trainer that went back to
+        an earlier checkpoint has sent it, and its batches are still to come.
+        """
+        received = {v: file for v in self._received() if (file := self._upload(v)) is not None}
+        older = sorted(v for v in received if v <= policy_version)
+        in_force = max((v for v in received if v <= newest), default=None)
+        if in_force is None:
+            return
         for version in older[:-1]:
-            self._layout.head(self._run, version).unlink(missing_ok=True)
+            if received[version].changed_ns <= received[in_force].changed_ns:
+                self._layout.head(self._run, version).unlink(missing_ok=True)
+
+    def _upload(self, version: int) -> Upload | None:
+        """The file that holds a version's head now; None when it has gone."""
+        try:
+            found = self._layout.head(self._run, version).stat()
+        except FileNotFoundError:
+            return None
+        return Upload(found.st_mtime_ns, found.st_ino)
 
     def _received(self) -> list[int]:
         return [int(p.stem) for p in self._layout.heads(self._run).glob("*.safetensors") if p.stem.isdigit()]
 
-    def _load(self, version: int) -> PolicyHead:
+    def _load(self, version: int, upload: Upload | None) -> PolicyHead:
         if version < 0:
             head = TargetHead(self.lm_head(), self.policy_version, logit_map=self.logit_map)
-            return PolicyHead(self.policy_version, self.embed_tokens, head)
+            return PolicyHead(self.policy_version, self.embed_tokens, head, None)
         file = MappedFile(self._layout.head(self._run, version))
         rows = read_tensor(file, "lm_head")
         ids = torch.from_numpy(np.array(file.array("ids"))).long() if "ids" in file else None
@@ -149,4 +176,4 @@ class Target:
             if missing:
                 raise TargetHeadError(f"{missing} of {self._required.numel()} draft tokens have no row in it")
         embed = rows.to(self._device) if self.tied and ids is None else self.embed_tokens
-        return PolicyHead(version, embed, TargetHead(rows, version, ids, self.logit_map))
+        return PolicyHead(version, embed, TargetHead(rows, version, ids, self.logit_map), upload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,12 +119,34 @@ def test_forgetting_keeps_the_head_that_the_oldest_batch_needs(bench: Bench) -> 
     target = Target.open(bench.layout, "default")
     for version in (1, 3, 5, 7):
         put(bench, version, head(float(version)))
-    target.forget_before(6)
+    target.forget_before(6, newest=7)
     assert sorted(int(p.stem) for p in bench.layout.heads("default").iterdir()) == [5, 7]
     assert in_force(target, 6) == 5.0
-    target.forget_before(0)
-    target.forget_before(-5)
+    target.forget_before(0, newest=7)
+    target.forget_before(-5, newest=7)
     assert sorted(int(p.stem) for p in bench.layout.heads("default").iterdir()) == [5, 7]
+
+
+def test_a_head_sent_again_takes_the_place_of_the_one_before(bench: Bench) -> None:
+    target = Target.open(bench.layout, "default")
+    put(bench, 4, head(4.0))
+    assert in_force(target, 5) == 4.0
+    later = bench.layout.head("default", 4).stat().st_mtime_ns + 1
+    put(bench, 4, head(40.0))
+    os.utime(bench.layout.head("default", 4), ns=(later, later))
+    assert in_force(target, 5) == 40.0
+
+
+def test_forgetting_keeps_what_came_after_the_newest_batchs_head(bench: Bench) -> None:
+    """A trainer went back from version 500 to 100, has sent that head, and its batches wait behind the last of 500."""
+    target = Target.open(bench.layout, "default")
+    for order, version in enumerate((440, 499, 500, 100, 101)):
+        put(bench, version, head(float(version)))
+        os.utime(bench.layout.head("default", version), ns=(10**9 * (order + 1),) * 2)
+    target.forget_before(480, newest=500)
+    assert sorted(int(p.stem) for p in bench.layout.heads("default").iterdir()) == [100, 101, 440, 499, 500]
+    target.forget_before(500, newest=500)
+    assert sorted(int(p.stem) for p in bench.layout.heads("default").iterdir()) == [100, 101, 500]
 
 
 def test_strangers_among_the_heads_are_ignored(bench: Bench) -> None:

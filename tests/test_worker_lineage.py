@@ -243,6 +243,30 @@ def test_a_head_that_was_never_sent_shows_as_a_stale_head(bench: Bench) -> None:
     assert "a stale head" in bench.reason(batch)
 
 
+def test_a_trainer_that_goes_back_is_followed_with_the_heads_that_it_sends_again(bench: Bench) -> None:
+    """Heads and batches of versions that there were before, but of another policy; far enough back to be forgotten."""
+    world = bench.world
+    bench.register(world.run_file(drafter=world.drafter()))
+    worker = bench.worker(recent_tokens=1)
+
+    def send(version: int, policy: int) -> None:
+        world.move_head(version, seed=policy)
+        bench.put_head(version)
+        bench.post(f"{policy}", policy_version=version)
+
+    for version in (199, 200):
+        send(version, 1000 + version)
+    world.move_head(100, seed=2100)
+    bench.put_head(100)  # it has gone back before the worker came to its last batches
+    bench.drain(worker)
+    bench.post("2100", policy_version=100)
+    for version in (199, 200, *range(101, 112)):
+        send(version, 2000 + version)
+        bench.drain(worker)
+    assert [bench.state(b) for b in bench.posted] == ["trained"] * len(bench.posted)
+    assert worker._versions_seen[-1][1] == 111, "versions are told apart in time again"
+
+
 def test_a_tied_embedding_follows_the_head(tmp_path: Path, redis_url: str) -> None:
     world = World(tied=True)
     with Bench(tmp_path / "state", redis_url, world) as bench:
