@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from drafter.acceptance import Replay
 from service.controller import Decision
@@ -22,6 +22,8 @@ from service.store import Store
 log = logging.getLogger("draftalign.worker")
 
 _QUIET_TICKS = 50
+#: `served` counted on the batches alone on which all drafters were scored: what the others may be compared with.
+COMPARED: Final = "served_compared"
 
 
 @dataclass
@@ -79,7 +81,10 @@ class Journal:
             self.totals.batches += 1
             self._watch(scores.replays.get("served"))
             self._coverage = scores.record["draftable_tokens"] / max(1, scores.record["tokens"])
-            for name, found in scores.replays.items():
+            replays = dict(scores.replays)
+            if "best" in replays and "served" in replays:
+                replays[COMPARED] = replays["served"]
+            for name, found in replays.items():
                 sums = found.total()
                 self.totals.rounds[name] = self.totals.rounds.get(name, 0.0) + float(sums["rounds"])
                 self.totals.round_tokens[name] = self.totals.round_tokens.get(name, 0.0) + float(sums["tokens"])

@@ -115,6 +115,23 @@ def test_a_run_is_drawn_with_its_series_marks_and_headline(tmp_path: Path) -> No
 
 
 @needs_browser
+def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(tmp_path: Path) -> None:
+    """The worker passed over the newest policy versions, on which the served drafter is far better than before."""
+    snapshot = sample_run(30)
+    for record in snapshot.scores[-3:]:
+        for name in ("frozen", "best", "best_version"):
+            del record[name]
+        record["served"]["tokens"] *= 1.5
+    last = snapshot.scores[-4]
+    frozen, served = (last[name]["tokens"] / last[name]["rounds"] for name in ("frozen", "served"))
+    page = show(snapshot, tmp_path)
+    assert page.texts["headline"].endswith(
+        f"; on policy 26 the frozen drafter would give {frozen:.2f} for its {served:.2f}."
+    )
+    assert f"Rounds saved{round(100 * (1 - frozen / served))} %" in page.texts["tiles"].replace("\n", "")
+
+
+@needs_browser
 def test_charts_are_described_in_words_and_reachable_by_keyboard(tmp_path: Path) -> None:
     page = show(sample_run(12), tmp_path)
     charts = [a for tag, a in page.elements if tag == "svg" and a.get("role") == "img"]

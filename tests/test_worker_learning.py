@@ -208,6 +208,13 @@ def test_a_worker_that_is_behind_trains_on_the_newest_policy_only(
     assert [records[batches[v]]["action"] for v in range(6)] == ["defer"] * 5 + ["train"]
     assert {records[batches[v]]["best_version"] for v in range(5)} == {None}
     assert [records[batches[v]]["train_seconds"] for v in range(5)] == [0.0] * 5
+    totals = worker._journal.totals
+    assert totals.rounds["served"] == pytest.approx(sum(r["served"]["rounds"] for r in records.values()))
+    compared = records[batches[5]]["served"]
+    assert (totals.rounds["served_compared"], totals.round_tokens["served_compared"]) == (
+        pytest.approx(compared["rounds"]),
+        pytest.approx(compared["tokens"]),
+    )
     assert {bench.state(b) for b in batches.values()} == {"trained"}
     assert len(worker._recent.names()) == 6, "what was passed over is in the mix"
 
