@@ -153,7 +153,7 @@ def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[st
     totals = session.service_totals()
 
     def first(name: str) -> float | None:
-        return _mean(_known(rows, name)[:_EDGE_STEPS])
+        return _mean(_known(rows[:_EDGE_STEPS], name))
 
     def last(name: str) -> float | None:
         return _mean(_known(rows, name)[-_EDGE_STEPS:])

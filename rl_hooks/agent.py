@@ -44,7 +44,7 @@ _MIN_POLL_SECONDS: Final = 0.5
 _UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
 #: vLLM and SGLang close a connection that was idle for 5 seconds, which is also how often they are asked: a request
 #: that goes out just then fails, though the engine is well. Not reused so late, none does.
-_LIMITS: Final = httpx.Limits(keepalive_expiry=2.0)
+_LIMITS: Final = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
 
 
 @dataclass(frozen=True, slots=True)

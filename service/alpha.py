@@ -151,6 +151,7 @@ def _point(
         point[f"alpha_{drafter}_half_width"] = None if sums is None else sums.half_width
     live = live_sums(ours)
     return point | {
+        "alpha_served_compared": _served_compared(scores),
         "best_version": _weightiest(scores, "best_version", "best"),
         "regret": _regret(scores),
         "entropy": _ratio(scores, "logprob_sum", "logprob_tokens", sign=-1.0),
@@ -178,6 +179,12 @@ def _regret(scores: Iterable[Mapping[str, Any]]) -> float | None:
     both = [r for r in scores if Sums.of(r.get("best")) is not None and Sums.of(r.get("served")) is not None]
     best, served = _pool(both, "best"), _pool(both, "served")
     return None if best is None or served is None else best.alpha - served.alpha
+
+
+def _served_compared(scores: Iterable[Mapping[str, Any]]) -> float | None:
+    """α of the served drafter on the records that carry the frozen one too: what its α may be compared with."""
+    served = _pool([r for r in scores if Sums.of(r.get("frozen")) is not None], "served")
+    return None if served is None else served.alpha
 
 
 def _total(records: Iterable[Mapping[str, Any]], name: str) -> float | None:

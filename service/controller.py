@@ -69,22 +69,28 @@ class Controller:
     gain: float = 0.0  # smoothed relative gain of candidate over served, held-out
     train_seconds: float = 0.0  # smoothed
     version_seconds: float = 0.0  # smoothed time between policy versions
-    deferred: int = 0  # claims in a row
+    deferred: int = 0  # claims since the last one that was decided about
     idle_batches: int = 0
     probe_interval: int = 2
     idle: bool = False
     idle_alpha: float = 0.0  # served α when idling began
 
     def defers(self, *, newer_waits: bool) -> bool:
-        """Whether a claim is passed over, because rollouts of a newer policy wait in the queue (`newer_waits`)."""
-        self.deferred = self.deferred + 1 if newer_waits and self.deferred < _MOST_DEFERRED else 0
-        return self.deferred > 0
+        """Whether a claim is passed over, because rollouts of a newer policy wait in the queue (`newer_waits`).
+
+        Not while idle: then no time is spent on training, and every claim counts for when to look again.
+        """
+        if self.idle or not newer_waits or self.deferred >= _MOST_DEFERRED:
+            return False
+        self.deferred += 1
+        return True
 
     def decide(self, economy: Economy, alpha_served: float | None, *, warming_up: bool = False) -> Decision:
         """Decide about one scored batch. `alpha_served`: replay α of the served drafter on it; None: none serves.
 
         `warming_up`: the learning rate has not reached its value, so gains do not show what training can do.
         """
+        self.deferred = 0
         if alpha_served is None:
             return self._train("no drafter is served yet")
         if warming_up:

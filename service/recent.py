@@ -68,6 +68,18 @@ class RecentRollouts:
         self._kept.append(kept)
         return kept
 
+    def take_back(self, batches: Sequence[KeptBatch]) -> None:
+        """Undo `add`: the files stay where they are."""
+        names = {kept.name for kept in batches}
+        self._kept = [kept for kept in self._kept if kept.name not in names]
+        for name in names:
+            self._unsettled.pop(name, None)
+
+    def drop_above(self, policy_version: int) -> None:
+        """Forget batches of later policies than this one."""
+        self._dropped += [kept.name for kept in self._kept if kept.policy_version > policy_version]
+        self._kept = [kept for kept in self._kept if kept.policy_version <= policy_version]
+
     def names(self) -> list[str]:
         """What a checkpoint must list to be able to `restore`."""
         return [kept.name for kept in self._kept]
@@ -104,9 +116,12 @@ class RecentRollouts:
         return min((kept.policy_version for kept in self._kept), default=None)
 
     def held_out(self, rollouts: int) -> list[RolloutBatch]:
-        """Held-out rollouts of the newest policies, newest batch first, until at least `rollouts` are together."""
+        """Held-out rollouts, the batch that came last first, until at least `rollouts` are together.
+
+        By arrival and not by version: a trainer that went back to an earlier checkpoint counts on from there.
+        """
         found: list[RolloutBatch] = []
-        for kept in sorted(self._kept, key=lambda k: -k.policy_version):
+        for kept in reversed(self._kept):
             if kept.held_out:
                 found.append(kept.batch.select(kept.held_out))
                 rollouts -= len(kept.held_out)
@@ -145,10 +160,15 @@ def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:
 def _fill(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -> Iterator[RolloutBatch]:
     """Random whole rollouts, at least one if there is any, up to about `tokens`.
 
-    Of one policy version as far as they go: rollouts of another have another head, and need passes of their own.
+    Of one policy version as far as they go: rollouts of another have another head, and need passes of their own. A
+    version comes up as often as it has rollouts, so that each rollout does as often as any other.
     """
-    versions = sorted({kept.policy_version for kept in batches})
-    for place in rng.permutation(len(versions)):
+    rollouts: dict[int, int] = {}
+    for kept in batches:
+        rollouts[kept.policy_version] = rollouts.get(kept.policy_version, 0) + len(kept.train)
+    weights = np.array(list(rollouts.values()), dtype=np.float64)
+    versions = list(rollouts)
+    for place in rng.choice(len(versions), len(versions), replace=False, p=weights / weights.sum()) if versions else ():
         parts = _draw([k for k in batches if k.policy_version == versions[place]], tokens, rng)
         yield from parts
         tokens -= sum(part.tokens for part in parts)

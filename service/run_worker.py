@@ -52,6 +52,10 @@ _CHECKPOINT_PAUSE = 9.0
 _LONGEST_PAUSE_SECONDS = 120.0
 
 
+#: A batch that was scored.
+Tested = tuple[Entry, RolloutBatch, Scores]
+
+
 class LeaseLost(WorkerError):  # noqa: N818 - reads as what happened
     """Another worker has this run now; what this one still holds of it must not be written down."""
 
@@ -218,8 +222,10 @@ class RunWorker:
     def _note_arrival(self, entry: Entry) -> None:
         arrival = float(entry.entry_id.partition("-")[0]) / 1000.0  # stream ids begin with Unix milliseconds
         self._lately.append(entry.policy_version_max)
-        if self._versions_seen and max(self._lately) < self._versions_seen[-1][1]:
-            self._versions_seen = []  # the trainer went back to an earlier checkpoint
+        if self._versions_seen and (newest := max(self._lately)) < self._versions_seen[-1][1]:
+            # The trainer went back to an earlier checkpoint. What it wrote since then is of policies that are no more.
+            self._versions_seen = []
+            self._recent.drop_above(newest)
         if not self._versions_seen or entry.policy_version > self._versions_seen[-1][1]:
             self._versions_seen = [*self._versions_seen[-15:], (arrival, entry.policy_version)]
 
@@ -261,45 +267,66 @@ class RunWorker:
         """
         if not fresh:
             return
-        newest_version = max(entry.policy_version_max for entry, _ in fresh)
+        newest_version = max(entry.policy_version_max for entry, _ in fresh[-_LATELY_BATCHES:])
         waiting = self._queue.newest_policy(after=fresh[-1][0].entry_id)
         behind = self._controller.defers(newer_waits=waiting is not None and waiting > newest_version)
+        tested, rest = ([], fresh) if behind else self._test_newest(fresh)
+        passed_over = self._test_all(rest, compare=False)
         size = len(self._lineage.candidate.vocabulary)
-        passed_over = [pair for pair in fresh if behind or pair[0].policy_version_max < newest_version]
-        scored, _ = self._take_in(passed_over, compare=False)
-        self._journal.record(scored, DEFERRED)
-        if behind:
-            if scored:
-                self._journal.report(scored[-1][1], DEFERRED, size)
+        if passed_over:
+            self._finish(passed_over, self._keep(passed_over))
+            self._journal.record([(entry, scores) for entry, _, scores in passed_over], DEFERRED)
+        if not tested:
+            if passed_over:
+                self._journal.report(passed_over[-1][2], DEFERRED, size)
             return
-        at_newest = [pair for pair in fresh if pair[0].policy_version_max == newest_version]
-        scored, newest = self._take_in(at_newest, compare=True)
-        if not scored:
-            return
-        decision = self._controller.decide(
-            self._economy, scored[-1][1].alpha("served"), warming_up=self._lineage.warming_up
-        )
+        newest, scores = self._keep(tested), tested[-1][2]
+        decision = self._controller.decide(self._economy, scores.alpha("served"), warming_up=self._lineage.warming_up)
         trained = decision.action is not Action.IDLE
-        seconds = self._train(newest) if trained else 0.0
-        self._journal.record(scored, decision, seconds)
-        best_version = scored[-1][1].record["best_version"]
+        try:
+            seconds = self._train(newest) if trained else 0.0
+        except Exception:
+            # They come again; until then a checkpoint must leave their files in the spool.
+            self._recent.take_back(newest)
+            raise
+        self._finish(tested, newest)
+        self._journal.record([(entry, scores) for entry, _, scores in tested], decision, seconds)
+        best_version = scores.record["best_version"]
         cut_short = trained and self._stopping()
         outcome = None if cut_short else self._judge(newest, best_version, trained=trained, train_seconds=seconds)
-        self._journal.report(scored[-1][1], decision, size, outcome)
+        self._journal.report(scores, decision, size, outcome)
 
-    def _take_in(
-        self, fresh: Sequence[tuple[Entry, RolloutBatch]], *, compare: bool
-    ) -> tuple[list[tuple[Entry, Scores]], list[KeptBatch]]:
-        """Score and keep the batches that are sound, in order; they are done once a checkpoint lists them."""
-        scored, kept = [], []
-        for entry, batch in fresh:
-            scores = self._test(entry, batch, compare=compare)
-            if scores is None:
-                continue
-            scored.append((entry, scores))
-            kept.append(self._recent.add(self._layout.blob(self.run, entry.blob), batch))
-            self._done.append((entry, "trained" if kept[-1].train else "held_out"))
-        return scored, kept
+    def _test_newest(
+        self, fresh: Sequence[tuple[Entry, RolloutBatch]]
+    ) -> tuple[list[Tested], Sequence[tuple[Entry, RolloutBatch]]]:
+        """Score what the newest policy wrote with all drafters; also returns what other policies wrote.
+
+        Newest of what came last: a trainer that went back counts on from there. And of what is sound, or a trainer
+        whose batches all die would keep the worker from the others' for ever.
+        """
+        rest = fresh
+        for version in sorted({entry.policy_version_max for entry, _ in fresh[-_LATELY_BATCHES:]}, reverse=True):
+            tested = self._test_all([p for p in rest if p[0].policy_version_max == version], compare=True)
+            rest = [p for p in rest if p[0].policy_version_max != version]
+            if tested:
+                return tested, rest
+        return [], rest
+
+    def _test_all(self, fresh: Sequence[tuple[Entry, RolloutBatch]], *, compare: bool) -> list[Tested]:
+        return [
+            (entry, batch, scores)
+            for entry, batch in fresh
+            if (scores := self._test(entry, batch, compare=compare)) is not None
+        ]
+
+    def _keep(self, tested: Sequence[Tested]) -> list[KeptBatch]:
+        return [self._recent.add(self._layout.blob(self.run, entry.blob), batch) for entry, batch, _ in tested]
+
+    def _finish(self, tested: Sequence[Tested], kept: Sequence[KeptBatch]) -> None:
+        """Leave batches to the next checkpoint, which acknowledges them: all that was to be done with them is done."""
+        self._done += [
+            (entry, "trained" if one.train else "held_out") for (entry, _, _), one in zip(tested, kept, strict=True)
+        ]
 
     def _test(self, entry: Entry, batch: RolloutBatch, *, compare: bool) -> Scores | None:
         """Score a batch and check its features against its log-probabilities; None when it is dead.

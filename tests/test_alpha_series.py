@@ -51,6 +51,14 @@ def test_what_has_no_data_is_null_and_never_zero() -> None:
     assert alpha_document("r", {}, [], [], 4) == {"run": "r", "depth": 4, "points": [], "events": [], "servers": []}
 
 
+def test_what_frozen_is_compared_with_is_of_the_same_rollouts() -> None:
+    """The first file of a version was compared, the next passed over: they may be of quite different prompts."""
+    [point] = points([score(1, served=counts(300, 100), frozen=counts(290, 100)), score(1, served=counts(100, 100))])
+    assert point["alpha_served"] == pytest.approx(2.0)
+    assert point["alpha_served_compared"] == pytest.approx(3.0)
+    assert points([score(1, served=counts(100, 100))])[0]["alpha_served_compared"] is None
+
+
 def test_regret_is_formed_only_where_best_and_served_are_both_known() -> None:
     [point] = points(
         [

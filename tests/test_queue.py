@@ -143,6 +143,21 @@ def test_drop_oldest_refuses_when_everything_is_held(bench: Bench) -> None:
     assert bench.put(make_batch(3), max_items=2, overflow="drop_oldest").outcome == "full"
 
 
+def test_the_newest_policy_is_of_the_last_entries_or_of_those_after_one(bench: Bench) -> None:
+    assert bench.worker.newest_policy() is None
+    bench.put(*(make_batch(number) for number in (7, 3, 5, 4)))
+    entries = bench.claim()
+    assert [entry.policy_version_max for entry in entries] == [8, 4, 6, 5]
+    assert bench.worker.newest_policy() == 8
+    assert bench.worker.newest_policy(after=entries[0].entry_id) == 6, "the entry itself does not count"
+    assert bench.worker.newest_policy(after=entries[2].entry_id) == 5
+    assert bench.worker.newest_policy(after=entries[3].entry_id) is None
+    bench.worker.ack(entries[0])
+    assert bench.worker.newest_policy() == 6, "what is ended does not wait"
+    bench.put(make_batch(90), *(make_batch(number) for number in range(10, 26)))
+    assert bench.worker.newest_policy() == 26, "the last sixteen"
+
+
 def test_a_claim_stops_at_the_token_budget(bench: Bench) -> None:
     bench.put(*(make_batch(n, tokens=40) for n in range(5)))
     assert [e.tokens for e in bench.claim(max_tokens=100)] == [40, 40, 40]

@@ -109,6 +109,39 @@ def test_training_never_draws_what_is_held_out(memory: Memory) -> None:
     assert drawn == {r for r in every if not is_held_out(r, 4)}
 
 
+def test_old_rollouts_are_drawn_alike_however_many_their_version_has(memory: Memory) -> None:
+    old = [memory.add(f"v{v}", policy_version=v, rollouts=2 if v == 7 else 60) for v in range(8)]
+    newest = [memory.add("new", policy_version=9, rollouts=60)]
+    seen: Counter[str] = Counter()
+    for step in memory.recent.train_steps(newest, passes=40.0, step_tokens=150, seed=0):
+        seen.update(rollout for batch in step for rollout in batch.rollout_ids)
+
+    def times(kept: KeptBatch) -> float:
+        return sum(seen[kept.batch.rollout_ids[i]] for i in kept.train) / len(kept.train)
+
+    usual = sum(times(kept) for kept in old[:7]) / 7
+    assert times(old[7]) < 2.5 * usual
+    assert all(0.5 * usual < times(kept) < 2 * usual for kept in old[:7])
+
+
+def test_what_a_trainer_wrote_before_it_went_back_is_dropped(memory: Memory) -> None:
+    for version in (5, 3, 9):
+        memory.add(f"v{version}", policy_version=version)
+    memory.recent.settle()
+    memory.recent.drop_above(4)
+    assert memory.recent.names() == ["v3.safetensors"]
+    assert len(memory.files(memory.directory)) == 3, "the last checkpoint still lists them"
+    memory.recent.settle()
+    assert memory.files(memory.directory) == ["v3"]
+
+
+def test_evidence_is_what_came_last(memory: Memory) -> None:
+    for version in (200, 201, 100, 101):
+        memory.add(f"v{version}", policy_version=version, rollouts=16)
+    found = [batch.policy_version for batch in memory.recent.held_out(1000)]
+    assert found == [101, 100, 201, 200]
+
+
 def test_a_step_is_half_new_half_old_within_its_budget(memory: Memory) -> None:
     for name in "abc":
         memory.add(name)
