@@ -131,6 +131,7 @@ class SwapAgent:
         self._counted = asyncio.Event()
         self._etag = ""
         self._recent: list[str] = []  # versions offered, oldest first
+        self._warned: dict[str, str | None] = {}  # engine -> what the service last had to say about its reports
 
     def stop(self) -> None:
         """End `run` soon. Safe from any thread and from signal handlers."""
@@ -343,6 +344,8 @@ class SwapAgent:
             "drafter_version": bucket.drafter_version,
             "policy_version": bucket.policy_version,
             **asdict(bucket.counts),
+            "depth": follower.depth,
+            "drafting": follower.drafting,
             "final": not mark[1],
             **more,
         }
@@ -354,8 +357,18 @@ class SwapAgent:
             )
         elif not response.is_success:
             raise ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
+        else:
+            self._warn(follower.url, response)
         bucket.reported = mark
         self.metrics.contact(_SERVICE)
+
+    def _warn(self, engine: str, response: httpx.Response) -> None:
+        """Log what the service has to say about a report, once."""
+        with contextlib.suppress(ValueError, AttributeError):
+            warning = response.json().get("warning")
+            if isinstance(warning, str) and self._warned.get(engine) != warning:
+                log.warning("%s: %s", engine, warning)
+            self._warned[engine] = warning
 
 
 @functools.cache

@@ -61,6 +61,8 @@ class EngineFollower:
         self._rejected: dict[str, int] = {}  # version -> sequence at which its canary failed
         self._given_up: set[int] = set()  # sequences that the engine itself refused
         self._lost = False  # the process that we swapped into is gone
+        self.depth: int | None = None  # tokens that the engine drafts a round, where it says so
+        self.drafting: str | None = None  # `greedy` or `probabilistic`, where it says so
         self._recall()
 
     @property
@@ -84,6 +86,7 @@ class EngineFollower:
         # Asked *after* the scrape: if nothing changed since the last tick, all of the difference is one version's.
         state = await self._engine.state()
         self._metrics.contact(self.url)
+        self.depth, self.drafting = state.depth, state.drafting
         verdict = self._account(snapshot, state)
         if verdict is not None:
             self._judge(verdict)

@@ -14,6 +14,7 @@ from service.alpha import alpha_document
 from service.context import Context, RunQuery, ServiceContext
 from service.dead_drafter import Judgement, judge, pooled_replay_alpha
 from service.registry import Manifest
+from service.settings import Settings
 from service.uploads import parse_body
 
 router = APIRouter(tags=["acceptance"])
@@ -51,6 +52,8 @@ class AcceptanceReport(BaseModel):
     emitted_tokens: Count | None = Field(None, description="Tokens that rounds emitted, after trimming, if known.")
     accepted_per_position: list[Count] = Field(default_factory=list, max_length=64)
     window_seconds: float = Field(0.0, ge=0)
+    depth: int | None = Field(None, ge=0, le=1000, description="Tokens that the engine drafts a round, if known.")
+    drafting: str | None = Field(None, max_length=50, description="`greedy` or `probabilistic`, if known.")
     final: bool = False
     canary: CanaryReport | None = None
 
@@ -64,12 +67,13 @@ class AcceptanceReport(BaseModel):
 
 
 class AcceptanceReply(BaseModel):
-    """What became of a report. `verdict` says what the counts mean for the drafter."""
+    """What became of a report. `verdict` says what the counts mean for the drafter, `warning` what does not fit."""
 
     stored: bool = True
     dead: bool = False
     verdict: str
     pushed_again: Manifest | None = None
+    warning: str | None = None
 
 
 @router.post("/acceptance")
@@ -87,7 +91,21 @@ async def post_acceptance(request: Request, context: Context) -> AcceptanceReply
     if judgement.push:
         reason = f"drafter dead in {report.reporter}: {judgement.reason}"
         pushed = await asyncio.to_thread(context.registry.push_again, report.run, reason)
-    return AcceptanceReply(dead=judgement.dead, verdict=judgement.reason, pushed_again=pushed)
+    return AcceptanceReply(
+        dead=judgement.dead, verdict=judgement.reason, pushed_again=pushed, warning=_misfit(context.settings, report)
+    )
+
+
+def _misfit(settings: Settings, report: AcceptanceReport) -> str | None:
+    """Say where the engine drafts otherwise than replay supposes: then α, gate and training are of other drafts."""
+    depth = report.depth if report.depth is not None else settings.depth
+    drafting = report.drafting if report.drafting in ("greedy", "probabilistic") else settings.drafting
+    if report.method == "ngram" or (depth, drafting) == (settings.depth, settings.drafting):
+        return None
+    return (
+        f"the engine drafts {depth} tokens a round, {drafting}; the service replays and trains {settings.depth}, "
+        f"{settings.drafting}. Start the service with DRAFTALIGN_DEPTH={depth} DRAFTALIGN_DRAFTING={drafting}"
+    )
 
 
 async def _judge(context: ServiceContext, report: AcceptanceReport) -> Judgement:

@@ -74,6 +74,8 @@ def test_rounds_are_booked_under_the_version_that_made_them(service: Service, en
         "accepted_per_position": [100, 100, 0],
         "emitted_tokens": 300,  # the four first tokens came from prefills
         "window_seconds": report["window_seconds"],
+        "depth": 3,
+        "drafting": None,
         "final": True,
     }
     assert 0 < report["window_seconds"] < 60

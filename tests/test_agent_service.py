@@ -44,6 +44,24 @@ def test_a_drafter_goes_out_and_its_acceptance_comes_back(
     assert point["alpha_live"] == pytest.approx(3.0)
 
 
+def test_an_engine_that_drafts_otherwise_than_the_service_replays_is_named_once(
+    service: RunningService, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.depth = 7
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        version = _publish(service, 1)
+        eventually(lambda: engine.version == version)
+        for _ in range(2):
+            settle(engine)
+            engine.play(100, 2, requests=3)
+        eventually(lambda: "DRAFTALIGN_DEPTH=7" in caplog.text)
+        settle(engine)
+        engine.play(100, 2, requests=3)
+        settle(engine)
+    assert caplog.text.count("DRAFTALIGN_DEPTH=7") == 1
+    assert engine.url in next(r.getMessage() for r in caplog.records if "DRAFTALIGN_DEPTH=7" in r.getMessage())
+
+
 def test_a_connection_is_not_reused_when_the_engine_may_be_closing_it(
     service: RunningService, engine: Engine, tmp_path: Path
 ) -> None:

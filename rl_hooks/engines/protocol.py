@@ -8,7 +8,7 @@ GET  /metrics                                vLLM's counters
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import httpx
@@ -37,6 +37,9 @@ class EngineState:
     takes: str | None = "eagle3"
     #: What it speculates by while it has no drafter of ours (n-grams, its policy's own MTP module): its counts' name.
     method: str | None = None
+    #: How many tokens it drafts a round, and whether as `greedy` or `probabilistic`; None where it does not say.
+    depth: int | None = None
+    drafting: str | None = None
 
     @property
     def serving(self) -> str | None:
@@ -92,12 +95,17 @@ class SwapEngine:
                 f"{self.url}/drafter/state: expected version (string or null), loaded (boolean), swaps (integer), "
                 f"got {str(document)[:200]}"
             )
-        method = document.get("method")
-        if not isinstance(method, str) or method == "eagle3":
-            return EngineState(version, loaded, swaps, fingerprint, policy)
-        if document.get("takes") != "mtp":
-            return counting_only(None if method in _NOT_SPECULATION else method, policy)
-        return EngineState(version, loaded, swaps, fingerprint, policy, takes="mtp", method=method)
+        method, depth, drafting = (document.get(name) for name in ("method", "depth", "drafting"))
+        found = EngineState(version, loaded, swaps, fingerprint, policy)
+        if isinstance(method, str) and method != "eagle3":
+            if document.get("takes") != "mtp":
+                return counting_only(None if method in _NOT_SPECULATION else method, policy)
+            found = replace(found, takes="mtp", method=method)
+        return replace(
+            found,
+            depth=depth if type(depth) is int else None,
+            drafting=drafting if isinstance(drafting, str) else None,
+        )
 
     async def swap(self, release: Release) -> None:
         """Ask for a swap, and believe only an answer that names the version."""

@@ -85,9 +85,11 @@ class SGLangEngine:
         if str(algorithm).upper() != "EAGLE3":
             return counting_only(None if algorithm is None else str(algorithm).lower(), version)
         started, loaded = process_identity(info), self._recall()
+        steps = info.get("speculative_num_steps")
+        depth = steps if type(steps) is int else None
         if loaded is None or loaded[0] != started:
-            return EngineState(None, False, 0, policy_version=version)
-        return EngineState(loaded[1], True, loaded[2], policy_version=version)
+            return EngineState(None, False, 0, policy_version=version, depth=depth)
+        return EngineState(loaded[1], True, loaded[2], policy_version=version, depth=depth)
 
     async def snapshot(self) -> Snapshot:
         """Counters. SGLang counts a request when it has finished, so a round of α 1 counts as one emitted token.
