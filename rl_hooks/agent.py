@@ -161,7 +161,6 @@ class SwapAgent:
                 base_url=config.service_url,
                 headers=_authorization(config),
                 timeout=timeout,
-                limits=_LIMITS,
                 trust_env=False,
                 verify=_tls(),
             ) as service,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -195,6 +197,15 @@ def test_a_large_refused_body_does_not_lose_the_answer(serve: Callable[..., Runn
     for _ in range(5):
         reply = httpx.post(f"{service.url}/rollouts", content=b"x" * (24 << 20), headers=HEADERS, timeout=30)
         assert reply.status_code == 413
+
+
+def test_an_idle_connection_is_kept_longer_than_clients_reuse_it(service: RunningService) -> None:
+    """Httpx reuses what was idle for 5 s at most: a service that hung up then would fail a request now and then."""
+    with socket.create_connection(("127.0.0.1", service.port), timeout=5) as connection:
+        for pause in (0.0, 5.7):
+            time.sleep(pause)
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def test_probes_and_documentation_answer(service: RunningService) -> None:
