@@ -6,7 +6,11 @@
 
 Weights are never converted: an import and an export give the same bits. What changes are names, the config, and what
 must not travel (`embed_tokens`, the verifier's head). What another project computes differently is refused by name.
-Pickles (`*.bin`, `*.pt`) are refused: reading one runs the code in it.
+
+Weights come as safetensors. Pickles, `pytorch_model.bin` (SafeAILab publishes those) and SpecForge's
+`training_state.pt`, are read where the caller asks for it, which only the command line does: a person names the files
+there. torch's restricted unpickler builds tensors from them and runs no code of theirs. The service and the agent read
+safetensors alone, by other functions.
 
 Facts on layouts: vLLM 0.33, SGLang 0.5.23, SpecForge 0.2.0, speculators 0.9.0, as read in their sources.
 """
@@ -14,7 +18,9 @@ Facts on layouts: vLLM 0.33, SGLang 0.5.23, SpecForge 0.2.0, speculators 0.9.0, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -36,6 +42,7 @@ from drafter.checkpoint import (
     parse_config,
     read_config,
     read_vocabulary,
+    tensor_shapes,
     write_stored,
 )
 from drafter.errors import CheckpointError
@@ -44,6 +51,9 @@ from drafter.model import DrafterConfig
 Layout = Literal["sglang", "speculators", "specforge"]
 LAYOUTS: Final[tuple[Layout, ...]] = get_args(Layout)
 
+#: The two pickles that are read: a state_dict, and SpecForge's, which has one among a trainer's settings.
+_PICKLED: Final = "pytorch_model.bin"
+_TRAINING_STATE: Final = "training_state.pt"
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: Of the target: engines share them with the policy or build them anew, and a trainer reads them from the target.
 _TARGETS_OWN: Final = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -80,15 +90,17 @@ def import_drafter(
     layout: Layout | None = None,
     aux_layers: Sequence[int] | None = None,
     norm_before_residual: bool | None = None,
+    config_file: Path | None = None,
+    pickles: bool = False,
 ) -> Imported:
     """Read model.safetensors and config.json in any layout (default: found out). Raises `CheckpointError`.
 
     `aux_layers` ("entering" ids) and `norm_before_residual` say what the config leaves open, and must agree with what
-    it does say.
+    it does say. `config_file` stands for a config.json that `directory` lacks. With `pickles`, pytorch_model.bin or
+    SpecForge's training_state.pt is read where there is no model.safetensors; without, they are refused unread.
     """
-    if not (directory / MODEL_FILE).is_file():
-        _refuse_what_is_there(directory)
-    document = read_config(directory / CONFIG_FILE)
+    path = _weights_file(directory, pickles=pickles)
+    document = read_config(_config_path(directory, config_file))
     if is_mtp(document):
         raise CheckpointError(
             f"{directory} holds an MTP module, which has one layout in every project (DeepSeek-V3's): "
@@ -96,7 +108,7 @@ def import_drafter(
         )
     nested = "speculators_model_type" in document or "transformer_layer_config" in document
     if layout is None:
-        layout = "speculators" if nested else "sglang"
+        layout = "speculators" if nested else "specforge" if path.name == _TRAINING_STATE else "sglang"
     elif (layout == "speculators") != nested:
         raise CheckpointError(f"{directory} is not in the {layout} layout; leave the layout out to have it found")
     notes: list[str] = []
@@ -105,7 +117,7 @@ def import_drafter(
     _settle_aux_layers(flat, aux_layers)
     _settle_defaults(flat, notes)
     config = parse_config(flat)
-    tensors = _read_tensors(directory / MODEL_FILE, notes)
+    tensors = _read_tensors(path, config, notes)
     _order_vocabulary(tensors, notes)
     vocabulary = read_vocabulary(tensors, config)
     weights = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
@@ -181,23 +193,42 @@ def engine_limits(config: DrafterConfig) -> tuple[str, ...]:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_what_is_there(directory: Path) -> None:
-    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-    pickles = [name for name in names if name.endswith(_PICKLES)]
-    if "training_state.pt" in pickles:
+def _weights_file(directory: Path, *, pickles: bool) -> Path:
+    """The file that holds the weights. Refuses, by what is there, a directory that has none which may be read."""
+    if (directory / MODEL_FILE).is_file():
+        return directory / MODEL_FILE
+    names = sorted(path.name for path in directory.iterdir() if path.is_file()) if directory.is_dir() else []
+    found = [name for name in (_PICKLED, _TRAINING_STATE) if name in names]
+    if found and not pickles:
         raise CheckpointError(
-            f"{directory / 'training_state.pt'} is a pickle, and reading one runs the code in it. Export it with "
-            "SpecForge itself: specforge export --to sglang --checkpoint ... --draft-config ... --output-dir ..."
+            f"{directory / found[0]} is a pickle, and only safetensors is read here; `draftalign convert` makes it one"
         )
-    if pickles:
+    if len(found) > 1:
+        raise CheckpointError(f"{directory} holds {' and '.join(found)}; leave only the one that is the drafter")
+    if found:
+        return directory / found[0]
+    others = [name for name in names if name.endswith(_PICKLES)]
+    if others:
         raise CheckpointError(
-            f"{directory / pickles[0]} is a pickle, and reading one runs the code in it; only safetensors is read. "
-            "Where you trust the file: torch.load(file, weights_only=True), then safetensors.torch.save_file(tensors, "
-            f'"{MODEL_FILE}")'
+            f"{directory / others[0]} is a pickle of unknown content; expected {MODEL_FILE}, {_PICKLED} (tensors by "
+            f"name) or SpecForge's {_TRAINING_STATE}. Name it so if it is one of them"
         )
     if INDEX_FILE in names:
         raise CheckpointError(f"{directory} holds a sharded checkpoint; save the drafter as one {MODEL_FILE}")
     raise CheckpointError(f"{directory} has no {MODEL_FILE}; expected it beside {CONFIG_FILE}")
+
+
+def _config_path(directory: Path, given: Path | None) -> Path:
+    beside = directory / CONFIG_FILE
+    if given is None:
+        if not beside.is_file():
+            raise CheckpointError(f"{directory} has no {CONFIG_FILE}; put it there, or name it (--draft-config FILE)")
+        return beside
+    if beside.exists():
+        raise CheckpointError(f"{directory} has its own {CONFIG_FILE}, and you name {given}; leave out one of them")
+    if not given.is_file():
+        raise CheckpointError(f"{given} is no file; name the drafter's {CONFIG_FILE}")
+    return given
 
 
 def _flatten(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,24 +308,16 @@ def _settle_defaults(flat: dict[str, Any], notes: list[str]) -> None:
         notes.append(f"config.json gives no rope_theta: {_LLAMA_ROPE_THETA:g} is assumed, as transformers does")
 
 
-def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
-    """Tensors by canonical name, without those of the target; maps as int64 and bool."""
-    tensors: dict[str, Tensor] = {}
-    try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                if name.removeprefix("model.") in _TARGETS_OWN:
-                    notes.append(f"{name} is left out: it is the target's, and engines would overwrite the policy's")
-                    continue
-                canonical = name.replace("layers.0.", "midlayer.", 1)
-                if canonical in tensors:
-                    raise CheckpointError(
-                        f"{path} holds both midlayer.* and layers.0.* ({canonical} twice), which are two names of one "
-                        "layer: leave out those that are not the drafter's"
-                    )
-                tensors[canonical] = file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+def _read_tensors(path: Path, config: DrafterConfig, notes: list[str]) -> dict[str, Tensor]:
+    """Tensors by canonical name, without those of the target, those that the config knows of its sizes.
+
+    The maps, where there are any, as int64 and bool.
+    """
+    tensors = _read_safetensors(path, notes) if path.name == MODEL_FILE else _read_pickle(path, notes)
+    sizes = {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,), **tensor_shapes(config)}
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != sizes.get(name, tuple(tensor.shape)):
+            raise CheckpointError(f"{path}: {name} is {tuple(tensor.shape)}, its config says {sizes[name]}")
     for name, kinds, wanted in (
         ("d2t", (torch.int64, torch.int32), torch.int64),
         ("t2d", (torch.bool, torch.uint8), torch.bool),
@@ -304,6 +327,105 @@ def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
                 raise CheckpointError(f"{name} must be {wanted}, got {tensors[name].dtype}")
             tensors[name] = tensors[name].to(wanted)
     return tensors
+
+
+def _read_safetensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            names = _canonical_names(file.keys(), path, notes)
+            return {ours: file.get_tensor(theirs) for ours, theirs in names.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+
+
+def _read_pickle(path: Path, notes: list[str]) -> dict[str, Tensor]:
+    """Copies, each of its own: what torch maps may overlap, repeat itself and change with the file."""
+    found = _unpickled(path)
+    if path.name == _TRAINING_STATE:
+        found = _draft_state(found, path)
+    if not isinstance(found, dict) or not all(isinstance(name, str) and _plain(t) for name, t in found.items()):
+        raise CheckpointError(
+            f"{path} must hold plain dense tensors by name and nothing else (no sparse, quantized or meta ones); save "
+            f"the drafter's as {MODEL_FILE}"
+        )
+    tensors = {ours: found[theirs] for ours, theirs in _canonical_names(found, path, notes).items()}
+    # One element may stand for many (a stride of 0): a small file must not ask for any amount of memory.
+    needed, there = sum(tensor.nbytes for tensor in tensors.values()), path.stat().st_size
+    if needed > there:
+        raise CheckpointError(
+            f"{path} has {there} bytes, and its tensors would take {needed}: some share their elements. Save "
+            f"contiguous ones as {MODEL_FILE}"
+        )
+    return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
+
+
+def _unpickled(path: Path) -> Any:
+    """What torch's restricted unpickler makes of a file: containers, numbers, strings and tensors, mapped from it.
+
+    It imports and calls nothing that the file names but a fixed list of torch's own constructors. The two known ways
+    around it (CVE-2025-32434, CVE-2026-24747) are of versions before those that draftalign runs with.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch maps compressed entries as they are, as other numbers
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise zipfile.BadZipFile("compressed, which torch.save does not do")  # noqa: TRY301 - one way out
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except Exception as error:  # whatever a damaged or hostile file makes of the unpickler
+        # Only torch's first sentence: the next ones advise to allow what was refused.
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].split(". ")[0].partition("\n")[0]
+        raise CheckpointError(
+            f"{path} cannot be read as tensors alone ({type(error).__name__}: {reason!a:.200}); fetch it again, or "
+            f"where it was made save the drafter's tensors as {MODEL_FILE}"
+        ) from error
+
+
+def _draft_state(state: Any, path: Path) -> Any:
+    """The weights within what SpecForge's trainer saves; its optimizer and settings stay unread."""
+    if not isinstance(state, dict) or "draft_state_dict" not in state:
+        raise CheckpointError(
+            f"{path} has no draft_state_dict, where SpecForge's trainer puts the weights; give the directory of one of "
+            f"its checkpoints, or a state_dict as {_PICKLED}"
+        )
+    strategy = state.get("strategy", "eagle3")
+    if strategy != "eagle3":
+        raise CheckpointError(f"{path} was trained as {strategy!r:.80}; only SpecForge's eagle3 is an EAGLE-3 drafter")
+    weights = state["draft_state_dict"]
+    if isinstance(weights, dict) and "embed_tokens.weight" in weights:
+        raise CheckpointError(
+            f"{path} holds embed_tokens.weight, which SpecForge saves only where it was trained: without it this is "
+            "another drafter, and engines would overwrite the policy's. Train one with the embedding frozen"
+        )
+    return weights
+
+
+def _plain(value: object) -> bool:
+    """Whether it is a tensor whose elements are in memory as they read."""
+    return (
+        isinstance(value, Tensor)
+        and type(value) in (Tensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not (value.is_quantized or value.is_nested or value.is_neg() or value.is_conj())
+    )
+
+
+def _canonical_names(names: Iterable[str], path: Path, notes: list[str]) -> dict[str, str]:
+    """The file's name of each tensor by its canonical one, without the target's."""
+    found: dict[str, str] = {}
+    for name in names:
+        if name.removeprefix("model.") in _TARGETS_OWN:
+            notes.append(f"{name} is left out: it is the target's, and engines would overwrite the policy's")
+            continue
+        canonical = name.replace("layers.0.", "midlayer.", 1)
+        if canonical in found:
+            raise CheckpointError(
+                f"{path} holds both midlayer.* and layers.0.* ({canonical} twice), which are two names of one layer: "
+                "leave out those that are not the drafter's"
+            )
+        found[canonical] = name
+    return found
 
 
 def _order_vocabulary(tensors: dict[str, Tensor], notes: list[str]) -> None:

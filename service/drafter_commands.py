@@ -38,7 +38,7 @@ _EMBEDDINGS: Final = (
 _HEADS: Final = ("lm_head", "lm_head.weight", "language_model.lm_head.weight", "output.weight")
 _NORM: Final = "What norm_before_residual is, where the config does not say."
 
-Source = Annotated[Path, typer.Argument(help="Directory with model.safetensors and config.json, in any layout.")]
+Source = Annotated[Path, typer.Argument(help="Directory with a drafter's weights and config.json, in any layout.")]
 From = Annotated[
     str | None, typer.Option("--from", help="Layout, where it cannot be told: sglang, specforge or speculators.")
 ]
@@ -46,6 +46,7 @@ AuxLayers = Annotated[
     str | None, typer.Option(help="Layers whose input the drafter reads, as 2,18,33, where the config does not say.")
 ]
 Norm = Annotated[bool | None, typer.Option("--norm-before-residual/--no-norm-before-residual", help=_NORM)]
+DraftConfig = Annotated[Path | None, typer.Option(help="The drafter's config.json, where its directory has none.")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -62,6 +63,7 @@ def convert(
     from_: From = None,
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,
+    draft_config: DraftConfig = None,
     verifier: Annotated[str | None, typer.Option(help="Target's name or path, for a speculators config.")] = None,
 ) -> None:
     """Rewrite a drafter in another project's layout, the weights bit for bit.
@@ -72,7 +74,7 @@ def convert(
         from drafter.formats import export_drafter
         from drafter.mtp_checkpoint import extract_mtp
 
-        imported = None if to == "mtp" else _read(source, from_, aux_layers, norm_before_residual)
+        imported = None if to == "mtp" else _read(source, from_, aux_layers, norm_before_residual, draft_config)
         if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
             raise ConfigurationError(f"{destination} holds something already; name a new directory")
         created = not destination.exists()
@@ -104,6 +106,7 @@ def inspect(
     from_: From = None,
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,
+    draft_config: DraftConfig = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a drafter's files and say what it is: layout, sizes, layers, vocabulary, and who cannot serve it."""
@@ -111,7 +114,7 @@ def inspect(
         if _is_mtp(source):
             facts = _mtp_facts(source)
         else:
-            facts = _facts(_read(source, from_, aux_layers, norm_before_residual))
+            facts = _facts(_read(source, from_, aux_layers, norm_before_residual, draft_config))
         if as_json:
             typer.echo(json.dumps(facts, indent=1))
             return
@@ -144,6 +147,7 @@ def evaluate(
     from_: From = None,
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,
+    draft_config: DraftConfig = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Replay α of a drafter on rollout files: what it would have accepted, by position, beside n-gram drafting."""
@@ -159,7 +163,9 @@ def evaluate(
         if _is_mtp(drafter):
             model = read_mtp(drafter, embed_tokens, policy.lm_head())
         else:
-            model = build_drafter(_read(drafter, from_, aux_layers, norm_before_residual).stored, embed_tokens)
+            model = build_drafter(
+                _read(drafter, from_, aux_layers, norm_before_residual, draft_config).stored, embed_tokens
+            )
         result = replay_all(
             model.eval(),
             (_load(path, model.config.vocab_size) for path in files),
@@ -273,7 +279,14 @@ def _explained() -> Iterator[None]:
         raise ConfigurationError(str(error)) from error
 
 
-def _read(source: Path, layout: str | None, aux_layers: str | None, norm_before_residual: bool | None) -> Imported:
+def _read(
+    source: Path,
+    layout: str | None,
+    aux_layers: str | None,
+    norm_before_residual: bool | None,
+    draft_config: Path | None,
+) -> Imported:
+    """Read what a person names, pickles of tensors too; the service reads safetensors only, and not by this."""
     from drafter.formats import LAYOUTS, import_drafter
 
     if layout is not None and layout not in LAYOUTS:
@@ -284,7 +297,14 @@ def _read(source: Path, layout: str | None, aux_layers: str | None, norm_before_
         if not all(part.strip().isdecimal() for part in parts):
             raise ConfigurationError(f"--aux-layers must be numbers such as 2,18,33, got {aux_layers!r}")
         layers = [int(part) for part in parts]
-    return import_drafter(source, layout=layout, aux_layers=layers, norm_before_residual=norm_before_residual)
+    return import_drafter(
+        source,
+        layout=layout,
+        aux_layers=layers,
+        norm_before_residual=norm_before_residual,
+        config_file=draft_config,
+        pickles=True,
+    )
 
 
 def _is_mtp(source: Path) -> bool:
