@@ -17,8 +17,8 @@ H hidden, G key-value heads, hd head size, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -49,6 +49,11 @@ class Generation:
         """Tokens per round, pooled over prompts; nan without a round."""
         rounds = sum(self.rounds)
         return sum(self.emitted) / rounds if rounds else float("nan")
+
+    @staticmethod
+    def concat(parts: Sequence[Generation]) -> Generation:
+        """The generations as one, prompts in the order given."""
+        return Generation(*([one for part in parts for one in getattr(part, of.name)] for of in fields(Generation)))
 
 
 def sampling_logprobs(logits: Tensor, temperature: float) -> Tensor:
@@ -129,13 +134,13 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
     temperature: float = 1.0,
     depth: int = 4,
     drafting: Drafting = "probabilistic",
     generator: torch.Generator | None = None,
 ) -> Generation:
-    """Continue every prompt until `eos_id` or `max_tokens`, with a drafter or (None) one token at a time.
+    """Continue every prompt until `eos_id` (or one of them) or `max_tokens`, with a drafter or (None) token by token.
 
     `target` is a transformers causal LM in eval mode, all its layers full attention (else `DrafterError`). Drafts are
     drawn from the drafter's softmax at the same temperature (as engines do), or are its argmax (`drafting="greedy"`,
@@ -338,7 +343,8 @@ class _Ledger:
 
     sequences: int
     max_tokens: int
-    eos_id: int | None
+    eos_id: int | Collection[int] | None
+    ends: frozenset[int] = field(init=False)
     tokens: list[list[int]] = field(init=False)
     logprobs: list[list[float]] = field(init=False)
     rounds: list[int] = field(init=False)
@@ -346,6 +352,7 @@ class _Ledger:
     finished: list[Literal["eos", "length"] | None] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.ends = frozenset([self.eos_id] if isinstance(self.eos_id, int) else self.eos_id or ())
         self.tokens = [[] for _ in range(self.sequences)]
         self.logprobs = [[] for _ in range(self.sequences)]
         self.rounds = [0] * self.sequences
@@ -366,7 +373,7 @@ class _Ledger:
             for token, value in zip(ids[: count + 1], values[row], strict=False):
                 self.tokens[row].append(token)
                 self.logprobs[row].append(value)
-                if token == self.eos_id:
+                if token in self.ends:
                     self.finished[row] = "eos"
                 elif len(self.tokens[row]) == self.max_tokens:
                     self.finished[row] = "length"

@@ -17,7 +17,7 @@ Legend: B sequences, m nodes, K depth, k branches, V target vocabulary, D draft 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,17 +59,18 @@ def generate_tree(
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
     temperature: float = 1.0,
     depth: int = 4,
     branches: int = 4,
     nodes: int = 16,
     generator: torch.Generator | None = None,
 ) -> Generation:
-    """Continue every prompt until `eos_id` or `max_tokens`, drafting trees of up to `nodes` nodes and `depth` levels.
+    """Continue every prompt until `eos_id` (or one of them) or `max_tokens`, drafting trees of up to `nodes` nodes.
 
-    `target` is a transformers causal LM in eval mode, all its layers full attention (else `DrafterError`), whose
-    attention takes a four-dimensional mask (eager, sdpa).
+    They have up to `depth` levels, of which `branches` nodes are expanded. `target` is a transformers causal LM in eval
+    mode, all its layers full attention (else `DrafterError`), whose attention takes a four-dimensional mask (eager,
+    sdpa).
     """
     if not prompts or any(not prompt for prompt in prompts):
         raise DrafterError("expected one or more prompts of at least one token: generation starts from a prefill")

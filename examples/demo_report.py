@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from drafter.decoders import NODES, compare_decoders
+from drafter.decoders import NODES, Prompt, compare_decoders
 from examples import elicit
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
     return parts, explain(parts, _mean(_known(rows, "alpha_served")[-2:]))
 
 
-def _decoders(session: Session) -> dict[str, float | int]:
+def _decoders(session: Session) -> dict[str, Any]:
     """The served drafter on the last policy, by chain and by tree."""
     from drafter.checkpoint import read_drafter
     from examples.demo import RUN
@@ -142,7 +142,7 @@ def _decoders(session: Session) -> dict[str, float | int]:
     return compare_decoders(
         policy,
         read_drafter(layout.drafter(RUN, served.version), embedding),
-        [session.tokenizer.encode(prompt) for prompt in prompts],
+        [Prompt(session.tokenizer.encode(prompt)) for prompt in prompts],
         depth=session.engine.drafter()["depth"],
         max_tokens=elicit.MAX_ANSWER_TOKENS,
         eos_id=session.tokenizer.eos_token_id,

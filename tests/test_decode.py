@@ -239,6 +239,33 @@ def test_a_sequence_is_not_touched_by_those_beside_it(target: Any, trained: Eagl
         assert alone.rounds[0] == together.rounds[row]
 
 
+def upto(text: list[int], ends: set[int]) -> list[int]:
+    """The text up to the first of `ends`, which is part of it."""
+    return text[: next((place for place, token in enumerate(text) if token in ends), len(text)) + 1]
+
+
+def test_a_text_ends_with_any_of_several_tokens(target: Any, trained: Eagle3Drafter) -> None:
+    prompts, size = make_prompts(40, 64), {"max_tokens": 24, "temperature": 0.0}
+    whole = generate(target, None, prompts, **size).tokens  # type: ignore[arg-type]
+    common = max(set(range(64)) - {EOS}, key=lambda token: sum(token in text for text in whole))
+    made = generate(target, trained, prompts, eos_id=[common, EOS], **size)  # type: ignore[arg-type]
+    assert made.tokens == [upto(text, {common, EOS}) for text in whole]
+    assert {text[-1] for text, how in zip(made.tokens, made.finished, strict=True) if how == "eos"} == {common, EOS}
+    for none in (None, []):
+        assert generate(target, trained, prompts[:5], eos_id=none, **size).tokens == whole[:5]  # type: ignore[arg-type]
+
+
+def test_generations_are_joined_in_order(target: Any, trained: Eagle3Drafter) -> None:
+    prompts, size = make_prompts(9, 64), {"max_tokens": 12, "temperature": 0.0}
+    whole = generate(target, trained, prompts, **size)  # type: ignore[arg-type]
+    parts = [generate(target, trained, part, **size) for part in (prompts[:4], prompts[4:])]  # type: ignore[arg-type]
+    joined = Generation.concat(parts)
+    for name in ("tokens", "rounds", "accepted", "emitted", "finished"):
+        assert getattr(joined, name) == getattr(whole, name)
+    assert [len(values) for values in joined.logprobs] == [len(text) for text in joined.tokens]
+    assert joined.alpha == whole.alpha
+
+
 def test_the_same_seed_gives_the_same_text(target: Any, trained: Eagle3Drafter) -> None:
     prompts = make_prompts(6, 64)
     runs = [generate(target, trained, prompts, max_tokens=10, generator=seeded(seed)).tokens for seed in (1, 1, 2)]

@@ -211,6 +211,15 @@ def test_a_sequence_is_not_touched_by_those_beside_it(target: Any, trained: Eagl
         assert alone.rounds[0] == together.rounds[row]
 
 
+def test_a_text_ends_with_any_of_several_tokens(target: Any, trained: Eagle3Drafter) -> None:
+    prompts, ends = make_prompts(40, 64), [13, EOS]
+    plain = generate(target, None, prompts, max_tokens=24, temperature=0.0, eos_id=ends)
+    made = generate_tree(target, trained, prompts, max_tokens=24, temperature=0.0, eos_id=ends)
+    assert made.tokens == plain.tokens
+    assert {text[-1] for text, how in zip(made.tokens, made.finished, strict=True) if how == "eos"} == {*ends}
+    assert set(made.finished) == {"eos", "length"}
+
+
 def test_settings_that_cannot_work_are_refused(target: Any, trained: Eagle3Drafter) -> None:
     with pytest.raises(DrafterError, match="at least one token"):
         generate_tree(target, trained, [[]], max_tokens=4)
