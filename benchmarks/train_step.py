@@ -13,6 +13,9 @@ what a new shape costs is counted. `ours` and the peers are forward and backward
 trainer` is the worker's whole window (`DrafterTrainer.step`: copies, casts, clipping, the optimizer) on
 batches that lie on the host. `peak_gib` is the allocator's peak *above* what stays between steps: weights, optimizer
 state and the case's features are not in it.
+
+Ours need torch, numpy and safetensors: no other dependency, no installation of this project and no network. A peer that
+is not installed is named and its rows are left out.
 """
 
 from __future__ import annotations
@@ -64,14 +67,27 @@ def main() -> int:
     if options.cell:
         print("CELL " + json.dumps(_run_cell(json.loads(options.cell))), flush=True)
         return 0
+    cells = list(_cells(options))
+    missing = _missing(options.python, sorted({cell["peer"] for cell in cells} & {row[0] for row in GRID}))
+    for peer in missing:
+        print(f"{peer} is not installed for {options.python}: its rows are left out", file=sys.stderr, flush=True)
     rows: list[dict[str, Any]] = []
-    for cell in _cells(options):
+    for cell in (cell for cell in cells if cell["peer"] not in missing):
         for row in _measure(cell, options.python):
             rows.append({"machine": _machine(), **row})
             print(_line(row), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
+
+
+def _missing(python: str, peers: list[str]) -> list[str]:
+    """Those of the peers that an interpreter lacks: nobody waits for their cells to fail one by one."""
+    script = (
+        "import sys, importlib.util as u; print(*[p for p in sys.argv[1:] if not u.find_spec(p.partition('-')[0])])"
+    )
+    done = subprocess.run([python, "-c", script, *peers], capture_output=True, text=True, check=True)
+    return done.stdout.split()
 
 
 def _cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -127,8 +143,10 @@ def _in_process(cell: dict[str, Any], python: str) -> list[dict[str, Any]]:
         if line.startswith("CELL "):
             found: list[dict[str, Any]] = json.loads(line[5:])
             return found
-    reason = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-    print(f"{cell['peer']} K={cell['steps']} T={cell['tokens']} {cell['dtype']}: {reason[0]}", file=sys.stderr)
+    # The end of the traceback, not its last line: CUDA's errors end in advice that says nothing of what failed.
+    reason = done.stderr.strip().splitlines()[-20:] or [f"exit status {done.returncode}"]
+    failed = f"{cell['peer']} K={cell['steps']} T={cell['tokens']} {cell['dtype']}: this row failed:"
+    print("\n".join([failed, *reason]), file=sys.stderr, flush=True)
     return []
 
 
@@ -201,6 +219,8 @@ def _gpu(cell: dict[str, Any], response: float, timed: Callable[..., dict[str, A
     import torch
     from step_peers import PEERS, SIZES, floating_point_operations, make_case, ours, ours_trainer
 
+    from drafter.device import has_triton
+
     size, documents = SIZES[cell["size"]], cell["documents"]
     counted = {"steps": cell["steps"], "train_head": cell["train_head"]}
     case = make_case(
@@ -228,7 +248,8 @@ def _gpu(cell: dict[str, Any], response: float, timed: Callable[..., dict[str, A
     # Step i ran batch i % BATCHES: rates are of what each step did.
     row |= {"response_tokens_per_s": statistics.median(responses[i % BATCHES] / s for i, s in enumerate(seconds))}
     shares = [work[i % BATCHES] / s / 790e12 for i, s in enumerate(seconds)]
-    return row | {"share_of_790_tflops": statistics.median(shares), "lengths": tokens} | found
+    row |= {"share_of_790_tflops": statistics.median(shares), "lengths": tokens}
+    return row | {"torch": torch.__version__, "triton": has_triton()} | found
 
 
 def _timed(step: Callable[[int], object], batches: int, count: int) -> dict[str, Any]:
@@ -259,7 +280,9 @@ def _line(row: dict[str, Any]) -> str:
         share, rate = row["share_of_790_tflops"], row["response_tokens_per_s"]
         middle, (low, high) = row["seconds"] * 1e3, (1e3 * q for q in row["quartiles"])
         took = f"| {row['documents']} | {middle:.1f} ms ({low:.1f} to {high:.1f}) "
-        return start + took + f"| {rate:,.0f} tokens/s | {share:.1%} | {row['peak_gib']:.2f} GiB above resident |"
+        plain = "" if row["triton"] or not row["peer"].startswith("ours") else " without Triton |"
+        rates = f"| {rate:,.0f} tokens/s | {share:.1%} | {row['peak_gib']:.2f} GiB above resident |"
+        return start + took + rates + plain
     times = f"| **{row['cpu_ratio']:.2f}** | {row['ours_s']:.2f} / {row['peer_s']:.2f} s "
     return start + times + f"| **{row['memory_ratio']:.2f}** | {row['ours_mib']:.0f} / {row['peer_mib']:.0f} MiB |"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -29,16 +30,19 @@ _VARIANTS = 64
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed, which is optional, and has what it needs to start a kernel: it compiles C for it."""
-    if find_spec("triton") is None:
-        return False
+    """Whether Triton is installed, which is optional, and has what it needs to start a kernel: it compiles C for it.
+
+    What is missing is named once, in a warning.
+    """
     missing = []
-    if not (os.environ.get("CC") or any(shutil.which(compiler) for compiler in ("gcc", "clang", "cc"))):
+    if find_spec("triton") is None:
+        missing.append("Triton (install triton)")
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # Triton asks for no other name
         missing.append("a C compiler (install gcc and the C headers)")
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
         missing.append("Python's own headers (install python3-dev)")
     if missing:
-        log.warning("Triton finds no %s: losses run in plain torch, slower", " and no ".join(missing))
+        log.warning("no fused kernels, losses run in plain torch, slower; missing: %s", ", ".join(missing))
     return not missing
 
 
@@ -90,8 +94,7 @@ def fused_on_cuda(function: _F) -> _F:
 
     @cache
     def compiled() -> Callable[..., Any]:  # not before it is needed: the compiler takes seconds to import
-        compiler: Any = torch.compile  # the published stubs lack this argument
-        return compiler(function, recompile_limit=_VARIANTS)  # type: ignore[no-any-return]
+        return _compiled(function)
 
     @wraps(function)
     def run(first: Tensor, *rest: Any) -> Any:
@@ -105,3 +108,19 @@ def fused_on_cuda(function: _F) -> _F:
         return compiled()(*arguments)
 
     return run  # type: ignore[return-value]
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` that keeps `_VARIANTS` of a function; torch 2.11 has but one limit, for the whole process."""
+    compiler: Any = torch.compile  # the published stubs lack this argument
+    if "recompile_limit" in inspect.signature(compiler).parameters:
+        return compiler(function, recompile_limit=_VARIANTS)  # type: ignore[no-any-return]
+    settings, whole = import_module("torch._dynamo").config, compiler(function)
+
+    def run(*arguments: Any) -> Any:
+        # At each use: torch may keep settings per thread, and backward passes on CUDA have one of their own.
+        if settings.recompile_limit < _VARIANTS:
+            settings.recompile_limit = _VARIANTS
+        return whole(*arguments)
+
+    return run

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.step_memory import LiveBytes, peak_of
 from benchmarks.step_peers import SIZES, Size
 from drafter.attention_layout import Packed
-from drafter.device import ahead, fused_on_cuda
+from drafter.device import ahead, fused_on_cuda, has_triton
 from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.packed_attention import runs_flash
 from drafter.plan import make_plan
@@ -154,6 +158,14 @@ def test_scores_of_a_long_document_are_never_held_whole() -> None:
     assert size.heads * 8192 * 8192 * 4 > 2.0 * memory.peak
 
 
+@pytest.fixture
+def compiler_settings() -> Iterator[Any]:
+    """What older torch is set to for the whole process, put back afterwards."""
+    settings = import_module("torch._dynamo").config
+    with settings.patch(recompile_limit=settings.recompile_limit):
+        yield settings
+
+
 def _compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
@@ -162,7 +174,9 @@ def _compiler() -> str | None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(_compiler() is None, reason="no C++ compiler here: what is compiled on CUDA cannot be compiled")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_what_is_compiled_on_cuda_computes_what_it_computes_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_on_cuda_computes_what_it_computes_uncompiled(
+    monkeypatch: pytest.MonkeyPatch, compiler_settings: Any
+) -> None:
     w = world(SHAPES["packed, awkward"], dtype=torch.float64)
     plain = gradients(w, ours(w, 3).loss)
     compiled: list[str] = []
@@ -179,7 +193,9 @@ def test_what_is_compiled_on_cuda_computes_what_it_computes_uncompiled(monkeypat
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_each_number_of_draft_steps_is_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_number_of_draft_steps_is_compiled_once_for_all_lengths(
+    monkeypatch: pytest.MonkeyPatch, compiler_settings: Any
+) -> None:
     graphs: list[Any] = []
     whole = torch.compile
 
@@ -187,7 +203,11 @@ def test_each_number_of_draft_steps_is_compiled_once_for_all_lengths(monkeypatch
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr("torch.compile", lambda f, **options: whole(f, backend=backend, **options))
+    @wraps(whole)  # what it says that it takes decides how it is told of the variants
+    def compile_with_backend(function: Any, **options: Any) -> Any:
+        return whole(function, backend=backend, **options)
+
+    monkeypatch.setattr("torch.compile", compile_with_backend)
     monkeypatch.setattr("drafter.device.fuses", lambda _: True)
 
     @fused_on_cuda
@@ -202,6 +222,69 @@ def test_each_number_of_draft_steps_is_compiled_once_for_all_lengths(monkeypatch
                 x = torch.ones(rows, 2, requires_grad=wants_gradients)
                 assert float(total(x, [x] * steps).sum()) == 2 * rows * (steps + 1)
     assert len(graphs) == 15
+
+
+@pytest.mark.parametrize("theirs", [8, 100])
+def test_torch_that_takes_a_limit_of_variants_is_told_and_older_torch_set_to_it(
+    theirs: int, monkeypatch: pytest.MonkeyPatch, compiler_settings: Any
+) -> None:
+    compiler_settings.recompile_limit = theirs
+    monkeypatch.setattr("drafter.device.fuses", lambda _: True)
+    told: list[int] = []
+
+    def newer(model: Any, *, recompile_limit: int | None = None) -> Any:  # as in torch 2.13
+        told.append(recompile_limit or 0)
+        return model
+
+    def older(model: Any, *, dynamic: bool | None = None) -> Any:  # as in torch 2.11
+        return model
+
+    def limit_seen(compiler: Callable[..., Any]) -> int:
+        monkeypatch.setattr("torch.compile", compiler)
+        return int(fused_on_cuda(lambda _: compiler_settings.recompile_limit)(torch.ones(2)))
+
+    assert limit_seen(newer) == theirs, "what else the process compiles keeps its own"
+    assert told == [64]
+    assert limit_seen(older) == max(64, theirs)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "named"),
+    [
+        ({"triton"}, "missing: Triton (install triton)"),
+        ({"gcc", "clang"}, "missing: a C compiler (install gcc and the C headers)"),
+        ({"Python.h"}, "missing: Python's own headers (install python3-dev)"),
+        ({"gcc"}, None),  # Triton takes clang too
+        ({"gcc", "clang", "Python.h"}, "a C compiler (install gcc and the C headers), Python's own headers"),
+        (set(), None),
+    ],
+)
+def test_what_triton_lacks_to_start_a_kernel_is_named(
+    lacks: set[str],
+    named: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if "Python.h" not in lacks:
+        (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("drafter.device.find_spec", lambda name: None if name in lacks else name)
+    monkeypatch.setattr("drafter.device.shutil.which", lambda name: None if name in {"cc", *lacks} else name)
+    monkeypatch.setattr("drafter.device.sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    with caplog.at_level(logging.WARNING, "draftalign.drafter"):
+        assert has_triton.__wrapped__() is (named is None)
+    assert len(caplog.records) == (named is not None)
+    assert (named or "") in caplog.text
+
+
+def test_a_compiler_that_is_named_to_triton_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CC", "/opt/some/cc")
+    monkeypatch.setattr("drafter.device.find_spec", lambda name: name)
+    monkeypatch.setattr("drafter.device.shutil.which", lambda _: None)
+    monkeypatch.setattr("drafter.device.sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert has_triton.__wrapped__()
 
 
 def test_what_is_made_ahead_comes_in_order_with_its_errors() -> None:

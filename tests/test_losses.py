@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from drafter_reference import Row, rms
 from drafter_worlds import SHAPES, World, gradients, mask_of, ours, with_top, world
 from torch import Tensor
-from torch.autograd.gradcheck import GradcheckError, gradcheck
+from torch.autograd.gradcheck import gradcheck
 
 from drafter.chain_loss import _FusedChain, chain_length, chain_loss
 from drafter.errors import DrafterError
 from drafter.loss import DraftLoss, _FusedLoss, draft_loss
 from drafter.optimizer import Method
+from drafter.plan import Plan
 from drafter.target import DraftTarget, TargetHead, draft_target
 from drafter.trainer import DrafterTrainer, Loss, TrainConfig
 from drafter.unroll import Unrolled, make_plan, unroll
@@ -131,31 +133,91 @@ def test_every_loss_reports_the_figures_that_kl_reports(kind: str, top: int) -> 
     torch.testing.assert_close(other.acceptance_sums, kl.acceptance_sums, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "kl"])
+def inputs_of_the_fused_function(top: int) -> tuple[Tensor, Tensor, DraftTarget, Plan]:
+    """Hidden states [E, 12] and lm_head [D, 12] in float64, and what they are held against."""
+    w = world((mask_of(6, 1), mask_of(5, 2, holes=(3,))), temperature=0.9)
+    unrolled, target = prepared(with_top(w, top) if top else w, 3)
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(unrolled.plan.order.numel(), 12, generator=generator, dtype=torch.float64)
+    head = torch.randn(len(w.drafter.vocabulary), 12, generator=generator, dtype=torch.float64)
+    return hidden.requires_grad_(), head.requires_grad_(), target, unrolled.plan
+
+
+STEP_WEIGHTS = torch.tensor([0.5, 0.4, 0.3], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["kl", "nla", "alpha"])  # "lk" holds its weight constant: see the next test
 @pytest.mark.parametrize("top", [0, 4])
 def test_gradcheck_of_the_fused_function(kind: Any, top: int) -> None:
-    w = world((mask_of(6, 1), mask_of(5, 2, holes=(3,))), temperature=0.9)
-    w = with_top(w, top) if top else w
-    unrolled, target = prepared(w, 3)
-    chains, plan = unrolled.plan.chains, unrolled.plan
-    generator = torch.Generator().manual_seed(5)
-    hidden = torch.randn(plan.order.numel(), 12, generator=generator, dtype=torch.float64, requires_grad=True)
-    head = torch.randn(len(w.drafter.vocabulary), 12, generator=generator, dtype=torch.float64).requires_grad_()
-    step_weights = torch.tensor([0.5, 0.4, 0.3], dtype=torch.float64)
+    hidden, head, target, plan = inputs_of_the_fused_function(top)
 
     def loss(hidden: Tensor, head: Tensor) -> Tensor:
         out: tuple[Tensor, ...]
         if kind == "alpha":
-            out = _FusedChain.apply(hidden, head, target, chains, 3, DENOMINATOR, 40, True)  # type: ignore[no-untyped-call]
+            out = _FusedChain.apply(hidden, head, target, plan.chains, 3, DENOMINATOR, 40, True)  # type: ignore[no-untyped-call]
         else:
-            out = _FusedLoss.apply(hidden, head, target, plan, step_weights, kind, 40, True)  # type: ignore[no-untyped-call]
+            out = _FusedLoss.apply(hidden, head, target, plan, STEP_WEIGHTS, kind, 40, True)  # type: ignore[no-untyped-call]
         return out[0]
 
-    if kind == "lk":  # its weight is held constant, which finite differences do not know
-        with pytest.raises(GradcheckError):
-            gradcheck(loss, (hidden, head), eps=1e-6, atol=1e-6)
+    assert gradcheck(loss, (hidden, head), eps=1e-6, atol=1e-6)
+
+
+def kl_and_acceptance(hidden: Tensor, head: Tensor, target: DraftTarget, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Both by their definition, [E]; a tail counts as one token more."""
+    p = target.logprobs(0, plan.target_rows.numel(), torch.float64).exp()[plan.target_index]
+    q = torch.softmax(hidden @ head.T / target.divisor, -1)
+    if target.tail is not None:
+        p = torch.cat([p, target.tail[plan.target_index, None]], -1)
+        q = torch.cat([q, (q * (p[:, :-1] == 0)).sum(-1, keepdim=True)], -1)
+    kl = torch.special.xlogy(p, p / (p.sum(-1, keepdim=True) * q)).sum(-1)
+    return kl, torch.minimum(p, q).sum(-1)
+
+
+def slope_by_differences(loss: Callable[[], Tensor], x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Central differences of a loss by each element of x, which is moved in place."""
+    slope = torch.empty_like(x)
+    for at in range(x.numel()):
+        kept = float(x.view(-1)[at])
+        ends = []
+        for moved in (kept + eps, kept - eps):
+            x.view(-1)[at] = moved
+            ends.append(loss())
+        x.view(-1)[at] = kept
+        slope.view(-1)[at] = (ends[0] - ends[1]) / (2 * eps)
+    return slope
+
+
+@pytest.mark.parametrize("slip", [1.0, 1.01], ids=["as it is", "a weight 1 % too large"])
+@pytest.mark.parametrize("top", [0, 4])
+def test_the_slope_of_lk_is_that_of_its_formula_with_the_weight_held(
+    top: int, slip: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finite differences of w0 kl + (1 - w0) (1 - a), w0 = exp(-3 a) where nothing is moved yet."""
+    hidden, head, target, plan = inputs_of_the_fused_function(top)
+
+    def slipped(_: str, kl: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight = slip * torch.exp(-3 * a)
+        return weight * kl + (1 - weight) * (1 - a), weight, weight - 1
+
+    if slip != 1:
+        monkeypatch.setattr("drafter.loss._value", slipped)
+    fused = _FusedLoss.apply(hidden, head, target, plan, STEP_WEIGHTS, "lk", 40, True)[0]  # type: ignore[no-untyped-call]
+    found = torch.autograd.grad(fused, (hidden, head))
+
+    with torch.no_grad():
+        held = torch.exp(-3 * kl_and_acceptance(hidden, head, target, plan)[1])
+
+        def loss() -> Tensor:
+            kl, a = kl_and_acceptance(hidden, head, target, plan)
+            return (STEP_WEIGHTS[plan.entry_step] * (held * kl + (1 - held) * (1 - a))).sum()
+
+        wanted = [slope_by_differences(loss, x) for x in (hidden, head)]
+        worst = max(float((f - w).norm() / w.norm()) for f, w in zip(found, wanted, strict=True))
+        value = abs(float(fused / loss()) - 1)
+    if slip == 1:
+        assert max(worst, value) < 1e-7
     else:
-        assert gradcheck(loss, (hidden, head), eps=1e-6, atol=1e-6)
+        assert min(worst, value) > 1e-3
 
 
 def test_gradcheck_of_chain_length() -> None:

