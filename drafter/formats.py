@@ -8,9 +8,9 @@ Weights are never converted: an import and an export give the same bits. What ch
 must not travel (`embed_tokens`, the verifier's head). What another project computes differently is refused by name.
 
 Weights come as safetensors. Pickles, `pytorch_model.bin` (SafeAILab publishes those) and SpecForge's
-`training_state.pt`, are read where the caller asks for it, which only the command line does: a person names the files
-there. torch's restricted unpickler builds tensors from them and runs no code of theirs. The service and the agent read
-safetensors alone, by other functions.
+`training_state.pt`, are read where the caller asks for it, which only `draftalign convert --pickle` does: a person says
+so there. torch's restricted unpickler builds tensors from them and runs no code of theirs. The service and the agent
+read safetensors alone, by other functions.
 
 Facts on layouts: vLLM 0.33, SGLang 0.5.23, SpecForge 0.2.0, speculators 0.9.0, as read in their sources.
 """
@@ -201,7 +201,8 @@ def _weights_file(directory: Path, *, pickles: bool) -> Path:
     found = [name for name in (_PICKLED, _TRAINING_STATE) if name in names]
     if found and not pickles:
         raise CheckpointError(
-            f"{directory / found[0]} is a pickle, and only safetensors is read here; `draftalign convert` makes it one"
+            f"{directory / found[0]} is a pickle, and only safetensors is read; `draftalign convert --pickle` makes "
+            "it one"
         )
     if len(found) > 1:
         raise CheckpointError(f"{directory} holds {' and '.join(found)}; leave only the one that is the drafter")

@@ -46,7 +46,6 @@ AuxLayers = Annotated[
     str | None, typer.Option(help="Layers whose input the drafter reads, as 2,18,33, where the config does not say.")
 ]
 Norm = Annotated[bool | None, typer.Option("--norm-before-residual/--no-norm-before-residual", help=_NORM)]
-DraftConfig = Annotated[Path | None, typer.Option(help="The drafter's config.json, where its directory has none.")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -63,8 +62,13 @@ def convert(
     from_: From = None,
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,
-    draft_config: DraftConfig = None,
     verifier: Annotated[str | None, typer.Option(help="Target's name or path, for a speculators config.")] = None,
+    pickle: Annotated[
+        bool, typer.Option("--pickle", help="Read a pickle of tensors too, by torch's restricted unpickler.")
+    ] = False,
+    draft_config: Annotated[
+        Path | None, typer.Option(help="The drafter's config.json, where its directory has none.")
+    ] = None,
 ) -> None:
     """Rewrite a drafter in another project's layout, the weights bit for bit.
 
@@ -74,7 +78,9 @@ def convert(
         from drafter.formats import export_drafter
         from drafter.mtp_checkpoint import extract_mtp
 
-        imported = None if to == "mtp" else _read(source, from_, aux_layers, norm_before_residual, draft_config)
+        imported = None
+        if to != "mtp":
+            imported = _read(source, from_, aux_layers, norm_before_residual, draft_config, pickles=pickle)
         if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
             raise ConfigurationError(f"{destination} holds something already; name a new directory")
         created = not destination.exists()
@@ -106,7 +112,6 @@ def inspect(
     from_: From = None,
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,
-    draft_config: DraftConfig = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a drafter's files and say what it is: layout, sizes, layers, vocabulary, and who cannot serve it."""
@@ -114,7 +119,7 @@ def inspect(
         if _is_mtp(source):
             facts = _mtp_facts(source)
         else:
-            facts = _facts(_read(source, from_, aux_layers, norm_before_residual, draft_config))
+            facts = _facts(_read(source, from_, aux_layers, norm_before_residual))
         if as_json:
             typer.echo(json.dumps(facts, indent=1))
             return
@@ -147,7 +152,6 @@ def evaluate(
     from_: From = None,
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,
-    draft_config: DraftConfig = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Replay α of a drafter on rollout files: what it would have accepted, by position, beside n-gram drafting."""
@@ -163,9 +167,7 @@ def evaluate(
         if _is_mtp(drafter):
             model = read_mtp(drafter, embed_tokens, policy.lm_head())
         else:
-            model = build_drafter(
-                _read(drafter, from_, aux_layers, norm_before_residual, draft_config).stored, embed_tokens
-            )
+            model = build_drafter(_read(drafter, from_, aux_layers, norm_before_residual).stored, embed_tokens)
         decodable = None if decode is None else _decodable(decode, model)  # a replay may take long
         result = replay_all(
             model.eval(),
@@ -329,9 +331,10 @@ def _read(
     layout: str | None,
     aux_layers: str | None,
     norm_before_residual: bool | None,
-    draft_config: Path | None,
+    draft_config: Path | None = None,
+    *,
+    pickles: bool = False,
 ) -> Imported:
-    """Read what a person names, pickles of tensors too; the service reads safetensors only, and not by this."""
     from drafter.formats import LAYOUTS, import_drafter
 
     if layout is not None and layout not in LAYOUTS:
@@ -348,7 +351,7 @@ def _read(
         aux_layers=layers,
         norm_before_residual=norm_before_residual,
         config_file=draft_config,
-        pickles=True,
+        pickles=pickles,
     )
 
 

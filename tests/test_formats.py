@@ -310,7 +310,7 @@ def test_a_pickle_of_tensors_is_read_to_the_bit_where_a_person_names_it(
     export_drafter(tmp_path, stored(dtype), "specforge")
     before = import_drafter(tmp_path, pickles=True, layout="specforge").stored
     pickled(tmp_path, file)
-    with pytest.raises(CheckpointError, match=r"only safetensors is read here; `draftalign convert`"):
+    with pytest.raises(CheckpointError, match=r"only safetensors is read; `draftalign convert --pickle`"):
         import_drafter(tmp_path)
     imported = import_drafter(tmp_path, pickles=True)
     assert imported.layout == ("specforge" if file == "training_state.pt" else "sglang")
@@ -353,14 +353,18 @@ def test_the_command_line_reads_pickles_of_tensors_and_refuses_others_in_one_lin
     (there / CONFIG_FILE).rename(elsewhere)
     run = CliRunner().invoke
     named = [str(there), "--draft-config", str(elsewhere)]
-    facts = json.loads(run(app, ["inspect", *named, "--json"], catch_exceptions=False).stdout)
-    assert facts["config_fingerprint"] == config_fingerprint(CONFIG, SOME)
-    assert facts["layout"] == "specforge"
-    run(app, ["convert", *named[:1], str(new), "--to", "sglang", *named[1:]], catch_exceptions=False)
+    convert = ["convert", str(there), str(new), "--to", "sglang"]
+    for unasked in ([*convert, *named[1:]], ["inspect", str(there)]):
+        assert "draftalign convert --pickle" in str(run(app, unasked).exception), "never without being told to"
+    assert "--draft-config" in str(run(app, [*convert, "--pickle"]).exception)
+    run(app, [*convert, "--pickle", *named[1:]], catch_exceptions=False)
     assert same(read_stored(new), stored())
-    assert "--draft-config" in str(run(app, ["inspect", str(there)]).exception)
+    facts = json.loads(run(app, ["inspect", str(new), "--json"], catch_exceptions=False).stdout)
+    assert facts["config_fingerprint"] == config_fingerprint(CONFIG, SOME)
     torch.save(Trap(tmp_path / "ran"), there / "training_state.pt")
-    refusal = run(app, ["inspect", *named]).exception
+    refusal = run(
+        app, ["convert", str(there), str(tmp_path / "more"), "--to", "sglang", "--pickle", *named[1:]]
+    ).exception
     assert isinstance(refusal, ConfigurationError)
     assert "cannot be read as tensors alone" in str(refusal)
     assert not (tmp_path / "ran").exists()
