@@ -223,7 +223,9 @@ def _config_path(directory: Path, given: Path | None) -> Path:
     beside = directory / CONFIG_FILE
     if given is None:
         if not beside.is_file():
-            raise CheckpointError(f"{directory} has no {CONFIG_FILE}; put it there, or name it (--draft-config FILE)")
+            raise CheckpointError(
+                f"{directory} has no {CONFIG_FILE}; put it there (or name it: convert --draft-config FILE)"
+            )
         return beside
     if beside.exists():
         raise CheckpointError(f"{directory} has its own {CONFIG_FILE}, and you name {given}; leave out one of them")

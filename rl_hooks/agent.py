@@ -131,7 +131,7 @@ class SwapAgent:
         self._counted = asyncio.Event()
         self._etag = ""
         self._recent: list[str] = []  # versions offered, oldest first
-        self._warned: dict[str, str | None] = {}  # engine -> what the service last had to say about its reports
+        self._warned: dict[str, str] = {}  # engine -> what the service last had to say about its reports
 
     def stop(self) -> None:
         """End `run` soon. Safe from any thread and from signal handlers."""
@@ -367,7 +367,7 @@ class SwapAgent:
             warning = response.json().get("warning")
             if isinstance(warning, str) and self._warned.get(engine) != warning:
                 log.warning("%s: %s", engine, warning)
-            self._warned[engine] = warning
+                self._warned[engine] = warning
 
 
 @functools.cache

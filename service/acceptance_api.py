@@ -52,8 +52,8 @@ class AcceptanceReport(BaseModel):
     emitted_tokens: Count | None = Field(None, description="Tokens that rounds emitted, after trimming, if known.")
     accepted_per_position: list[Count] = Field(default_factory=list, max_length=64)
     window_seconds: float = Field(0.0, ge=0)
-    depth: int | None = Field(None, ge=0, le=1000, description="Tokens that the engine drafts a round, if known.")
-    drafting: str | None = Field(None, max_length=50, description="`greedy` or `probabilistic`, if known.")
+    depth: int | None = Field(None, description="Tokens that the engine drafts a round, if known.")
+    drafting: str | None = Field(None, description="`greedy` or `probabilistic`, if known.")
     final: bool = False
     canary: CanaryReport | None = None
 
@@ -98,14 +98,16 @@ async def post_acceptance(request: Request, context: Context) -> AcceptanceReply
 
 def _misfit(settings: Settings, report: AcceptanceReport) -> str | None:
     """Say where the engine drafts otherwise than replay supposes: then α, gate and training are of other drafts."""
-    depth = report.depth if report.depth is not None else settings.depth
-    drafting = report.drafting if report.drafting in ("greedy", "probabilistic") else settings.drafting
-    if report.method == "ngram" or (depth, drafting) == (settings.depth, settings.drafting):
+    said, wanted = [], []
+    if report.depth is not None and 1 <= report.depth <= 16 and report.depth != settings.depth:
+        said.append(f"{report.depth} tokens a round where the service replays and trains {settings.depth}")
+        wanted.append(f"DRAFTALIGN_DEPTH={report.depth}")
+    if report.drafting in ("greedy", "probabilistic") and report.drafting != settings.drafting:
+        said.append(f"{report.drafting} drafts where the service supposes {settings.drafting} ones")
+        wanted.append(f"DRAFTALIGN_DRAFTING={report.drafting}")
+    if report.method == "ngram" or not said:
         return None
-    return (
-        f"the engine drafts {depth} tokens a round, {drafting}; the service replays and trains {settings.depth}, "
-        f"{settings.drafting}. Start the service with DRAFTALIGN_DEPTH={depth} DRAFTALIGN_DRAFTING={drafting}"
-    )
+    return f"the engine makes {' and '.join(said)}; start the service with {' '.join(wanted)}"
 
 
 async def _judge(context: ServiceContext, report: AcceptanceReport) -> Judgement:

@@ -79,6 +79,8 @@ def convert(
         from drafter.mtp_checkpoint import extract_mtp
 
         imported = None
+        if to == "mtp" and (pickle or draft_config is not None):
+            raise ConfigurationError("--pickle and --draft-config are for EAGLE-3 drafters, not for --to mtp")
         if to != "mtp":
             imported = _read(source, from_, aux_layers, norm_before_residual, draft_config, pickles=pickle)
         if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):

@@ -68,18 +68,6 @@ class RecentRollouts:
         self._kept.append(kept)
         return kept
 
-    def take_back(self, batches: Sequence[KeptBatch]) -> None:
-        """Undo `add`: the files stay where they are."""
-        names = {kept.name for kept in batches}
-        self._kept = [kept for kept in self._kept if kept.name not in names]
-        for name in names:
-            self._unsettled.pop(name, None)
-
-    def drop_above(self, policy_version: int) -> None:
-        """Forget batches of later policies than this one."""
-        self._dropped += [kept.name for kept in self._kept if kept.policy_version > policy_version]
-        self._kept = [kept for kept in self._kept if kept.policy_version <= policy_version]
-
     def names(self) -> list[str]:
         """What a checkpoint must list to be able to `restore`."""
         return [kept.name for kept in self._kept]

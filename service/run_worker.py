@@ -222,10 +222,8 @@ class RunWorker:
     def _note_arrival(self, entry: Entry) -> None:
         arrival = float(entry.entry_id.partition("-")[0]) / 1000.0  # stream ids begin with Unix milliseconds
         self._lately.append(entry.policy_version_max)
-        if self._versions_seen and (newest := max(self._lately)) < self._versions_seen[-1][1]:
-            # The trainer went back to an earlier checkpoint. What it wrote since then is of policies that are no more.
-            self._versions_seen = []
-            self._recent.drop_above(newest)
+        if self._versions_seen and max(self._lately) < self._versions_seen[-1][1]:
+            self._versions_seen = []  # the trainer went back to an earlier checkpoint
         if not self._versions_seen or entry.policy_version > self._versions_seen[-1][1]:
             self._versions_seen = [*self._versions_seen[-15:], (arrival, entry.policy_version)]
 
@@ -285,10 +283,11 @@ class RunWorker:
         trained = decision.action is not Action.IDLE
         try:
             seconds = self._train(newest) if trained else 0.0
-        except Exception:
-            # They come again; until then a checkpoint must leave their files in the spool.
-            self._recent.take_back(newest)
-            raise
+        except OSError as error:
+            # Part of it is in the candidate now, which only the last checkpoint is without: go on from there.
+            raise WorkerError(
+                f"training stopped half way: {error}; it is done again from the last checkpoint"
+            ) from error
         self._finish(tested, newest)
         self._journal.record([(entry, scores) for entry, _, scores in tested], decision, seconds)
         best_version = scores.record["best_version"]

@@ -1,9 +1,9 @@
 """The target of one run as the worker sees it: what PUT /runs said, and the head and embedding of each policy version.
 
 Heads arrive now and then (`PUT /runs/{run}/head`). A batch of policy version v is scored and trained with the newest
-head that is not newer than v. A trainer that goes back to an earlier checkpoint sends heads of the same versions
-again; the later file counts. With tied embeddings a full head is the embedding as well; engines share the target's
-live embedding with the drafter, so the worker must move with it.
+head that is not newer than v. A trainer that goes back to an earlier checkpoint may send heads of the same
+versions again; the later file counts. With tied embeddings a full head is the embedding as well; engines share the
+target's live embedding with the drafter, so the worker must move with it.
 
 What is large stays in the type that it was sent in. Heads stay on the host, the rows that a drafter needs of one are
 copied to the device once (`TargetHead.rows`); embeddings, which rows are looked up in, are on the device.

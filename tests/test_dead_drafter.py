@@ -187,8 +187,14 @@ def test_an_engine_that_restarts_from_zero_is_still_judged(engine: Engine) -> No
         ({"depth": 4, "drafting": "probabilistic"}, None),
         ({"depth": 4, "drafting": "sideways"}, None),
         ({"depth": 3, "drafting": "greedy", "method": "ngram"}, None),
-        ({"depth": 3}, "DRAFTALIGN_DEPTH=3 DRAFTALIGN_DRAFTING=probabilistic"),
-        ({"drafting": "greedy"}, "the engine drafts 4 tokens a round, greedy; the service replays and trains 4, prob"),
+        ({"depth": 99, "drafting": "x" * 500}, None),
+        ({"depth": -1}, None),
+        (
+            {"depth": 3},
+            "3 tokens a round where the service replays and trains 4; start the service with DRAFTALIGN_DEPTH=3",
+        ),
+        ({"drafting": "greedy"}, "greedy drafts where the service supposes probabilistic ones"),
+        ({"depth": 3, "drafting": "greedy"}, "DRAFTALIGN_DEPTH=3 DRAFTALIGN_DRAFTING=greedy"),
     ],
 )
 def test_an_engine_that_drafts_otherwise_than_replay_supposes_is_told(

@@ -339,7 +339,9 @@ def test_a_specforge_state_says_what_norm_output_means_and_takes_a_named_config(
     with pytest.raises(CheckpointError, match=r"has its own config\.json, and you name"):
         import_drafter(there, pickles=True, config_file=there / CONFIG_FILE)
     (there / CONFIG_FILE).rename(elsewhere)
-    with pytest.raises(CheckpointError, match=r"has no config\.json; put it there, or name it \(--draft-config FILE\)"):
+    with pytest.raises(
+        CheckpointError, match=r"has no config\.json; put it there \(or name it: convert --draft-config FILE\)"
+    ):
         import_drafter(there, pickles=True)
     with pytest.raises(CheckpointError, match=r"nowhere\.json is no file"):
         import_drafter(there, pickles=True, config_file=tmp_path / "nowhere.json")

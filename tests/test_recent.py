@@ -124,17 +124,6 @@ def test_old_rollouts_are_drawn_alike_however_many_their_version_has(memory: Mem
     assert all(0.5 * usual < times(kept) < 2 * usual for kept in old[:7])
 
 
-def test_what_a_trainer_wrote_before_it_went_back_is_dropped(memory: Memory) -> None:
-    for version in (5, 3, 9):
-        memory.add(f"v{version}", policy_version=version)
-    memory.recent.settle()
-    memory.recent.drop_above(4)
-    assert memory.recent.names() == ["v3.safetensors"]
-    assert len(memory.files(memory.directory)) == 3, "the last checkpoint still lists them"
-    memory.recent.settle()
-    assert memory.files(memory.directory) == ["v3"]
-
-
 def test_evidence_is_what_came_last(memory: Memory) -> None:
     for version in (200, 201, 100, 101):
         memory.add(f"v{version}", policy_version=version, rollouts=16)
