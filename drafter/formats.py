@@ -18,8 +18,6 @@ Facts on layouts: vLLM 0.33, SGLang 0.5.23, SpecForge 0.2.0, speculators 0.9.0, 
 from __future__ import annotations
 
 import json
-import warnings
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +45,11 @@ from drafter.checkpoint import (
 )
 from drafter.errors import CheckpointError
 from drafter.model import DrafterConfig
+from drafter.pickles import STATE_DICT, TRAINING_STATE, tensors_of
 
 Layout = Literal["sglang", "speculators", "specforge"]
 LAYOUTS: Final[tuple[Layout, ...]] = get_args(Layout)
 
-#: The two pickles that are read: a state_dict, and SpecForge's, which has one among a trainer's settings.
-_PICKLED: Final = "pytorch_model.bin"
-_TRAINING_STATE: Final = "training_state.pt"
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: Of the target: engines share them with the policy or build them anew, and a trainer reads them from the target.
 _TARGETS_OWN: Final = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -108,7 +104,7 @@ def import_drafter(
         )
     nested = "speculators_model_type" in document or "transformer_layer_config" in document
     if layout is None:
-        layout = "speculators" if nested else "specforge" if path.name == _TRAINING_STATE else "sglang"
+        layout = "speculators" if nested else "specforge" if path.name == TRAINING_STATE else "sglang"
     elif (layout == "speculators") != nested:
         raise CheckpointError(f"{directory} is not in the {layout} layout; leave the layout out to have it found")
     notes: list[str] = []
@@ -198,7 +194,7 @@ def _weights_file(directory: Path, *, pickles: bool) -> Path:
     if (directory / MODEL_FILE).is_file():
         return directory / MODEL_FILE
     names = sorted(path.name for path in directory.iterdir() if path.is_file()) if directory.is_dir() else []
-    found = [name for name in (_PICKLED, _TRAINING_STATE) if name in names]
+    found = [name for name in (STATE_DICT, TRAINING_STATE) if name in names]
     if found and not pickles:
         raise CheckpointError(
             f"{directory / found[0]} is a pickle, and only safetensors is read; `draftalign convert --pickle` makes "
@@ -211,8 +207,8 @@ def _weights_file(directory: Path, *, pickles: bool) -> Path:
     others = [name for name in names if name.endswith(_PICKLES)]
     if others:
         raise CheckpointError(
-            f"{directory / others[0]} is a pickle of unknown content; expected {MODEL_FILE}, {_PICKLED} (tensors by "
-            f"name) or SpecForge's {_TRAINING_STATE}. Name it so if it is one of them"
+            f"{directory / others[0]} is a pickle of unknown content; expected {MODEL_FILE}, {STATE_DICT} (tensors by "
+            f"name) or SpecForge's {TRAINING_STATE}. Name it so if it is one of them"
         )
     if INDEX_FILE in names:
         raise CheckpointError(f"{directory} holds a sharded checkpoint; save the drafter as one {MODEL_FILE}")
@@ -343,14 +339,7 @@ def _read_safetensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
 
 def _read_pickle(path: Path, notes: list[str]) -> dict[str, Tensor]:
     """Copies, each of its own: what torch maps may overlap, repeat itself and change with the file."""
-    found = _unpickled(path)
-    if path.name == _TRAINING_STATE:
-        found = _draft_state(found, path)
-    if not isinstance(found, dict) or not all(isinstance(name, str) and _plain(t) for name, t in found.items()):
-        raise CheckpointError(
-            f"{path} must hold plain dense tensors by name and nothing else (no sparse, quantized or meta ones); save "
-            f"the drafter's as {MODEL_FILE}"
-        )
+    found = tensors_of(path)
     tensors = {ours: found[theirs] for ours, theirs in _canonical_names(found, path, notes).items()}
     # One element may stand for many (a stride of 0): a small file must not ask for any amount of memory.
     needed, there = sum(tensor.nbytes for tensor in tensors.values()), path.stat().st_size
@@ -360,58 +349,6 @@ def _read_pickle(path: Path, notes: list[str]) -> dict[str, Tensor]:
             f"contiguous ones as {MODEL_FILE}"
         )
     return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-
-
-def _unpickled(path: Path) -> Any:
-    """What torch's restricted unpickler makes of a file: containers, numbers, strings and tensors, mapped from it.
-
-    It imports and calls nothing that the file names but a fixed list of torch's own constructors. The two known ways
-    around it (CVE-2025-32434, CVE-2026-24747) are of versions before those that draftalign runs with.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:  # torch maps compressed entries as they are, as other numbers
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise zipfile.BadZipFile("compressed, which torch.save does not do")  # noqa: TRY301 - one way out
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except Exception as error:  # whatever a damaged or hostile file makes of the unpickler
-        # Only torch's first sentence: the next ones advise to allow what was refused.
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].split(". ")[0].partition("\n")[0]
-        raise CheckpointError(
-            f"{path} cannot be read as tensors alone ({type(error).__name__}: {reason!a:.200}); fetch it again, or "
-            f"where it was made save the drafter's tensors as {MODEL_FILE}"
-        ) from error
-
-
-def _draft_state(state: Any, path: Path) -> Any:
-    """The weights within what SpecForge's trainer saves; its optimizer and settings stay unread."""
-    if not isinstance(state, dict) or "draft_state_dict" not in state:
-        raise CheckpointError(
-            f"{path} has no draft_state_dict, where SpecForge's trainer puts the weights; give the directory of one of "
-            f"its checkpoints, or a state_dict as {_PICKLED}"
-        )
-    strategy = state.get("strategy", "eagle3")
-    if strategy != "eagle3":
-        raise CheckpointError(f"{path} was trained as {strategy!r:.80}; only SpecForge's eagle3 is an EAGLE-3 drafter")
-    weights = state["draft_state_dict"]
-    if isinstance(weights, dict) and "embed_tokens.weight" in weights:
-        raise CheckpointError(
-            f"{path} holds embed_tokens.weight, which SpecForge saves only where it was trained: without it this is "
-            "another drafter, and engines would overwrite the policy's. Train one with the embedding frozen"
-        )
-    return weights
-
-
-def _plain(value: object) -> bool:
-    """Whether it is a tensor whose elements are in memory as they read."""
-    return (
-        isinstance(value, Tensor)
-        and type(value) in (Tensor, torch.nn.Parameter)
-        and value.layout == torch.strided
-        and value.device.type == "cpu"
-        and not (value.is_quantized or value.is_nested or value.is_neg() or value.is_conj())
-    )
 
 
 def _canonical_names(names: Iterable[str], path: Path, notes: list[str]) -> dict[str, str]:
