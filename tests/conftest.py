@@ -14,6 +14,7 @@ import pytest
 import triton_fixtures  # noqa: F401 - before anything imports Triton
 from redis import Redis
 from service_fixtures import RunningService
+from worker_fixtures import Bench
 
 from service.valkey import EmbeddedValkey
 
@@ -40,6 +41,13 @@ def redis_client(redis_url: str) -> Iterator[Redis]:
     """A blocking client on an empty key space."""
     with Redis.from_url(redis_url) as client:
         yield client
+
+
+@pytest.fixture
+def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
+    """A state directory and an empty Redis, for workers in this process."""
+    with Bench(tmp_path / "state", redis_url) as made:
+        yield made
 
 
 @pytest.fixture

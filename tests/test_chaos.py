@@ -41,16 +41,6 @@ def workers(shared_nest: Nest) -> Iterator[Nest]:
     shared_nest.kill_all()
 
 
-@pytest.fixture
-def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
-    with Bench(tmp_path / "state", redis_url) as made:
-        yield made
-
-
-def start(bench: Bench) -> None:
-    bench.register(bench.world.run_file(drafter=bench.world.drafter()))
-
-
 def finished(bench: Bench) -> int:
     return sum(s != "queued" for s in states(bench))
 
@@ -66,7 +56,7 @@ def test_sigkill_at_random_moments_leaves_the_state_of_an_undisturbed_run(
     """Weights, optimizer, counters and scores bit for bit, after a dozen kills while batches keep coming."""
     print(f"DRAFTALIGN_CHAOS_SEED={SEED} DRAFTALIGN_CHAOS_KILLS={KILLS}")
     rng = random.Random(SEED)
-    start(bench)
+    bench.begin()
     names = [f"batch{i}" for i in range(KILLS + 4)]
     coming = iter(names)
     for _ in range(3):
@@ -88,7 +78,7 @@ def test_sigkill_at_random_moments_leaves_the_state_of_an_undisturbed_run(
 
     bench.redis.flushall()
     with Bench(tmp_path / "calm", bench.redis_url) as calm:
-        start(calm)
+        calm.begin()
         for name in names:
             calm.post(name)
         calm.drain(calm.worker())
@@ -99,7 +89,7 @@ def test_an_entry_that_kills_its_worker_is_dead_after_three_deliveries_and_its_n
     bench: Bench, workers: Nest
 ) -> None:
     """All in one claim, so that the neighbours are in hand at every death."""
-    start(bench)
+    bench.begin()
     names = ["a", "b", "killer", "c", "d"]
     batches = {name: bench.post(name) for name in names}
     deaths = 0
@@ -123,7 +113,7 @@ def test_an_entry_that_kills_its_worker_is_dead_after_three_deliveries_and_its_n
 
 
 def test_a_second_worker_waits_and_takes_over_when_the_first_dies(bench: Bench, workers: Nest) -> None:
-    start(bench)
+    bench.begin()
     first = workers.start(bench)
     bench.post("a")
     bench.wait(lambda: settled(bench))
@@ -143,7 +133,7 @@ def test_a_second_worker_waits_and_takes_over_when_the_first_dies(bench: Bench, 
 
 
 def test_a_stopped_worker_drops_the_run_when_it_wakes_up_after_its_lease(bench: Bench, workers: Nest) -> None:
-    start(bench)
+    bench.begin()
     sleeper = workers.start(bench)
     bench.post("a")
     bench.wait(lambda: settled(bench))
@@ -173,7 +163,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_does_not_undo_its_hei
     bench: Bench, workers: Nest
 ) -> None:
     """SIGSTOP at a random moment while batches flow, the heir finishes them, then the sleeper wakes up."""
-    start(bench)
+    bench.begin()
     rng = random.Random(SEED)
     for round_number in range(3):
         for i in range(4):
@@ -200,7 +190,7 @@ def test_a_full_disk_loses_nothing_and_the_worker_goes_on_when_there_is_room(ben
 
 
 def fill_the_disk(bench: Bench, workers: Nest, full: Path) -> None:
-    start(bench)
+    bench.begin()
     full.touch()
     limits: dict[str, Any] = {"largest_file": 20_000, "largest_file_while": str(full)}
     bench.worker()  # publishes the initial drafter while there is room

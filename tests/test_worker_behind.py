@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +15,6 @@ from service.errors import WorkerError
 from service.queue import RolloutQueue
 from service.recent import RecentRollouts, is_held_out
 from service.run_worker import RunWorker
-
-
-@pytest.fixture
-def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
-    with Bench(tmp_path / "state", redis_url) as made:
-        yield made
-
-
-def start(bench: Bench) -> None:
-    bench.register(bench.world.run_file(drafter=bench.world.drafter()))
 
 
 def spoil(t: dict[str, Tensor]) -> None:
@@ -56,7 +44,7 @@ ALL = {"served", "candidate", "frozen", "best"}
 def test_a_worker_that_is_behind_trains_on_the_newest_policy_only(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(bench)
+    bench.begin()
     batches = {v: bench.post(f"v{v}", policy_version=v) for v in range(6)}
     worker = bench.worker(recent_tokens=10_000)
     scored, about = scored_and_trained(bench, monkeypatch, worker)
@@ -78,7 +66,7 @@ def test_a_worker_that_is_behind_trains_on_the_newest_policy_only(
 
 
 def test_of_one_claim_only_the_newest_policy_is_trained_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    start(bench)
+    bench.begin()
     names = [("a", 1), ("b", 2), ("c", 1), ("d", 2)]
     batches = {name: bench.post(name, policy_version=version) for name, version in names}
     scored, about = scored_and_trained(bench, monkeypatch, bench.worker(claim_tokens=10_000, recent_tokens=10_000))
@@ -87,7 +75,7 @@ def test_of_one_claim_only_the_newest_policy_is_trained_on(bench: Bench, monkeyp
 
 
 def test_a_worker_that_never_catches_up_trains_now_and_then(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    start(bench)
+    bench.begin()
     batches = [bench.post(f"v{v}", policy_version=v) for v in range(20)]
     _, about = scored_and_trained(bench, monkeypatch, bench.worker(recent_tokens=10_000))
     assert about == [{batches[8]}, {batches[17]}, {batches[19]}]
@@ -104,7 +92,7 @@ def test_while_nothing_is_served_what_is_passed_over_is_scored_by_the_candidate(
 
 
 def test_a_worker_that_is_behind_says_so(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     for version in range(3):
         bench.post(f"v{version}", policy_version=version)
     worker = bench.worker()
@@ -118,7 +106,7 @@ def test_a_worker_that_is_behind_says_so(bench: Bench) -> None:
 
 
 def test_a_batch_that_is_all_held_out_ends_so(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     name = next(name for name in (f"held{n}" for n in range(1000)) if is_held_out(f"{name}/0", 4))
     batches = [bench.post(name, rollouts=1), bench.post("newer", policy_version=1)]
     bench.drain(bench.worker())
@@ -130,7 +118,7 @@ def test_rollouts_that_turn_out_dead_do_not_keep_the_worker_from_the_others(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, claim_tokens: int
 ) -> None:
     """Two trainers, and the one that is ahead sends what cannot be used."""
-    start(bench)
+    bench.begin()
     worker = bench.worker(claim_tokens=claim_tokens)
     good = []
     for number in range(10):
@@ -148,7 +136,7 @@ def test_rollouts_that_turn_out_dead_do_not_keep_the_worker_from_the_others(
 def test_a_trainer_that_goes_back_is_judged_on_what_it_writes_now(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(bench)
+    bench.begin()
     worker = bench.worker(recent_tokens=100_000, gate_rollouts=4)
     for version in range(200, 206):
         bench.post(f"before{version}", policy_version=version)
@@ -172,7 +160,7 @@ def test_a_trainer_that_goes_back_is_judged_on_what_it_writes_now(
 def test_a_redis_that_goes_away_between_two_batches_of_a_claim_loses_neither(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(bench)
+    bench.begin()
     good, bad = bench.post("good"), bench.post("bad", change=spoil)
     dead_letter, asked = RolloutQueue.dead_letter, []
 
@@ -196,7 +184,7 @@ def test_a_redis_that_goes_away_between_two_batches_of_a_claim_loses_neither(
 def test_a_training_that_fails_half_way_is_done_again_from_the_last_checkpoint(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(bench)
+    bench.begin()
     worker = bench.worker()
     bench.post("before")
     bench.drain(worker)
@@ -218,7 +206,7 @@ def test_a_training_that_fails_half_way_is_done_again_from_the_last_checkpoint(
     assert bench.state(batch) == "trained"
     with Bench(bench.settings.state_dir / "calm", bench.redis_url) as calm:
         calm.redis.flushdb()
-        start(calm)
+        calm.begin()
         undisturbed = calm.worker()
         for name in ("before", "a"):
             calm.post(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,8 @@ from service.registry import Registry
 from service.run_worker import RunWorker
 
 
-@pytest.fixture
-def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
-    with Bench(tmp_path / "state", redis_url) as made:
-        yield made
-
-
-def start(bench: Bench, **options: Any) -> None:
-    """Register the run with a drafter."""
-    bench.register(bench.world.run_file(drafter=bench.world.drafter(), **options))
-
-
 def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path) -> None:
-    start(bench)
+    bench.begin()
     worker = bench.worker()
     for name in ("a", "b"):
         body = bench.world.rollout_file(name)
@@ -51,7 +39,7 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
 
 def test_held_out_rollouts_never_enter_a_training_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also not after a restart, when they come back from the disk."""
-    start(bench)
+    bench.begin()
     trained: set[str] = set()
     step = DrafterTrainer.step
 
@@ -110,7 +98,7 @@ def wrong_temperature(t: dict[str, Tensor]) -> None:
     ],
 )
 def test_a_broken_batch_is_dead_with_its_reason_and_the_others_live(bench: Bench, change: Any, words: str) -> None:
-    start(bench)
+    bench.begin()
     worker = bench.worker(claim_tokens=10_000)
     good = [bench.post("a")]
     bad = bench.post("bad", change=change)
@@ -137,7 +125,7 @@ def test_a_batch_that_no_drafter_can_be_replayed_on_is_dead(bench: Bench) -> Non
 
 
 def test_a_batch_whose_file_is_gone_is_dead_and_the_others_live(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     gone = bench.post("gone")
     for path in bench.layout.spool("default").iterdir():
         path.unlink()
@@ -149,7 +137,7 @@ def test_a_batch_whose_file_is_gone_is_dead_and_the_others_live(bench: Bench) ->
 
 
 def test_a_truncated_file_is_dead_with_its_reason(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     torn = bench.post("torn")
     (path,) = bench.layout.spool("default").iterdir()
     path.write_bytes(path.read_bytes()[:-100])
@@ -159,7 +147,7 @@ def test_a_truncated_file_is_dead_with_its_reason(bench: Bench) -> None:
 
 
 def test_a_batch_with_top_entries_instead_of_hidden_states_is_trained_on(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     batch = bench.post("top", top_k_only=True)
     bench.drain(bench.worker())
     assert bench.state(batch) == "trained", bench.reason(batch)
@@ -168,7 +156,7 @@ def test_a_batch_with_top_entries_instead_of_hidden_states_is_trained_on(bench: 
 
 def test_one_token_responses_are_scored_and_trained(bench: Bench) -> None:
     """They hold no round at all: α of such a batch is nothing, not an error."""
-    start(bench)
+    bench.begin()
     batch = bench.post("short", lengths=[4] * 6)
     other = bench.post("long")
     bench.drain(bench.worker())
@@ -177,7 +165,7 @@ def test_one_token_responses_are_scored_and_trained(bench: Bench) -> None:
 
 
 def test_stale_batches_are_skipped(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     batches = {v: bench.post(f"v{v}", policy_version=v) for v in (3, 9, 6, 7)}
     bench.drain(bench.worker(max_policy_lag=2))
     assert {v: bench.state(b) for v, b in batches.items()} == {3: "skipped", 9: "trained", 6: "skipped", 7: "trained"}
@@ -187,7 +175,7 @@ def test_stale_batches_are_skipped(bench: Bench) -> None:
 
 def test_of_one_claim_what_its_newest_makes_stale_is_skipped(bench: Bench) -> None:
     """After a pause the queue holds many versions: the oldest come first, and must not be trained on for that."""
-    start(bench)
+    bench.begin()
     batches = {v: bench.post(f"v{v}", policy_version=v) for v in (3, 9)}
     bench.drain(bench.worker(max_policy_lag=2, claim_tokens=10_000))
     assert {v: bench.state(b) for v, b in batches.items()} == {3: "skipped", 9: "trained"}
@@ -195,7 +183,7 @@ def test_of_one_claim_what_its_newest_makes_stale_is_skipped(bench: Bench) -> No
 
 def test_a_batch_is_stale_by_what_still_waits_in_the_queue(bench: Bench) -> None:
     """A worker that is behind must not train on every version on its way to the newest."""
-    start(bench)
+    bench.begin()
     batches = {v: bench.post(f"v{v}", policy_version=v) for v in (1, 2, 8, 9)}
     bench.drain(bench.worker(max_policy_lag=1))
     states = {v: bench.state(b) for v, b in batches.items()}
@@ -203,7 +191,7 @@ def test_a_batch_is_stale_by_what_still_waits_in_the_queue(bench: Bench) -> None
 
 
 def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_is_listened_to(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     worker = bench.worker(max_policy_lag=2)
     bench.post("before", policy_version=500)
     bench.drain(worker)
@@ -216,7 +204,7 @@ def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_is_listened_to(bench:
 
 
 def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     batch = bench.post("a")
     chosen = bench.settings.model_copy(update={"train_passes": 50.0})
     asked = iter([False, False, True])
@@ -229,7 +217,7 @@ def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) ->
 
 
 def test_a_worker_with_nothing_to_do_does_not_put_its_checkpoint_off(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     worker = bench.worker(checkpoint_seconds=0.05)
     worker._checkpoint_took = 100.0  # as on a disk that once stood still
     worker._backlog = False
@@ -242,7 +230,7 @@ def test_a_worker_with_nothing_to_do_does_not_put_its_checkpoint_off(bench: Benc
 
 
 def test_an_update_that_was_left_out_is_not_counted_as_trained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    start(bench)
+    bench.begin()
     left_out = _Outcome("the loss is nan", float("nan"), float("nan"), [], [])
     monkeypatch.setattr(DrafterTrainer, "_update", lambda *_: left_out)
     bench.post("a")
@@ -251,7 +239,7 @@ def test_an_update_that_was_left_out_is_not_counted_as_trained(bench: Bench, mon
 
 
 def test_scores_carry_what_the_page_shows(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     first = bench.post("a", rewards=[float(i) for i in range(8)])
     bench.drain(bench.worker())
     (version,) = Registry(bench.layout).versions("default")
@@ -269,7 +257,7 @@ def test_scores_carry_what_the_page_shows(bench: Bench) -> None:
 
 
 def test_log_lines_name_the_decision(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    start(bench)
+    bench.begin()
     bench.post("a")
     with caplog.at_level(logging.INFO, "draftalign.worker"):
         bench.drain(bench.worker())

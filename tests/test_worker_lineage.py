@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,6 @@ from service.target import Target
 from service.worker import Worker
 
 OPEN: dict[str, Any] = {"gate_min_gain": 0.0, "recent_tokens": 100_000, "learning_rate": 5e-3}
-
-
-@pytest.fixture
-def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
-    with Bench(tmp_path / "state", redis_url) as made:
-        yield made
 
 
 def events(bench: Bench) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,6 @@ from service.registry import Registry
 from service.run_worker import LeaseLost, RunWorker
 from service.store import Store
 from service.worker import Worker
-
-
-@pytest.fixture
-def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
-    with Bench(tmp_path / "state", redis_url) as made:
-        yield made
-
-
-def start(bench: Bench) -> None:
-    bench.register(bench.world.run_file(drafter=bench.world.drafter()))
 
 
 def states(bench: Bench) -> list[str]:
@@ -75,7 +64,7 @@ def test_a_death_at_any_step_leaves_the_state_of_an_undisturbed_run(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool
 ) -> None:
     """Weights, optimizer and counters bit for bit; one score per batch; nothing left in queue or spool."""
-    start(bench)
+    bench.begin()
     for batch in "abcde":
         bench.post(batch)
     with monkeypatch.context() as patch:
@@ -87,7 +76,7 @@ def test_a_death_at_any_step_leaves_the_state_of_an_undisturbed_run(
 
     bench.redis.flushall()
     with Bench(tmp_path / "calm", bench.redis_url) as calm:
-        start(calm)
+        calm.begin()
         for batch in "abcde":
             calm.post(batch)
         calm.drain(calm.worker())
@@ -117,7 +106,7 @@ def test_a_stop_right_after_a_death_between_checkpoint_and_ack_trains_nothing_tw
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The orderly stop writes a checkpoint of its own, which must not forget what the one before had applied."""
-    start(bench)
+    bench.begin()
     bench.post("a")
     with monkeypatch.context() as patch:
         die_in(patch, RolloutQueue, "ack")
@@ -133,7 +122,7 @@ def test_a_stop_right_after_a_death_between_checkpoint_and_ack_trains_nothing_tw
 
 def test_files_are_moved_out_of_the_spool_by_the_next_start(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only by its first checkpoint: meanwhile the reaper would take them for orphans."""
-    start(bench)
+    bench.begin()
     bench.post("a")
     with monkeypatch.context() as patch:
         die_in(patch, WorkerCheckpoint, "save", after=True)
@@ -198,7 +187,7 @@ def test_an_orderly_stop_while_gathering_gives_the_entries_back_unblamed(bench: 
 
 def test_what_is_in_hand_is_not_claimed_again_after_redis_was_away_for_long(bench: Bench) -> None:
     """Its idle time then exceeds the limit at which a dead worker's entries are taken over."""
-    start(bench)
+    bench.begin()
     bench.post("a")
     worker = bench.worker(claim_idle_seconds=0.05, checkpoint_seconds=1e9)
     worker._backlog = False
@@ -212,7 +201,7 @@ def test_what_is_in_hand_is_not_claimed_again_after_redis_was_away_for_long(benc
 def test_a_checkpoint_that_fails_is_tried_again_without_training_twice(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(bench)
+    bench.begin()
     bench.post("a")
     worker = bench.worker()
     with monkeypatch.context() as patch:
@@ -235,7 +224,7 @@ def test_a_checkpoint_that_fails_is_tried_again_without_training_twice(
 def test_a_score_that_redis_did_not_take_is_sent_before_the_batch_is_acknowledged(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(bench)
+    bench.begin()
     bench.post("a")
     worker = bench.worker()
     with monkeypatch.context() as patch:
@@ -270,7 +259,7 @@ def test_a_candidate_is_checkpointed_before_it_is_published(bench: Bench, monkey
 
 
 def test_a_torn_file_among_the_recent_ones_does_not_stop_the_run(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     bench.post("a")
     bench.drain(bench.worker())
     (path,) = (bench.layout.worker("default") / "recent").iterdir()
@@ -281,7 +270,7 @@ def test_a_torn_file_among_the_recent_ones_does_not_stop_the_run(bench: Bench) -
 
 
 def test_leftovers_of_killed_checkpoints_are_removed(bench: Bench) -> None:
-    start(bench)
+    bench.begin()
     directory = bench.layout.worker("default")
     bench.post("a")
     bench.drain(bench.worker())
@@ -294,7 +283,7 @@ def test_leftovers_of_killed_checkpoints_are_removed(bench: Bench) -> None:
 
 def test_a_worker_that_was_overtaken_writes_no_checkpoint(bench: Bench) -> None:
     """It was stopped for longer than its lease, another one went on, and now it wakes up in the middle of a batch."""
-    start(bench)
+    bench.begin()
     bench.post("a")
     sleeper = bench.worker()
     bench.drain(sleeper)
@@ -344,7 +333,7 @@ def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_o
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five times: without the release they would be dead, without the second look they would wait for a minute."""
-    start(bench)
+    bench.begin()
     bench.post("a")
     bench.post("b")
     worker = bench.worker(claim_tokens=10_000, checkpoint_seconds=1e9)

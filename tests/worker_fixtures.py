@@ -252,6 +252,10 @@ class Bench:
             commit_run(self.layout, record, upload)
         RolloutQueue(self.redis, run).ensure_group()
 
+    def begin(self) -> None:
+        """Register the run with a random drafter."""
+        self.register(self.world.run_file(drafter=self.world.drafter()))
+
     def put_head(self, policy_version: int) -> None:
         self.layout.head("default", policy_version).write_bytes(self.world.head_file(policy_version))
 
