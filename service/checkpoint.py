@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,7 @@ class WorkerCheckpoint:
         """
         number = 1 + (int(self._mine.removeprefix(_PREFIX)) if self._mine else 0)
         temporary = self._directory / f".writing-{os.getpid()}"
-        for leftover in self._directory.glob(".writing*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        self._clear_leftovers()
         for part in ("trainer", "drafter"):
             (temporary / part).mkdir(parents=True)
         with full_disk_as_os_error():
@@ -67,8 +67,20 @@ class WorkerCheckpoint:
         self._mine = mine.name
         sync(self._directory)
         for before in self._directory.glob(f"{_PREFIX}*"):  # also one that an earlier life could not remove
-            if before.name != self._mine:
+            if before.name < self._mine:  # a worker that was stopped just here wakes up beside its heir's newer ones
                 shutil.rmtree(before, ignore_errors=True)
+
+    def _clear_leftovers(self) -> None:
+        """Delete what workers that were killed while they wrote have left.
+
+        Renamed away first: one that was only stopped, and wakes up now, fails at its next step and never gives a
+        half-deleted directory a checkpoint's name.
+        """
+        for leftover in self._directory.glob(".writing-*"):
+            with contextlib.suppress(FileNotFoundError):
+                leftover.rename(self._directory / f".deleted-{uuid.uuid4().hex}")
+        for doomed in self._directory.glob(".deleted-*"):
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def drafter(self, embed_tokens: Tensor, lm_head: Callable[[], Tensor]) -> Drafter:
         """The candidate, as the newest checkpoint holds it, over the policy's embed_tokens and lm_head [V, H]."""

@@ -6,6 +6,7 @@
     ├── RunConflict             the run exists with another target
     ├── VersionNotFound         no such drafter version, or no such file in it
     ├── RegistryError           the registry on disk contradicts itself, or a staged drafter is unusable
+    │   └── RegistryBusy        another process keeps the registry's lock
     ├── ValkeyError             the embedded server is missing, or would not start
     └── WorkerError             the worker cannot go on with a run
 
@@ -35,6 +36,10 @@ class VersionNotFound(ServiceError):  # noqa: N818
 
 class RegistryError(ServiceError):
     """The registry on disk contradicts itself, or a staged drafter is unusable."""
+
+
+class RegistryBusy(RegistryError):  # noqa: N818
+    """Another process keeps the registry's lock; nothing was changed."""
 
 
 class ValkeyError(ServiceError):

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from rl_hooks.wire import WireError
-from service.errors import RegistryError, RunConflict, RunNotFound, VersionNotFound
+from service.errors import RegistryBusy, RegistryError, RunConflict, RunNotFound, VersionNotFound
 
 log = logging.getLogger("draftalign.api")
 
@@ -121,6 +121,8 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
             return Problem(404, "no-such-drafter", str(error))
         case RunConflict():
             return Problem(409, "run-conflict", str(error))
+        case RegistryBusy():
+            return Problem(503, "registry-busy", str(error), headers=retry)
         case RegistryError():
             return Problem(409, "registry", str(error))
         case redis_errors.OutOfMemoryError():

@@ -5,7 +5,8 @@ Invariants, also after loss of power at any line:
   one rename (atomic on one filesystem) makes it appear. It never changes afterwards.
 * `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
   take a new number, so a reader that remembers the last sequence can refuse anything older.
-* One `flock` per run serialises the API (rollback, push-again) and the worker (publish).
+* One `flock` per run serialises the API (rollback, push-again) and the worker (publish). Whoever cannot have it for
+  `LOCK_SECONDS` is told who has it: a process that was stopped (a debugger, a paused container) may keep it for ever.
 
 Does not know what a drafter is: no torch, no tensors.
 """
@@ -13,11 +14,13 @@ Does not know what a drafter is: no torch, no tensors.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,11 +31,14 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
 from rl_hooks.durable import sync, write_synced
-from service.errors import RegistryError, VersionNotFound
+from service.errors import RegistryBusy, RegistryError, VersionNotFound
 from service.layout import FILE_NAME, VERSION_NAME, Layout
 
 MANIFEST = "manifest.json"
 _READ_BYTES = 1 << 20
+#: So long is a run's lock waited for. It is held for renames, and for deleting old versions.
+LOCK_SECONDS = 30.0
+_LOCK_POLL_SECONDS = 0.01
 #: Staging directories older than this were left by a publisher that died.
 _LEFTOVER_SECONDS = 3600.0
 
@@ -206,9 +212,11 @@ class Registry:
             return self._repoint(run, manifest, f"revived: {reason}", "pushed_again")
 
     def record(self, run: str, event: Mapping[str, Any]) -> None:
-        """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent."""
-        with locked(self._layout, run):
-            self._append(run, {"time": time.time(), **event})
+        """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent.
+
+        Takes no lock, which a stopped process could keep: a line is one write at the file's end.
+        """
+        self._append(run, {"time": time.time(), **event})
 
     def verify(self, run: str, version: str) -> None:
         """Recompute every digest of a version; raises RegistryError that names the file at fault."""
@@ -288,23 +296,40 @@ class Registry:
     def _append(self, run: str, event: Mapping[str, Any]) -> None:
         path = self._layout.history(run)
         line = to_json(event, inf_nan_mode="null") + b"\n"  # an α of no rounds is NaN, which JSON does not have
-        with path.open("a+b") as file:
+        with path.open("a+b", buffering=0) as file:
             if file.tell() > 0:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":  # a torn last line must not swallow this one
                     line = b"\n" + line
-            file.write(line)
-            file.flush()
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, "the disk took a part of the line only", str(path))
             os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
 def locked(layout: Layout, run: str) -> Iterator[None]:
-    """Hold a run's lock, against other processes too."""
+    """Hold a run's lock, against other processes too. Raises `RegistryBusy` where another keeps it."""
     path = layout.registry_lock(run)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, also by the kernel when we die
+    deadline = time.monotonic() + LOCK_SECONDS
+    with path.open("a+b", buffering=0) as file:
+        while True:
+            try:
+                # The kernel releases it when the file closes, or this process dies.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    holder = file.read(200).decode(errors="replace") or "another process"
+                    raise RegistryBusy(
+                        f"the registry of run {run!r} has been locked for {LOCK_SECONDS:.0f} s by {holder}: is it "
+                        "stopped? Nothing was changed; let it go on or kill it"
+                    ) from None
+            time.sleep(_LOCK_POLL_SECONDS)
+        with contextlib.suppress(OSError):  # a full disk must not stop what needs no room
+            file.truncate(0)
+            file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
         yield
 
 

@@ -11,6 +11,8 @@ import httpx
 import pytest
 from service_fixtures import RunningService
 
+from service.registry import locked
+
 
 def test_before_the_first_publish_latest_is_a_404_that_says_so(service: RunningService) -> None:
     reply = service.client.get("/drafter/latest")
@@ -142,6 +144,19 @@ def test_the_history_and_a_rollback(service: RunningService) -> None:
     assert listing["latest"]["version"] == first.version
     assert [e["event"] for e in listing["history"]] == ["published", "published", "rolled_back"]
     assert listing["history"][-1]["reason"] == "second is slow"
+
+
+def test_a_rollback_beside_a_stopped_publisher_says_who_is_in_the_way(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = service.publish().version
+    monkeypatch.setattr("service.registry.LOCK_SECONDS", 0.05)
+    with locked(service.layout, "default"):
+        reply = service.client.post(f"/drafter/{version}/rollback", json={"reason": "x"})
+        assert service.client.get("/drafter/latest").json()["sequence"] == 1, "reading needs no lock"
+    assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:registry-busy")
+    assert "Retry-After" in reply.headers
+    assert service.client.post(f"/drafter/{version}/rollback", json={"reason": "x"}).status_code == 200
 
 
 def test_a_rollback_needs_a_known_version_and_a_reason(service: RunningService) -> None:

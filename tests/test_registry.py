@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from service_fixtures import publish
 
-from service.errors import RegistryError, RunNotFound, VersionNotFound
+from service.errors import RegistryBusy, RegistryError, RunNotFound, VersionNotFound
 from service.layout import Layout
-from service.registry import MANIFEST, Registry
+from service.registry import MANIFEST, Registry, locked
 
 
 @pytest.fixture
@@ -168,6 +168,39 @@ def test_parallel_publishers_and_rollbacks_never_share_a_sequence(registry: Regi
     sequences = [e["sequence"] for e in registry.history("default")]
     assert sequences == list(range(1, 34))
     assert len(registry.versions("default")) == 17
+
+
+def test_a_lock_that_somebody_keeps_is_an_error_that_names_him_and_hides_no_event(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process that was stopped while it published keeps it."""
+    first = publish(registry)
+    monkeypatch.setattr("service.registry.LOCK_SECONDS", 0.05)
+    with locked(Layout(tmp_path), "default"):
+        with pytest.raises(RegistryBusy, match=f"by process {os.getpid()} of .*is it stopped.*Nothing was changed"):
+            registry.rollback("default", first.version, "back")
+        with pytest.raises(RegistryBusy):
+            publish(registry, content=b"second")
+        registry.record("default", {"event": "refused"})
+    assert registry.latest("default") == first
+    assert [e["event"] for e in registry.history("default")] == ["published", "refused"]
+    assert publish(registry, content=b"second").sequence == first.sequence + 1
+
+
+def test_events_of_many_writers_are_whole_lines(registry: Registry) -> None:
+    def work(number: int) -> None:
+        for turn in range(50):
+            registry.record("default", {"event": "refused", "by": [number, turn], "reason": "x" * 3000})
+
+    publish(registry)
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    events = registry.history("default")[1:]
+    assert sorted(e["by"] for e in events) == [[n, t] for n in range(4) for t in range(50)]
+    assert all(len(e["reason"]) == 3000 for e in events)
 
 
 #: Forks a publisher for each line it reads, kills it after that many seconds: one interpreter start for all kills.
