@@ -36,6 +36,7 @@ class Recipe:
     fp8: bool = False
     top_k: int = 0  # 0: last_hidden
     stale: bool = False  # train on the base policy's rollouts alone
+    newest_share: float = 0.5  # of a step's tokens, where there are older ones
     reservoir: float = 0.0  # share of steps whose older half comes from the base policy
     aim: Aim = ""  # an experimental loss in the place of `loss`
     late_loss: Loss | None = None  # instead of `loss` from the middle of the run on
@@ -123,6 +124,14 @@ RECIPES: Final = (
     _muon("muon, newest only, 8 passes", recent_tokens=1),
     _muon("muon, every 2nd version, 16 passes", every=2, passes=16),
     _muon("muon, top-8 targets, 8 passes", top_k=8),
+    _muon("muon, loss lk, 8 passes", loss="lk"),
+    _muon("muon, loss nla, 8 passes", loss="nla"),
+    _muon("muon, fp8 features, 8 passes", fp8=True),
+    _muon("muon, reservoir 25 %, 8 passes", reservoir=0.25),
+    _muon("muon, depth 5, 8 passes", steps_ahead=5),
+    _muon("muon, depth 7, 8 passes", steps_ahead=7),
+    _muon("muon, a quarter newest, 8 passes", newest_share=0.25),
+    _muon("muon, three quarters newest, 8 passes", newest_share=0.75),
 )
 #: What recipes of a serving depth are compared with.
 REFERENCES: Final = {SERVING_DEPTH: REFERENCE, 3: "depth 3, served at 3"}

@@ -98,7 +98,13 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
             started = time.process_time()
             newest = recent.add(recording.files[index], as_sent(batch, heads[version], recipe))
             if recipe.passes and index % recipe.every == 0:
-                draws = recent.train_steps([newest], passes=recipe.passes, step_tokens=recipe.step_tokens, seed=index)
+                draws = recent.train_steps(
+                    [newest],
+                    passes=recipe.passes,
+                    step_tokens=recipe.step_tokens,
+                    seed=index,
+                    newest_share=recipe.newest_share,
+                )
                 for drawn in _substituted(draws, recipe, recording, seed=index):
                     drafter.embed_tokens = heads[drawn[0].policy_version].lm_head
                     track.skipped += trainer.step(drawn, [heads[b.policy_version] for b in drawn]).skipped is not None
@@ -208,14 +214,15 @@ class Row:
     greedy_reach: float
 
 
-def rows_of(tracks: Sequence[Track]) -> list[Row]:
-    """One row per recipe, in the order of `RECIPES`; compared with the reference on the seeds that it has itself."""
+def rows_of(tracks: Sequence[Track], against: str = REFERENCE) -> list[Row]:
+    """One row per recipe, in the order of `RECIPES`; compared with recipe `against` on the seeds that it has itself."""
     by: dict[str, dict[int, Track]] = {}
     for track in tracks:
         by.setdefault(track.recipe, {})[track.seed] = track
     rows = []
     for recipe in (r for r in RECIPES if r.name in by):
-        name, reference = recipe.name, by.get(REFERENCES[recipe.serving_depth], {})
+        name = recipe.name
+        reference = by.get(against if recipe.serving_depth == SERVING_DEPTH else REFERENCES[recipe.serving_depth], {})
         of_seed = by[name]
         seeds = sorted(of_seed.keys() & reference.keys())
         if not seeds:
@@ -266,14 +273,14 @@ def paired(difference: npt.NDArray[np.float64]) -> tuple[float, float]:
     return float(difference.mean()), float(student.ppf(0.975, len(means) - 1) * means.std(ddof=1) / len(means) ** 0.5)
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row], against: str = REFERENCE) -> str:
     """The table."""
     lines = [
         "| recipe | seeds | α | to reference | last fifth | regret | base α | steps | CPU s | greedy α | to ref. |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        own = r.recipe == REFERENCE
+        own = r.recipe == against
         gain = "" if own else f"{r.gain:+.3f} ± {r.reach:.3f}"
         greedy = "" if own else f"{r.greedy_gain:+.3f} ± {r.greedy_reach:.3f}"
         lines.append(
@@ -342,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=2, help="replay every n-th policy version")
     parser.add_argument("--until", type=int, default=30, help="first policy version that is left out")
     parser.add_argument("--only", nargs="*", default=[], help="names of recipes")
+    parser.add_argument("--against", default=REFERENCE, help="name of the recipe that a report compares with")
     parser.add_argument("--plot", type=Path, help="where to draw the report")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -352,10 +360,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         _replay_all(options)
     else:
         tracks = read_tracks(options.out / "results.jsonl")
-        if not any(t.recipe == REFERENCE for t in tracks):
-            parser.error(f"{options.out} holds no results of the reference; run `replay` first")
-        rows = rows_of(tracks)
-        print(markdown(rows))
+        for needed in {options.against, REFERENCE} if options.plot else {options.against}:
+            if not any(t.recipe == needed for t in tracks):
+                parser.error(f"{options.out} holds no results of {needed!r}; run `replay` first")
+        rows = rows_of(tracks, options.against)
+        print(markdown(rows, options.against))
         if options.plot:
             plot(tracks, rows, options.plot)
 

@@ -117,22 +117,31 @@ class RecentRollouts:
                 break
         return found
 
-    def train_steps(self, newest: Sequence[KeptBatch], *, passes: float, step_tokens: int, seed: int) -> Iterator[
-        list[RolloutBatch]
-    ]:  # fmt: skip
-        """Yield what each optimizer step trains on: half of its tokens from the newest batches, half from older ones.
+    def train_steps(
+        self,
+        newest: Sequence[KeptBatch],
+        *,
+        passes: float,
+        step_tokens: int,
+        seed: int,
+        newest_share: float = 0.5,
+    ) -> Iterator[list[RolloutBatch]]:
+        """Yield what each optimizer step trains on: some tokens from the newest batches, the rest from older ones.
 
-        So many steps that about `passes` times as many tokens are drawn as the newest batches have. Each half takes
+        So many steps that about `passes` times as many tokens are drawn as the newest batches have. Each part takes
         whole rollouts of as many batches as fill it, of one policy version where that has enough; where there are too
-        few, steps are smaller, and more.
+        few, steps are smaller, and more. `newest_share`: docs/recipes.md has what other shares than half do.
         """
         rng = np.random.default_rng(seed)
         new = [k for k in newest if k.train]
         old = [k for k in self._kept if k.train and k not in new]
-        share = step_tokens // 2 if new and old else step_tokens
+        of_new, of_old = step_tokens, step_tokens
+        if new and old:
+            of_new = round(newest_share * step_tokens)
+            of_old = step_tokens - of_new
         left = passes * sum(k.batch.tokens for k in newest)
         while (new or old) and left > 0:
-            drawn = [*_fill(new, share, rng), *_fill(old, share, rng)]
+            drawn = [*_fill(new, of_new, rng), *_fill(old, of_old, rng)]
             left -= sum(part.tokens for part in drawn)
             yield _packed(drawn)
 

@@ -143,6 +143,18 @@ def test_a_step_is_half_new_half_old_within_its_budget(memory: Memory) -> None:
             assert part.tokens <= 60 + 20, "whole rollouts: at most one more than fits"
 
 
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_a_steps_share_of_the_newest_is_what_was_asked_for(memory: Memory, share: float) -> None:
+    for number in range(4):
+        memory.add(f"old{number}", policy_version=0, rollouts=64)
+    newest = [memory.add("new", policy_version=1, rollouts=64)]
+    tokens = Counter[int]()
+    for step in memory.recent.train_steps(newest, passes=8.0, step_tokens=800, seed=0, newest_share=share):
+        for batch in step:
+            tokens[batch.policy_version] += batch.tokens
+    assert tokens[1] / tokens.total() == pytest.approx(share, abs=0.03)
+
+
 @pytest.mark.parametrize(("files", "rollouts"), [(1, 64), (8, 8), (32, 2)])
 def test_small_files_are_trained_on_as_often_as_large_ones(memory: Memory, files: int, rollouts: int) -> None:
     for number in range(4):
