@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,6 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from worker_fixtures import Bench
 
-import service.checkpoint
-from drafter.trainer import DrafterTrainer
 from service.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.queue import RolloutQueue
 from service.registry import Registry
@@ -299,77 +294,6 @@ def test_a_worker_that_was_overtaken_writes_no_checkpoint(bench: Bench) -> None:
         sleeper.save()
     assert (bench.checkpoint(), bench.trainer_counts()) == (newest, counts)
     assert not list(bench.layout.worker("default").glob(".writing*"))
-
-
-#: What a checkpoint does to the disk.
-STEPS_OF_A_SAVE = [
-    (service.checkpoint, "sync"),
-    (service.checkpoint, "write_kind"),
-    (service.checkpoint.shutil, "rmtree"),
-    (DrafterTrainer, "save"),
-    (WorkerCheckpoint, "newest"),
-    (Path, "mkdir"),
-    (Path, "write_text"),
-    (Path, "rename"),
-]
-
-
-def sleep_before_step(monkeypatch: pytest.MonkeyPatch, number: int, meanwhile: Callable[[], None]) -> list[str]:
-    """Call `meanwhile` before step `number` of what runs from here on; returns the steps, as they come."""
-    steps: list[str] = []
-    asleep = False
-
-    def watch(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            nonlocal asleep
-            if not asleep:
-                steps.append(name)
-                if len(steps) == number:
-                    asleep = True
-                    meanwhile()
-                    asleep = False
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, step)
-
-    for owner, name in STEPS_OF_A_SAVE:
-        watch(owner, name)
-    return steps
-
-
-def test_a_worker_that_sleeps_anywhere_in_a_checkpoint_spoils_nothing_of_its_heirs(bench: Bench) -> None:
-    """Stopped before each step in turn, its heir goes on and checkpoints, then it wakes up."""
-    bench.begin()
-    bench.post("first")
-    bench.drain(bench.worker())
-    for number in itertools.count(1):
-        bench.post(f"{number}/asleep")
-        sleeper = bench.worker(checkpoint_seconds=600.0)
-        bench.drain(sleeper)
-        heir: list[RunWorker] = []
-
-        def take_over(heir: list[RunWorker] = heir, name: str = f"{number}/heir") -> None:
-            bench.post(name)
-            heir.append(bench.worker())
-            bench.drain(heir[0])
-
-        with pytest.MonkeyPatch.context() as patch:
-            done = sleep_before_step(patch, number, take_over)
-            with contextlib.suppress(CheckpointSuperseded, OSError):
-                sleeper.save()
-        bench.post(f"{number}/after")
-        bench.drain(heir[0] if heir else sleeper)  # raises where its checkpoint is no longer the newest
-        if not heir:
-            sleeper.save()
-        bench.drain(bench.worker())
-        assert states(bench) == ["trained"] * len(bench.posted)
-        assert bench.totals()["batches"] == len(bench.posted), f"asleep before step {number}: {done}"
-        assert bench.trainer_counts()["windows"] > 0
-        if not heir:
-            break
-    assert {name for _, name in STEPS_OF_A_SAVE} <= set(done), done
 
 
 def test_a_worker_without_its_lease_neither_checkpoints_nor_publishes(bench: Bench) -> None:

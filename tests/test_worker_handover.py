@@ -1,0 +1,183 @@
+"""A worker is stopped before some step, its heir goes on, then it wakes up: nothing of either is lost or done twice.
+
+Longer than its lease, that is: a debugger, a paused container, a machine that swaps. `DRAFTALIGN_HANDOVERS` sets before
+how many of a turn's steps it is stopped (default 16, 0: before each), `DRAFTALIGN_CHAOS_SEED` before which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from worker_fixtures import Bench
+
+import service.checkpoint
+import service.lineage
+import service.registry
+from drafter.trainer import DrafterTrainer
+from service.checkpoint import CheckpointSuperseded, WorkerCheckpoint
+from service.errors import RegistryBusy
+from service.registry import Registry
+from service.run_worker import LeaseLost, RunWorker
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+
+HANDOVERS = int(os.environ.get("DRAFTALIGN_HANDOVERS", "16"))
+SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
+
+STEPS_OF_A_SAVE = [
+    (service.checkpoint, "sync"),
+    (service.checkpoint, "write_kind"),
+    (service.checkpoint.shutil, "rmtree"),
+    (DrafterTrainer, "save"),
+    (WorkerCheckpoint, "newest"),
+    (Path, "mkdir"),
+    (Path, "write_text"),
+    (Path, "rename"),
+]
+STEPS_OF_A_TURN = [
+    *STEPS_OF_A_SAVE,
+    (service.lineage, "write_kind"),
+    (service.registry, "sync"),
+    (service.registry, "write_synced"),
+    (DrafterTrainer, "step"),
+    (Redis, "execute_command"),
+    (Path, "replace"),
+    (Path, "unlink"),
+]
+
+
+def sleep_before_step(
+    patch: pytest.MonkeyPatch, steps: list[tuple[Any, str]], number: int, meanwhile: Callable[[], None]
+) -> list[str]:
+    """Call `meanwhile` before the `number`-th of `steps` from here on; returns the steps' names, as they come."""
+    done: list[str] = []
+    asleep = False
+
+    def watch(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal asleep
+            if not asleep:
+                done.append(name)
+                if len(done) == number:
+                    asleep = True
+                    meanwhile()
+                    asleep = False
+            return real(*args, **kwargs)
+
+        patch.setattr(owner, name, step)
+
+    for owner, name in steps:
+        watch(owner, name)
+    return done
+
+
+class Handover:
+    """One worker that sleeps, and the heir that takes over meanwhile."""
+
+    def __init__(self, bench: Bench, name: str) -> None:
+        self.bench = bench
+        self.heir: RunWorker | None = None
+        self.refused = False
+        self._name = name
+        self._leased = True
+
+    def sleeper(self, **changes: Any) -> RunWorker:
+        """A worker whose lease is gone once there is an heir."""
+        bench = self.bench
+        settings = bench.settings.model_copy(update=changes)
+        return RunWorker(settings, bench.layout, bench.queue, bench.store, "default", holds_lease=lambda: self._leased)
+
+    def take_over(self, **changes: Any) -> None:
+        """Another batch comes, and all is done by another worker; it stops where the registry is the sleeper's."""
+        self._leased = False
+        self.bench.post(f"{self._name}/heir")
+        self.heir = self.bench.worker(**changes)
+        try:
+            self.bench.drain(self.heir)
+        except RegistryBusy:
+            self.refused = True
+
+    @contextlib.contextmanager
+    def waking_up(self) -> Any:
+        """What a worker that finds itself overtaken may say, and nothing else."""
+        try:
+            yield
+        except (LeaseLost, CheckpointSuperseded, OSError):
+            assert self.heir is not None
+
+
+def test_asleep_anywhere_in_a_checkpoint(bench: Bench) -> None:
+    bench.begin()
+    bench.post("first")
+    bench.drain(bench.worker())
+    for number in itertools.count(1):
+        bench.post(f"{number}/asleep")
+        handover = Handover(bench, str(number))
+        sleeper = bench.worker(checkpoint_seconds=600.0)
+        bench.drain(sleeper)
+        with pytest.MonkeyPatch.context() as patch, handover.waking_up():
+            done = sleep_before_step(patch, STEPS_OF_A_SAVE, number, handover.take_over)
+            sleeper.save()
+        bench.post(f"{number}/after")
+        bench.drain(handover.heir or sleeper)  # raises where its checkpoint is no longer the newest
+        bench.drain(bench.worker())
+        assert all(bench.state(b) == "trained" for b in bench.posted), f"asleep before step {number}: {done}"
+        assert bench.totals()["batches"] == len(bench.posted), f"asleep before step {number}: {done}"
+        assert bench.trainer_counts()["windows"] > 0
+        if handover.heir is None:
+            break
+    assert {name for _, name in STEPS_OF_A_SAVE} <= set(done), done
+
+
+def test_asleep_anywhere_in_a_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim, score, train, judge, checkpoint, publish, acknowledge: with every candidate promoted."""
+    print(f"DRAFTALIGN_CHAOS_SEED={SEED} DRAFTALIGN_HANDOVERS={HANDOVERS}")
+    monkeypatch.setattr(service.registry, "LOCK_SECONDS", 0.05)
+    eager: dict[str, Any] = {"gate_min_gain": -1e6, "gate_rollouts": 2, "holdout_one_in": 2, "recent_tokens": 400}
+    bench.begin()
+    for i in range(4):
+        bench.post(f"first/{i}")
+    bench.drain(bench.worker(**eager))
+    registry = Registry(bench.layout)
+
+    def turn(number: int) -> list[str]:
+        """Sleep before that step of a turn; returns the names of all."""
+        bench.post(f"{number}/asleep")
+        handover = Handover(bench, str(number))
+        sleeper = handover.sleeper(**eager)
+        before = registry.latest("default")
+        with pytest.MonkeyPatch.context() as patch, handover.waking_up():
+            done = sleep_before_step(patch, STEPS_OF_A_TURN, number, lambda: handover.take_over(**eager))
+            bench.drain(sleeper)
+        where = f"asleep before step {number}: {done[max(0, number - 4) : number]}"
+        bench.post(f"{number}/after")
+        with contextlib.nullcontext() if handover.heir is None else contextlib.suppress(CheckpointSuperseded):
+            bench.drain(handover.heir or sleeper)
+        bench.drain(bench.worker(**eager))
+        assert {bench.state(b) for b in bench.posted} <= {"trained", "held_out"}, where
+        assert bench.totals()["batches"] == len(bench.posted), where
+        assert set(bench.store.scores()) == set(bench.posted), where
+        assert bench.queue.depth() == (0, 0), where
+        latest = registry.latest("default")
+        assert before is not None
+        assert latest is not None
+        assert latest.sequence > before.sequence, where
+        for version in registry.versions("default"):
+            registry.verify("default", version)
+        return done
+
+    steps = turn(1 << 30)
+    assert {name for _, name in STEPS_OF_A_TURN} <= set(steps), steps
+    numbers = list(range(1, len(steps) + 1))
+    for number in sorted(random.Random(SEED).sample(numbers, HANDOVERS)) if HANDOVERS else numbers:
+        turn(number)
