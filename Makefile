@@ -6,7 +6,7 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint types format unit clean
+.PHONY: help setup demo up test lint types format unit chaos clean
 
 help: ## Say what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,9 @@ types: $(VENV)/.ready ## Strict types
 
 unit: $(VENV)/.ready ## The tests (ARGS="-k replay")
 	@$(BIN)/python -m pytest $(ARGS)
+
+chaos: $(VENV)/.ready ## The long form of the fault tests: 100 kills, a stop before every step (some ten minutes)
+	@DRAFTALIGN_CHAOS_KILLS=100 DRAFTALIGN_HANDOVERS=0 $(BIN)/python -m pytest -m chaos $(ARGS)
 
 format: $(VENV)/.ready ## Rewrite to the style
 	@$(BIN)/ruff check --fix-only --quiet . ; $(BIN)/ruff format .

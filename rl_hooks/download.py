@@ -10,13 +10,12 @@ Synchronous on purpose: it runs in a thread, where hashing and writing do not de
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +24,11 @@ import httpx
 from rl_hooks import wire
 from rl_hooks.agent_errors import CheckpointError, DigestError, DownloadError
 from rl_hooks.durable import sync, write_synced
+from rl_hooks.lock import LockHeld, exclusive
 from rl_hooks.release import Manifest, OfferedFile, Release
 
+#: So long is another agent's download into the same cache waited for.
+LOCK_SECONDS: Final = 120.0
 MODEL_FILE: Final = "model.safetensors"
 #: Written last into a complete directory: what was verified, and the digests after stripping.
 RECEIPT: Final = "draftalign-receipt.json"
@@ -61,30 +63,36 @@ def fetch_release(
     home = cache.absolute() / manifest.run
     home.mkdir(parents=True, exist_ok=True)
     final, staging = home / manifest.version, home / f"{manifest.version}.part"
-    with _locked(home / ".lock"):
-        if final.exists():
-            if _is_intact(final, manifest):
-                return Release(manifest, final)
-            shutil.rmtree(final)
-        staging.mkdir(exist_ok=True)
-        for file in manifest.files:
-            _fetch_file(client, manifest, file, staging, stopped)
-        _make_safe(staging, manifest.kind)
-        receipt = {
-            "digest": manifest.digest,
-            "sha256": {file.name: _sha256(staging / file.name) for file in manifest.files},
-        }
-        write_synced(staging / RECEIPT, json.dumps(receipt).encode())
-        staging.rename(final)
-        sync(home)
+    try:
+        with exclusive(home / ".lock", LOCK_SECONDS, stopped):
+            if final.exists():
+                if _is_intact(final, manifest):
+                    return Release(manifest, final)
+                shutil.rmtree(final)
+            staging.mkdir(exist_ok=True)
+            for file in manifest.files:
+                _fetch_file(client, manifest, file, staging, stopped)
+            _make_safe(staging, manifest.kind)
+            receipt = {
+                "digest": manifest.digest,
+                "sha256": {file.name: _sha256(staging / file.name) for file in manifest.files},
+            }
+            write_synced(staging / RECEIPT, json.dumps(receipt).encode())
+            staging.rename(final)
+            sync(home)
+    except LockHeld as held:
+        raise DownloadError(f"{held}, which shares this cache: still downloading, or stopped?") from None
     return Release(manifest, final)
 
 
 def prune_cache(cache: Path, run: str, keep: set[str]) -> list[str]:
-    """Delete the complete and partial versions of `run` that are not in `keep`; returns the names that went."""
+    """Delete the complete and partial versions of `run` that are not in `keep`; returns the names that went.
+
+    None where another agent that shares the cache is at work in it: there is a next time.
+    """
     home = cache.absolute() / run
-    gone = []
-    with _locked(home / ".lock"):
+    gone: list[str] = []
+    with contextlib.suppress(LockHeld), exclusive(home / ".lock", 0.0):
         for path in sorted(home.iterdir()):
             if path.is_dir() and path.name.removesuffix(".part") not in keep and path.name != "engines":
                 shutil.rmtree(path)
@@ -242,12 +250,3 @@ def _matches(path: Path, file: OfferedFile) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold off other agents that share the cache; the kernel releases the lock when a holder dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +29,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
 from rl_hooks.durable import sync, write_synced
+from rl_hooks.lock import LockHeld, exclusive
 from service.errors import RegistryBusy, RegistryError, VersionNotFound
 from service.layout import FILE_NAME, VERSION_NAME, Layout
 
@@ -38,7 +37,6 @@ MANIFEST = "manifest.json"
 _READ_BYTES = 1 << 20
 #: So long is a run's lock waited for. It is held for renames, and for deleting old versions.
 LOCK_SECONDS = 30.0
-_LOCK_POLL_SECONDS = 0.01
 #: Staging directories older than this were left by a publisher that died.
 _LEFTOVER_SECONDS = 3600.0
 
@@ -309,28 +307,14 @@ class Registry:
 @contextlib.contextmanager
 def locked(layout: Layout, run: str) -> Iterator[None]:
     """Hold a run's lock, against other processes too. Raises `RegistryBusy` where another keeps it."""
-    path = layout.registry_lock(run)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + LOCK_SECONDS
-    with path.open("a+b", buffering=0) as file:
-        while True:
-            try:
-                # The kernel releases it when the file closes, or this process dies.
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    holder = file.read(200).decode(errors="replace") or "another process"
-                    raise RegistryBusy(
-                        f"the registry of run {run!r} has been locked for {LOCK_SECONDS:.0f} s by {holder}: is it "
-                        "stopped? Nothing was changed; let it go on or kill it"
-                    ) from None
-            time.sleep(_LOCK_POLL_SECONDS)
-        with contextlib.suppress(OSError):  # a full disk must not stop what needs no room
-            file.truncate(0)
-            file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
-        yield
+    try:
+        with exclusive(layout.registry_lock(run), LOCK_SECONDS):
+            yield
+    except LockHeld as held:
+        raise RegistryBusy(
+            f"the registry of run {run!r} has been locked for {LOCK_SECONDS:.0f} s by {held.holder}: is it stopped? "
+            "Nothing was changed; let it go on or kill it"
+        ) from None
 
 
 def _number(version: str) -> int:

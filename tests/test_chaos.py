@@ -23,10 +23,10 @@ from worker_fixtures import Bench, Nest, World, alive, nest, wait_until_gone
 from service.queue import AsyncRolloutQueue, Batch, Enqueued
 from service.valkey import EmbeddedValkey
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
-
 KILLS = int(os.environ.get("DRAFTALIGN_CHAOS_KILLS", "12"))
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240 + 10 * KILLS)]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,52 @@
+"""One process at a time: a file lock that is not waited for without end, and that says who has it.
+
+A process that is stopped (a debugger, a paused container) keeps its locks; only death releases them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+_POLL_SECONDS: Final = 0.01
+
+
+class LockHeld(Exception):  # noqa: N818 - reads as what happened
+    """Another process keeps the lock. `holder`: "process 4711 of node3"."""
+
+    def __init__(self, path: Path, holder: str, seconds: float) -> None:
+        super().__init__(f"{path} has been locked for {seconds:.0f} s by {holder}")
+        self.holder = holder
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, seconds: float, stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Hold the lock that the file `path` stands for; it is made where there is none.
+
+    Raises `LockHeld` when another process still has it after `seconds`, or as soon as `stopped()`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with path.open("a+b", buffering=0) as file:
+        while True:
+            try:
+                # The kernel releases it when the file closes, or this process dies.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - began
+                if waited >= seconds or stopped():
+                    file.seek(0)
+                    holder = file.read(200).decode(errors="replace") or "another process"
+                    raise LockHeld(path, holder, waited) from None
+            time.sleep(_POLL_SECONDS)
+        with contextlib.suppress(OSError):  # a full disk must not stop what needs no room
+            file.truncate(0)
+            file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
+        yield
