@@ -28,7 +28,7 @@ from drafter.kinds import Drafter, share
 from rl_hooks.wire import MappedFile, WireError
 from service.checkpoint import WorkerCheckpoint
 from service.controller import DEFERRED, Action, Controller, Economy
-from service.errors import RegistryBusy, WorkerError
+from service.errors import LatestMoved, RegistryBusy, WorkerError
 from service.journal import Journal
 from service.layout import Layout
 from service.lineage import CANDIDATE, Lineage
@@ -426,9 +426,10 @@ class RunWorker:
         self, newest: Sequence[KeptBatch], best_version: str | None, *, trained: bool, train_seconds: float
     ) -> Contest | None:
         """Let the gate compare candidate and, where it scored best, an archived version with the served drafter."""
-        served = self._lineage.served()
+        manifest = self._lineage.served()
+        served = manifest.version if manifest else None
         versions = [CANDIDATE] if trained else []
-        if best_version not in (None, CANDIDATE, served.version if served else None):
+        if best_version not in (None, CANDIDATE, served):
             versions.append(str(best_version))
         evidence = self._recent.held_out(self._settings.gate_rollouts)
         if not versions or not evidence:
@@ -441,7 +442,11 @@ class RunWorker:
             self._keep_lease()
             if winner.version == CANDIDATE:
                 self.save()
-            self._lineage.promote(winner.version, policy_version, winner.verdict.reason, winner.facts)
+            try:
+                self._lineage.promote(winner.version, served, policy_version, winner.verdict.reason, winner.facts)
+            except LatestMoved as moved:  # a person, or an heir of this worker: the next contest is against theirs
+                log.info("%s: %s", self.run, moved)
+                return None
         candidate = next((o for o in outcomes if o.version == CANDIDATE), None)
         self._journal.judged(winner, refused=candidate is not None and not candidate.verdict.promote)
         if candidate is not None:

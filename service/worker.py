@@ -44,6 +44,7 @@ _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
 #: A run that cannot be worked on is tried again after this.
 _REFUSED_SECONDS = 60.0
+_RENEW_IF = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end return 0"
 _DELETE_IF = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
@@ -153,17 +154,14 @@ class Worker:
     def _lease(self, run: str) -> bool:
         """Take or renew the lease on a run."""
         key, milliseconds = self._lease_key(run), int(_LEASE_SECONDS * 1000)
+        # In one step: a worker that is stopped between two would renew what has become another's meanwhile.
+        if self._redis.eval(_RENEW_IF, 1, key, self._name, milliseconds):
+            return True
         holder = self._redis.get(key)
         name = holder.decode() if isinstance(holder, bytes) else holder
-        if name is not None and name != self._name and _died_here(name):
+        if name is not None and _died_here(name):
             self._free(key, name)  # a worker killed on this machine: no need to wait for its lease to expire
-            name = None
-        if name is None:
-            return bool(self._redis.set(key, self._name, nx=True, px=milliseconds))
-        if name != self._name:
-            return False
-        self._redis.pexpire(key, milliseconds)
-        return True
+        return bool(self._redis.set(key, self._name, nx=True, px=milliseconds))
 
     def _free(self, key: str, holder: str) -> None:
         """Delete a lease, but only `holder`'s: another may have taken it since it was read."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from worker_fixtures import Bench
 
@@ -331,6 +332,31 @@ def test_two_heirs_of_a_dead_worker_do_not_take_the_lease_from_each_other(bench:
     assert heirs[0]._lease("default")
     heirs[0]._free(key, heirs[0]._name)
     assert heirs[1]._lease("default")
+
+
+def test_a_worker_that_was_stopped_while_it_renewed_its_lease_does_not_renew_anothers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    mine, other = (Worker(bench.settings, Redis.from_url(bench.redis_url)) for _ in range(2))
+    key = mine._lease_key("default")
+    for number in range(1, 6):
+        bench.redis.delete(key)
+        assert mine._lease("default")
+        steps = 0
+
+        def step(*words: Any, number: int = number, **options: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == number:
+                bench.redis.delete(key)  # expired: this one was stopped for longer
+                assert other._lease("default")
+            return type(mine._redis).execute_command(mine._redis, *words, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mine._redis, "execute_command", step)
+            claims = mine._lease("default")
+        assert not claims or steps < number, f"stopped before step {number}"
 
 
 def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_once_and_unblamed(
