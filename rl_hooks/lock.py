@@ -26,9 +26,10 @@ class LockHeld(Exception):  # noqa: N818 - reads as what happened
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, seconds: float, stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def exclusive(path: Path, seconds: float, stopped: Callable[[], bool] = lambda: False) -> Iterator[int]:
     """Hold the lock that the file `path` stands for; it is made where there is none.
 
+    Gives the lock's file descriptor: a child that inherits it has the lock, too, for as long as it lives.
     Raises `LockHeld` when another process still has it after `seconds`, or as soon as `stopped()`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,4 +50,4 @@ def exclusive(path: Path, seconds: float, stopped: Callable[[], bool] = lambda: 
         with contextlib.suppress(OSError):  # a full disk must not stop what needs no room
             file.truncate(0)
             file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
-        yield
+        yield file.fileno()

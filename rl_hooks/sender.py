@@ -104,6 +104,15 @@ class RolloutSender:
         self._counts["bytes_sent"] = 0
         self._last_error = ""
 
+    def _guard(self) -> threading.Condition:
+        """What guards everything here. A forked child gets its own, and an empty queue with it.
+
+        Its copy of the parent's may be locked for ever: the thread that would release it is the parent's alone.
+        """
+        if os.getpid() != self._pid:
+            self._reset()
+        return self._changed
+
     def submit(
         self,
         body: Parts | Callable[[], Parts],
@@ -131,9 +140,7 @@ class RolloutSender:
     def submit_job(self, job: Job) -> bool:
         """Queue any request, behind all that was queued before it."""
         try:
-            if os.getpid() != self._pid:
-                self._reset()
-            with self._changed:
+            with self._guard():
                 return self._enqueue(job)
         except Exception as error:  # noqa: BLE001 - as above: out of threads, out of memory, ...
             self._note("submit", f"a request could not be queued: {error!r}")
@@ -154,10 +161,18 @@ class RolloutSender:
             self._queued_bytes += job.size_bytes
         self._queue.append(job)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="rollout-sender", daemon=True)
-            self._thread.start()
+            self._start_thread()
         self._changed.notify_all()
         return True
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name="rollout-sender", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # out of threads: what is queued waits for the next submit to find one
+            self._note("thread", f"rollouts cannot be sent yet: {error}")
+        else:
+            self._thread = thread
 
     def _drop_oldest(self) -> bool:
         victim = next((job for job in self._queue if not job.keep), None)
@@ -175,9 +190,7 @@ class RolloutSender:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start; `queue_bytes` and `queue_items` are now; `last_error` is the latest trouble."""
-        if os.getpid() != self._pid:
-            self._reset()
-        with self._changed:
+        with self._guard():
             waiting = len(self._queue) + (self._current is not None)
             return {
                 **self._counts,
@@ -188,13 +201,13 @@ class RolloutSender:
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything queued was sent or dropped; False if that took longer than `timeout_seconds`."""
-        with self._changed:
+        with self._guard():
             return self._changed.wait_for(lambda: not self._queue and self._current is None, timeout_seconds)
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Flush for at most `timeout_seconds`, then give the rest up (`dropped_closed`). True if nothing was lost."""
         flushed = self.flush(timeout_seconds)
-        with self._changed:
+        with self._guard():
             self._closed = True
             self._counts["dropped_closed"] += len(self._queue)
             self._queue.clear()
@@ -274,7 +287,7 @@ class RolloutSender:
 
     def _note(self, kind: str, text: str) -> None:
         """Remember the trouble; log it only the first time that its kind comes up."""
-        with self._changed:
+        with self._guard():
             self._last_error = text
             first = kind not in self._warned
             self._warned.add(kind)

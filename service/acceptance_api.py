@@ -141,7 +141,9 @@ async def _judge(context: ServiceContext, report: AcceptanceReport) -> Judgement
 
 def _seconds_since_push(context: ServiceContext, run: str) -> float | None:
     pushes = [event["time"] for event in context.registry.history(run) if event.get("event") == "pushed_again"]
-    return time.time() - max(pushes) if pushes else None
+    seconds = time.time() - pushes[-1] if pushes else None
+    # Before now, or the clock was set back since: then nobody knows, and a dead drafter is not to wait for the clock.
+    return None if seconds is None or seconds < 0 else seconds
 
 
 def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: CanaryReport) -> None:

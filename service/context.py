@@ -63,8 +63,8 @@ class ServiceContext:
         gone = await asyncio.to_thread(self.spool.reap_uploads, age)
         for run in self.layout.run_names():
             for blob in await asyncio.to_thread(self.spool.old_blobs, run, age):
-                batch = await self.queue(run).batch(blob.partition(".")[0])
-                if batch is None or batch["state"] != "queued" or batch["blob"] != blob:
+                # Asked and given up in one step: an API process that was stopped before its enqueue may go on now.
+                if await self.queue(run).disown(blob.partition(".")[0], blob):
                     self.spool.delete(run, blob)
                     gone += 1
         return gone

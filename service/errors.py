@@ -6,7 +6,8 @@
     ├── RunConflict             the run exists with another target
     ├── VersionNotFound         no such drafter version, or no such file in it
     ├── RegistryError           the registry on disk contradicts itself, or a staged drafter is unusable
-    │   └── RegistryBusy        another process keeps the registry's lock
+    │   ├── RegistryBusy        another process keeps the registry's lock
+    │   └── LatestMoved         what a drafter was judged against is no longer served
     ├── ValkeyError             the embedded server is missing, or would not start
     └── WorkerError             the worker cannot go on with a run
 
@@ -40,6 +41,10 @@ class RegistryError(ServiceError):
 
 class RegistryBusy(RegistryError):  # noqa: N818
     """Another process keeps the registry's lock; nothing was changed."""
+
+
+class LatestMoved(RegistryError):  # noqa: N818
+    """Another drafter is served than the one that was to be replaced; nothing was changed."""
 
 
 class ValkeyError(ServiceError):

@@ -193,17 +193,20 @@ class Lineage:
         return read_kind(directory, self._target.embed_tokens, self._target.lm_head)
 
     # --- publishing
-    def promote(self, version: str, policy_version: int, reason: str, evidence: dict[str, Any]) -> Manifest:
-        """Serve the candidate as a new version, or an archived version again (at no training cost)."""
+    def promote(
+        self, version: str, served: str | None, policy_version: int, reason: str, evidence: dict[str, Any]
+    ) -> Manifest:
+        """Serve the candidate as a new version, or an archived version again (at no training cost).
+
+        `served`: the version that it was judged against. Raises `LatestMoved` when another one is served by now.
+        """
         if version != CANDIDATE:
-            return self._registry.rollback(self._run, version, f"re-selected from the archive: {reason}")
-        parent = self.served()
+            reason = f"re-selected from the archive: {reason}"
+            return self._registry.rollback(self._run, version, reason, instead_of=served)
         with self._staged() as staged:
             with full_disk_as_os_error():
                 write_kind(staged, self.candidate)
-            manifest = self._announce(
-                self.candidate, staged, policy_version, parent.version if parent else None, reason, evidence
-            )
+            manifest = self._announce(self.candidate, staged, policy_version, served, reason, evidence)
         first = self._registry.versions(self._run)[0]
         self._registry.prune(self._run, self._settings.keep_versions, protect={first})
         return manifest
@@ -222,6 +225,7 @@ class Lineage:
             staged,
             policy_version=policy_version,
             parent=parent,
+            instead_of=parent,
             config_fingerprint=config_fingerprint(drafter.config, drafter.vocabulary),
             d2t_sha256=drafter.vocabulary.digest,
             aux_layers=_layers(drafter),

@@ -1,8 +1,8 @@
 """The queue of rollouts: Redis Streams carry metadata and the name of a spooled file, never tensors.
 
 At least once: an entry stays pending until `ack`; a dead worker's entries go to whoever claims them next; one that
-was delivered more than `MAX_DELIVERIES` times becomes a dead letter. Enqueue, end and heartbeat are one Lua script
-each, so every count is exact. Never MAXLEN on the queue: trimming deletes unread work without a word.
+was delivered more than `MAX_DELIVERIES` times becomes a dead letter. Enqueue, end, heartbeat and disown are one Lua
+script each, so every count is exact. Never MAXLEN on the queue: trimming deletes unread work without a word.
 
 `AsyncRolloutQueue` is the API's side and `RolloutQueue` the worker's, over the same scripts and keys. Redis 6.2
 commands only. Keys and counters: docs/architecture.md.
@@ -55,6 +55,10 @@ class Keys:
     def batch(self, batch_id: str) -> str:
         """Hash with the fate of one batch."""
         return f"{self.prefix}batch:{batch_id}"
+
+    def orphan(self, blob: str) -> str:
+        """There while a spooled file is given up: no entry may name it."""
+        return f"{self.prefix}orphan:{blob}"
 
     def rollout(self, rollout_id: str) -> str:
         """String: the batch that a rollout came in."""
@@ -277,9 +281,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Enqueued:
-    """Outcome of an enqueue. `dropped` names blobs that the overflow policy pushed out: delete their files."""
+    """Outcome of an enqueue. `dropped` names blobs that the overflow policy pushed out: delete their files.
 
-    outcome: Literal["accepted", "duplicate", "full"]
+    `disowned`: the file lay there for so long that it was taken for an orphan's, and may be deleted already.
+    """
+
+    outcome: Literal["accepted", "duplicate", "full", "disowned"]
     state: str
     dropped: tuple[str, ...] = ()
 
@@ -292,6 +299,7 @@ class AsyncRolloutQueue:
         self._redis: Any = redis
         self._keys = Keys(run)
         self._enqueue = redis.register_script(_script("enqueue"))
+        self._disown = redis.register_script(_script("disown"))
 
     async def ensure_group(self) -> None:
         """Create the stream and its consumer group, and list the run; idempotent."""
@@ -328,8 +336,15 @@ class AsyncRolloutQueue:
                 return Enqueued("accepted", "queued", tuple(reply[2:]))
             case "duplicate":
                 return Enqueued("duplicate", reply[1])
+            case "disowned":
+                return Enqueued("disowned", "")
             case _:
                 return Enqueued("full", f"{reply[1]} batches, {reply[2]} bytes", tuple(reply[3:]))
+
+    async def disown(self, batch_id: str, blob: str) -> bool:
+        """Give a batch's spooled file up for deletion. False, and nothing was done, if its entry names it."""
+        keys = [self._keys.batch(batch_id), self._keys.orphan(blob)]
+        return bool(await self._disown(keys=keys, args=[blob, ENDED_SECONDS]))
 
     async def batch(self, batch_id: str) -> dict[str, str] | None:
         """The fate of one batch, or None if it is unknown or was forgotten."""

@@ -46,6 +46,9 @@ class RecentRollouts:
     def __init__(self, directory: Path, *, capacity_tokens: int, holdout_one_in: int) -> None:
         self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
+        # Looked at before the checkpoint is: a worker that is stopped while it opens the run, and wakes up later, must
+        # not take for strays what its heir has put there since.
+        self._found = list(directory.iterdir())
         self._capacity_tokens = capacity_tokens
         self._holdout_one_in = holdout_one_in
         self._kept: list[KeptBatch] = []
@@ -95,9 +98,9 @@ class RecentRollouts:
                 continue
             if path.parent == spool:
                 self._unsettled[name] = path
-        for stray in self._directory.iterdir():
+        for stray in self._found:
             if stray.name not in names:
-                stray.unlink()
+                stray.unlink(missing_ok=True)
 
     def oldest_policy_version(self) -> int | None:
         """Of all that is kept; None when nothing is."""

@@ -5,6 +5,8 @@ Invariants, also after loss of power at any line:
   one rename (atomic on one filesystem) makes it appear. It never changes afterwards.
 * `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
   take a new number, so a reader that remembers the last sequence can refuse anything older.
+* A drafter that was judged against the served one replaces that one only: whoever was stopped meanwhile, and wakes up
+  after another worker's publish or a person's rollback, changes nothing.
 * One `flock` per run serialises the API (rollback, push-again) and the worker (publish). Whoever cannot have it for
   `LOCK_SECONDS` is told who has it: a process that was stopped (a debugger, a paused container) may keep it for ever.
 
@@ -30,10 +32,12 @@ from pydantic_core import to_json
 
 from rl_hooks.durable import sync, write_synced
 from rl_hooks.lock import LockHeld, exclusive
-from service.errors import RegistryBusy, RegistryError, VersionNotFound
+from service.errors import LatestMoved, RegistryBusy, RegistryError, VersionNotFound
 from service.layout import FILE_NAME, VERSION_NAME, Layout
 
 MANIFEST = "manifest.json"
+#: In place of whatever is served.
+ANY = "*"
 _READ_BYTES = 1 << 20
 #: So long is a run's lock waited for. It is held for renames, and for deleting old versions.
 LOCK_SECONDS = 30.0
@@ -159,14 +163,19 @@ class Registry:
         alpha: Mapping[str, Any] | None = None,
         gate: Mapping[str, Any] | None = None,
         reason: str = "published",
+        instead_of: str | None = ANY,
     ) -> Manifest:
-        """Turn a staged directory into the next version and point `latest` at it."""
+        """Turn a staged directory into the next version and point `latest` at it.
+
+        `instead_of`: the version that it was judged against, None where nothing was served. Raises `LatestMoved` when
+        another one is served by now.
+        """
         files = tuple(_digest(path) for path in _staged_files(staged))
         digest = hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
         with locked(self._layout, run):
             existing = self.versions(run)
             number = 1 + (_number(existing[-1]) if existing else 0)
-            pointer = self._pointer(run)
+            pointer = self._require_served(run, instead_of)
             if pointer is not None:  # a pruned version's number is never used again
                 number = max(number, 1 + _number(pointer["version"]))
             manifest = Manifest(
@@ -194,10 +203,14 @@ class Registry:
             self._point(run, manifest, reason, "published", {"parent": parent, "alpha": alpha, "gate": gate})
         return manifest
 
-    def rollback(self, run: str, version: str, reason: str) -> Manifest:
-        """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number."""
+    def rollback(self, run: str, version: str, reason: str, *, instead_of: str | None = ANY) -> Manifest:
+        """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number.
+
+        `instead_of`: as for `publish`.
+        """
         self.verify(run, version)
         with locked(self._layout, run):
+            self._require_served(run, instead_of)
             return self._repoint(run, self.get(run, version), reason, "rolled_back")
 
     def push_again(self, run: str, reason: str) -> Manifest:
@@ -257,6 +270,14 @@ class Registry:
         pointer = json.loads(text)
         if not isinstance(pointer, dict) or not {"sequence", "version", "reason"} <= pointer.keys():
             raise RegistryError(f"{self._layout.latest(run)} is not a pointer of sequence, version and reason")
+        return pointer
+
+    def _require_served(self, run: str, version: str | None) -> dict[str, Any] | None:
+        """Read the pointer (None: nothing was published yet), and refuse where it is not at `version`."""
+        pointer = self._pointer(run)
+        served = None if pointer is None else pointer["version"]
+        if version not in (served, ANY):
+            raise LatestMoved(f"run {run!r} serves {served} by now, not {version}: nothing was published")
         return pointer
 
     def _repoint(self, run: str, manifest: Manifest, reason: str, kind: str) -> Manifest:

@@ -173,6 +173,14 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> En
         await context.store(run).raise_latest_policy(batch.policy_version_max)
     if outcome.outcome != "accepted" and not await _is_named(context, run, batch):
         spool.delete(run, batch.blob)
+    if outcome.outcome == "disowned":
+        raise Problem(
+            503,
+            "spool-swept",
+            f"the file was not queued within {settings.orphan_age_seconds:.0f} s and was swept (was this process, or "
+            "Redis, stopped?). Nothing was queued; send it again",
+            headers={"Retry-After": str(settings.retry_after_seconds)},
+        )
     if outcome.outcome == "full":
         raise _queue_full(context, run, outcome.state)
     return outcome

@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -27,7 +28,7 @@ from drafter.kinds import Drafter, share
 from rl_hooks.wire import MappedFile, WireError
 from service.checkpoint import WorkerCheckpoint
 from service.controller import DEFERRED, Action, Controller, Economy
-from service.errors import WorkerError
+from service.errors import LatestMoved, RegistryBusy, WorkerError
 from service.journal import Journal
 from service.layout import Layout
 from service.lineage import CANDIDATE, Lineage
@@ -58,6 +59,10 @@ Tested = tuple[Entry, RolloutBatch, Scores]
 
 class LeaseLost(WorkerError):  # noqa: N818 - reads as what happened
     """Another worker has this run now; what this one still holds of it must not be written down."""
+
+
+class TrainingStopped(WorkerError):  # noqa: N818
+    """Training ended half way: the candidate is of no use, and only the last checkpoint is without it."""
 
 
 class RunWorker:
@@ -94,6 +99,8 @@ class RunWorker:
         self._counts = torch.zeros(self._target.embed_tokens.shape[0], dtype=torch.int64)  # [V], until a vocabulary is
         self._waiting: list[tuple[Entry, RolloutBatch]] = []  # batches seen before the vocabulary exists
         self._in_hand: list[Entry] = []  # of the cycle that runs now
+        self._innocent: list[Entry] = []  # in hand when Redis or the disk failed: not to be blamed for that
+        self._put_off: set[str] = set()  # entries whose files could not be read; they come again once they are idle
         self._done: list[tuple[Entry, EndState]] = []  # processed, to be acknowledged by the next checkpoint
         self._applied: set[str] = set()  # unacknowledged batches whose effect the last checkpoint holds
         self._drafter_of: dict[str, str] = {}  # entry -> version that served its rollouts, where the trainer knew
@@ -146,13 +153,27 @@ class RunWorker:
             entries = self._in_hand = self._claim()
             self._work_on(entries)
         except RedisError:
-            # Entries may be ours that never came with an answer, or that were dropped half way: look for them.
-            self._blameless = self._blameless or not self._backlog
-            self._backlog = True
+            self._look_again()
+            raise
+        except (OSError, RegistryBusy, TrainingStopped):
+            self._look_again()
+            with contextlib.suppress(RedisError):
+                self._acquit()  # now: this worker may be dropped for the error
             raise
         finally:
             self._in_hand = []
         return bool(entries)
+
+    def _look_again(self) -> None:
+        """Look for entries that were dropped half way, or that are ours and never came with an answer."""
+        self._innocent = [*self._in_hand, *(entry for entry, _ in self._done)]
+        self._blameless = self._blameless or not self._backlog
+        self._backlog = True
+
+    def _acquit(self) -> None:
+        """Do not count against entries that they were in hand when something else failed."""
+        self._queue.release(CONSUMER, self._innocent)
+        self._innocent = []
 
     def _work_on(self, entries: Sequence[Entry]) -> None:
         for entry in entries:  # all before any is admitted: the newest of a claim makes others stale
@@ -179,7 +200,8 @@ class RunWorker:
     def _claim(self) -> list[Entry]:
         """What an earlier life of this worker, or a failing Redis, left unfinished; then what is new."""
         if self._backlog:
-            entries = self._queue.own_pending(CONSUMER, skip=self.pending)
+            self._acquit()
+            entries = self._queue.own_pending(CONSUMER, skip={*self.pending, *self._put_off})
             if entries:
                 if self._blameless:
                     self._queue.release(CONSUMER, entries)
@@ -191,7 +213,8 @@ class RunWorker:
         )
 
     def _admit(self, entry: Entry) -> RolloutBatch | None:
-        """Load and screen one entry; None when it ended here (duplicate effect, stale, dead)."""
+        """Load and screen one entry; None when it ended here (duplicate effect, stale, dead), or was put off."""
+        self._put_off.discard(entry.entry_id)
         if entry.batch_id in self._applied:
             self._queue.ack(entry, "trained")
             self._applied.discard(entry.batch_id)
@@ -211,6 +234,11 @@ class RunWorker:
             return None
         except (WireError, BatchRejected) as error:
             self._bury(entry, str(error))
+            return None
+        except OSError as error:  # too many open files, a bad sector: the others are not to wait for it
+            log.error("%s: batch %s cannot be read and is put off: %s", self.run, entry.batch_id, error)
+            self._put_off.add(entry.entry_id)
+            self._queue.release(CONSUMER, [entry])
             return None
         return batch
 
@@ -285,7 +313,7 @@ class RunWorker:
             seconds = self._train(newest) if trained else 0.0
         except OSError as error:
             # Part of it is in the candidate now, which only the last checkpoint is without: go on from there.
-            raise WorkerError(
+            raise TrainingStopped(
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
             ) from error
         self._finish(tested, newest)
@@ -398,9 +426,10 @@ class RunWorker:
         self, newest: Sequence[KeptBatch], best_version: str | None, *, trained: bool, train_seconds: float
     ) -> Contest | None:
         """Let the gate compare candidate and, where it scored best, an archived version with the served drafter."""
-        served = self._lineage.served()
+        manifest = self._lineage.served()
+        served = manifest.version if manifest else None
         versions = [CANDIDATE] if trained else []
-        if best_version not in (None, CANDIDATE, served.version if served else None):
+        if best_version not in (None, CANDIDATE, served):
             versions.append(str(best_version))
         evidence = self._recent.held_out(self._settings.gate_rollouts)
         if not versions or not evidence:
@@ -413,7 +442,11 @@ class RunWorker:
             self._keep_lease()
             if winner.version == CANDIDATE:
                 self.save()
-            self._lineage.promote(winner.version, policy_version, winner.verdict.reason, winner.facts)
+            try:
+                self._lineage.promote(winner.version, served, policy_version, winner.verdict.reason, winner.facts)
+            except LatestMoved as moved:  # a person, or an heir of this worker: the next contest is against theirs
+                log.info("%s: %s", self.run, moved)
+                return None
         candidate = next((o for o in outcomes if o.version == CANDIDATE), None)
         self._journal.judged(winner, refused=candidate is not None and not candidate.verdict.promote)
         if candidate is not None:

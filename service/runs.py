@@ -10,6 +10,7 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -159,14 +160,19 @@ def check_same(existing: RunRecord, record: RunRecord) -> None:
         )
 
 
-def commit_run(layout: Layout, record: RunRecord, upload: Upload) -> bool:
-    """Register a run durably, the target first and `run.json` last. False if it was registered meanwhile. Blocks."""
+def commit_run(layout: Layout, record: RunRecord, upload: Upload, forget: Callable[[], object] = lambda: None) -> bool:
+    """Register a run durably, the target first and `run.json` last. False if it was registered meanwhile. Blocks.
+
+    `forget` is to delete what an earlier run of this name left elsewhere. It is called only while the run does not
+    exist and nobody else can register it, so that it never meets anything of the run's own.
+    """
     layout.make_run(record.run)
     upload.sync()
     with locked(layout, record.run):
         if layout.run_json(record.run).exists():
             check_same(load_run(layout, record.run), record)
             return False
+        forget()
         upload.keep(layout.target(record.run))
         final = layout.run_json(record.run)
         temporary = final.with_name(f".run-{uuid.uuid4().hex}")

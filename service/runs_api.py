@@ -42,10 +42,13 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     with context.spool.reserve(length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         if upload.written_bytes == length:
-            # Before the run exists, so that nothing of it can be lost: what an earlier run of this name left in Redis.
-            if not context.layout.run_json(run).exists():
-                await context.store(run).forget()
-            created = await asyncio.to_thread(commit_run, context.layout, records[0], upload)
+            loop = asyncio.get_running_loop()
+
+            def forget() -> None:
+                """What an earlier run of this name left in Redis; in the loop, to which the client belongs."""
+                asyncio.run_coroutine_threadsafe(context.store(run).forget(), loop).result()
+
+            created = await asyncio.to_thread(commit_run, context.layout, records[0], upload, forget)
     await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
     response.status_code = 201 if created else 200
     return await describe(context, run)

@@ -49,10 +49,8 @@ def run_up(settings: Settings) -> None:
     children: list[Child] = []
     if settings.redis_url is None:
         valkey = EmbeddedValkey(settings.state_dir)
-        if valkey.ping():
-            raise ConfigurationError(
-                f"a server already runs on {valkey.directory}; is `draftalign up` running on this state directory?"
-            )
+        with valkey.alone():  # said now: a child that refuses would only be started again and again
+            pass
         children.append(Child("valkey", ["service.valkey", str(settings.state_dir)]))
         environment["DRAFTALIGN_REDIS_URL"] = valkey.url
     else:

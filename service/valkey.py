@@ -7,10 +7,14 @@ It listens on a unix socket only, which the file system guards: no port, no pass
 answer (`appendfsync always`, a few milliseconds): `everysec` puts off the *write* too, by up to two seconds, while
 its background fsync is slow, and a SIGKILL then loses what was acknowledged (seen: 46 of 200 entries on a busy disk).
 We write a few times per batch of rollouts, so that speed is not missed. Nothing is ever evicted.
+
+One server per directory: it holds a lock until it has ended. That it answers nothing does not mean that it is gone (it
+may be stopped, or still end), and a second one would write into its append-only file and take its socket away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -21,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +34,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
+from rl_hooks.lock import LockHeld, exclusive
 from service.errors import ValkeyError
 from service.layout import Layout
 
@@ -100,18 +105,16 @@ class EmbeddedValkey:
 
     def start(self) -> None:
         """Start, and return when it answers. Refuses when another server already runs on this state directory."""
-        if self.ping():
-            raise ValkeyError(
-                f"a server already runs on {self.directory}; is draftalign up twice on one state directory?"
+        with self.alone() as lock:
+            self._process = subprocess.Popen(
+                self.argv(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(lock,),
+                start_new_session=True,  # Ctrl-C in the terminal is for our parent, which stops us in order
+                preexec_fn=_die_with_parent(),  # noqa: PLW1509 - one prctl, with libc loaded beforehand
             )
-        self._process = subprocess.Popen(
-            self.argv(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in the terminal is for our parent, which stops us in order
-            preexec_fn=_die_with_parent(),  # noqa: PLW1509 - one prctl, with libc loaded beforehand
-        )
         deadline = time.monotonic() + _START_SECONDS
         while not self.ping():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -120,6 +123,20 @@ class EmbeddedValkey:
                     f"the embedded server did not start; {self.directory / 'valkey.log'} says: {self._log()}"
                 )
             time.sleep(0.01)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[int]:
+        """Hold the directory's lock; a server that inherits its descriptor keeps it. ValkeyError where there is one."""
+        twice = f"a server already runs on {self.directory}; is draftalign up twice on one state directory?"
+        if self.ping():
+            raise ValkeyError(twice)
+        try:
+            with exclusive(self.directory / "server.lock", _STOP_SECONDS) as lock:
+                yield lock
+        except LockHeld as held:
+            raise ValkeyError(
+                f"{twice} It does not answer and has not ended: is it stopped? Let {held.holder} go on, or kill it"
+            ) from None
 
     def ping(self) -> bool:
         """Whether the server answers."""
@@ -142,7 +159,6 @@ class EmbeddedValkey:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        self.socket.unlink(missing_ok=True)
 
     def kill(self) -> None:
         """SIGKILL, as a crash would: for tests of what survives."""
@@ -176,10 +192,10 @@ def _die_with_parent() -> Callable[[], None] | None:
 def main() -> None:
     """Become the server: the supervisor's child is then the server itself."""
     valkey = EmbeddedValkey(Path(sys.argv[1]))
-    if valkey.ping():
-        raise ValkeyError(f"a server already runs on {valkey.directory}")
-    argv = valkey.argv()
-    os.execv(argv[0], argv)  # noqa: S606
+    with valkey.alone() as lock:
+        os.set_inheritable(lock, True)
+        argv = valkey.argv()
+        os.execv(argv[0], argv)  # noqa: S606
 
 
 if __name__ == "__main__":

@@ -39,9 +39,12 @@ _LEASE_SECONDS = 15.0
 _BEAT_SECONDS = 3.0
 _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
+#: After an error of the disk.
+_DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
 #: A run that cannot be worked on is tried again after this.
 _REFUSED_SECONDS = 60.0
+_RENEW_IF = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end return 0"
 _DELETE_IF = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
@@ -77,7 +80,7 @@ class Worker:
                 self._pause(_RETRY_SECONDS)
             except OSError as error:
                 log.error("%s; nothing was acknowledged, trying again", error)
-                self._pause(10 * _RETRY_SECONDS)
+                self._pause(_DISK_SECONDS)
         self._close()
 
     def _pause(self, seconds: float) -> None:
@@ -89,6 +92,7 @@ class Worker:
     def _turn(self) -> bool:
         self._find_runs()
         worked = False
+        trouble: OSError | None = None
         for run in list(self._runs):
             if self._stopping:
                 break
@@ -101,6 +105,10 @@ class Worker:
                 self._drop(run, str(error))
             except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
                 self._refuse(run, error)  # one run's trouble is not the others'
+            except OSError as error:  # nor is that of its part of the disk
+                trouble = error
+        if trouble is not None:
+            raise trouble
         return worked
 
     def _drop(self, run: str, reason: str) -> None:
@@ -109,10 +117,10 @@ class Worker:
         self._lost.discard(run)
         del self._runs[run]
 
-    def _refuse(self, run: str, error: Exception) -> None:
+    def _refuse(self, run: str, error: Exception, seconds: float = _REFUSED_SECONDS) -> None:
         log.error("run %s: %s", run, error)
         self._runs.pop(run, None)
-        self._refused[run] = time.monotonic() + _REFUSED_SECONDS
+        self._refused[run] = time.monotonic() + seconds
         Store(self._redis, run).set_worker({"error": str(error)})  # GET /runs/{run} tells it
 
     def _find_runs(self) -> None:
@@ -137,6 +145,8 @@ class Worker:
                 log.info("serving run %s", run)
             except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
                 self._refuse(run, error)
+            except OSError as error:
+                self._refuse(run, error, _DISK_SECONDS)
 
     def _lease_key(self, run: str) -> str:
         return f"{Keys(run).prefix}lease"
@@ -144,17 +154,14 @@ class Worker:
     def _lease(self, run: str) -> bool:
         """Take or renew the lease on a run."""
         key, milliseconds = self._lease_key(run), int(_LEASE_SECONDS * 1000)
+        # In one step: a worker that is stopped between two would renew what has become another's meanwhile.
+        if self._redis.eval(_RENEW_IF, 1, key, self._name, milliseconds):
+            return True
         holder = self._redis.get(key)
         name = holder.decode() if isinstance(holder, bytes) else holder
-        if name is not None and name != self._name and _died_here(name):
+        if name is not None and _died_here(name):
             self._free(key, name)  # a worker killed on this machine: no need to wait for its lease to expire
-            name = None
-        if name is None:
-            return bool(self._redis.set(key, self._name, nx=True, px=milliseconds))
-        if name != self._name:
-            return False
-        self._redis.pexpire(key, milliseconds)
-        return True
+        return bool(self._redis.set(key, self._name, nx=True, px=milliseconds))
 
     def _free(self, key: str, holder: str) -> None:
         """Delete a lease, but only `holder`'s: another may have taken it since it was read."""

@@ -31,7 +31,7 @@ from service_fixtures import (
 
 from rl_hooks import wire
 from service.context import ServiceContext
-from service.queue import RolloutQueue
+from service.queue import AsyncRolloutQueue, Batch, Enqueued, RolloutQueue
 from service.valkey import EmbeddedValkey
 
 Serve = Callable[..., RunningService]
@@ -259,13 +259,37 @@ def test_orphans_are_reaped_and_queued_files_are_not(service: RunningService, qu
     for path in (queued, stray, rival, unfinished):
         os.utime(path, (0, 0))
 
-    async def reap() -> int:
-        assert service.settings.redis_url is not None
-        async with redis.asyncio.Redis.from_url(service.settings.redis_url.get_secret_value()) as client:
-            return await ServiceContext(service.settings, client).reap()
-
-    assert asyncio.run(reap()) == 3
+    assert asyncio.run(reap(service)) == 3
     assert service.spooled() == sorted([queued, young])
+
+
+async def reap(service: RunningService) -> int:
+    """Sweep the spool as another API process would."""
+    assert service.settings.redis_url is not None
+    async with redis.asyncio.Redis.from_url(service.settings.redis_url.get_secret_value()) as client:
+        return await ServiceContext(service.settings, client).reap()
+
+
+def test_a_process_that_was_stopped_before_it_queued_a_file_does_not_acknowledge_what_another_has_swept(
+    service: RunningService, queue: RolloutQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or whose clock jumped: the entry would name a file that is gone."""
+    enqueue = AsyncRolloutQueue.enqueue
+
+    async def late(self: AsyncRolloutQueue, batch: Batch, **bounds: Any) -> Enqueued:
+        os.utime(service.layout.blob("default", batch.blob), (0, 0))
+        assert await reap(service) == 1
+        return await enqueue(self, batch, **bounds)
+
+    body = rollout_file()
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncRolloutQueue, "enqueue", late)
+        reply = service.post(body)
+    assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:spool-swept")
+    assert "send it again" in reply.json()["detail"]
+    assert queue.depth() == (0, 0)
+    assert service.post(body).status_code == 202
+    assert len(service.spooled()) == 1
 
 
 def resident_bytes(pid: int) -> int:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 from redis import Redis
 from service_fixtures import (
@@ -24,6 +28,7 @@ from service_fixtures import (
 
 from rl_hooks import wire
 from service.queue import Keys
+from service.store import AsyncStore
 
 
 @pytest.fixture
@@ -160,3 +165,30 @@ def test_a_new_run_does_not_inherit_what_an_old_one_of_its_name_left_in_redis(
     assert bare.register().status_code == 201
     assert bare.client.get("/alpha", params={"run": "default"}).json()["points"] == []
     assert redis_client.get("da:{defaults}:latest_head") is not None, "another run was touched"
+
+
+def test_a_registration_that_comes_late_deletes_nothing_of_the_run(
+    bare: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that lost patience, or two ranks: the one in the middle of forgetting an older run meets the other."""
+    monkeypatch.setattr("service.registry.LOCK_SECONDS", 0.1)
+    forget, asleep, wake = AsyncStore.forget, threading.Event(), threading.Event()
+
+    async def slow(self: AsyncStore) -> int:
+        if not asleep.is_set():
+            asleep.set()
+            await asyncio.to_thread(wake.wait, 20)
+        return await forget(self)
+
+    monkeypatch.setattr(AsyncStore, "forget", slow)
+    with ThreadPoolExecutor() as threads, httpx.Client(base_url=bare.url, timeout=20.0) as second:
+        late = threads.submit(bare.register)
+        assert asleep.wait(20)
+        other = second.put("/runs/default", content=run_file(), headers=HEADERS)
+        rollouts = second.post("/rollouts", content=rollout_file(), headers=HEADERS)
+        wake.set()
+        assert late.result(20).status_code == 201
+        assert (other.status_code, rollouts.status_code) == (503, 404), "whose run would have been another's"
+        assert "registry-busy" in other.json()["type"]
+        assert second.put("/runs/default", content=run_file(), headers=HEADERS).status_code == 200
+        assert second.post("/rollouts", content=rollout_file(), headers=HEADERS).status_code == 202

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,12 @@ def test_pushes_are_limited_in_rate(engine: Engine) -> None:
     assert second["pushed_again"] is None
     assert "already" in second["verdict"]
     assert len(engine.service.registry.history("default")) == 2
+
+
+def test_a_clock_that_was_set_back_does_not_keep_a_dead_drafter_waiting(engine: Engine) -> None:
+    engine.service.registry.record("default", {"event": "pushed_again", "time": time.time() + 3600.0})
+    assert engine.report(300, 0).json()["pushed_again"]
+    assert engine.report(300, 0).json()["pushed_again"] is None, "the rate is limited from here on"
 
 
 def test_after_the_pause_it_is_pushed_once_more(serve: Callable[..., RunningService], redis_client: Redis) -> None:

@@ -221,7 +221,8 @@ def missing_words(words: Iterable[str], document: str) -> list[str]:
 
 def test_every_redis_key_is_documented() -> None:
     keys = [value for kind in (Keys, StoreKeys) for value in vars(kind("r")).values() if value != Keys("r").prefix]
-    keys += [Keys.RUNS, Keys("r").batch("<batch_id>"), Keys("r").rollout("<rollout_id>"), f"{Keys('r').prefix}lease"]
+    keys += [Keys.RUNS, Keys("r").batch("<batch_id>"), Keys("r").rollout("<rollout_id>"), Keys("r").orphan("<blob>")]
+    keys += [f"{Keys('r').prefix}lease"]
     assert len(keys) > 10
     named = [f"`{key.replace('{r}', '{run}')}`" for key in keys]
     assert [key for key in named if key not in page("docs/architecture.md")] == []
@@ -233,7 +234,7 @@ def test_no_other_redis_key_is_built_from_the_prefix() -> None:
         for path in (ROOT / "service").rglob("*.py")
         for suffix in re.findall(r"prefix(?:\}| \+ \")([a-z_]+)", path.read_text("utf-8"))
     }
-    known = {"queue", "counters", "dead", "batch", "rollout", "lease"}
+    known = {"queue", "counters", "dead", "batch", "orphan", "rollout", "lease"}
     assert built == known | {
         *("scores", "acceptance", "worker", "latest_head", "judged", "unplaced", "latest_policy"),
     }

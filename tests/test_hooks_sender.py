@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.utils
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -250,6 +251,64 @@ def test_a_forked_child_does_not_send_its_parents_rollouts_again() -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert sorted(r.body for r in service.requests) == [b"child", b"parent"]
     sender.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("call", ["flush", "close", "stats", "submit"])
+def test_a_child_that_was_forked_while_a_thread_held_the_senders_lock_never_waits_for_it(call: str) -> None:
+    """Or a data loader's worker would hang in whatever it inherited, and the trainer with it."""
+    sender = RolloutSender(f"http://127.0.0.1:{free_port()}")
+    sender.submit([b"parent"])
+    calls = {
+        "flush": lambda: sender.flush(10),
+        "close": lambda: sender.close(10),  # nothing of its own is lost
+        "stats": lambda: sender.stats()["queue_items"] == 0,
+        "submit": lambda: not sender.submit(lambda: next(iter(()))),  # cannot be made, which is noted
+    }
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with sender._changed:
+            held.set()
+            release.wait(60)
+
+    threading.Thread(target=hold, daemon=True).start()
+    assert held.wait(10)
+    child = os.fork()
+    if child == 0:
+        ok = False
+        try:
+            signal.alarm(20)
+            ok = calls[call]()
+        finally:
+            os._exit(0 if ok else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    release.set()
+    sender.close(0.0)
+
+
+def test_what_is_queued_while_there_is_no_thread_to_be_had_is_sent_once_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, refusals = threading.Thread.start, [1, 1]
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "rollout-sender" and refusals:
+            refusals.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with receiver() as service:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        lonely = RolloutSender(service.url)
+        assert lonely.submit([b"0"])
+        assert not lonely.close(0.1)
+        sender = RolloutSender(service.url)
+        for i in range(3):
+            assert sender.submit([bytes([i])])
+        assert finished(sender)["sent"] == 3
+        assert [r.body for r in service.requests] == [b"\0", b"\1", b"\2"]
+        sender.close()
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://x", "http://", "http://h?x=1"])

@@ -95,6 +95,44 @@ def test_a_second_server_on_the_same_directory_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.chaos
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_server_that_is_stopped_and_wakes_up_has_its_directory_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_module: bool
+) -> None:
+    """A second one would write into its append-only file, and on its end it would take the second one's socket away."""
+    monkeypatch.setattr(valkey_module, "_STOP_SECONDS", 0.2)
+    server = EmbeddedValkey(tmp_path)
+    if by_module:  # as `draftalign up` starts it
+        process = subprocess.Popen([sys.executable, "-m", "service.valkey", str(tmp_path)])
+        pid = process.pid
+        deadline = time.monotonic() + 20
+        while not server.ping():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    else:
+        server.start()
+        pid = server.pid or 0
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ValkeyError, match=r"already runs on .*not ended: .* Let process \d+ of .* kill it"):
+            EmbeddedValkey(tmp_path).start()
+        os.kill(pid, signal.SIGCONT)
+        assert server.ping()
+        os.kill(pid, signal.SIGKILL)
+        if by_module:
+            process.wait()
+        else:
+            server.stop()
+        server.start()
+        assert server.ping()
+    finally:
+        if by_module:
+            process.kill()
+            process.wait()
+        server.stop()
+
+
+@pytest.mark.chaos
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = (

@@ -24,6 +24,7 @@ import service.registry
 from drafter.trainer import DrafterTrainer
 from service.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.errors import RegistryBusy
+from service.recent import RecentRollouts
 from service.registry import Registry
 from service.run_worker import LeaseLost, RunWorker
 
@@ -41,6 +42,13 @@ STEPS_OF_A_SAVE = [
     (Path, "mkdir"),
     (Path, "write_text"),
     (Path, "rename"),
+]
+STEPS_OF_OPENING = [
+    (WorkerCheckpoint, "newest"),
+    (WorkerCheckpoint, "restore"),
+    (Path, "iterdir"),
+    (RecentRollouts, "restore"),
+    (RecentRollouts, "settle"),
 ]
 STEPS_OF_A_TURN = [
     *STEPS_OF_A_SAVE,
@@ -137,6 +145,63 @@ def test_asleep_anywhere_in_a_checkpoint(bench: Bench) -> None:
         if handover.heir is None:
             break
     assert {name for _, name in STEPS_OF_A_SAVE} <= set(done), done
+
+
+def test_asleep_while_it_opens_the_run(bench: Bench) -> None:
+    """Then it knows an older checkpoint's recent rollouts than its heir has, and whose files it must leave alone."""
+    bench.begin()
+    bench.post("first")
+    bench.drain(bench.worker())
+    recent = bench.layout.worker("default") / "recent"
+    for number in itertools.count(1):
+        handover = Handover(bench, str(number))
+        files: set[str] = set()
+
+        def take_over(handover: Handover = handover, files: set[str] = files) -> None:
+            handover.take_over(recent_tokens=100_000)
+            files |= {path.name for path in recent.iterdir()}
+
+        with pytest.MonkeyPatch.context() as patch, handover.waking_up():
+            done = sleep_before_step(patch, STEPS_OF_OPENING, number, take_over)
+            bench.worker(recent_tokens=100_000)
+        assert files <= {path.name for path in recent.iterdir()}, f"asleep before step {number}: {done}"
+        if handover.heir is None:
+            break
+    assert {name for _, name in STEPS_OF_OPENING} <= set(done), done
+
+
+def test_what_won_against_a_drafter_that_is_no_longer_served_is_not_published(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The candidate of a worker that slept, when it wakes up; or any, when a person rolls back while it is judged."""
+    eager: dict[str, Any] = {"gate_min_gain": -1e6, "gate_rollouts": 2, "holdout_one_in": 2, "recent_tokens": 400}
+    bench.begin()
+    for i in range(4):
+        bench.post(f"first/{i}")
+    bench.drain(bench.worker(**eager))
+    registry = Registry(bench.layout)
+    bench.post("asleep")
+    handover = Handover(bench, "it")
+    sleeper = handover.sleeper(**eager)
+    with handover.waking_up():
+        sleep_before_step(monkeypatch, [(service.lineage, "write_kind")], 1, lambda: handover.take_over(**eager))
+        bench.drain(sleeper)
+    assert handover.heir is not None
+    assert [e["parent"] for e in registry.history("default")[-2:]] == registry.versions("default")[-3:-1]
+    oldest = registry.versions("default")[0]
+    bench.post("judged")
+    sleep_before_step(
+        monkeypatch, [(service.lineage, "write_kind")], 1, lambda: registry.rollback("default", oldest, "by hand")
+    )
+    worker = bench.worker(**eager)
+    bench.drain(worker)
+    latest = registry.latest("default")
+    assert latest is not None
+    assert (latest.version, latest.reason) == (oldest, "by hand")
+    monkeypatch.undo()
+    bench.post("next")
+    bench.drain(worker)
+    assert registry.history("default")[-1]["parent"] == oldest
 
 
 def test_asleep_anywhere_in_a_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

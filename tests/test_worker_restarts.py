@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from worker_fixtures import Bench
 
+import service.run_worker
+from drafter.trainer import DrafterTrainer
 from service.checkpoint import CheckpointSuperseded, WorkerCheckpoint
-from service.queue import RolloutQueue
+from service.queue import MAX_DELIVERIES, RolloutQueue
+from service.recent import RecentRollouts
 from service.registry import Registry
-from service.run_worker import LeaseLost, RunWorker
+from service.run_worker import LeaseLost, RunWorker, TrainingStopped
 from service.store import Store
 from service.worker import Worker
 
@@ -329,6 +334,31 @@ def test_two_heirs_of_a_dead_worker_do_not_take_the_lease_from_each_other(bench:
     assert heirs[1]._lease("default")
 
 
+def test_a_worker_that_was_stopped_while_it_renewed_its_lease_does_not_renew_anothers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    mine, other = (Worker(bench.settings, Redis.from_url(bench.redis_url)) for _ in range(2))
+    key = mine._lease_key("default")
+    for number in range(1, 6):
+        bench.redis.delete(key)
+        assert mine._lease("default")
+        steps = 0
+
+        def step(*words: Any, number: int = number, **options: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == number:
+                bench.redis.delete(key)  # expired: this one was stopped for longer
+                assert other._lease("default")
+            return type(mine._redis).execute_command(mine._redis, *words, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mine._redis, "execute_command", step)
+            claims = mine._lease("default")
+        assert not claims or steps < number, f"stopped before step {number}"
+
+
 def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_once_and_unblamed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,3 +382,97 @@ def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_o
     bench.post("c")
     worker.cycle()
     assert states(bench)[2] == "queued", "afterwards checkpoints are as rare as before"
+
+
+def fails_with(error: Exception) -> Any:
+    """A stand-in for whatever meets that error."""
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return failing
+
+
+def test_a_file_that_cannot_be_read_for_long_keeps_nobody_waiting_and_is_never_blamed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files, a disk that fails: the batch was acknowledged, and has done no harm."""
+    bench.begin()
+    unread, read = bench.post("a"), bench.post("b")
+    idle = 0.1
+    load = service.run_worker.load_batch
+
+    def failing(path: Path, **options: Any) -> Any:
+        if path.name.startswith(unread):
+            raise OSError(24, "Too many open files")
+        return load(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service.run_worker, "load_batch", failing)
+        for _ in range(2):  # the second is a restart
+            worker = bench.worker(claim_idle_seconds=idle)
+            for _ in range(MAX_DELIVERIES):
+                bench.drain(worker)
+                time.sleep(2 * idle)
+    assert (bench.state(unread), bench.state(read)) == ("queued", "trained")
+    bench.drain(worker)
+    assert states(bench) == ["trained", "trained"]
+
+
+@pytest.mark.parametrize("error", [RedisConnectionError("away"), OSError(5, "Input/output error")])
+def test_what_fails_again_and_again_after_a_death_is_not_laid_to_the_batch(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    bench.begin()
+    bench.post("a")
+    bench.worker()._claim()  # and dies
+    worker = bench.worker()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWorker, "_test", fails_with(error))
+        for _ in range(2 * MAX_DELIVERIES):
+            with pytest.raises(type(error)):
+                worker.cycle()
+    bench.drain(worker)
+    assert states(bench) == ["trained"], bench.reason(bench.posted[0])
+
+
+def test_a_disk_that_fails_in_each_training_is_not_laid_to_the_batch(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    bench.post("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterTrainer, "step", fails_with(OSError(5, "Input/output error")))
+        for _ in range(2 * MAX_DELIVERIES):
+            with pytest.raises(TrainingStopped):  # the worker drops the run for that, and opens it again
+                bench.worker().cycle()
+    bench.drain(bench.worker())
+    assert states(bench) == ["trained"], bench.reason(bench.posted[0])
+
+
+@pytest.mark.parametrize("when", ["opened", "worked on"])
+def test_a_run_whose_part_of_the_disk_fails_keeps_no_other_run_waiting(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    bench.begin()
+    bench.register(run="before-default")
+    bench.post("a")
+    if when == "opened":
+        restore = RecentRollouts.__init__
+
+        def failing(self: RecentRollouts, directory: Path, **options: Any) -> None:
+            if "before-default" in directory.parts:
+                raise OSError(5, "Input/output error")
+            restore(self, directory, **options)
+
+        monkeypatch.setattr(RecentRollouts, "__init__", failing)
+    else:
+        cycle = RunWorker.cycle
+        broken = fails_with(OSError(5, "Input/output error"))
+        monkeypatch.setattr(RunWorker, "cycle", lambda self: (cycle if self.run == "default" else broken)(self))
+    worker = Worker(bench.settings, bench.redis)
+    with contextlib.suppress(OSError):  # of the one run, after the other had its turn
+        worker._turn()
+    assert states(bench) == ["trained"]
+    if when == "opened":
+        assert "Input/output" in Store(bench.redis, "before-default").worker()["error"]

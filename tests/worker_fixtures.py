@@ -458,6 +458,7 @@ def _become_worker(
     service.worker._BEAT_SECONDS = beat_seconds
     service.worker._LOOK_FOR_RUNS_SECONDS = 0.05
     service.worker._RETRY_SECONDS = 0.05
+    service.worker._DISK_SECONDS = 0.5
     if dies_of:
         admitted = drafter.batch.screen
 

@@ -112,7 +112,8 @@ class DrafterSwap:
         staged = self._staged
         if staged is None or staged.version != version:
             raise RuntimeError(f"{version} is not staged here; another swap came between. Ask again")
-        staged.done.wait()
+        if not staged.done.is_set():  # staged again since, through another API process; the engine waits for no disk
+            raise RuntimeError(f"{version} is still being read here; ask again")
         if staged.refused is not None:
             raise DrafterRefusedError(staged.refused)
         if staged.failed is not None:

@@ -3,7 +3,7 @@
 -- ARGV: 1 max_items  2 max_bytes  3 overflow (reject|drop_oldest)  4 group  5 ended_seconds  6 key prefix
 --       7 batch_id  8 blob  9 bytes  10 tokens  11 rollouts  12 policy_version  13 policy_version_max
 --       14 rollout_ids (JSON)
--- Returns {"accepted", entry_id, dropped blobs...} | {"duplicate", state} | {"full", items, bytes}
+-- Returns {"accepted", entry_id, dropped blobs...} | {"duplicate", state} | {"full", items, bytes} | {"disowned"}
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local prefix, bytes = ARGV[6], tonumber(ARGV[9])
 
@@ -13,6 +13,8 @@ if known and not (known == 'dead' and redis.call('HGET', batch, 'reason') == 'bl
   redis.call('HINCRBY', counters, 'duplicates_total', 1)
   return { 'duplicate', known }
 end
+
+if redis.call('EXISTS', prefix .. 'orphan:' .. ARGV[8]) == 1 then return { 'disowned' } end
 
 local function held(field)
   return tonumber(redis.call('HGET', counters, field) or '0')

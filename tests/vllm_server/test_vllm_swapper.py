@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from rl_hooks.engines.vllm import Swapper, SwapProblem
+from rl_hooks.engines.vllm_worker import DrafterSwap
 
 
 class Client:
@@ -74,3 +77,19 @@ def test_a_path_that_is_none_is_refused_in_words(tmp_path: Path, path: str) -> N
     with pytest.raises(SwapProblem) as caught:
         asyncio.run(Swapper(Client("v1"), tmp_path).swap(path, "v2"))
     assert caught.value.status in (404, 422)
+
+
+def test_an_engine_waits_for_no_file_that_is_still_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another API process may have staged the same version again just before this one's apply, from a slow disk."""
+    read = threading.Event()
+    monkeypatch.setattr(DrafterSwap, "_check_method", lambda _: read.wait(60))
+    swap = DrafterSwap(SimpleNamespace(model_runner=SimpleNamespace(get_draft_model=lambda: None)))
+    swap.stage("/slow", "v1")
+    with pytest.raises(RuntimeError, match="v1 is still being read"):
+        swap.apply("v1", "")
+    read.set()
+    deadline = time.monotonic() + 20
+    while not swap.staged()["done"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert swap.apply("v1", "") == {"previous": None, "version": "v1"}
