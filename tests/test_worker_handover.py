@@ -23,6 +23,7 @@ import service.lineage
 import service.registry
 from drafter.trainer import DrafterTrainer
 from service.checkpoint import CheckpointSuperseded, WorkerCheckpoint
+from service.controller import Action, Controller, Decision
 from service.errors import RegistryBusy
 from service.recent import RecentRollouts
 from service.registry import Registry
@@ -208,6 +209,7 @@ def test_asleep_anywhere_in_a_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch
     """Claim, score, train, judge, checkpoint, publish, acknowledge: with every candidate promoted."""
     print(f"DRAFTALIGN_CHAOS_SEED={SEED} DRAFTALIGN_HANDOVERS={HANDOVERS}")
     monkeypatch.setattr(service.registry, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(Controller, "decide", lambda *_, **__: Decision(Action.TRAIN, "each turn has all steps"))
     eager: dict[str, Any] = {"gate_min_gain": -1e6, "gate_rollouts": 2, "holdout_one_in": 2, "recent_tokens": 400}
     bench.begin()
     for i in range(4):
