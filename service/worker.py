@@ -44,7 +44,16 @@ _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
 #: A run that cannot be worked on is tried again after this.
 _REFUSED_SECONDS = 60.0
-_RENEW_IF = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end return 0"
+#: Take or renew the lease in one step: a worker that is stopped between two would renew what is another's by then. DEL
+#: before SET: a server that is full refuses what needs room as a script's first write, and not afterwards.
+_TAKE = """
+local holder = redis.call('GET', KEYS[1])
+if holder == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+if holder and holder ~= ARGV[3] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
 _DELETE_IF = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
@@ -153,15 +162,16 @@ class Worker:
 
     def _lease(self, run: str) -> bool:
         """Take or renew the lease on a run."""
-        key, milliseconds = self._lease_key(run), int(_LEASE_SECONDS * 1000)
-        # In one step: a worker that is stopped between two would renew what has become another's meanwhile.
-        if self._redis.eval(_RENEW_IF, 1, key, self._name, milliseconds):
+        key = self._lease_key(run)
+        if self._take(key, ""):
             return True
         holder = self._redis.get(key)
         name = holder.decode() if isinstance(holder, bytes) else holder
-        if name is not None and _died_here(name):
-            self._free(key, name)  # a worker killed on this machine: no need to wait for its lease to expire
-        return bool(self._redis.set(key, self._name, nx=True, px=milliseconds))
+        # Of a worker killed on this machine: no need to wait for its lease to expire.
+        return name is not None and _died_here(name) and self._take(key, name)
+
+    def _take(self, key: str, instead_of: str) -> bool:
+        return bool(self._redis.eval(_TAKE, 1, key, self._name, int(_LEASE_SECONDS * 1000), instead_of))
 
     def _free(self, key: str, holder: str) -> None:
         """Delete a lease, but only `holder`'s: another may have taken it since it was read."""

@@ -476,3 +476,29 @@ def test_a_run_whose_part_of_the_disk_fails_keeps_no_other_run_waiting(
     assert states(bench) == ["trained"]
     if when == "opened":
         assert "Input/output" in Store(bench.redis, "before-default").worker()["error"]
+
+
+def test_a_full_redis_keeps_nothing_from_being_worked_on_and_acknowledged(bench: Bench) -> None:
+    """Not the first worker nor one that starts meanwhile: what is queued would fill it for ever."""
+    bench.begin()
+    for name in "abc":
+        bench.post(name)
+    first = Worker(bench.settings, bench.redis)
+    first._turn()
+    bench.post("d")
+    limit = bench.redis.config_get("maxmemory")["maxmemory"]
+    bench.redis.config_set("maxmemory", 1)
+    try:
+        first._turn()
+        bench.redis.delete(first._lease_key("default"))  # expired
+        second = Worker(bench.settings, bench.redis)
+        for _ in range(4):
+            second._turn()
+        assert states(bench) == ["trained"] * 4
+        assert len(bench.store.scores()) == 1
+    finally:
+        bench.redis.config_set("maxmemory", limit)
+    bench.post("e")
+    second._turn()
+    assert states(bench) == ["trained"] * 5
+    assert set(bench.posted[2:]) <= set(bench.store.scores()), "those of the worker that lives were kept"
