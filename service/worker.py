@@ -71,6 +71,7 @@ class Worker:
         self._looked = 0.0
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
+        self._ended = False
 
     def stop(self) -> None:
         """Finish the optimizer step in hand, checkpoint, and return from `serve`."""
@@ -91,6 +92,7 @@ class Worker:
                 log.error("%s; nothing was acknowledged, trying again", error)
                 self._pause(_DISK_SECONDS)
         self._close()
+        self._ended = True
 
     def _pause(self, seconds: float) -> None:
         """Sleep, but not beyond a `stop`."""
@@ -178,8 +180,8 @@ class Worker:
         self._redis.eval(_DELETE_IF, 1, key, holder)
 
     def _beat(self) -> None:
-        """Renew leases, holds on entries and the sign of life, also while a long training step runs."""
-        while not self._stopping:
+        """Renew leases, holds on entries and the sign of life, also during a long training step or the last save."""
+        while not self._ended:
             time.sleep(_BEAT_SECONDS)
             for run, worker in list(self._runs.items()):
                 try:
@@ -192,9 +194,10 @@ class Worker:
                     log.debug("no heartbeat for %s: %s", run, error)
 
     def _close(self) -> None:
-        for run, worker in self._runs.items():
+        for run, worker in list(self._runs.items()):
             try:
                 worker.close()
+                del self._runs[run]  # before its lease is given back, or the heartbeat would take it again
                 self._free(self._lease_key(run), self._name)
             except (RedisError, OSError, ServiceError, DrafterError) as error:
                 log.warning("%s: not closed in order (%s); its entries will be delivered again", run, error)

@@ -14,6 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from worker_fixtures import Bench
 
 import service.run_worker
+import service.worker
 from drafter.trainer import DrafterTrainer
 from service.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.queue import MAX_DELIVERIES, RolloutQueue
@@ -382,6 +383,31 @@ def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_o
     bench.post("c")
     worker.cycle()
     assert states(bench)[2] == "queued", "afterwards checkpoints are as rare as before"
+
+
+def test_a_worker_that_was_asked_to_stop_keeps_its_lease_until_its_last_checkpoint_is_written(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a standby would take over while it still writes, and its last training would be for nothing."""
+    monkeypatch.setattr(service.worker, "_LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(service.worker, "_BEAT_SECONDS", 0.1)
+    bench.begin()
+    bench.post("a")
+    worker, standby = Worker(bench.settings, bench.redis), Worker(bench.settings, bench.redis)
+    save, taken = RunWorker.save, []
+
+    def slow(self: RunWorker) -> None:
+        worker.stop()
+        time.sleep(1.5)
+        taken.append(standby._lease("default"))
+        save(self)
+
+    monkeypatch.setattr(RunWorker, "save", slow)
+    worker.serve()
+    assert taken
+    assert not any(taken)
+    assert states(bench) == ["trained"]
+    assert standby._lease("default"), "given back"
 
 
 def fails_with(error: Exception) -> Any:
