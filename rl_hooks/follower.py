@@ -9,7 +9,6 @@ reports never go backwards and a rejected version stays rejected.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -282,12 +281,13 @@ class EngineFollower:
         os.replace(temporary, self._memory)  # noqa: PTH105 - one atomic rename; not fsynced: losing it loses counts only
 
     def _recall(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                self._restore(json.loads(self._memory.read_text()))
-            except (ValueError, KeyError, TypeError, AgentError) as error:
-                log.warning("%s: ignoring what an earlier agent left in %s: %r", self.url, self._memory, error)
-                self.ledger = Ledger()
+        try:
+            self._restore(json.loads(self._memory.read_text()))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, AgentError) as error:
+            log.warning("%s: ignoring what an earlier agent left in %s: %r", self.url, self._memory, error)
+            self.ledger = Ledger()
 
     def _restore(self, document: dict[str, Any]) -> None:
         self.ledger.restore(document["buckets"])

@@ -2,8 +2,9 @@
 
 One daemon thread sends jobs in the order in which they were submitted, so that a head update precedes the rollouts of
 its policy version. Rollouts wait in a queue bounded by bytes; when it is full the *oldest* goes, because in RL stale
-data is worth little. Jobs marked `keep` (the registration, head updates) are never dropped for space and are retried
-until `close`.
+data is worth little. Jobs marked `keep` (the registration, head updates) are retried until `close`, and none is dropped
+for space but one that a newer one of its kind replaces: once no rollout needs it, and where such take more than the
+bound themselves, together with the rollouts that do.
 
 | what comes back | what happens |
 |---|---|
@@ -160,6 +161,10 @@ class RolloutSender:
                 pass
             self._queued_bytes += job.size_bytes
         self._queue.append(job)
+        if job.keep:
+            self._drop_needless()
+            while self._replaced_bytes() > self.queue_limit_bytes and self._drop_oldest():
+                pass
         if self._thread is None:
             self._start_thread()
         self._changed.notify_all()
@@ -182,11 +187,19 @@ class RolloutSender:
         self._queued_bytes -= victim.size_bytes
         self._counts["dropped_full"] += 1
         self._note("full", "the queue to the drafter service is full; the oldest rollouts are dropped")
-        # A head that no rollout follows any more before the next head describes nothing that will be sent.
+        self._drop_needless()
+        return True
+
+    def _drop_needless(self) -> None:
+        """A head that no rollout follows any more before the next head describes nothing that will be sent."""
         for job, following in itertools.pairwise(list(self._queue)):
             if job.keep and following.keep and job.path == following.path:
                 self._queue.remove(job)
-        return True
+
+    def _replaced_bytes(self) -> int:
+        """Of heads that wait before a newer one: only the rollouts between still need them."""
+        newest = {job.path: job for job in self._queue if job.keep}
+        return sum(job.size_bytes for job in self._queue if job.keep and newest[job.path] is not job)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start; `queue_bytes` and `queue_items` are now; `last_error` is the latest trouble."""

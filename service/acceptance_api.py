@@ -90,7 +90,7 @@ async def post_acceptance(request: Request, context: Context) -> AcceptanceReply
     pushed = None
     if judgement.push:
         reason = f"drafter dead in {report.reporter}: {judgement.reason}"
-        pushed = await asyncio.to_thread(context.registry.push_again, report.run, reason)
+        pushed = await context.locking(context.registry.push_again, report.run, reason)
     return AcceptanceReply(
         dead=judgement.dead, verdict=judgement.reason, pushed_again=pushed, warning=_misfit(context.settings, report)
     )

@@ -53,6 +53,7 @@ def create_app(settings: Settings) -> FastAPI:
         reaper = asyncio.create_task(_reap(app.state.context))
         yield
         reaper.cancel()
+        app.state.context.close()
         await client.aclose()
 
     app = FastAPI(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +47,8 @@ class WorkerCheckpoint:
         has written one meanwhile: its state is newer.
         """
         number = 1 + (int(self._mine.removeprefix(_PREFIX)) if self._mine else 0)
-        temporary = self._directory / f".writing-{os.getpid()}"
+        # Not by the process id: in two containers over one volume that may be the same.
+        temporary = self._directory / f".writing-{uuid.uuid4().hex}"
         self._clear_leftovers()
         for part in ("trainer", "drafter"):
             (temporary / part).mkdir(parents=True)

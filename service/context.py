@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Final, ParamSpec, TypeVar
 
 import redis.asyncio
 from fastapi import Depends, Query, Request
@@ -16,6 +19,11 @@ from service.runs import RunRecord, load_run
 from service.settings import Settings
 from service.spool import Spool
 from service.store import AsyncStore
+
+P = ParamSpec("P")
+T = TypeVar("T")
+#: So many requests at a time may wait for locks of registries.
+_LOCKING_THREADS: Final = 4
 
 
 class ServiceContext:
@@ -37,6 +45,7 @@ class ServiceContext:
         )
         self._runs: dict[str, RunRecord] = {}
         self._queues: dict[str, AsyncRolloutQueue] = {}
+        self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
     def run(self, run: str) -> RunRecord:
         """The record of a registered run; raises RunNotFound. A record never changes, so it is read once."""
@@ -53,6 +62,19 @@ class ServiceContext:
     def store(self, run: str) -> AsyncStore:
         """The store of a run."""
         return AsyncStore(self.redis, run)
+
+    async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Do in a thread what takes the lock of a run's registry.
+
+        Not in asyncio's own threads: while somebody keeps that lock, those who wait for it would take all of them, and
+        uploads need some.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._locking, functools.partial(work, *args, **named))
+
+    def close(self) -> None:
+        """Let nobody wait for locks any more."""
+        self._locking.shutdown(wait=False, cancel_futures=True)
 
     async def reap(self) -> int:
         """Delete spooled files that no entry will ever name; returns how many.

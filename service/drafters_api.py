@@ -155,4 +155,4 @@ async def post_rollback(request: Request, context: Context, version: str, run: R
     """Serve an older version again, under a new sequence number. Body: `{"reason": "..."}`."""
     context.run(run)
     body = await parse_body(request, RollbackRequest)
-    return await asyncio.to_thread(context.registry.rollback, run, version, body.reason)
+    return await context.locking(context.registry.rollback, run, version, body.reason)

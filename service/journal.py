@@ -17,7 +17,7 @@ from service.drift import DriftError, DriftMonitor, DriftReading, DriftState
 from service.promotion import Contest
 from service.queue import Entry
 from service.scoring import Scores
-from service.store import Store
+from service.store import MAX_SCORES, Store
 
 log = logging.getLogger("draftalign.worker")
 
@@ -91,10 +91,18 @@ class Journal:
         self.send()
 
     def send(self) -> None:
-        """Send the score records that Redis has not taken yet."""
+        """Send the score records that Redis has not taken yet.
+
+        One that is full is not waited for: nothing would be acknowledged, which is what makes room. The newest records
+        are kept until there is some.
+        """
         for batch_id in list(self._unsent):
-            self._store.put_score(batch_id, self._unsent[batch_id])
+            if not self._store.put_score(batch_id, self._unsent[batch_id]):
+                log.error("%s: Redis is full; %d score records wait for room", self._run, len(self._unsent))
+                break
             del self._unsent[batch_id]
+        while len(self._unsent) > MAX_SCORES:
+            del self._unsent[next(iter(self._unsent))]
 
     def judged(self, winner: Contest, refused: bool) -> None:
         """Count what the gate decided; a promotion moves the drift monitor's baseline by the paired difference."""

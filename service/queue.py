@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import redis.asyncio
 from redis import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 GROUP: Final = "workers"
 #: An entry that was handed out so often without an ack has killed its worker as often.
@@ -103,9 +103,11 @@ class RolloutQueue:
         self._heartbeat = redis.register_script(_script("heartbeat"))
 
     def ensure_group(self) -> None:
-        """Create the stream and its consumer group; idempotent."""
+        """Create the stream and its consumer group; idempotent. Left to `claim` while Redis is full."""
         try:
             self._redis.xgroup_create(self._keys.queue, GROUP, id="0", mkstream=True)
+        except OutOfMemoryError:  # said also where the group exists, and what is in it can be worked on
+            return
         except ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise

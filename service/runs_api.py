@@ -48,7 +48,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
                 """What an earlier run of this name left in Redis; in the loop, to which the client belongs."""
                 asyncio.run_coroutine_threadsafe(context.store(run).forget(), loop).result()
 
-            created = await asyncio.to_thread(commit_run, context.layout, records[0], upload, forget)
+            created = await context.locking(commit_run, context.layout, records[0], upload, forget)
     await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
     response.status_code = 201 if created else 200
     return await describe(context, run)

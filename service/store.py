@@ -7,6 +7,7 @@ in docs/architecture.md.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -16,6 +17,7 @@ from typing import Any, Final
 import redis.asyncio
 from pydantic_core import to_json
 from redis import Redis
+from redis.exceptions import OutOfMemoryError
 
 from service.acceptance import since, total
 from service.queue import Keys
@@ -46,12 +48,16 @@ class Store:
         self._redis: Any = redis
         self._keys = StoreKeys(run)
 
-    def put_score(self, batch_id: str, record: Mapping[str, Any]) -> None:
-        """Record the scores of one batch; a redelivered batch replaces its own."""
-        self._redis.hset(self._keys.scores, batch_id, _encoded(record))
+    def put_score(self, batch_id: str, record: Mapping[str, Any]) -> bool:
+        """Record the scores of one batch; a redelivered batch replaces its own. False: Redis is full."""
+        try:
+            self._redis.hset(self._keys.scores, batch_id, _encoded(record))
+        except OutOfMemoryError:
+            return False
         if self._redis.hlen(self._keys.scores) > MAX_SCORES + MAX_SCORES // 8:
             oldest = list(self.scores())[:-MAX_SCORES]
             self._redis.hdel(self._keys.scores, *oldest)
+        return True
 
     def scores(self) -> dict[str, Record]:
         """Score records by batch id, oldest first."""
@@ -66,9 +72,13 @@ class Store:
         return _records(self._redis.hgetall(self._keys.acceptance))
 
     def set_worker(self, gauges: Mapping[str, Any]) -> None:
-        """Update some of the worker's gauges and its `heartbeat` (Unix seconds). Numbers and short text only."""
+        """Update some of the worker's gauges and its `heartbeat` (Unix seconds). Numbers and short text only.
+
+        Nothing is done while Redis is full: the next ones replace these.
+        """
         fields = {"heartbeat": time.time(), **gauges}
-        self._redis.hset(self._keys.worker, mapping={k: json.dumps(v) for k, v in fields.items()})
+        with contextlib.suppress(OutOfMemoryError):
+            self._redis.hset(self._keys.worker, mapping={k: json.dumps(v) for k, v in fields.items()})
 
     def worker(self) -> Record:
         """The worker's gauges; empty before its first sign of life."""

@@ -44,7 +44,16 @@ _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
 #: A run that cannot be worked on is tried again after this.
 _REFUSED_SECONDS = 60.0
-_RENEW_IF = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end return 0"
+#: Take or renew the lease in one step: a worker that is stopped between two would renew what is another's by then. DEL
+#: before SET: a server that is full refuses what needs room as a script's first write, and not afterwards.
+_TAKE = """
+local holder = redis.call('GET', KEYS[1])
+if holder == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+if holder and holder ~= ARGV[3] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
 _DELETE_IF = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
@@ -62,6 +71,7 @@ class Worker:
         self._looked = 0.0
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
+        self._ended = False
 
     def stop(self) -> None:
         """Finish the optimizer step in hand, checkpoint, and return from `serve`."""
@@ -82,6 +92,7 @@ class Worker:
                 log.error("%s; nothing was acknowledged, trying again", error)
                 self._pause(_DISK_SECONDS)
         self._close()
+        self._ended = True
 
     def _pause(self, seconds: float) -> None:
         """Sleep, but not beyond a `stop`."""
@@ -153,23 +164,24 @@ class Worker:
 
     def _lease(self, run: str) -> bool:
         """Take or renew the lease on a run."""
-        key, milliseconds = self._lease_key(run), int(_LEASE_SECONDS * 1000)
-        # In one step: a worker that is stopped between two would renew what has become another's meanwhile.
-        if self._redis.eval(_RENEW_IF, 1, key, self._name, milliseconds):
+        key = self._lease_key(run)
+        if self._take(key, ""):
             return True
         holder = self._redis.get(key)
         name = holder.decode() if isinstance(holder, bytes) else holder
-        if name is not None and _died_here(name):
-            self._free(key, name)  # a worker killed on this machine: no need to wait for its lease to expire
-        return bool(self._redis.set(key, self._name, nx=True, px=milliseconds))
+        # Of a worker killed on this machine: no need to wait for its lease to expire.
+        return name is not None and _died_here(name) and self._take(key, name)
+
+    def _take(self, key: str, instead_of: str) -> bool:
+        return bool(self._redis.eval(_TAKE, 1, key, self._name, int(_LEASE_SECONDS * 1000), instead_of))
 
     def _free(self, key: str, holder: str) -> None:
         """Delete a lease, but only `holder`'s: another may have taken it since it was read."""
         self._redis.eval(_DELETE_IF, 1, key, holder)
 
     def _beat(self) -> None:
-        """Renew leases, holds on entries and the sign of life, also while a long training step runs."""
-        while not self._stopping:
+        """Renew leases, holds on entries and the sign of life, also during a long training step or the last save."""
+        while not self._ended:
             time.sleep(_BEAT_SECONDS)
             for run, worker in list(self._runs.items()):
                 try:
@@ -182,9 +194,10 @@ class Worker:
                     log.debug("no heartbeat for %s: %s", run, error)
 
     def _close(self) -> None:
-        for run, worker in self._runs.items():
+        for run, worker in list(self._runs.items()):
             try:
                 worker.close()
+                del self._runs[run]  # before its lease is given back, or the heartbeat would take it again
                 self._free(self._lease_key(run), self._name)
             except (RedisError, OSError, ServiceError, DrafterError) as error:
                 log.warning("%s: not closed in order (%s); its entries will be delivered again", run, error)

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_fixtures import Engine, Service, eventually, running_agent, settle
@@ -165,6 +166,25 @@ def test_a_spoilt_memory_is_ignored(service: Service, engine: Engine, tmp_path: 
             settle(engine)
             engine.play(1, 1)
             eventually(lambda: service.last_report(version).get("rounds", 0) >= 1)
+
+
+def test_a_memory_that_cannot_be_read_is_ignored(
+    service: Service, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad sector under the cache leaves engines with a drafter."""
+    with running_agent(service, engine, cache=tmp_path):
+        eventually((tmp_path / "default" / "engines").is_dir)
+    read_text = Path.read_text
+
+    def failing(self: Path, *options: Any, **named: Any) -> str:
+        if self.parent.name == "engines":
+            raise OSError(5, "Input/output error")
+        return read_text(self, *options, **named)
+
+    monkeypatch.setattr(Path, "read_text", failing)
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
 
 
 def test_reports_are_made_good_when_the_service_was_away(service: Service, engine: Engine, tmp_path: Path) -> None:

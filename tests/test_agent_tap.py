@@ -263,6 +263,20 @@ def test_files_hold_one_kind_of_sampling_and_do_not_wait_for_ever() -> None:
     assert sent[1] == ["c"]
 
 
+def test_a_file_that_cannot_be_made_does_not_end_the_sending_of_others() -> None:
+    tried: list[str] = []
+
+    def send(batch: Sequence[Collected]) -> None:
+        tried.append(batch[0].request.request_id)
+        if len(tried) == 1:
+            raise RuntimeError("out of memory")
+
+    batcher = Batcher(send, tokens=1000, seconds=0.1)
+    for number, done in enumerate(decode([Script(f"r{i}", [2, 3, 4], [5, 6, STOP]) for i in range(2)], 1), 1):
+        batcher.add(done)
+        eventually(lambda number=number: len(tried) == number)  # type: ignore[misc]
+
+
 # --- what vLLM hands over
 
 

@@ -6,10 +6,11 @@ import base64
 import hashlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from service_fixtures import RunningService
+from service_fixtures import RunningService, rollout_file
 
 from service.registry import locked
 
@@ -170,3 +171,23 @@ def test_a_rollback_needs_a_known_version_and_a_reason(service: RunningService) 
     service.registry.path("default", version, "model.safetensors").write_bytes(b"Weights")
     damaged = service.client.post(f"/drafter/{version}/rollback", json={"reason": "x"})
     assert damaged.status_code == 409
+
+
+def test_uploads_do_not_wait_for_those_who_wait_for_the_registrys_lock(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is stopped keeps it, and every agent's dead drafter is to be pushed again."""
+    monkeypatch.setattr("service.registry.LOCK_SECONDS", 1.0)
+    version = service.publish().version
+
+    def roll_back() -> int:
+        return service.client.post(f"/drafter/{version}/rollback", json={"reason": "x"}, timeout=60.0).status_code
+
+    with ThreadPoolExecutor(40) as threads:
+        with locked(service.layout, "default"):
+            waiting = [threads.submit(roll_back) for _ in range(40)]
+            while not waiting[0].done():
+                time.sleep(0.01)
+            assert service.post(rollout_file()).status_code == 202
+            assert sum(one.done() for one in waiting) < 20, "they still wait"
+        assert {one.result() for one in waiting} == {200, 503}

@@ -191,6 +191,25 @@ def test_heads_whose_rollouts_were_all_dropped_are_dropped_with_them() -> None:
     sender.close()
 
 
+@pytest.mark.parametrize("rollout_bytes", [10, 101], ids=["small", "too large to be queued"])
+def test_heads_do_not_fill_the_memory_of_a_trainer_whose_service_is_away(rollout_bytes: int) -> None:
+    port = free_port()
+    sender = RolloutSender(f"http://127.0.0.1:{port}", queue_bytes=100)
+    sender.submit_job(Job("PUT", "/runs/default", lambda: [b"run"], 3, keep=True))
+    for version in range(30):
+        sender.submit_job(Job("PUT", "/runs/default/head", lambda v=version: [b"head%02d" % v], 40, keep=True))
+        sender.submit([b"rollout%02d" % version, bytes(rollout_bytes - 9)])
+        assert sum(job.size_bytes for job in sender._queue) <= 3 + 40 + 2 * 100
+    with receiver(port) as service:
+        finished(sender)
+        bodies = [r.body for r in service.requests]
+    assert (bodies[0], bodies[-1][:9]) == (b"run", b"rollout29" if rollout_bytes == 10 else b"head29")
+    for body, before in zip(bodies[2:], bodies[1:], strict=False):
+        if body.startswith(b"rollout"):
+            assert before == b"head" + body[7:9], "a rollout never goes out with another head than its own"
+    sender.close()
+
+
 def test_submitting_never_blocks_and_never_raises() -> None:
     sender = RolloutSender(f"http://127.0.0.1:{free_port()}", queue_bytes=1000)
 

@@ -10,7 +10,9 @@ import contextlib
 import itertools
 import os
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,41 @@ def test_asleep_anywhere_in_a_checkpoint(bench: Bench) -> None:
         if handover.heir is None:
             break
     assert {name for _, name in STEPS_OF_A_SAVE} <= set(done), done
+
+
+def test_awake_again_while_its_heir_writes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both with one process id, as in two containers over one volume: neither writes into the other's."""
+
+    class Trainer:
+        def __init__(self, drafter: str) -> None:
+            self.drafter = drafter
+
+        def save(self, directory: Path) -> None:
+            (directory / "who").write_text(self.drafter)
+
+    sleeper, heir = WorkerCheckpoint(tmp_path), WorkerCheckpoint(tmp_path)
+    writes, woken = threading.Event(), threading.Event()
+
+    def write_kind(directory: Path, drafter: str) -> None:
+        if drafter == "sleeper":
+            done.append(threads.submit(heir.save, Trainer("heir"), {"who": "heir"}))  # type: ignore[arg-type]
+            assert writes.wait(20)
+        (directory / "who").write_text(drafter)
+        if drafter == "heir":
+            writes.set()
+            assert woken.wait(20)
+
+    monkeypatch.setattr(service.checkpoint, "write_kind", write_kind)
+    done: list[Future[None]] = []
+    with ThreadPoolExecutor() as threads:
+        with pytest.raises(FileNotFoundError):
+            sleeper.save(Trainer("sleeper"), {"who": "sleeper"})  # type: ignore[arg-type]
+        woken.set()
+        done[0].result(20)
+    newest = heir.newest()
+    assert newest is not None
+    assert (newest / "state.json").read_text() == '{"who": "heir"}'
+    assert [(newest / part / "who").read_text() for part in ("trainer", "drafter")] == ["heir", "heir"]
 
 
 def test_asleep_while_it_opens_the_run(bench: Bench) -> None:

@@ -14,6 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from worker_fixtures import Bench
 
 import service.run_worker
+import service.worker
 from drafter.trainer import DrafterTrainer
 from service.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.queue import MAX_DELIVERIES, RolloutQueue
@@ -384,6 +385,31 @@ def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_o
     assert states(bench)[2] == "queued", "afterwards checkpoints are as rare as before"
 
 
+def test_a_worker_that_was_asked_to_stop_keeps_its_lease_until_its_last_checkpoint_is_written(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a standby would take over while it still writes, and its last training would be for nothing."""
+    monkeypatch.setattr(service.worker, "_LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(service.worker, "_BEAT_SECONDS", 0.1)
+    bench.begin()
+    bench.post("a")
+    worker, standby = Worker(bench.settings, bench.redis), Worker(bench.settings, bench.redis)
+    save, taken = RunWorker.save, []
+
+    def slow(self: RunWorker) -> None:
+        worker.stop()
+        time.sleep(1.5)
+        taken.append(standby._lease("default"))
+        save(self)
+
+    monkeypatch.setattr(RunWorker, "save", slow)
+    worker.serve()
+    assert taken
+    assert not any(taken)
+    assert states(bench) == ["trained"]
+    assert standby._lease("default"), "given back"
+
+
 def fails_with(error: Exception) -> Any:
     """A stand-in for whatever meets that error."""
 
@@ -476,3 +502,29 @@ def test_a_run_whose_part_of_the_disk_fails_keeps_no_other_run_waiting(
     assert states(bench) == ["trained"]
     if when == "opened":
         assert "Input/output" in Store(bench.redis, "before-default").worker()["error"]
+
+
+def test_a_full_redis_keeps_nothing_from_being_worked_on_and_acknowledged(bench: Bench) -> None:
+    """Not the first worker nor one that starts meanwhile: what is queued would fill it for ever."""
+    bench.begin()
+    for name in "abc":
+        bench.post(name)
+    first = Worker(bench.settings, bench.redis)
+    first._turn()
+    bench.post("d")
+    limit = bench.redis.config_get("maxmemory")["maxmemory"]
+    bench.redis.config_set("maxmemory", 1)
+    try:
+        first._turn()
+        bench.redis.delete(first._lease_key("default"))  # expired
+        second = Worker(bench.settings, bench.redis)
+        for _ in range(4):
+            second._turn()
+        assert states(bench) == ["trained"] * 4
+        assert len(bench.store.scores()) == 1
+    finally:
+        bench.redis.config_set("maxmemory", limit)
+    bench.post("e")
+    second._turn()
+    assert states(bench) == ["trained"] * 5
+    assert set(bench.posted[2:]) <= set(bench.store.scores()), "those of the worker that lives were kept"

@@ -386,7 +386,10 @@ class Batcher:
         while True:
             time.sleep(min(self._seconds, 1.0) / 2)
             if time.monotonic() - self._since > self._seconds:
-                self.flush()
+                try:
+                    self.flush()
+                except Exception as error:  # noqa: BLE001 - one bad batch must not end the thread
+                    log.warning("draftalign tap: a batch was not sent: %r", error)
 
 
 def _to(device: torch.device, array: npt.NDArray[Any]) -> Tensor:
