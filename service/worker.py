@@ -72,6 +72,7 @@ class Worker:
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
         self._ended = False
+        self._giving_back = threading.Lock()  # or a heartbeat would take a lease again that was just given back
 
     def stop(self) -> None:
         """Finish the optimizer step in hand, checkpoint, and return from `serve`."""
@@ -183,22 +184,29 @@ class Worker:
         """Renew leases, holds on entries and the sign of life, also during a long training step or the last save."""
         while not self._ended:
             time.sleep(_BEAT_SECONDS)
-            for run, worker in list(self._runs.items()):
-                try:
+            self._beat_once()
+
+    def _beat_once(self) -> None:
+        for run, worker in list(self._runs.items()):
+            try:
+                with self._giving_back:
+                    if run not in self._runs:
+                        continue
                     if not self._lease(run):
                         self._lost.add(run)
                         continue
-                    RolloutQueue(self._redis, run).heartbeat(CONSUMER, worker.pending)
-                    Store(self._redis, run).set_worker({"heartbeat": time.time()})
-                except RedisError as error:
-                    log.debug("no heartbeat for %s: %s", run, error)
+                RolloutQueue(self._redis, run).heartbeat(CONSUMER, worker.pending)
+                Store(self._redis, run).set_worker({"heartbeat": time.time()})
+            except RedisError as error:
+                log.debug("no heartbeat for %s: %s", run, error)
 
     def _close(self) -> None:
         for run, worker in list(self._runs.items()):
             try:
                 worker.close()
-                del self._runs[run]  # before its lease is given back, or the heartbeat would take it again
-                self._free(self._lease_key(run), self._name)
+                with self._giving_back:
+                    del self._runs[run]
+                    self._free(self._lease_key(run), self._name)
             except (RedisError, OSError, ServiceError, DrafterError) as error:
                 log.warning("%s: not closed in order (%s); its entries will be delivered again", run, error)
 

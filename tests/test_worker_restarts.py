@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +360,30 @@ def test_a_worker_that_was_stopped_while_it_renewed_its_lease_does_not_renew_ano
             patch.setattr(mine._redis, "execute_command", step)
             claims = mine._lease("default")
         assert not claims or steps < number, f"stopped before step {number}"
+
+
+def test_the_last_heartbeat_takes_no_lease_that_was_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the middle of its round when the worker ends in order: a standby would wait for the lease to expire."""
+    bench.begin()
+    bench.register(run="before-default")
+    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker._turn()
+    beat, began, closed = RolloutQueue.heartbeat, threading.Event(), threading.Event()
+
+    def slow(self: RolloutQueue, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        if threading.current_thread() is heartbeat and not began.is_set():
+            began.set()
+            assert closed.wait(20)
+        return beat(self, consumer, entry_ids)
+
+    monkeypatch.setattr(RolloutQueue, "heartbeat", slow)
+    heartbeat = threading.Thread(target=worker._beat_once)
+    heartbeat.start()
+    assert began.wait(20)
+    worker._close()
+    closed.set()
+    heartbeat.join(20)
+    assert [bench.redis.get(worker._lease_key(run)) for run in ("before-default", "default")] == [None, None]
 
 
 def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_once_and_unblamed(
