@@ -49,7 +49,7 @@ types: $(VENV)/.ready ## Strict types
 unit: $(VENV)/.ready ## The tests (ARGS="-k replay")
 	@$(BIN)/python -m pytest $(ARGS)
 
-chaos: $(VENV)/.ready ## The long form of the fault tests: 100 kills, a stop before every step; some minutes
+chaos: $(VENV)/.ready ## The long form of the fault tests: 100 kills, a stop before every step (some ten minutes)
 	@DRAFTALIGN_CHAOS_KILLS=100 DRAFTALIGN_HANDOVERS=0 $(BIN)/python -m pytest -m chaos $(ARGS)
 
 format: $(VENV)/.ready ## Rewrite to the style
