@@ -36,6 +36,9 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 HANDOVERS = int(os.environ.get("DRAFTALIGN_HANDOVERS", "16"))
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
 
+#: Settings with which the gate promotes every candidate.
+EAGER: dict[str, Any] = {"gate_min_gain": -1e6, "gate_rollouts": 2, "holdout_one_in": 2, "recent_tokens": 400}
+
 STEPS_OF_A_SAVE = [
     (service.checkpoint, "sync"),
     (service.checkpoint, "write_kind"),
@@ -127,6 +130,15 @@ class Handover:
             assert self.heir is not None
 
 
+def begin_eager(bench: Bench) -> Registry:
+    """A run that has had some turns, and evidence for its gate."""
+    bench.begin()
+    for i in range(4):
+        bench.post(f"first/{i}")
+    bench.drain(bench.worker(**EAGER))
+    return Registry(bench.layout)
+
+
 def test_asleep_anywhere_in_a_checkpoint(bench: Bench) -> None:
     bench.begin()
     bench.post("first")
@@ -212,17 +224,12 @@ def test_what_won_against_a_drafter_that_is_no_longer_served_is_not_published(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The candidate of a worker that slept, when it wakes up; or any, when a person rolls back while it is judged."""
-    eager: dict[str, Any] = {"gate_min_gain": -1e6, "gate_rollouts": 2, "holdout_one_in": 2, "recent_tokens": 400}
-    bench.begin()
-    for i in range(4):
-        bench.post(f"first/{i}")
-    bench.drain(bench.worker(**eager))
-    registry = Registry(bench.layout)
+    registry = begin_eager(bench)
     bench.post("asleep")
     handover = Handover(bench, "it")
-    sleeper = handover.sleeper(**eager)
+    sleeper = handover.sleeper(**EAGER)
     with handover.waking_up():
-        sleep_before_step(monkeypatch, [(service.lineage, "write_kind")], 1, lambda: handover.take_over(**eager))
+        sleep_before_step(monkeypatch, [(service.lineage, "write_kind")], 1, lambda: handover.take_over(**EAGER))
         bench.drain(sleeper)
     assert handover.heir is not None
     assert [e["parent"] for e in registry.history("default")[-2:]] == registry.versions("default")[-3:-1]
@@ -231,7 +238,7 @@ def test_what_won_against_a_drafter_that_is_no_longer_served_is_not_published(
     sleep_before_step(
         monkeypatch, [(service.lineage, "write_kind")], 1, lambda: registry.rollback("default", oldest, "by hand")
     )
-    worker = bench.worker(**eager)
+    worker = bench.worker(**EAGER)
     bench.drain(worker)
     latest = registry.latest("default")
     assert latest is not None
@@ -247,27 +254,22 @@ def test_asleep_anywhere_in_a_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch
     print(f"DRAFTALIGN_CHAOS_SEED={SEED} DRAFTALIGN_HANDOVERS={HANDOVERS}")
     monkeypatch.setattr(service.registry, "LOCK_SECONDS", 0.05)
     monkeypatch.setattr(Controller, "decide", lambda *_, **__: Decision(Action.TRAIN, "each turn has all steps"))
-    eager: dict[str, Any] = {"gate_min_gain": -1e6, "gate_rollouts": 2, "holdout_one_in": 2, "recent_tokens": 400}
-    bench.begin()
-    for i in range(4):
-        bench.post(f"first/{i}")
-    bench.drain(bench.worker(**eager))
-    registry = Registry(bench.layout)
+    registry = begin_eager(bench)
 
     def turn(number: int) -> list[str]:
         """Sleep before that step of a turn; returns the names of all."""
         bench.post(f"{number}/asleep")
         handover = Handover(bench, str(number))
-        sleeper = handover.sleeper(**eager)
+        sleeper = handover.sleeper(**EAGER)
         before = registry.latest("default")
         with pytest.MonkeyPatch.context() as patch, handover.waking_up():
-            done = sleep_before_step(patch, STEPS_OF_A_TURN, number, lambda: handover.take_over(**eager))
+            done = sleep_before_step(patch, STEPS_OF_A_TURN, number, lambda: handover.take_over(**EAGER))
             bench.drain(sleeper)
         where = f"asleep before step {number}: {done[max(0, number - 4) : number]}"
         bench.post(f"{number}/after")
         with contextlib.nullcontext() if handover.heir is None else contextlib.suppress(CheckpointSuperseded):
             bench.drain(handover.heir or sleeper)
-        bench.drain(bench.worker(**eager))
+        bench.drain(bench.worker(**EAGER))
         assert {bench.state(b) for b in bench.posted} <= {"trained", "held_out"}, where
         assert bench.totals()["batches"] == len(bench.posted), where
         assert set(bench.store.scores()) == set(bench.posted), where
