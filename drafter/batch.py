@@ -11,10 +11,12 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -55,6 +57,7 @@ class RolloutBatch:
     policy_version: int = 0
     rewards: tuple[float, ...] | None = None
     aux_layers: tuple[int, ...] = ()  # that `aux_hidden` enters; empty: not known
+    prompt_hashes: tuple[str, ...] = ()  # `wire.prompt_hash` of each rollout's full prompt; empty: of the rows here
 
     def __post_init__(self) -> None:
         """Raise `DrafterError` where the tensors do not belong together. Shapes only: no device is asked."""
@@ -107,6 +110,7 @@ class RolloutBatch:
             cu_seqlens=lengths.cumsum(0),
             rollout_ids=tuple(self.rollout_ids[i] for i in rollouts) if self.rollout_ids else (),
             rewards=None if self.rewards is None else tuple(self.rewards[i] for i in rollouts),
+            prompt_hashes=tuple(self.prompt_hashes[i] for i in rollouts) if self.prompt_hashes else (),
             **changes,
         )
 
@@ -152,6 +156,7 @@ class RolloutBatch:
             rollout_ids=tuple(i for b in batches for i in b.rollout_ids),
             policy_version=max(b.policy_version for b in batches),
             rewards=None if None in rewards else tuple(x for r in rewards if r is not None for x in r),
+            prompt_hashes=tuple(h for b in batches for h in prompt_hashes(b)),
             **changes,
         )
 
@@ -168,6 +173,24 @@ class RolloutBatch:
                 wanted = dtype if name in ("aux_hidden", "last_hidden") else None
                 changes[name] = to_device(tensor, device, wanted)
         return replace(self, **changes)
+
+
+def prompt_hashes(batch: RolloutBatch) -> tuple[str, ...]:
+    """Identity of each rollout's prompt: what its sender said, else of all that precedes the first response token."""
+    if batch.prompt_hashes:
+        return batch.prompt_hashes
+    ids, starts, mask = batch.input_ids.cpu().numpy(), batch.cu_seqlens.numpy(), batch.loss_mask.cpu().numpy()
+    return _prompt_hashes(ids, starts, mask)
+
+
+def _prompt_hashes(
+    ids: npt.NDArray[Any], starts: npt.NDArray[Any], mask: npt.NDArray[Any]
+) -> tuple[str, ...]:
+    found = []
+    for begin, end in pairwise(starts.tolist()):
+        generated = np.flatnonzero(mask[begin:end])
+        found.append(wire.prompt_hash(ids[begin : begin + int(generated[0])] if generated.size else ids[begin:end]))
+    return tuple(found)
 
 
 def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
@@ -198,6 +221,7 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         policy_version=header.policy_version_max,
         rewards=header.rewards,
         aux_layers=header.aux_layers,
+        prompt_hashes=header.prompt_hashes or _prompt_hashes(ids, starts, mask),
         **top,
     )
 

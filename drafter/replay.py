@@ -15,8 +15,6 @@ Legend: T tokens, R rollouts, N tokens emitted by rounds, K depth, D draft vocab
 
 from __future__ import annotations
 
-import hashlib
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor
 
 from drafter.acceptance import Ints, Replay, Segments, find_segments, replay_rounds
-from drafter.batch import RolloutBatch
+from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.device import working_dtype
 from drafter.errors import BatchRejected, DrafterError
 from drafter.kinds import Drafter, plan_batch, unroll_batch
@@ -91,15 +89,8 @@ def conditional_acceptance(
 
 def prompt_groups(batch: RolloutBatch) -> Ints:
     """Number the rollouts by prompt, int64[R]: those of one prompt share all that precedes the first response token."""
-    ids, mask = batch.input_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
-    starts = batch.cu_seqlens.tolist()
-    numbers: dict[bytes, int] = {}
-    groups = []
-    for begin, end in pairwise(starts):
-        generated = np.flatnonzero(mask[begin:end])
-        prompt = ids[begin : begin + int(generated[0])] if generated.size else ids[begin:end]
-        groups.append(numbers.setdefault(hashlib.sha256(prompt.tobytes()).digest(), len(numbers)))
-    return np.array(groups, dtype=np.int64)
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(h, len(numbers)) for h in prompt_hashes(batch)], dtype=np.int64)
 
 
 def _replay_group(drafter: Drafter, batch: RolloutBatch, depth: int, *, greedy: bool) -> Replay:

@@ -199,6 +199,10 @@ def _is_finite_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
+def _is_prompt_hash(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 16 and set(value) <= set("0123456789abcdef")
+
+
 def _is_int_list(value: object) -> bool:
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 53 for v in value)
 
@@ -224,6 +228,7 @@ class RolloutHeader:
     top_p: float
     top_k: int
     rewards: tuple[float, ...] | None
+    prompt_hashes: tuple[str, ...] | None  # one per rollout, of its full prompt; None where the sender does not say
     tokens: int  # T
     rollouts: int  # R
     hidden_size: int  # H
@@ -238,6 +243,15 @@ def batch_id(run: str, policy_version: int, rollout_ids: Iterable[str]) -> str:
     """Hash of run, policy version and the sorted rollout ids: 32 hexadecimal digits."""
     text = json.dumps([run, policy_version, sorted(rollout_ids)], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def prompt_hash(prompt_ids: npt.ArrayLike) -> str:
+    """Identity of a prompt: 16 hexadecimal digits of the SHA-256 of its token ids (little-endian int32).
+
+    The prompt is all that precedes the first response token. Whoever sends rollouts whose first rows are missing (an
+    engine that read them from its prefix cache) sends this hash of the full prompt as `prompt_hashes`.
+    """
+    return hashlib.sha256(np.asarray(prompt_ids, dtype="<i4").tobytes()).hexdigest()[:16]
 
 
 def target_fingerprint(config: Mapping[str, Any], aux_layers: Sequence[int]) -> str:
@@ -260,9 +274,13 @@ def rollout_metadata(
     policy_version_max: int | None = None,
     drafter_version: str = "",
     rewards: Sequence[float] | None = None,
+    prompt_hashes: Sequence[str] | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The `__metadata__` of a rollout file. Unknown keys in `extra` pass through to the worker untouched."""
+    """The `__metadata__` of a rollout file. Unknown keys in `extra` pass through to the worker untouched.
+
+    `prompt_hashes`: `prompt_hash` of each rollout's full prompt; needed only where the file does not hold all of it.
+    """
     metadata = dict(extra or {})
     metadata |= {
         "format": FORMAT,
@@ -279,6 +297,8 @@ def rollout_metadata(
     }
     if rewards is not None:
         metadata["rewards"] = json.dumps([float(r) for r in rewards])
+    if prompt_hashes is not None:
+        metadata["prompt_hashes"] = json.dumps(list(prompt_hashes))
     return metadata
 
 
@@ -305,6 +325,9 @@ def check_rollout_header(header: Header) -> RolloutHeader:
     rewards = _json_field(meta, "rewards", list) if "rewards" in meta else None
     if rewards is not None and (len(rewards) != rollouts or not all(map(_is_finite_number, rewards))):
         raise WireError("rewards", f"must be one finite number per rollout ({rollouts})")
+    prompts = _json_field(meta, "prompt_hashes", list) if "prompt_hashes" in meta else None
+    if prompts is not None and (len(prompts) != rollouts or not all(map(_is_prompt_hash, prompts))):
+        raise WireError("prompt_hashes", f"must be one `prompt_hash` of 16 hexadecimal digits per rollout ({rollouts})")
     return RolloutHeader(
         header=header,
         run=_text_field(meta, "run"),
@@ -318,6 +341,7 @@ def check_rollout_header(header: Header) -> RolloutHeader:
         top_p=_float_field(meta, "top_p", 0.0, 1.0),
         top_k=_int_field(meta, "top_k"),
         rewards=None if rewards is None else tuple(float(r) for r in rewards),
+        prompt_hashes=None if prompts is None else tuple(prompts),
         tokens=tokens,
         rollouts=rollouts,
         hidden_size=hidden_size,
