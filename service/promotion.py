@@ -11,12 +11,12 @@ import numpy.typing as npt
 from torch import Tensor
 
 from drafter.acceptance import Replay
-from drafter.batch import RolloutBatch
+from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.gate import MIN_ROLLOUTS, Verdict, judge
-from drafter.replay import prompt_groups
 from drafter.target import TargetHead
 from service.drift import paired_difference
 from service.lineage import CANDIDATE, Lineage
+from service.recent import HeldOut
 from service.scoring import replay_each
 from service.settings import Settings
 
@@ -29,6 +29,8 @@ class Contest:
     verdict: Verdict
     challenger: Replay
     incumbent: Replay
+    prompts: int  # that the evidence answers
+    by_prompt: bool  # no rollout of these prompts was ever trained on
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -39,6 +41,8 @@ class Contest:
             "low": verdict.low,
             "high": verdict.high,
             "rollouts": verdict.rollouts,
+            "prompts": self.prompts,
+            "held_out_by": "prompt" if self.by_prompt else "group",
             "alpha_candidate": self.challenger.alpha,
             "alpha_served": self.incumbent.alpha,
         }
@@ -53,7 +57,7 @@ class Contest:
 def contest(
     settings: Settings,
     lineage: Lineage,
-    evidence: Sequence[RolloutBatch],
+    evidence: HeldOut,
     embed_tokens: Tensor,
     versions: Sequence[str],
     head: TargetHead | None = None,
@@ -62,11 +66,11 @@ def contest(
 
     Without a served drafter the incumbent is plain decoding: one token a round.
     """
-    groups = _prompts(evidence)
+    prompts, groups = _prompts(evidence.batches)
     served = lineage.served()
     compared = [*versions, *([served.version] if served else [])]
     drafters = {v: lineage.candidate if v == CANDIDATE else lineage.version(v) for v in compared}
-    replays = replay_each(drafters, embed_tokens, evidence, settings.depth, settings.drafting, head)
+    replays = replay_each(drafters, embed_tokens, evidence.batches, settings.depth, settings.drafting, head)
     challengers = {version: replays[version] for version in versions}
     incumbent = replays[served.version] if served else _without_drafter(replays[versions[0]])
     outcomes = []
@@ -79,21 +83,18 @@ def contest(
             min_rollouts=min(settings.gate_rollouts, MIN_ROLLOUTS),
             groups=groups,
         )
-        outcomes.append(Contest(version, verdict, challenger, incumbent))
+        outcomes.append(Contest(version, verdict, challenger, incumbent, prompts, evidence.by_prompt))
     return sorted(outcomes, key=lambda c: (c.verdict.promote, c.verdict.low), reverse=True)
 
 
-def _prompts(evidence: Sequence[RolloutBatch]) -> npt.NDArray[np.int64] | None:
-    """The prompt that each rollout answers: rollouts of one prompt are one observation.
+def _prompts(evidence: Sequence[RolloutBatch]) -> tuple[int, npt.NDArray[np.int64] | None]:
+    """How many prompts there are, and which one each rollout answers: rollouts of one prompt are one observation.
 
     None, which counts rollouts, where the prompts are too few to bound anything: better evidence than none.
     """
-    parts: list[npt.NDArray[np.int64]] = []
-    seen = 0
-    for batch in evidence:
-        parts.append(prompt_groups(batch) + seen)
-        seen += int(parts[-1].max()) + 1 - seen
-    return np.concatenate(parts) if seen >= MIN_ROLLOUTS else None
+    hashes = [prompt for batch in evidence for prompt in prompt_hashes(batch)]
+    found, groups = np.unique(hashes, return_inverse=True)
+    return len(found), groups.astype(np.int64) if len(found) >= MIN_ROLLOUTS else None
 
 
 def _without_drafter(found: Replay) -> Replay:

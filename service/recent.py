@@ -1,28 +1,36 @@
 """The worker's bounded memory of recent rollouts: what it trains on again, and the held-out rollouts for the gate.
 
-One rollout in N, chosen by a hash of its id and so the same one after any restart, is never trained on. Batches are
-kept as the files they came in (`runs/<run>/worker/recent/`); the newest `capacity_tokens` of them stay.
+One prompt in N is held out: none of its rollouts is ever trained on. A hash of the prompt chooses it, so a restart
+chooses the same ones. The prompt decides and not the rollout: the siblings of a held-out rollout (a GRPO group) would
+teach the candidate nearly the same text.
+
+That needs many prompts: of three, all or none may be held out. So the first `MIN_ROLLOUTS * N` prompts of a run are
+never split by prompt. Of these, one *group* in N is held out: the rollouts of one prompt in one batch. A run whose
+prompts are empty, or fewer than that, is split by group for ever; `HeldOut.by_prompt` says which it is.
+
+Batches are kept as the files they came in (`runs/<run>/worker/recent/`); the newest `capacity_tokens` of them stay.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from drafter.batch import RolloutBatch, load_batch
+from drafter.batch import RolloutBatch, load_batch, prompt_hashes
+from drafter.gate import MIN_ROLLOUTS
 from rl_hooks.wire import WireError
 
 log = logging.getLogger("draftalign.worker")
 
 
-def is_held_out(rollout_id: str, one_in: int) -> bool:
-    """True for about one id in `one_in`, for ever the same ones. 0 holds none out."""
-    return one_in > 0 and zlib.crc32(rollout_id.encode()) % one_in == 0
+def is_held_out(key: str, one_in: int) -> bool:
+    """True for about one key in `one_in`, for ever the same ones. 0 holds none out."""
+    return one_in > 0 and int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % one_in == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +40,21 @@ class KeptBatch:
     name: str  # file name inside the directory of recent batches
     batch: RolloutBatch
     train: tuple[int, ...]  # indices of rollouts
-    held_out: tuple[int, ...]
+    held_out: tuple[int, ...]  # of prompts that are never trained on
+    held_out_groups: tuple[int, ...] = ()  # their prompts may have been trained on in other batches
 
     @property
     def policy_version(self) -> int:
         """The policy that generated it."""
         return self.batch.policy_version
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Evidence for the gate: rollouts that no candidate was trained on."""
+
+    batches: list[RolloutBatch]  # the batch that came last first
+    by_prompt: bool  # True: no rollout of their prompts was ever trained on either
 
 
 class RecentRollouts:
@@ -52,6 +69,7 @@ class RecentRollouts:
         self._capacity_tokens = capacity_tokens
         self._holdout_one_in = holdout_one_in
         self._kept: list[KeptBatch] = []
+        self._first_prompts: dict[str, None] = {}  # hashes, in order of arrival; split by group
         self._unsettled: dict[str, Path] = {}  # name -> where the spool still holds the file
         self._dropped: list[str] = []
 
@@ -65,11 +83,25 @@ class RecentRollouts:
         return kept
 
     def _keep(self, name: str, batch: RolloutBatch) -> KeptBatch:
-        held_out = tuple(i for i, r in enumerate(batch.rollout_ids) if is_held_out(r, self._holdout_one_in))
-        train = tuple(i for i in range(batch.rollouts) if i not in set(held_out))
-        kept = KeptBatch(name, batch, train, held_out)
+        batch_id, one_in = name.partition(".")[0], self._holdout_one_in
+        by_prompt, by_group = [], []
+        for rollout, prompt in enumerate(prompt_hashes(batch)):
+            if len(self._first_prompts) < MIN_ROLLOUTS * one_in:
+                self._first_prompts[prompt] = None
+            if prompt not in self._first_prompts:
+                by_prompt += [rollout] if is_held_out(prompt, one_in) else []
+            elif is_held_out(f"{batch_id}/{prompt}", one_in):
+                by_group.append(rollout)
+        left_out = {*by_prompt, *by_group}
+        train = tuple(i for i in range(batch.rollouts) if i not in left_out)
+        kept = KeptBatch(name, batch, train, tuple(by_prompt), tuple(by_group))
         self._kept.append(kept)
         return kept
+
+    @property
+    def first_prompts(self) -> list[str]:
+        """Hashes of the prompts that are split by group; a checkpoint must keep them."""
+        return list(self._first_prompts)
 
     def names(self) -> list[str]:
         """What a checkpoint must list to be able to `restore`."""
@@ -85,8 +117,9 @@ class RecentRollouts:
             (self._directory / name).unlink(missing_ok=True)
         self._dropped.clear()
 
-    def restore(self, names: Sequence[str], spool: Path) -> None:
+    def restore(self, names: Sequence[str], spool: Path, first_prompts: Sequence[str] = ()) -> None:
         """Load what a checkpoint listed, from here or, if the crash came before `settle`, from the spool."""
+        self._first_prompts = dict.fromkeys(first_prompts)
         for name in names:
             path = next((p for p in (self._directory / name, spool / name) if p.exists()), None)
             if path is None:
@@ -106,19 +139,18 @@ class RecentRollouts:
         """Of all that is kept; None when nothing is."""
         return min((kept.policy_version for kept in self._kept), default=None)
 
-    def held_out(self, rollouts: int) -> list[RolloutBatch]:
-        """Held-out rollouts, the batch that came last first, until at least `rollouts` are together.
+    def held_out(self, rollouts: int) -> HeldOut:
+        """Held-out rollouts, the batch that came last first, until `rollouts` of `MIN_ROLLOUTS` prompts are together.
 
-        By arrival and not by version: a trainer that went back to an earlier checkpoint counts on from there.
+        By prompt where that gives as many rollouts as asked for, else of groups too. By arrival and not by version: a
+        trainer that went back to an earlier checkpoint counts on from there.
         """
-        found: list[RolloutBatch] = []
-        for kept in reversed(self._kept):
-            if kept.held_out:
-                found.append(kept.batch.select(kept.held_out))
-                rollouts -= len(kept.held_out)
-            if rollouts <= 0:
-                break
-        return found
+        newest_first = self._kept[::-1]
+        by_prompt = [(k.batch, k.held_out) for k in newest_first if k.held_out]
+        if sum(len(indices) for _, indices in by_prompt) >= rollouts:
+            return HeldOut(_enough(by_prompt, rollouts), by_prompt=True)
+        all_held = [(k.batch, sorted((*k.held_out, *k.held_out_groups))) for k in newest_first]
+        return HeldOut(_enough([(b, i) for b, i in all_held if i], rollouts), by_prompt=False)
 
     def train_steps(
         self,
@@ -147,6 +179,19 @@ class RecentRollouts:
             drawn = [*_fill(new, of_new, rng), *_fill(old, of_old, rng)]
             left -= sum(part.tokens for part in drawn)
             yield _packed(drawn)
+
+
+def _enough(parts: Sequence[tuple[RolloutBatch, Sequence[int]]], rollouts: int) -> list[RolloutBatch]:
+    """As many of the parts as hold `rollouts` rollouts of `MIN_ROLLOUTS` prompts together; all where they do not."""
+    found: list[RolloutBatch] = []
+    prompts: set[str] = set()
+    for batch, indices in parts:
+        if rollouts <= 0 and len(prompts) >= MIN_ROLLOUTS:
+            break
+        found.append(batch.select(indices))
+        prompts.update(prompt_hashes(found[-1]))
+        rollouts -= len(indices)
+    return found
 
 
 def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:

@@ -101,6 +101,7 @@ class RunWorker:
         self._in_hand: list[Entry] = []  # of the cycle that runs now
         self._innocent: list[Entry] = []  # in hand when Redis or the disk failed: not to be blamed for that
         self._put_off: set[str] = set()  # entries whose files could not be read; they come again once they are idle
+        self._by_prompt: bool | None = None  # how the last evidence was split from what is trained on
         self._done: list[tuple[Entry, EndState]] = []  # processed, to be acknowledged by the next checkpoint
         self._applied: set[str] = set()  # unacknowledged batches whose effect the last checkpoint holds
         self._drafter_of: dict[str, str] = {}  # entry -> version that served its rollouts, where the trainer knew
@@ -131,7 +132,7 @@ class RunWorker:
         self._applied = set(state["applied"])
         self._lineage.check_vocabulary()
         self._know_vocabulary()
-        self._recent.restore(state["recent"], self._layout.spool(self.run))
+        self._recent.restore(state["recent"], self._layout.spool(self.run), state.get("first_prompts", ()))
         self._recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self._journal.totals.batches,
                  self._journal.totals.trained_tokens)  # fmt: skip
@@ -432,8 +433,9 @@ class RunWorker:
         if best_version not in (None, CANDIDATE, served):
             versions.append(str(best_version))
         evidence = self._recent.held_out(self._settings.gate_rollouts)
-        if not versions or not evidence:
+        if not versions or not evidence.batches:
             return None
+        self._say_how_evidence_is_split(evidence.by_prompt)
         policy_version = max(kept.policy_version for kept in newest)
         policy = self._target.at(policy_version)
         outcomes = contest(self._settings, self._lineage, evidence, policy.embed_tokens, versions, policy.head)
@@ -461,6 +463,21 @@ class RunWorker:
             )
         return winner
 
+    def _say_how_evidence_is_split(self, by_prompt: bool) -> None:
+        """Say once where the prompts are too few to hold some out, and once when they are enough."""
+        if by_prompt == self._by_prompt:
+            return
+        self._by_prompt = by_prompt
+        if by_prompt:
+            log.info("%s: candidates are judged on prompts that were never trained on", self.run)
+        else:
+            log.warning(
+                "%s: too few prompts so far (%d) to hold some out: candidates are judged on groups of rollouts that "
+                "were not trained on, whose prompts may have been; they may promise too much",
+                self.run,
+                len(self._recent.first_prompts),
+            )
+
     # --- checkpoint, then acknowledge
     def save(self) -> None:
         """Write a checkpoint and acknowledge what it holds."""
@@ -478,6 +495,7 @@ class RunWorker:
                 **self._journal.state,
                 "applied": sorted(self._applied),
                 "recent": self._recent.names(),
+                "first_prompts": self._recent.first_prompts,
             },
         )
         self._checkpoint_took = time.monotonic() - started

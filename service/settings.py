@@ -60,7 +60,7 @@ class Settings(BaseSettings):
     drafting: Literal["probabilistic", "greedy"] = Field(
         "probabilistic", description="How the engines sample drafts; replay α must assume the same."
     )
-    holdout_one_in: int = Field(8, ge=2, description="One rollout in so many is never trained on: the gate's evidence.")
+    holdout_one_in: int = Field(8, ge=2, description="One prompt in so many is never trained on: the gate's evidence.")
     claim_idle_seconds: float = Field(60.0, gt=0, description="An entry not heartbeat for so long is taken over.")
 
     dead_min_rounds: int = Field(200, ge=1, description="Live rounds needed before a drafter may be called dead.")
@@ -86,7 +86,10 @@ class Settings(BaseSettings):
     )
     recent_tokens: int = Field(262_144, gt=0, description="Tokens of recent rollouts that are kept and mixed in.")
     gate_rollouts: int = Field(
-        32, ge=2, description="Held-out rollouts of the newest policies that the gate compares on."
+        32,
+        ge=2,
+        description="Held-out rollouts, the newest first, that the gate compares on, at the least."
+        " More are taken until they answer 16 prompts.",
     )
     gate_confidence: float = Field(
         0.95, gt=0.5, lt=1, description="Confidence of the bound that a candidate must pass."

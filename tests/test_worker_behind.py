@@ -13,7 +13,7 @@ from worker_fixtures import Bench
 from drafter.trainer import DrafterTrainer
 from service.errors import WorkerError
 from service.queue import RolloutQueue
-from service.recent import RecentRollouts, is_held_out
+from service.recent import RecentRollouts
 from service.run_worker import RunWorker
 
 
@@ -107,10 +107,13 @@ def test_a_worker_that_is_behind_says_so(bench: Bench) -> None:
 
 def test_a_batch_that_is_all_held_out_ends_so(bench: Bench) -> None:
     bench.begin()
-    name = next(name for name in (f"held{n}" for n in range(1000)) if is_held_out(f"{name}/0", 4))
-    batches = [bench.post(name, rollouts=1), bench.post("newer", policy_version=1)]
-    bench.drain(bench.worker())
-    assert [bench.state(b) for b in batches] == ["held_out", "trained"]
+    batches = [bench.post(f"one{n}", rollouts=1) for n in range(24)]
+    worker = bench.worker(recent_tokens=10_000)
+    bench.drain(worker)
+    held_out = {i for b in worker._recent.held_out(1000).batches for i in b.rollout_ids}
+    assert 0 < len(held_out) < 16
+    wanted = ["held_out" if f"one{n}/0" in held_out else "trained" for n in range(24)]
+    assert [bench.state(b) for b in batches] == wanted
 
 
 @pytest.mark.parametrize("claim_tokens", [1, 10_000])
@@ -146,12 +149,12 @@ def test_a_trainer_that_goes_back_is_judged_on_what_it_writes_now(
 
     def watched(self: RecentRollouts, rollouts: int) -> Any:
         found = held_out(self, rollouts)
-        evidence.append([batch.policy_version for batch in found])
+        evidence.append([batch.policy_version for batch in found.batches])
         return found
 
     monkeypatch.setattr(RecentRollouts, "held_out", watched)
     for version in range(100, 112):
-        bench.post(f"after{version}", policy_version=version)
+        bench.post(f"after{version}", policy_version=version, rollouts=32)
         bench.drain(worker)
     assert [versions[0] for versions in evidence[2:]] == list(range(102, 112))
 

@@ -79,7 +79,7 @@ def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decodin
     worker = bench.worker(**OPEN)
     registry = Registry(bench.layout)
     for name in "abcdefghijkl":
-        evidence = sum(b.rollouts for b in worker._recent.held_out(1000))
+        evidence = sum(b.rollouts for b in worker._recent.held_out(1000).batches)
         assert registry.latest("default") is None or evidence >= 16, "never on too little evidence"
         bench.post(name)
         bench.drain(worker)

@@ -144,18 +144,26 @@ class World:
         temperature: float = 1.0,
         change: Callable[[dict[str, Tensor]], None] | None = None,
         top_k_only: bool = False,
+        prompts: Sequence[int] | None = None,
         **metadata: Any,
     ) -> bytes:
-        """One batch of sampled rollouts named `<name>/<i>`; `change` may spoil its tensors."""
+        """One batch of sampled rollouts named `<name>/<i>`; `change` may spoil its tensors.
+
+        `prompts`: numbers of the prompts that they answer, one for each; without them every rollout has its own.
+        """
         rng = np.random.default_rng([self.seed, *name.encode()])
-        lengths = lengths or [int(n) for n in rng.integers(10, 20, rollouts)]
+        lengths = lengths or [int(n) for n in rng.integers(10, 20, len(prompts or range(rollouts)))]
         head = self.head_at(policy_version)
         logits = self.states.float() @ head.T / temperature  # [V, V]: of the next token, by the last one
         law = torch.softmax(logits.double(), -1).numpy()
         ids: list[int] = []
-        for length in lengths:
+        for index, length in enumerate(lengths):
             token = int(rng.integers(VOCAB))
-            for _ in range(length):
+            given = (
+                [] if prompts is None else np.random.default_rng([7, prompts[index]]).integers(VOCAB, size=3).tolist()
+            )
+            for place in range(length):
+                token = given[place] if place < len(given) else token
                 ids.append(token)
                 token = int(rng.choice(VOCAB, p=law[token] / law[token].sum()))
         bounds = np.cumsum([0, *lengths])
