@@ -16,7 +16,13 @@ S > h. The limit h follows from the wanted alarm rate by Siegmund's formula. Not
   half its limit are left out: what looks like a fall must not excuse itself.
 * Until `baseline_ticks` the baseline is the running mean, and the residual is scaled by sqrt(n / (n + 1)): recursive
   residuals, which are independent and of unit variance however short the history is.
-* A publish hands the baseline over instead of forgetting it: `hand_over`.
+* When another drafter is served, the baseline is handed over instead of forgotten: `hand_over`. The difference is
+  measured on rollouts that nobody chose the drafter by (`Succession`), never taken from the gate: the gate publishes
+  what looked good on its evidence, so its gains are too large on average, and a baseline that collects them rises
+  above what any drafter can do.
+* How well the baseline is known is counted in ticks (`known_ticks`): known as well as a mean of n ticks, it moves by
+  1 / (n + 1) of the next residual, until n is `baseline_ticks`. A hand-over adds its own variance, so the baseline
+  learns again from what the new drafter shows. This is a Kalman filter in units of sd².
 """
 
 from __future__ import annotations
@@ -27,7 +33,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, Self
 
-_STATE_FORMAT: Final = "draftalign.drift.v1"
+_STATE_FORMAT: Final = "draftalign.drift.v2"
+#: A paired difference within so many of its standard errors of 0 may be chance.
+_CHANCE_SD: Final = 2.0
+#: Versions whose order is remembered: stragglers are not further behind.
+_OFFERED_VERSIONS: Final = 32
+#: Rollouts on which a drafter is compared with the one that it replaces: two ticks' worth.
+_COMPARED_ROLLOUTS: Final = 128
 #: How far above its limit a statistic may stand, so that a lane clears soon after the fall has been repaired.
 _HEADROOM_SD: Final = 5.0
 #: A batch length counts once it has given this many differences; fewer make the largest of several sds a lottery.
@@ -168,9 +180,10 @@ class DriftState:
 
     ticks: int = 0
     baseline: float = 0.0
+    known_ticks: float = 0.0  # the baseline is known as well as a mean of so many ticks
     recent: float = 0.0  # exponentially weighted level of the last ticks
     shown: float = 0.0  # level of the very last ticks: what the drafter shows now
-    offset: float = 0.0  # sum of paired differences: takes publishes out of the sd
+    offset: float = 0.0  # sum of paired differences, as corrected since: takes publishes out of the sd
     statistics: dict[str, float] = field(default_factory=dict)
     spreads: list[Spread] = field(default_factory=list)
     pending: list[tuple[str, float]] = field(default_factory=list)  # (stratum, α) of the tick being filled
@@ -249,8 +262,8 @@ class DriftMonitor:
         sd = self._sd() if state.ticks >= config.warmup_ticks else None
         if sd is not None:
             loss = state.baseline - value
-            if state.ticks < config.baseline_ticks:
-                loss *= math.sqrt(state.ticks / (state.ticks + 1))
+            if state.known_ticks < config.baseline_ticks:
+                loss *= math.sqrt(state.known_ticks / (state.known_ticks + 1))
             if config.dead_band:
                 loss -= config.dead_band * state.baseline
             for lane in config.lanes:
@@ -265,27 +278,35 @@ class DriftMonitor:
         lanes = {} if sd is None else {n: LaneReading(s, self._limits[n]) for n, s in state.statistics.items()}
         return DriftReading(state.ticks, value, state.baseline if state.ticks else None, sd, lanes)
 
-    def hand_over(self, paired_difference: float) -> None:
+    def hand_over(self, paired_difference: float, variance: float = 0.0) -> None:
         """The served drafter changes: the new one's mean α minus the old one's, on the same recent rollouts.
 
-        The difference is paired, so prompts and policy cancel and the baseline can follow it without looking at new
-        data. What of a gain only makes up for the loss since the baseline was set does not raise the baseline: the
-        drafter is back where it was, and asking it to exceed that would be a false alarm after every retraining.
+        The difference is paired, so prompts and policy cancel. `variance` is that of the difference's error: the
+        baseline is less well known by so much, and learns again from the ticks to come; infinite, it starts anew.
+        What of a gain only makes up for the loss since the baseline was set does not raise the baseline: the drafter
+        is back where it was, and asking it to exceed that would be a false alarm after every retraining.
         What is not made up for stays lost and stays counted, so publishing often does not hide a slow fall.
         A negative difference (a deliberate return to a lesser drafter) lowers the baseline: decided, not drifted.
         """
-        if not math.isfinite(paired_difference):
-            raise DriftError(f"the paired difference must be a finite number, got {paired_difference}")
+        if not math.isfinite(paired_difference) or not variance >= 0:
+            raise DriftError(
+                f"the paired difference must be a finite number with a variance, got {paired_difference} and {variance}"
+            )
         state = self.state
         if state.ticks == 0:
             return
+        # What may be chance moves the baseline up as readily as down. Taken for a gain, it would make up for losses
+        # that it did not make up for, and a drafter that is no better would end an alarm.
+        reach = _CHANCE_SD * math.sqrt(variance)
+        chance = min(max(paired_difference, -reach), reach)
+        proven = paired_difference - chance
         lost = max(0.0, state.baseline - state.recent)
-        made_up = min(lost, max(0.0, paired_difference))
+        made_up = min(lost, max(0.0, proven))
         state.recent += paired_difference
         # A gain is never asked to lift the drafter above what it shows now: gains that each follow a fall of the
         # policy would otherwise add up to a level that was never seen.
         state.shown += paired_difference
-        ceiling = max(state.baseline, state.shown) if paired_difference > 0 else math.inf
+        ceiling = max(state.baseline + chance, state.shown) if proven > 0 else math.inf
         state.baseline = min(state.baseline + paired_difference - made_up, ceiling)
         state.offset += paired_difference
         state.stratum_means = {name: mean + paired_difference for name, mean in state.stratum_means.items()}
@@ -293,6 +314,10 @@ class DriftMonitor:
         state.pending = [(stratum, alpha + paired_difference) for stratum, alpha in state.pending]
         if lost > 0:
             state.statistics = {name: s * (1 - made_up / lost) for name, s in state.statistics.items()}
+        if variance > 0:
+            sd = self._sd()
+            doubt = variance / sd**2 if sd else math.inf
+            state.known_ticks = 1 / (1 / state.known_ticks + doubt) if state.known_ticks > 0 else 0.0
 
     def acknowledge(self) -> None:
         """Start the lanes again from 0, as an operator does who has seen to an alarm; the baseline stays."""
@@ -309,11 +334,15 @@ class DriftMonitor:
         """Move baseline, recent level and spreads by one tick."""
         state, config = self.state, self.config
         state.ticks += 1
-        learning = state.ticks <= config.baseline_ticks
-        if learning:
-            state.baseline += (value - state.baseline) / state.ticks
+        if state.known_ticks < config.baseline_ticks:
+            state.known_ticks += 1
+            learnt = (value - state.baseline) / state.known_ticks
+            state.baseline += learnt
+            if state.known_ticks < state.ticks:  # it corrects a hand-over, whose error must not pass for wander
+                state.offset += learnt
         state.recent += max(_RECENT_WEIGHT, 1 / state.ticks) * (value - state.recent)
         state.shown += max(_SHOWN_WEIGHT, 1 / state.ticks) * (value - state.shown)
+        learning = state.ticks <= config.baseline_ticks
         calm = learning or all(s < self._limits[name] / 2 for name, s in state.statistics.items())
         for spread in state.spreads:
             spread.add(value - state.offset, config.sd_window_ticks, counts=calm)
@@ -337,17 +366,86 @@ class DriftMonitor:
         return total / weight_sum
 
 
-def paired_difference(tokens: Sequence[float], rounds_new: Sequence[float], rounds_old: Sequence[float]) -> float:
-    """What `hand_over` wants: mean over rollouts of the new drafter's α minus the old one's, on the same rollouts.
+@dataclass(slots=True)
+class Succession:
+    """Follows which drafter is served, and measures each new one against the one before it on the same rollouts.
 
-    Rollouts without a round under either are passed over; with none left there is no difference to hand over: 0.
+    It does not matter who changed it: a publish, a rollback by a person, another worker. The rollouts came after the
+    change, so nobody chose the drafter by them.
     """
-    found = [
-        token / new - token / old
-        for token, new, old in zip(tokens, rounds_new, rounds_old, strict=True)
-        if new > 0 and old > 0
-    ]
-    return math.fsum(found) / len(found) if found else 0.0
+
+    watched: str | None = None  # the version whose α the monitor is fed
+    offered: list[str] = field(default_factory=list)  # versions, by when each was last seen to become the latest
+    successor: str | None = None  # the version that is being compared with it
+    differences: dict[str, list[float]] = field(default_factory=dict)  # prompt -> [sum of differences of α, rollouts]
+
+    def feed(
+        self,
+        monitor: DriftMonitor,
+        replays: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+        prompts: Sequence[str],
+        *,
+        served: str,
+        latest: str | None,
+    ) -> list[DriftReading]:
+        """Show the monitor one batch: per version the rollouts' replay tokens and rounds. One reading per tick closed.
+
+        `served` drafted the batch's rollouts, `latest` is what engines are offered now, `prompts` names each rollout's.
+        Engines take up a new version one after another, so a version that was offered before the watched one is a
+        straggler's: the rollouts still count, replayed with the watched version. Without the watched version's replay
+        (it was deleted), the monitor's baseline starts anew with the served one.
+        """
+        if latest is not None and self.offered[-1:] != [latest]:
+            self.offered = [*(v for v in self.offered if v != latest), latest][-_OFFERED_VERSIONS:]
+        if self.watched is None:
+            self.watched = served
+        elif self.watched not in replays:
+            monitor.hand_over(0.0, math.inf)
+            self._watch(served)
+        elif self._is_newer(served):
+            self._compare(monitor, replays, prompts, served)
+        tokens, rounds = replays[self.watched]
+        return monitor.observe(tokens, rounds)
+
+    def _is_newer(self, version: str) -> bool:
+        """Whether it was offered after the watched version; one not seen to be offered is not."""
+        places = {v: place for place, v in enumerate(self.offered)}
+        return places.get(version, -1) > places.get(self.watched or "", -1)
+
+    def _compare(
+        self,
+        monitor: DriftMonitor,
+        replays: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+        prompts: Sequence[str],
+        successor: str,
+    ) -> None:
+        if self.successor != successor:
+            self.successor, self.differences = successor, {}
+        tokens, before = replays[self.watched or successor]
+        for prompt, token, old, new in zip(prompts, tokens, before, replays[successor][1], strict=True):
+            if old > 0 and new > 0:
+                sums = self.differences.setdefault(prompt, [0.0, 0.0])
+                sums[0] += token / new - token / old
+                sums[1] += 1
+        if sum(count for _, count in self.differences.values()) >= _COMPARED_ROLLOUTS:
+            monitor.hand_over(*self.difference())
+            self._watch(successor)
+
+    def _watch(self, version: str) -> None:
+        self.watched, self.successor, self.differences = version, None, {}
+
+    def difference(self) -> tuple[float, float]:
+        """Mean over rollouts of the successor's α minus the watched one's, and the variance of that mean.
+
+        Rollouts of one prompt are one observation; of a single prompt the variance is infinite.
+        """
+        n = math.fsum(count for _, count in self.differences.values())
+        mean = math.fsum(total for total, _ in self.differences.values()) / n
+        clusters = len(self.differences)
+        if clusters < 2:
+            return mean, math.inf
+        squares = math.fsum((total - count * mean) ** 2 for total, count in self.differences.values())
+        return mean, squares / n**2 * clusters / (clusters - 1)
 
 
 def attribute(served: DriftReading, frozen: DriftReading) -> Literal["none", "policy", "drafter"]:

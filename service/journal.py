@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from drafter.acceptance import Replay
 from service.controller import Decision
-from service.drift import DriftError, DriftMonitor, DriftReading, DriftState
+from service.drift import DriftError, DriftMonitor, DriftReading, DriftState, Succession
 from service.promotion import Contest
 from service.queue import Entry
 from service.scoring import Scores
@@ -47,26 +46,47 @@ class Journal:
         self._store = store
         self._run = run
         self._drift = DriftMonitor()
+        self._succession = Succession()
         self._reading: DriftReading | None = None
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
         self._quiet_until = 0  # tick before which a drift alarm is not logged again
         self._unsent: dict[str, dict[str, Any]] = {}  # score records that Redis has not taken yet, by batch
 
     @property
+    def watched(self) -> str | None:
+        """The version whose α the drift monitor is fed: every batch must be scored with it."""
+        return self._succession.watched
+
+    @property
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: plain JSON values."""
-        return {"totals": asdict(self.totals), "drift": self._drift.state.to_json()}
+        return {
+            "totals": asdict(self.totals),
+            "drift": self._drift.state.to_json(),
+            "succession": asdict(self._succession),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. A drift state of another kind is dropped: no reason to refuse a run."""
         self.totals = Totals(**state["totals"])
         try:
             self._drift = DriftMonitor(state=DriftState.from_json(state["drift"]))
+            self._succession = Succession(**state["succession"])
         except DriftError as error:
             log.warning("%s: the drift monitor starts afresh: %s", self._run, error)
 
-    def record(self, scored: Sequence[tuple[Entry, Scores]], decision: Decision, train_seconds: float = 0.0) -> None:
-        """Count scored batches, feed the drift monitor, and send the score records."""
+    def record(
+        self,
+        scored: Sequence[tuple[Entry, Scores]],
+        decision: Decision,
+        train_seconds: float = 0.0,
+        *,
+        latest: str | None,
+    ) -> None:
+        """Count scored batches, feed the drift monitor, and send the score records.
+
+        `latest` is the version that engines were offered when the batches were scored.
+        """
         for entry, scores in scored:
             scores.record.update(
                 {
@@ -79,7 +99,7 @@ class Journal:
             )
             self._unsent[entry.batch_id] = scores.record
             self.totals.batches += 1
-            self._watch(scores.replays.get("served"))
+            self._watch(scores, latest)
             self._coverage = scores.record["draftable_tokens"] / max(1, scores.record["tokens"])
             replays = dict(scores.replays)
             if "best" in replays and "served" in replays:
@@ -105,10 +125,8 @@ class Journal:
             del self._unsent[next(iter(self._unsent))]
 
     def judged(self, winner: Contest, refused: bool) -> None:
-        """Count what the gate decided; a promotion moves the drift monitor's baseline by the paired difference."""
-        if winner.verdict.promote:
-            self.totals.published += 1
-            self._drift.hand_over(winner.paired_difference)
+        """Count what the gate decided."""
+        self.totals.published += winner.verdict.promote
         self.totals.refused += refused
 
     def report(self, newest: Scores, decision: Decision, draft_vocab_size: int, outcome: Contest | None = None) -> None:
@@ -145,11 +163,13 @@ class Journal:
             }
         )
 
-    def _watch(self, served: Replay | None) -> None:
+    def _watch(self, scores: Scores, latest: str | None) -> None:
         """Feed the drift monitor the served drafter's rollouts, scored before anything was trained on them."""
+        served = scores.record["drafter_version"]
         if served is None:
             return
-        for reading in self._drift.observe(served.tokens.tolist(), served.rounds.tolist()):
+        replays = {v: (found.tokens.tolist(), found.rounds.tolist()) for v, found in scores.versions.items()}
+        for reading in self._succession.feed(self._drift, replays, scores.prompts, served=served, latest=latest):
             before, self._reading = self._reading, reading
             alarmed = before is not None and before.alarm
             # Said once per spell: publishing takes an alarm back a little way, and it may return with the next tick.

@@ -14,7 +14,6 @@ from drafter.acceptance import Replay
 from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.gate import MIN_ROLLOUTS, Verdict, judge
 from drafter.target import TargetHead
-from service.drift import paired_difference
 from service.lineage import CANDIDATE, Lineage
 from service.recent import HeldOut
 from service.scoring import replay_each
@@ -46,12 +45,6 @@ class Contest:
             "alpha_candidate": self.challenger.alpha,
             "alpha_served": self.incumbent.alpha,
         }
-
-    @property
-    def paired_difference(self) -> float:
-        """Mean over rollouts of the challenger's α minus the incumbent's: what the drift baseline moves by."""
-        challenger, incumbent = self.challenger, self.incumbent
-        return paired_difference(challenger.tokens.tolist(), challenger.rounds.tolist(), incumbent.rounds.tolist())
 
 
 def contest(

@@ -302,7 +302,7 @@ class RunWorker:
         size = len(self._lineage.candidate.vocabulary)
         if passed_over:
             self._finish(passed_over, self._keep(passed_over))
-            self._journal.record([(entry, scores) for entry, _, scores in passed_over], DEFERRED)
+            self._journal.record([(e, scores) for e, _, scores in passed_over], DEFERRED, latest=self._latest())
         if not tested:
             if passed_over:
                 self._journal.report(passed_over[-1][2], DEFERRED, size)
@@ -318,7 +318,7 @@ class RunWorker:
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
             ) from error
         self._finish(tested, newest)
-        self._journal.record([(entry, scores) for entry, _, scores in tested], decision, seconds)
+        self._journal.record([(e, scores) for e, _, scores in tested], decision, seconds, latest=self._latest())
         best_version = scores.record["best_version"]
         cut_short = trained and self._stopping()
         outcome = None if cut_short else self._judge(newest, best_version, trained=trained, train_seconds=seconds)
@@ -368,13 +368,15 @@ class RunWorker:
         if checked and not gap <= self._settings.logprob_gap_nats:
             self._bury(entry, self._gap_reason(gap))
             return None
-        served = self._lineage.served()
-        current = served.version if served else None
+        current = self._latest()
         by = self._lineage.known(drafter_version) or current
+        roles = self._lineage.roles(by, current) if compare else self._lineage.role_served(by)
+        if by is not None and (watched := self._lineage.known(self._journal.watched or "")) is not None:
+            roles.setdefault("watched", (watched, self._lineage.version(watched)))
         try:
             scores = score(
                 batch,
-                self._lineage.roles(by, current) if compare else self._lineage.role_served(by),
+                roles,
                 policy.embed_tokens,
                 depth=self._settings.depth,
                 drafting=self._settings.drafting,
@@ -391,6 +393,11 @@ class RunWorker:
             }
         )
         return scores
+
+    def _latest(self) -> str | None:
+        """The version that engines are offered now."""
+        manifest = self._lineage.served()
+        return None if manifest is None else manifest.version
 
     def _gap_reason(self, gap: float) -> str:
         return (
@@ -427,8 +434,7 @@ class RunWorker:
         self, newest: Sequence[KeptBatch], best_version: str | None, *, trained: bool, train_seconds: float
     ) -> Contest | None:
         """Let the gate compare candidate and, where it scored best, an archived version with the served drafter."""
-        manifest = self._lineage.served()
-        served = manifest.version if manifest else None
+        served = self._latest()
         versions = [CANDIDATE] if trained else []
         if best_version not in (None, CANDIDATE, served):
             versions.append(str(best_version))

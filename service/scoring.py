@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from drafter.acceptance import Replay
-from drafter.batch import RolloutBatch
+from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.kinds import Drafter, share
 from drafter.ngram import ngram_replay
 from drafter.replay import TOKENS_AT_ONCE, Drafting, replay
@@ -28,6 +28,8 @@ class Scores:
 
     replays: Mapping[str, Replay]
     record: dict[str, Any]
+    versions: Mapping[str, Replay]  # the same by drafter version, of archived ones too
+    prompts: tuple[str, ...]  # `prompt_hashes` of its rollouts
 
     def alpha(self, name: str) -> float | None:
         """Replay α, None when the drafter was not there or the batch had no round."""
@@ -104,7 +106,7 @@ def score(
         "reward_count": len(rewards),
         "created": time.time(),
     }
-    return Scores(replays, record)
+    return Scores(replays, record, by_version, prompt_hashes(batch))
 
 
 def _or_zero(alpha: float) -> float:

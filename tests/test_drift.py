@@ -32,9 +32,9 @@ from service.drift import (
     DriftState,
     Lane,
     LaneReading,
+    Succession,
     attribute,
     cusum_limit,
-    paired_difference,
 )
 
 SEED = 20_240_611
@@ -240,11 +240,6 @@ def test_a_short_history_counts_for_what_it_is_worth() -> None:
     assert reading.lanes["only"].statistic == pytest.approx(expected)
 
 
-def test_the_paired_difference_is_in_the_unit_of_the_ticks() -> None:
-    assert paired_difference([8.0, 6.0, 0.0], [2.0, 2.0, 0.0], [4.0, 3.0, 0.0]) == pytest.approx((2.0 + 1.0) / 2)
-    assert paired_difference([], [], []) == 0.0
-
-
 def test_retraining_that_keeps_up_with_the_policy_never_alarms() -> None:
     monitor = DriftMonitor(config())
     for publish in range(150):
@@ -252,6 +247,141 @@ def test_retraining_that_keeps_up_with_the_policy_never_alarms() -> None:
         monitor.hand_over(0.02)
         reading = feed(monitor, noise(20, seed=500 + publish, level=3.0))
         assert not reading.alarm
+
+
+# --- publishes in a world that stands still
+def publishing(
+    bank: Bank, monitor: DriftMonitor, ticks: int, *, every: int, seed: int, fall_at: int | None = None, drop: float = 0
+) -> list[bool]:
+    """Alarm or not at every tick, beside publishes of drafters that are no better; the paired error is 0.7 %."""
+    rng = np.random.default_rng([SEED, seed])
+    values = tick_values(bank, ticks, rng)
+    error = 0.007 * float(values.mean())
+    alarms = []
+    for index, value in enumerate(values.tolist()):
+        if index and index % every == 0:
+            measured_variance = error**2 * float(rng.chisquare(15)) / 15
+            monitor.hand_over(float(rng.normal(0, error)), measured_variance)
+        fallen = fall_at is not None and index >= fall_at
+        alarms.append(monitor.tick(value * (1 - drop if fallen else 1)).alarm)
+    return alarms
+
+
+@pytest.mark.parametrize("every", [8, 64])
+def test_publishing_drafters_that_are_no_better_raises_no_alarm(bank: Bank, every: int) -> None:
+    alarms = [publishing(bank, DriftMonitor(config()), 10_000, every=every, seed=run) for run in range(4)]
+    assert np.mean(alarms) < 0.02
+
+
+@pytest.mark.parametrize(("every", "drop"), [(8, 0.2), (64, 0.1)])
+def test_a_fall_is_found_beside_publishes_that_do_not_repair_it(bank: Bank, every: int, drop: float) -> None:
+    for run in range(6):
+        monitor = DriftMonitor(config())
+        alarms = publishing(bank, monitor, 3200, every=every, seed=run, fall_at=3000, drop=drop)
+        assert any(alarms[3000:])
+
+
+def test_a_baseline_that_was_handed_over_with_an_error_is_learnt_again() -> None:
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(1500))
+    monitor.hand_over(0.3, 0.15**2)  # the truth is that nothing changed; the error is two standard deviations
+    assert monitor.state.baseline == pytest.approx(3.3, abs=0.02)
+    assert not feed(monitor, noise(300, seed=1)).alarm
+    assert monitor.state.baseline == pytest.approx(3.0, abs=0.03)
+
+
+def test_a_difference_that_may_be_chance_ends_no_alarm() -> None:
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(1500))
+    assert feed(monitor, noise(100, seed=1, level=2.7)).alarm
+    before = dict(monitor.state.statistics)
+    monitor.hand_over(0.05, 0.03**2)
+    assert monitor.state.statistics == before
+
+
+# --- which drafter is watched
+def replays(prompts: int, **alpha: float) -> dict[str, tuple[list[float], list[float]]]:
+    """Per version the tokens and rounds of 8 rollouts of each prompt; prompts differ a little in α."""
+    spread = np.repeat(np.linspace(0.9, 1.1, prompts), 8)
+    return {v: ([12.0] * len(spread), (12.0 / (a * spread)).tolist()) for v, a in alpha.items()}
+
+
+def names(prompts: int, start: int = 0) -> list[str]:
+    return [f"p{start + n}" for n in range(prompts) for _ in range(8)]
+
+
+def watching(monitor: DriftMonitor) -> Succession:
+    """Thirty ticks under v1."""
+    found = Succession()
+    for _ in range(30):
+        found.feed(monitor, replays(8, v1=3.0), names(8), served="v1", latest="v1")
+    return found
+
+
+def test_a_version_that_changed_outside_the_worker_moves_the_baseline_by_what_it_measures() -> None:
+    """A person rolls back to a lesser drafter: nobody told the worker, and it is no alarm."""
+    monitor = DriftMonitor(config())
+    succession = watching(monitor)
+    for _ in range(2):
+        succession.feed(monitor, replays(8, v1=3.0, v0=2.0), names(8), served="v0", latest="v0")
+    assert succession.watched == "v0"
+    assert monitor.state.baseline == pytest.approx(2.0, abs=0.05)
+    for _ in range(60):
+        [reading] = succession.feed(monitor, replays(8, v0=2.0), names(8), served="v0", latest="v0")
+        assert not reading.alarm
+
+
+def test_a_new_version_is_compared_on_two_ticks_before_it_is_watched() -> None:
+    monitor = DriftMonitor(config())
+    succession = watching(monitor)
+    both = replays(8, v1=3.0, v2=3.3)
+    [first] = succession.feed(monitor, both, names(8), served="v2", latest="v2")
+    assert (succession.watched, first.value) == (
+        "v1",
+        pytest.approx(np.mean([3.0 * s for s in np.linspace(0.9, 1.1, 8)])),
+    )
+    succession.feed(monitor, both, names(8, start=8), served="v2", latest="v2")
+    assert succession.watched == "v2"
+    assert (succession.successor, succession.differences) == (None, {})
+
+
+def test_an_engine_that_still_drafts_with_an_older_version_hands_nothing_back() -> None:
+    monitor = DriftMonitor(config())
+    succession = watching(monitor)
+    for n in range(2):
+        succession.feed(monitor, replays(8, v1=3.0, v2=3.3), names(8, start=8 * n), served="v2", latest="v2")
+    before = monitor.state.baseline
+    succession.feed(monitor, replays(8, v1=3.0, v2=3.3), names(8), served="v1", latest="v2")
+    assert succession.watched == "v2"
+    assert succession.successor is None
+    assert monitor.state.baseline == pytest.approx(before, abs=0.1)
+
+
+def test_a_version_is_watched_though_a_newer_one_is_offered_by_the_time_its_rollouts_are_scored() -> None:
+    """A worker that is behind scores rollouts of a version that it has replaced already."""
+    monitor = DriftMonitor(config())
+    succession = watching(monitor)
+    succession.feed(monitor, replays(8, v1=3.0), names(8), served="v1", latest="v2")
+    for n in range(2):
+        succession.feed(monitor, replays(8, v1=3.0, v2=3.3), names(8, start=8 * n), served="v2", latest="v3")
+    assert succession.watched == "v2"
+
+
+def test_the_difference_counts_prompts_and_not_siblings() -> None:
+    succession = Succession(differences={"a": [8 * 0.4, 8.0], "b": [8 * 0.2, 8.0]})
+    mean, variance = succession.difference()
+    assert mean == pytest.approx(0.3)
+    assert math.sqrt(variance) == pytest.approx(np.std([0.4, 0.2], ddof=1) / math.sqrt(2))
+    alone = Succession(differences={"a": [8 * 0.4, 8.0]})
+    assert alone.difference() == (pytest.approx(0.4), math.inf)
+
+
+def test_without_the_watched_version_the_baseline_starts_anew() -> None:
+    monitor = DriftMonitor(config())
+    succession = watching(monitor)
+    [reading] = succession.feed(monitor, replays(8, v9=1.5), names(8), served="v9", latest="v9")
+    assert succession.watched == "v9"
+    assert reading.baseline == pytest.approx(1.5, abs=0.01)
 
 
 def test_an_alarm_clears_soon_after_the_level_is_back() -> None:

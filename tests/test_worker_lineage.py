@@ -21,6 +21,7 @@ from drafter.model import DrafterConfig, Eagle3Drafter
 from service.errors import ServiceError
 from service.lineage import Lineage
 from service.registry import Manifest, Registry
+from service.run_worker import RunWorker
 from service.target import Target
 from service.worker import Worker
 
@@ -422,3 +423,42 @@ def test_the_target_reads_what_was_registered(bench: Bench, tmp_path: Path) -> N
     gap, tokens = target.at(0).head.logprob_gap(load_batch(path))
     assert gap < 0.01
     assert tokens > 0
+
+
+# --- the drift monitor follows what is served, whoever changed it
+def test_the_alarms_baseline_moves_by_rollouts_that_came_after_the_change_and_never_by_the_gates_gain(
+    bench: Bench,
+) -> None:
+    bench.begin()
+    registry = Registry(bench.layout)
+    worker = bench.worker(**OPEN)
+    first = registry.versions("default")[0]
+    names = iter(f"step{n}" for n in range(100))
+
+    def post(batches: int, by: RunWorker) -> None:
+        for _ in range(batches):
+            bench.post(next(names), rollouts=64)
+            bench.drain(by)
+
+    def watched(by: RunWorker) -> tuple[str | None, float]:
+        monitor = by._journal._drift.state
+        return by._journal.watched, monitor.baseline
+
+    while len(registry.versions("default")) < 2:
+        before = watched(worker)
+        post(1, worker)
+    state = worker._journal._drift.state
+    assert worker._journal.watched == first
+    assert state.offset == 0.0, "a publish alone moves nothing"
+
+    calm = bench.worker(**OPEN | {"gate_min_gain": 1e6})  # a restart, and what is served stays
+    (second,) = registry.versions("default")[1:]
+    post(3, calm)
+    after = watched(calm)
+    assert after[0] == second
+    assert after[1] > before[1]
+
+    registry.rollback("default", first, "a person thinks so")
+    post(3, calm)
+    assert watched(calm)[0] == first
+    assert watched(calm)[1] < after[1]
