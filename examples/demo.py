@@ -421,12 +421,23 @@ class Session:
         rows = [StepRow.of(v, self.live[v], self.logged.get(v, {}), points.get(v, {})) for v in sorted(self.live)]
         write_report(self, rows, document["events"])
 
+    def drift(self) -> dict[str, float]:
+        """The drift monitor's statistic per lane, as a share of its limit; above 1 is an alarm."""
+        families = {family.name: family for family in self._metrics()}
+        statistic, limit = (
+            {sample.labels["lane"]: sample.value for sample in families[name].samples}
+            for name in ("draftalign_drift_statistic", "draftalign_drift_limit")
+        )
+        return {lane: value / limit[lane] for lane, value in statistic.items()}
+
+    def _metrics(self) -> Iterator[Any]:
+        yield from text_string_to_metric_families(self.service.get("/metrics").raise_for_status().text)
+
     def service_totals(self) -> dict[str, float]:
         """The service's counters for this run, by metric name."""
-        text = self.service.get("/metrics").raise_for_status().text
         return {
             sample.name: sample.value
-            for family in text_string_to_metric_families(text)
+            for family in self._metrics()
             for sample in family.samples
             if set(sample.labels) == {"run"}
         }

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 console = Console()
 _EDGE_STEPS = 5
 _DECODED_PROMPTS = 64
+#: Before, the drift monitor says nothing: a step is a tick.
+_WARM_UP_STEPS = 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def write_report(session: Session, rows: Sequence[StepRow], events: Sequence[dic
     summary |= {"decoders": decoders, "composition": composition, "explanation": words}
     (out / "steps.jsonl").write_text("".join(json.dumps(_finite(asdict(row))) + "\n" for row in rows))
     (out / "summary.json").write_text(json.dumps(_finite(summary), indent=1) + "\n")
-    draw(rows, words, out / "alpha.png")
+    draw(rows, out / "alpha.png")
     console.print(_table(rows))
     _print_summary(summary)
     console.print(words + "\n")
@@ -175,9 +177,10 @@ def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[st
         "alpha_ngram_last": last("alpha_ngram"),
         "regret_last": last("regret"),
         "live_within_interval": f"{len(agree)} of {len(pure)} steps with one drafter version",
+        "drift_share_of_limit": session.drift() if len(rows) > _WARM_UP_STEPS else {},
         "versions_published": sum(e.get("event") == "published" for e in events),
         "versions_refused": sum(e.get("event") == "refused" for e in events),
-        "tokens_trained": totals.get("draftalign_trained_tokens_total"),
+        "tokens_trained": _count(totals.get("draftalign_trained_tokens_total")),
         "train_seconds": totals.get("draftalign_train_seconds_total"),
         "hook_share_of_step": session.attachment.overhead_seconds / max(session.attachment.step_seconds, 1e-9),
         "hook": stats,
@@ -187,23 +190,29 @@ def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[st
 def _print_summary(summary: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2))
     for key, value in summary.items():
-        if key not in ("composition", "decoders", "explanation", "hook"):
+        if key not in ("composition", "decoders", "drift_share_of_limit", "explanation", "hook"):
             table.add_row(key.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))
     console.print(table)
+    for lane, share in summary["drift_share_of_limit"].items():
+        state = "alarm" if share > 1 else "no alarm"
+        console.print(f"  drift, {lane} lane: {share:.0%} of its limit ({state})", highlight=False)
 
 
 def _table(rows: Sequence[StepRow]) -> Table:
+    """The steps that the worker compared all drafters on; those that it passed over know neither frozen nor regret."""
+    compared = [row for row in rows if row.alpha_frozen is not None and row.regret is not None]
     headings = ("step", "ver", "reward", "entr.", "live", "served", "frozen", "n-gram", "regret")
     table = Table(
-        title="per RL step: α = tokens per round; ktok trained; ms of hook",
+        title=f"{len(compared)} of {len(rows)} RL steps, on which all drafters were compared\n"
+        "α = tokens per round; ktok trained; ms of hook",
         box=None,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
     for heading in (*headings, "pub/ref", "ktok", "ms"):
         table.add_column(heading, justify="right", no_wrap=True)
-    stride = max(1, len(rows) // 30)
-    for row in [r for i, r in enumerate(rows) if i % stride == 0 or i == len(rows) - 1]:
+    stride = max(1, len(compared) // 30)
+    for row in [r for i, r in enumerate(compared) if i % stride == 0 or i == len(compared) - 1]:
         numbers = (row.reward, row.entropy, row.alpha_live, row.alpha_served, row.alpha_frozen, row.alpha_ngram)
         cells = [f"{v:.2f}" if v is not None else "-" for v in (*numbers, row.regret)]
         known = row.versions_published is not None and row.tokens_trained is not None
@@ -216,13 +225,23 @@ def _table(rows: Sequence[StepRow]) -> Table:
     return table
 
 
-def draw(rows: Sequence[StepRow], words: str, path: Path) -> None:
+def plot_title(rows: Sequence[StepRow]) -> str:
+    """What the plot shows, in its own figures."""
+    served = [(row.alpha_served, row.step) for row in rows if row.alpha_served is not None]
+    if not served:
+        return f"α over {len(rows)} RL steps"
+    lowest, at = min(served)
+    text = f"α over {len(rows)} RL steps: {served[0][0]:.1f} at the start, {lowest:.1f} at its lowest (step {at})"
+    text += f", {_mean([alpha for alpha, _ in served[-_EDGE_STEPS:]]) or 0:.1f} at the end"
+    frozen = _mean(_known(rows, "alpha_frozen")[-_EDGE_STEPS:])
+    return text if frozen is None else f"{text}; drafter never trained: {frozen:.1f}"
+
+
+def draw(rows: Sequence[StepRow], path: Path) -> None:
     """Draw α over RL steps, with reward and entropy below."""
     import matplotlib as mpl
 
     mpl.use("Agg")
-    import textwrap
-
     import matplotlib.pyplot as plt
 
     steps = [row.step for row in rows]
@@ -250,14 +269,13 @@ def draw(rows: Sequence[StepRow], words: str, path: Path) -> None:
     top.set_ylim(bottom=0.9)
     top.grid(alpha=0.25)
     top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=3, frameon=False, fontsize=8.5)
-    figure.suptitle("The drafter stays in step with the policy", x=0.02, ha="left", fontweight="bold")
+    figure.suptitle(plot_title(rows), x=0.02, ha="left", fontweight="bold", fontsize=10.5)
     for name, label, colour in (("reward", "reward", "#27ae60"), ("entropy", "policy entropy (nats)", "#8e44ad")):
         values = [v if (v := getattr(r, name)) is not None else math.nan for r in rows]
         bottom.plot(steps, values, color=colour, label=label)
     bottom.set_xlabel("RL step (policy version)")
     bottom.grid(alpha=0.25)
     bottom.legend(loc="center right", fontsize=9)
-    figure.supxlabel(textwrap.fill(words, 118), fontsize=8, x=0.01, ha="left", color="#444444")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -19,21 +19,12 @@ if TYPE_CHECKING:
     from drafter.model import Eagle3Drafter
 
 
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigurationError("--decode needs transformers: pip install 'draftalign[demo]'") from error
-    return transformers
-
-
 def decodable_with(source: Path, drafter: Drafter) -> Eagle3Drafter:
     """The drafter, if the reference decoders take it and the policy at `source`, as far as can be seen at once."""
     from drafter.model import Eagle3Drafter
 
     if not isinstance(drafter, Eagle3Drafter):
         raise ConfigurationError("--decode is for EAGLE-3 drafters: the reference decoders draft with no MTP module")
-    _transformers()
     if not (source / "config.json").is_file():  # a name would be looked up elsewhere
         raise ConfigurationError(f"{source} holds no config.json; --decode takes the directory of a transformers model")
     if (source / "adapter_config.json").exists():  # what is loaded then hangs on peft: the base model or both
@@ -46,8 +37,8 @@ def decodable_with(source: Path, drafter: Drafter) -> Eagle3Drafter:
 
 def _load_policy(source: Path) -> Any:
     """The transformers model at `source`, in float32 on the CPU: all of its own weights, none of its code."""
-    transformers = _transformers()
     import torch
+    import transformers
     from safetensors import SafetensorError
 
     local = {"trust_remote_code": False, "local_files_only": True}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from examples.demo import free_port, scored_points
+from examples.demo_report import StepRow, _table, plot_title
 
 STEPS = 60
 FIELDS = {
@@ -101,6 +102,7 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
 
     summary = json.loads((out / "summary.json").read_text())
     assert summary["versions_published"] >= 2
+    assert set(summary["drift_share_of_limit"]) == {"fast", "slow"}
     assert summary["tokens_trained"] > 0
     assert "does not always fall" in summary["explanation"]
     decoders = summary["decoders"]
@@ -110,6 +112,35 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
     assert (out / "alpha.png").stat().st_size > 10_000
     assert sorted(p.name for p in out.iterdir()) == ["alpha.png", "steps.jsonl", "summary.json"]
     assert left_over(out) == []
+
+
+def step_row(step: int, **known: Any) -> StepRow:
+    fields: dict[str, Any] = dict.fromkeys(StepRow.__dataclass_fields__)
+    fields |= {"step": step, "drafter_version": "v000001-aa", "hook_overhead_seconds": 0.004}
+    for name in ("reward", "entropy", "alpha_live", "alpha_ngram"):
+        fields[name] = 1.0
+    return StepRow(**fields | known)
+
+
+def passed_over_rows() -> list[StepRow]:
+    """As a worker leaves them that is behind: every fifth step was compared with all drafters."""
+    compared = {"alpha_frozen": 2.0, "regret": 0.1, "versions_published": 1, "versions_refused": 0, "tokens_trained": 9}
+    alphas = [3.75, *[2.0] * 10, *[4.7] * 9]
+    return [step_row(n, alpha_served=a, **compared if n % 5 == 0 else {}) for n, a in enumerate(alphas)]
+
+
+def test_the_table_has_no_empty_cells() -> None:
+    found = _table(passed_over_rows())
+    cells = [list(column.cells) for column in found.columns]
+    assert [len(column) for column in cells] == [4] * len(cells)
+    assert not any(cell == "-" for column in cells for cell in column)
+    assert "4 of 20 RL steps" in str(found.title)
+
+
+def test_the_plot_is_titled_by_what_it_shows() -> None:
+    said = "3.8 at the start, 2.0 at its lowest (step 1), 4.7 at the end; drafter never trained: 2.0"
+    assert plot_title(passed_over_rows()) == f"α over 20 RL steps: {said}"
+    assert plot_title([step_row(0, alpha_served=None)]) == "α over 1 RL steps"
 
 
 def test_a_policy_version_that_only_the_engine_counted_is_not_taken_for_scored() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,21 @@ def test_a_fresh_process_loads_nothing_that_it_does_not_need(module: str, forbid
     script = f"import sys, {module}; print(*sorted({forbidden!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_whatever_the_application_imports_is_among_its_core_dependencies() -> None:
+    """An image holds the core dependencies alone. Triton comes with CUDA builds of torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    core = {re.split(r"[\[<>=; ]", line)[0].replace("-", "_") for line in project["dependencies"]}
+    used = set().union(*(tops(path) for package in ("drafter", "service") for path in files(package)))
+    ours = {"drafter", "rl_hooks", "service", "examples"}
+    brought = {"starlette", "pydantic_core", "typing_extensions"}  # by FastAPI and pydantic, whose parts they are
+    assert used - set(sys.stdlib_module_names) - ours - brought - {"triton"} <= core
+
+
+@pytest.mark.parametrize("directory", ["", "rl_hooks"])
+def test_the_licence_that_is_declared_is_there(directory: str) -> None:
+    project = tomllib.loads((ROOT / directory / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0"
+    assert project["license-files"] == ["LICENSE"]
+    assert "Apache License" in (ROOT / directory / "LICENSE").read_text()[:200]
