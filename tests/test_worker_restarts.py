@@ -415,7 +415,7 @@ def test_a_worker_that_was_asked_to_stop_keeps_its_lease_until_its_last_checkpoi
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a standby would take over while it still writes, and its last training would be for nothing."""
-    monkeypatch.setattr(service.worker, "_LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(service.worker, "_LEASE_SECONDS", 2.0)
     monkeypatch.setattr(service.worker, "_BEAT_SECONDS", 0.1)
     bench.begin()
     bench.post("a")
@@ -424,7 +424,7 @@ def test_a_worker_that_was_asked_to_stop_keeps_its_lease_until_its_last_checkpoi
 
     def slow(self: RunWorker) -> None:
         worker.stop()
-        time.sleep(1.5)
+        time.sleep(3.0)
         taken.append(standby._lease("default"))
         save(self)
 
