@@ -300,7 +300,8 @@ class DriftMonitor:
         reach = _CHANCE_SD * math.sqrt(variance)
         chance = min(max(paired_difference, -reach), reach)
         proven = paired_difference - chance
-        lost = max(0.0, state.baseline - state.recent)
+        # Right after a fall the recent level is still that from before it.
+        lost = max(0.0, state.baseline - min(state.recent, state.shown))
         made_up = min(lost, max(0.0, proven))
         state.recent += paired_difference
         # A gain is never asked to lift the drafter above what it shows now: gains that each follow a fall of the
