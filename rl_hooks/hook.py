@@ -185,6 +185,9 @@ class DrafterHook:
         `loss_mask` is 1 where the policy generated the token itself. `logprobs[b, s]` is log p of `input_ids[b, s]`
         under the distribution it was sampled from; those left out or NaN are recomputed from the features.
         """
+        if self.sender.refused:
+            yield
+            return
         plan = self.guard(
             self._plan,
             input_ids=input_ids,
