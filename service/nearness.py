@@ -116,8 +116,11 @@ class _Head:
 
     def rows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """The rows of these tokens, flat."""
-        order = np.argsort(self.ids)
-        raw = self.file.array(self.tensor)[order[np.searchsorted(self.ids, ids, sorter=order)]]
+        at = ids
+        if "ids" in self.file:
+            order = np.argsort(self.ids)
+            at = order[np.searchsorted(self.ids, ids, sorter=order)]
+        raw = self.file.array(self.tensor)[at]
         if self.dtype == "BF16":
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
         return raw.astype(np.float64).reshape(-1)
@@ -139,20 +142,27 @@ def _known(layout: Layout, run: str, registered: MappedFile) -> list[_Head]:
 
 
 def _check_near(run: str, head: _Head, known: Sequence[_Head], besides: str = "") -> None:
-    compared = [(*apart, one.version) for one in known if (apart := _compare(head, one)) is not None]
-    distance, cosine, version = min(compared)
-    if distance > FARTHEST:
-        of = "registered with it" if version < 0 else f"of its policy version {version}"
-        raise RunConflict(
-            f"run {run!r} is another policy's: this {head.tensor} is {distance:.2f} from the nearest that the run has "
-            f"known, the one {of} (|a - b| / max(|a|, |b|) over sampled rows, at most {FARTHEST:g}; cosine "
-            f"{cosine:.2f}). Use another run name (the hook's run=){besides}"
-        )
+    compared = []
+    for one in sorted(known, key=lambda one: one.version, reverse=True):  # the newest is the likeliest
+        apart = _compare(head, one)
+        if apart is None:
+            continue
+        if apart[0] <= FARTHEST:
+            return
+        compared.append((*apart, one.version))
+    distance, cosine, version = min(compared)  # never empty: what was registered holds every token's row
+    of = "registered with it" if version < 0 else f"of its policy version {version}"
+    raise RunConflict(
+        f"run {run!r} is another policy's: this {head.tensor} is {distance:.2f} from the nearest that the run has "
+        f"known, the one {of} (|a - b| / max(|a|, |b|) over sampled rows, at most {FARTHEST:g}; cosine "
+        f"{cosine:.2f}). Use another run name (the hook's run=){besides}"
+    )
 
 
 def _compare(one: _Head, other: _Head) -> tuple[float, float] | None:
     """Distance and cosine of two heads; None where they have no token in common."""
-    shared = np.intersect1d(one.ids, other.ids, assume_unique=True)
+    whole = "ids" not in one.file and "ids" not in other.file
+    shared = one.ids if whole else np.intersect1d(one.ids, other.ids, assume_unique=True)
     if not shared.size:
         return None
     ids = shared[np.linspace(0, shared.size - 1, min(_SAMPLED_ROWS, shared.size)).astype(np.int64)]
@@ -194,5 +204,11 @@ def _same_drafter(registered: MappedFile, offered: MappedFile) -> bool:
     return (
         configs[0] == configs[1]
         and tensors[0] == tensors[1]
-        and all(registered.array(name).tobytes() == offered.array(name).tobytes() for name in tensors[0])
+        and all(_same_bytes(registered.array(name), offered.array(name)) for name in tensors[0])
     )
+
+
+def _same_bytes(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    a, b = one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
+    pieces = range(0, a.size, _SCANNED_AT_ONCE)  # of a large drafter only so much is held at once
+    return all(np.array_equal(a[i : i + _SCANNED_AT_ONCE], b[i : i + _SCANNED_AT_ONCE]) for i in pieces)
