@@ -20,9 +20,9 @@ Legend: B batch, S padded length, N selected rows, H hidden size, A auxiliary la
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rl_hooks.errors import AuxLayersError, CaptureMissedError, RolloutError, UnsupportedModelError
+from rl_hooks.packing import boundaries_among
 
 #: Where causal language models keep their decoder layers and final norm, tried in order.
 DECODER_PATHS: Final[tuple[tuple[str, str], ...]] = (
@@ -49,6 +50,7 @@ class Captured:
 
     aux: tuple[Tensor, ...]  # A tensors [N, H]
     last: Tensor  # [N, H]
+    boundaries: Mapping[str, Tensor] = field(default_factory=dict)  # what the forward said of where rollouts begin
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -133,6 +135,7 @@ class FeatureCapture:
         self._shape: tuple[int, ...] | None = None
         self._rows: Tensor | None = None
         self._states: dict[str, Tensor] = {}
+        self._boundaries: dict[str, Tensor] = {}
         self._error: Exception | None = None
         self._handles: list[RemovableHandle] = [
             layers[index].register_forward_pre_hook(partial(self._entering, f"layer {index}"), with_kwargs=True)
@@ -148,7 +151,7 @@ class FeatureCapture:
         without a copy. `shape`: the [B, S] that the states must have; another one is an error that `pop` raises.
         """
         self._rows, self._shape = rows, shape
-        self._states, self._error = {}, None
+        self._states, self._boundaries, self._error = {}, {}, None
         self._armed = True
         try:
             yield self
@@ -159,6 +162,7 @@ class FeatureCapture:
     def pop(self) -> Captured:
         """What the last armed forward left. Raises `CaptureMissedError` if any hook did not fire."""
         states, self._states = self._states, {}
+        boundaries, self._boundaries = self._boundaries, {}
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -170,7 +174,7 @@ class FeatureCapture:
                 "model was compiled before the hooks were registered (attach before torch.compile), or the modules "
                 "were replaced afterwards."
             )
-        return Captured(tuple(states[name] for name in wanted), states["norm"])
+        return Captured(tuple(states[name] for name in wanted), states["norm"], boundaries)
 
     def close(self) -> None:
         """Remove the hooks. Safe to call twice."""
@@ -180,6 +184,8 @@ class FeatureCapture:
 
     def _entering(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._armed and name not in self._states:
+            if not self._states:  # the first layer speaks for all
+                self._boundaries = boundaries_among(kwargs)
             self._take(name, args[0] if args else kwargs.get("hidden_states"))
 
     def _normed(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
@@ -212,7 +218,7 @@ def _flatten(name: str, state: Any, shape: tuple[int, ...] | None) -> Tensor:
     if shape is not None and tuple(state.shape[:-1]) != shape:
         raise RolloutError(
             f"the hidden state of {name} is {list(state.shape)}, but input_ids are {list(shape)}. Tensor, sequence "
-            "and pipeline parallelism, and forwards that repack or cut the batch, are not supported."
+            "and pipeline parallelism, and forwards that pack (padding-free) or cut the batch, are not supported."
         )
     return state.detach().reshape(-1, state.shape[-1])
 

@@ -36,6 +36,7 @@ from rl_hooks import wire
 from rl_hooks.capture import FeatureCapture
 from rl_hooks.errors import RolloutError
 from rl_hooks.features import FeatureDtype, PackedIndex, StagedRollouts, score_rows
+from rl_hooks.packing import UNPACK, refuse_packed
 from rl_hooks.registration import HeadWatch, RunRegistration, head_body, head_weight, is_sharded
 from rl_hooks.sender import Job, RolloutSender
 
@@ -60,7 +61,7 @@ class _Plan:
     index: PackedIndex
     rollout_ids: tuple[str, ...]  # R
     rewards: tuple[float, ...] | None
-    shape: tuple[int, int]
+    real: npt.NDArray[np.bool_]  # [B, S]: which tokens of the padded batch are no padding
     policy_version: int
     temperature: float
     top_p: float
@@ -184,6 +185,9 @@ class DrafterHook:
         `loss_mask` is 1 where the policy generated the token itself. `logprobs[b, s]` is log p of `input_ids[b, s]`
         under the distribution it was sampled from; those left out or NaN are recomputed from the features.
         """
+        if self.sender.refused:
+            yield
+            return
         plan = self.guard(
             self._plan,
             input_ids=input_ids,
@@ -202,7 +206,7 @@ class DrafterHook:
         if plan is None or rows is None:
             yield
             return
-        with self._features.armed(rows=rows, shape=plan.shape):
+        with self._features.armed(rows=rows, shape=plan.real.shape):
             yield
         self.guard(self._submit, plan)
 
@@ -255,14 +259,18 @@ class DrafterHook:
         top_p: float,
         top_k: int,
     ) -> _Plan | None:
+        if input_ids.ndim != 2 or input_ids.is_nested:
+            got = "a nested tensor" if input_ids.is_nested else list(input_ids.shape)
+            raise RolloutError(f"input_ids must be [B, S], got {got}. {UNPACK}")
+        if attention_mask is None:
+            raise RolloutError(f"attention_mask is None; where nothing is padded it is all ones. {UNPACK}")
         ids_BS = _host(input_ids, np.int32)
-        if ids_BS.ndim != 2:
-            raise RolloutError(f"input_ids must be [B, S], got {list(ids_BS.shape)}")
         B, S = ids_BS.shape
         for name, tensor in (("attention_mask", attention_mask), ("loss_mask", loss_mask), ("logprobs", logprobs)):
             if tensor is not None and tuple(tensor.shape) != (B, S):
                 raise RolloutError(f"{name} must be {[B, S]} like input_ids, got {list(tensor.shape)}")
         real_BS = _host(attention_mask, np.bool_)
+        refuse_packed({"attention_mask": _host(attention_mask, np.int64)}, real_BS)
         generated_BS = _host(loss_mask, np.bool_) & real_BS
         names = [self._next_id(policy_version) for _ in range(B)] if rollout_ids is None else list(rollout_ids)
         values = None if rewards is None else [float(value) for value in rewards]
@@ -287,7 +295,7 @@ class DrafterHook:
             index=index,
             rollout_ids=tuple(names[b] for b in chosen),
             rewards=None if values is None else tuple(values[b] for b in chosen),
-            shape=(B, S),
+            real=real_BS,
             policy_version=policy_version,
             temperature=temperature,
             top_p=top_p,
@@ -336,6 +344,7 @@ class DrafterHook:
 
     def _submit(self, plan: _Plan) -> None:
         captured = self._features.pop()
+        refuse_packed({name: _host(value, np.int64) for name, value in captured.boundaries.items()}, plan.real)
         head_VH = head_weight(self._model)
         if is_sharded(head_VH):
             self.warn_once("sharded", "lm_head is sharded over ranks (FSDP, ZeRO-3), so rollouts cannot be scored")

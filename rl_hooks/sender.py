@@ -8,9 +8,10 @@ bound themselves, together with the rollouts that do.
 
 | what comes back | what happens |
 |---|---|
-| 2xx | done; `duplicate: true` is counted apart |
+| 2xx | done; `duplicate: true` is counted apart; `warning` is logged, and what became of earlier batches: see `_heed` |
+| 409 to the registration | the run is another policy's: nothing more is sent, all of it counts as dropped |
 | 429, 5xx, no connection, not HTTP | again after a backoff with jitter, or after Retry-After, while patience lasts |
-| any other status | dropped and counted, never retried; one warning per status tells what the service said |
+| any other status | dropped and counted, never retried; one warning per status and call tells what the service said |
 
 What it does not do: write to disk. Rollouts still queued when the process ends are lost (`flush` first if you care).
 """
@@ -21,6 +22,7 @@ import itertools
 import logging
 import os
 import random
+import re
 import threading
 import time
 from collections import deque
@@ -88,6 +90,8 @@ class RolloutSender:
         self._retry_statuses = retry_statuses
         self._jitter = random.Random()  # noqa: S311 - and its own generator: the trainer's must not move
         self._warned: set[str] = set()
+        #: The run is another policy's: what is sent to it could only die there.
+        self.refused = False
         self._reset()
 
     def _reset(self) -> None:
@@ -103,6 +107,9 @@ class RolloutSender:
             ("submitted", "sent", "duplicates", "dropped_full", "dropped_error", "dropped_closed", "retries"), 0
         )
         self._counts["bytes_sent"] = 0
+        self._counts["dead"] = 0
+        self._dead_before: int | None = None  # what the service counted when it answered last; None before it did
+        self._last_dead_reason = ""
         self._last_error = ""
 
     def _guard(self) -> threading.Condition:
@@ -149,6 +156,9 @@ class RolloutSender:
 
     def _enqueue(self, job: Job) -> bool:
         self._counts["submitted"] += 1
+        if self.refused:
+            self._counts["dropped_error"] += 1
+            return False
         if self._closed:
             self._counts["dropped_closed"] += 1
             return False
@@ -202,7 +212,11 @@ class RolloutSender:
         return sum(job.size_bytes for job in self._queue if job.keep and newest[job.path] is not job)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start; `queue_bytes` and `queue_items` are now; `last_error` is the latest trouble."""
+        """Counters since the start; `queue_bytes` and `queue_items` are now; `last_error` is the latest trouble.
+
+        `dead`: batches of the run (of all its senders) that the worker refused since the first answer, as far as the
+        newest answer told; `last_dead_reason`: why it refused the newest of them.
+        """
         with self._guard():
             waiting = len(self._queue) + (self._current is not None)
             return {
@@ -210,6 +224,7 @@ class RolloutSender:
                 "queue_bytes": self._queued_bytes,
                 "queue_items": waiting,
                 "last_error": self._last_error,
+                "last_dead_reason": self._last_dead_reason,
             }
 
     def flush(self, timeout_seconds: float) -> bool:
@@ -254,6 +269,8 @@ class RolloutSender:
 
     def _deliver(self, job: Job) -> str:
         """Try until there is a verdict; returns the counter that it belongs to."""
+        if self.refused:  # queued before that was known
+            return "dropped_error"
         job.started = time.monotonic()
         job.parts = job.body()
         headers = {"Content-Type": wire.CONTENT_TYPE, "Content-Length": str(wire.parts_bytes(job.parts)), **job.headers}
@@ -288,12 +305,43 @@ class RolloutSender:
         with self._changed:
             self._counts["bytes_sent"] += reply.body_bytes_sent
         if 200 <= reply.status < 300:
-            return "duplicates" if reply.fields.get("duplicate") is True else "sent"
+            fields = reply.fields
+            self._heed(fields)
+            return "duplicates" if fields.get("duplicate") is True else "sent"
         said = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
-        self._note(f"{job.method} {reply.status}", said)
+        if reply.status == 409 and job.path == f"/runs/{quote(self.run, safe='')}":
+            self.refused = True
+            said += ". Nothing of this process is sent until it is attached anew; its own work goes on"
+        self._note(f"{job.method} {job.path} {reply.status}", said)
         if reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses:
             return None
         return "dropped_error"
+
+    def _heed(self, fields: Mapping[str, object]) -> None:
+        """Hear what a good answer says of the run: a warning, and that batches died, which the worker finds out later.
+
+        Batches of the run that had died before the first answer are not this trainer's.
+        """
+        warning, total, reason = (fields.get(name) for name in ("warning", "dead_total", "last_dead_reason"))
+        if isinstance(warning, str) and warning:
+            self._note(f"warning {warning}", f"the drafter service says: {warning}")
+        if type(total) is not int or not isinstance(reason, str):
+            return  # no answer to a batch, or an older service
+        with self._guard():
+            # Fewer than before: the run was made anew, or Redis was emptied, and counting began again.
+            before = total if self._dead_before is None else min(self._dead_before, total)
+            self._dead_before = total
+            if total == before:
+                return
+            self._counts["dead"] += total - before
+            self._last_dead_reason = reason
+            dead = self._counts["dead"]
+        # The figures in a reason differ from batch to batch; what stands before the first of them names its kind.
+        kind = re.split(r"[0-9]", reason, maxsplit=1)[0]
+        self._note(
+            f"dead {kind}",
+            f"batches of run {self.run!r} die in the drafter service ({dead} so far) and train nothing: {reason}",
+        )
 
     def _name(self, job: Job) -> str:
         return f"{job.method} {self.origin.scheme}://{self.origin.host}:{self.origin.port}{job.path}"

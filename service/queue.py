@@ -291,6 +291,8 @@ class Enqueued:
     outcome: Literal["accepted", "duplicate", "full", "disowned"]
     state: str
     dropped: tuple[str, ...] = ()
+    dead_total: int = 0  # of the run, so far
+    last_dead_reason: str = ""  # of the newest of them
 
 
 class AsyncRolloutQueue:
@@ -331,13 +333,15 @@ class AsyncRolloutQueue:
         args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids)]
         reply = [
             _text(v)
-            for v in await self._enqueue(keys=[keys.queue, keys.counters, keys.batch(batch.batch_id)], args=args)
+            for v in await self._enqueue(
+                keys=[keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead], args=args
+            )
         ]
         match reply[0]:
             case "accepted":
-                return Enqueued("accepted", "queued", tuple(reply[2:]))
+                return Enqueued("accepted", "queued", tuple(reply[4:]), int(reply[2]), reply[3])
             case "duplicate":
-                return Enqueued("duplicate", reply[1])
+                return Enqueued("duplicate", reply[1], (), int(reply[2]), reply[3])
             case "disowned":
                 return Enqueued("disowned", "")
             case _:

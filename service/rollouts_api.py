@@ -38,12 +38,17 @@ router = APIRouter(tags=["rollouts"])
 
 
 class Receipt(BaseModel):
-    """Answer to an accepted upload. `state` is the batch's fate so far, which for a duplicate may be its end."""
+    """Answer to an accepted upload. `state` is the batch's fate so far, which for a duplicate may be its end.
+
+    `dead_total` and `last_dead_reason` are of all the run's batches so far: a batch dies after its own answer.
+    """
 
     batch_id: str
     duplicate: bool
     run: str
     state: Literal["queued", "trained", "held_out", "skipped", "dead"] = "queued"
+    dead_total: int = 0
+    last_dead_reason: str = ""
 
 
 @router.post(
@@ -86,7 +91,14 @@ async def post_rollouts(
     duplicate = outcome.outcome == "duplicate"
     response.status_code = 200 if duplicate else 202
     return Receipt.model_validate(
-        {"batch_id": header.batch_id, "duplicate": duplicate, "run": header.run, "state": outcome.state}
+        {
+            "batch_id": header.batch_id,
+            "duplicate": duplicate,
+            "run": header.run,
+            "state": outcome.state,
+            "dead_total": outcome.dead_total,
+            "last_dead_reason": outcome.last_dead_reason,
+        }
     )
 
 

@@ -21,12 +21,14 @@ from rl_hooks.wire import (
     RUN_FORMAT,
     Header,
     LogitMap,
+    MappedFile,
     TensorInfo,
     WireError,
     target_fingerprint,
 )
 from service.errors import RunConflict, RunNotFound
 from service.layout import Layout
+from service.nearness import differences
 from service.registry import locked
 from service.spool import Upload
 
@@ -151,13 +153,22 @@ def load_run(layout: Layout, run: str) -> RunRecord:
         raise RunNotFound(f"run {run!r} is not registered; PUT /runs/{run} first") from error
 
 
-def check_same(existing: RunRecord, record: RunRecord) -> None:
-    """Raise RunConflict when a run is registered with another target."""
-    if existing.target_fingerprint != record.target_fingerprint:
-        raise RunConflict(
-            f"run {record.run!r} is registered with target {existing.target_fingerprint}, this is "
-            f"{record.target_fingerprint}; use another run name"
-        )
+def check_same(layout: Layout, existing: RunRecord, record: RunRecord, header: Header) -> None:
+    """Raise RunConflict when a run is registered with another target; `header` is of the file that `record` is of."""
+    if existing.target_fingerprint == record.target_fingerprint:
+        return
+    known = MappedFile(layout.target(record.run)).header
+    raise RunConflict(
+        f"run {record.run!r} is registered with another target. This one has "
+        f"{differences(_identity(known), _identity(header))}. Use another run name (the hook's run=)"
+    )
+
+
+def _identity(header: Header) -> dict[str, Any]:
+    """What `target_fingerprint` is made of."""
+    config = _json_object(header.metadata["config"], "config")
+    aux = _json_object(header.metadata["aux_layers"], "aux_layers")
+    return {key: config.get(key) for key in ("model_type", *_CONFIG_INTS)} | {"aux_layers": aux["layers"]}
 
 
 def commit_run(layout: Layout, record: RunRecord, upload: Upload, forget: Callable[[], object] = lambda: None) -> bool:
@@ -170,7 +181,7 @@ def commit_run(layout: Layout, record: RunRecord, upload: Upload, forget: Callab
     upload.sync()
     with locked(layout, record.run):
         if layout.run_json(record.run).exists():
-            check_same(load_run(layout, record.run), record)
+            check_same(layout, load_run(layout, record.run), record, MappedFile(upload.path).header)
             return False
         forget()
         upload.keep(layout.target(record.run))

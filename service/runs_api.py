@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from rl_hooks.wire import Header, MappedFile, WireError
+from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
 from service.context import Context, ServiceContext
 from service.errors import RunNotFound
 from service.layout import RUN_NAME
+from service.nearness import check_finite, check_head, join_run
 from service.problems import Problem
 from service.runs import RunRecord, check_same, commit_run, read_head_header, read_run_header
 from service.spool import Upload
@@ -20,7 +22,14 @@ from service.uploads import check_announcement, receive_file
 router = APIRouter(tags=["runs"])
 
 
-@router.put("/runs/{run}", status_code=201, responses={200: {"description": "The same target is registered already."}})
+@router.put(
+    "/runs/{run}",
+    status_code=201,
+    responses={
+        200: {"description": "The same target is registered already. `warning` says what was ignored."},
+        409: {"description": "The run is another target's, or another policy's."},
+    },
+)
 async def put_run(run: str, request: Request, response: Response, context: Context) -> dict[str, Any]:
     """Register a run: its target's configuration, embedding, head and, optionally, a first drafter."""
     if not RUN_NAME.fullmatch(run):
@@ -31,17 +40,17 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     async def on_header(header: Header) -> bool:
         record = read_run_header(run, header)
         records.append(record)
-        try:
-            check_same(context.run(run), record)
-        except RunNotFound:
-            return True
-        return False
+        with contextlib.suppress(RunNotFound):
+            check_same(context.layout, context.run(run), record, header)
+        return True
 
-    created = False
+    warning: str | None = None
     check_room(context, length)
     with context.spool.reserve(length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
-        if upload.written_bytes == length:
+        await asyncio.to_thread(check_finite, upload.path)
+        created = not _exists(context, run)
+        if created:
             loop = asyncio.get_running_loop()
 
             def forget() -> None:
@@ -49,9 +58,37 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
                 asyncio.run_coroutine_threadsafe(context.store(run).forget(), loop).result()
 
             created = await context.locking(commit_run, context.layout, records[0], upload, forget)
+        if not created:
+            warning = await _join(context, records[0], upload)
     await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
     response.status_code = 201 if created else 200
-    return await describe(context, run)
+    return await describe(context, run) | ({} if warning is None else {"warning": warning})
+
+
+def _exists(context: ServiceContext, run: str) -> bool:
+    try:
+        context.run(run)
+    except RunNotFound:
+        return False
+    return True
+
+
+async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> str | None:
+    """Let a trainer into the run that exists, if it is of the run's policy; returns what it must be told, if anything.
+
+    For a run that is kept as it is. Its head becomes the run's at that policy version, as PUT /runs/{run}/head would
+    make it, unless it is the one in force there.
+    """
+    joined = await asyncio.to_thread(join_run, context.layout, record.run, upload.path)
+    if joined.new_head is not None:
+        size = parts_bytes(joined.new_head)
+        check_room(context, size)
+        with context.spool.reserve(size), context.spool.upload() as head:
+            for part in joined.new_head:
+                await asyncio.to_thread(head.write, part)
+            head.keep(context.layout.head(record.run, record.policy_version))
+        await context.store(record.run).raise_latest_head(record.policy_version)
+    return joined.warning
 
 
 @router.get("/runs/{run}")
@@ -77,7 +114,11 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
     }
 
 
-@router.put("/runs/{run}/head", status_code=201)
+@router.put(
+    "/runs/{run}/head",
+    status_code=201,
+    responses={409: {"description": "The head is another policy's: it is near none that the run has known."}},
+)
 async def put_head(run: str, request: Request, context: Context) -> dict[str, Any]:
     """Take the policy's head rows again, when the head has moved."""
     record = context.run(run)
@@ -92,6 +133,8 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     with context.spool.reserve(length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(_check_ids, upload, record.vocab_size)
+        await asyncio.to_thread(check_finite, upload.path)
+        await asyncio.to_thread(check_head, context.layout, run, upload.path)
         upload.keep(context.layout.head(run, versions[0]))
     latest = await context.store(run).raise_latest_head(versions[0])
     return {"run": run, "policy_version": versions[0], "latest_head": latest}

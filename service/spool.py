@@ -32,7 +32,7 @@ class Upload:
         self.close()
         self.path.unlink(missing_ok=True)  # gone already if it was kept
 
-    def write(self, chunk: bytes) -> None:
+    def write(self, chunk: bytes | memoryview) -> None:
         """Append. Runs on the event loop: a chunk is at most 256 KiB and goes to the page cache."""
         view = memoryview(chunk)
         while view:

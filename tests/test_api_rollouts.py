@@ -60,7 +60,14 @@ def test_an_accepted_batch_is_queued_and_its_file_is_the_body(service: RunningSe
     reply = service.post(body)
     assert reply.status_code == 202
     batch_id = wire.batch_id("default", 4, ("a", "b"))
-    assert reply.json() == {"batch_id": batch_id, "duplicate": False, "run": "default", "state": "queued"}
+    assert reply.json() == {
+        "batch_id": batch_id,
+        "duplicate": False,
+        "run": "default",
+        "state": "queued",
+        "dead_total": 0,
+        "last_dead_reason": "",
+    }
     (entry,) = queue.claim("w", 1000, 60.0)
     assert (entry.batch_id, entry.tokens, entry.rollouts, entry.bytes) == (batch_id, 11, 2, len(body))
     assert (entry.policy_version, entry.policy_version_max) == (4, 5)

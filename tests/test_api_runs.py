@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 from redis import Redis
 from service_fixtures import (
     CONFIG,
@@ -22,13 +26,18 @@ from service_fixtures import (
     f32,
     head_file,
     i32,
+    joined,
     rollout_file,
     run_file,
 )
 
 from rl_hooks import wire
+from rl_hooks.features import as_wire
 from service.queue import Keys
 from service.store import AsyncStore
+from service.target import Target
+
+FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 
 @pytest.fixture
@@ -55,10 +64,11 @@ def test_a_run_is_created_once_and_described(bare: RunningService, redis_client:
 
 
 def test_another_target_under_the_same_name_is_a_conflict(service: RunningService) -> None:
-    other = CONFIG | {"num_hidden_layers": 12}
+    other = CONFIG | {"num_hidden_layers": 12, "intermediate_size": 99}
     reply = service.register(config=other)
     assert reply.status_code == 409
-    assert FINGERPRINT in reply.json()["detail"]
+    detail = reply.json()["detail"]
+    assert "This one has num_hidden_layers 12 (the run's: 8). Use another run name" in detail
     assert service.client.get("/runs/default").json()["target_fingerprint"] == FINGERPRINT
 
 
@@ -192,3 +202,169 @@ def test_a_registration_that_comes_late_deletes_nothing_of_the_run(
         assert "registry-busy" in other.json()["type"]
         assert second.put("/runs/default", content=run_file(), headers=HEADERS).status_code == 200
         assert second.post("/rollouts", content=rollout_file(), headers=HEADERS).status_code == 202
+
+
+# --- another policy under the same name -------------------------------------------------------------------------------
+
+
+def weights(seed: int = 0, rows: int = VOCAB) -> FloatArray:
+    return np.random.default_rng(seed).standard_normal((rows, HIDDEN)).astype(np.float32)
+
+
+def moved(head: FloatArray, by: float, seed: int = 9) -> FloatArray:
+    """The head, moved by this share of its norm."""
+    step = np.random.default_rng(seed).standard_normal(head.shape).astype(np.float32)
+    return (head + step * (by * np.linalg.norm(head) / np.linalg.norm(step))).astype(np.float32)
+
+
+def as_bf16(array: FloatArray) -> wire.Tensor:
+    return as_wire(torch.from_numpy(array).bfloat16())
+
+
+def f32_of(array: FloatArray) -> wire.Tensor:
+    return wire.Tensor.of(array, "F32")
+
+
+def policy(embed: FloatArray, head: FloatArray | None = None) -> dict[str, wire.Tensor]:
+    """Tensors of a registration; tied where no head is given."""
+    return {"embed_tokens": f32_of(embed)} | ({} if head is None else {"lm_head": f32_of(head)})
+
+
+def put_policy(
+    service: RunningService, tensors: dict[str, wire.Tensor], run: str = "r", **metadata: str
+) -> httpx.Response:
+    body = joined(wire.encode(tensors, wire.parse_header(run_file()).metadata | metadata))
+    return service.client.put(f"/runs/{run}", content=body, headers=HEADERS)
+
+
+def put_head(service: RunningService, version: int, tensors: dict[str, wire.Tensor], run: str = "r") -> httpx.Response:
+    meta = {"format": wire.HEAD_FORMAT, "policy_version": str(version)}
+    return service.client.put(f"/runs/{run}/head", content=joined(wire.encode(tensors, meta)), headers=HEADERS)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_another_policy_of_the_same_sizes_is_a_conflict_that_says_what_differs(
+    bare: RunningService, tied: bool
+) -> None:
+    mine = policy(weights(0), None if tied else weights(1))
+    assert put_policy(bare, mine).status_code == 201
+    before = {p: p.read_bytes() for p in bare.layout.run("r").rglob("*") if p.is_file()}
+    config = json.dumps(CONFIG | {"rope_theta": 5.0})
+    reply = put_policy(bare, policy(weights(2), None if tied else weights(3)), config=config)
+    assert (reply.status_code, reply.json()["type"]) == (409, "urn:draftalign:run-conflict")
+    tensor = "embed_tokens" if tied else "lm_head"
+    assert re.search(
+        rf"run 'r' is another policy's: this {tensor} is 1\.\d\d from .* the one registered with it "
+        r".*cosine -?0\.\d\d\).*another run name.*rope_theta 5\.0 \(the run's: None\)",
+        reply.json()["detail"],
+    )
+    assert {p: p.read_bytes() for p in bare.layout.run("r").rglob("*") if p.is_file()} == before
+    assert bare.spooled() == []
+    assert put_policy(bare, mine).status_code == 200
+
+
+def test_another_embedding_with_the_same_head_is_a_conflict(bare: RunningService) -> None:
+    assert put_policy(bare, policy(weights(0), weights(1))).status_code == 201
+    reply = put_policy(bare, policy(weights(2), weights(1)))
+    assert reply.status_code == 409
+    assert "this embed_tokens is 1." in reply.json()["detail"]
+
+
+@pytest.mark.parametrize("by", [0.0, 0.004, 0.1, 0.4])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_policy_that_moved_is_let_in_and_its_head_is_known_from_its_version_on(
+    bare: RunningService, tied: bool, by: float
+) -> None:
+    first = weights(1)
+    assert put_policy(bare, policy(first if tied else weights(0), None if tied else first)).status_code == 201
+    now = moved(first, by) if by else first
+    reply = put_policy(bare, policy(now if tied else weights(0), None if tied else now), policy_version="7")
+    assert reply.status_code == 200
+    target = Target.open(bare.layout, "r")
+    assert np.array_equal(target.at(6).head.lm_head.numpy(), first)
+    assert np.array_equal(target.at(7).head.lm_head.numpy(), now)
+    assert reply.json()["latest_head"] == (7 if by else None), "the same head is not kept twice"
+    assert bare.spooled() == []
+
+
+def test_a_cast_of_the_same_policy_is_let_in(bare: RunningService) -> None:
+    assert put_policy(bare, policy(weights(0), weights(1))).status_code == 201
+    for cast in (as_bf16, lambda array: wire.Tensor.of(array.astype(np.float16), "F16")):
+        tensors = {"embed_tokens": cast(weights(0)), "lm_head": cast(weights(1))}
+        assert put_policy(bare, tensors).status_code == 200
+    assert put_policy(bare, {"embed_tokens": as_bf16(weights(2)), "lm_head": as_bf16(weights(3))}).status_code == 409
+
+
+def test_heads_drift_as_far_as_they_like_step_by_step_and_a_trainer_resumes_there(bare: RunningService) -> None:
+    """Compared with the nearest head that the run has known, whole or of some rows."""
+    embed, head = weights(0), weights(1)
+    assert put_policy(bare, policy(embed, head)).status_code == 201
+    now = head
+    for version in range(1, 9):
+        now = moved(now, 0.45, seed=100 + version)
+        ids = np.arange(version % 2, VOCAB, 2, dtype=np.int32)
+        ids = np.ascontiguousarray(ids[::-1])  # rows may come in any order
+        rows = {"lm_head": f32_of(now[ids]), "ids": wire.Tensor.of(ids, "I32")}
+        assert put_head(bare, 2 * version, rows).status_code == 201
+        assert put_head(bare, 2 * version + 1, {"lm_head": f32_of(now)}).status_code == 201
+    assert np.linalg.norm(now - head) > 0.8 * max(np.linalg.norm(now), np.linalg.norm(head)), "far from the first"
+    assert put_policy(bare, policy(embed, moved(now, 0.01)), policy_version="17").status_code == 200
+    assert put_policy(bare, policy(embed, head), policy_version="0").status_code == 200, "and from the beginning"
+
+
+def test_a_foreign_head_is_a_conflict_and_nothing_of_it_is_kept(bare: RunningService) -> None:
+    assert put_policy(bare, policy(weights(0), weights(1))).status_code == 201
+    assert put_head(bare, 3, {"lm_head": f32_of(moved(weights(1), 0.05))}).status_code == 201
+    ids = {"ids": wire.Tensor.of(np.arange(9, dtype=np.int32), "I32")}
+    for foreign in ({"lm_head": f32_of(weights(2))}, {"lm_head": as_bf16(weights(2)[:9])} | ids):
+        reply = put_head(bare, 4, foreign)
+        assert reply.status_code == 409
+        assert re.search(r"this lm_head is 1\.\d\d from the nearest", reply.json()["detail"])
+    assert [p.name for p in bare.layout.heads("r").iterdir()] == ["3.safetensors"]
+    assert bare.client.get("/runs/r").json()["latest_head"] == 3
+    assert bare.spooled() == []
+
+
+def test_a_damaged_head_of_the_run_stands_in_nobodys_way(bare: RunningService) -> None:
+    assert put_policy(bare, policy(weights(0), weights(1))).status_code == 201
+    bare.layout.head("r", 5).write_bytes(b"\0" * 100)
+    assert put_head(bare, 6, {"lm_head": f32_of(moved(weights(1), 0.05))}).status_code == 201
+    assert put_policy(bare, policy(weights(0), weights(1)), policy_version="5").status_code == 200
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+def test_weights_that_are_no_numbers_are_refused_by_name(bare: RunningService, bad: float, dtype: str) -> None:
+    sound, rotten = weights(0), weights(1)
+    rotten[VOCAB - 1, HIDDEN - 1] = bad
+    cast = {"F32": f32_of, "BF16": as_bf16, "F16": lambda a: wire.Tensor.of(a.astype(np.float16), "F16")}[dtype]
+    for name, tensors in (
+        ("lm_head", {"embed_tokens": cast(sound), "lm_head": cast(rotten)}),
+        ("embed_tokens", {"embed_tokens": cast(rotten), "lm_head": cast(sound)}),
+    ):
+        reply = put_policy(bare, tensors)
+        assert (reply.status_code, reply.json()["field"]) == (422, name)
+        assert "holds NaN or infinity" in reply.json()["detail"]
+    assert bare.layout.run_names() == []
+    assert put_policy(bare, {"embed_tokens": cast(sound), "lm_head": cast(sound)}).status_code == 201
+    assert put_head(bare, 1, {"lm_head": cast(rotten)}).status_code == 422
+    assert list(bare.layout.heads("r").iterdir()) == []
+
+
+def test_what_a_second_registration_brings_in_vain_is_said(bare: RunningService) -> None:
+    drafter = {"drafter.fc.weight": f32_of(weights(4)), "drafter.d2t": i32(*range(20))}
+    mine, config = policy(weights(0), weights(1)), '{"a": 1}'
+    assert "warning" not in put_policy(bare, mine | drafter, drafter_config=config, draft_vocab_size="20").json()
+    for same in (
+        put_policy(bare, mine | drafter, drafter_config='{ "a":1 }', draft_vocab_size="20"),
+        put_policy(bare, mine),
+    ):
+        assert (same.status_code, "warning" in same.json()) == (200, False)
+    other = drafter | {"drafter.fc.weight": f32_of(weights(5))}
+    for tensors, meta in ((other, config), (drafter, '{"a": 2}'), ({"drafter.d2t": i32(1)}, config)):
+        reply = put_policy(bare, mine | tensors, drafter_config=meta)
+        assert reply.status_code == 200
+        assert "is ignored: its initial drafter. To begin with it, use another run name" in reply.json()["warning"]
+    reply = put_policy(bare, mine | other, drafter_config=config, draft_vocab_size="24")
+    assert "its initial drafter, its draft_vocab_size of 24" in reply.json()["warning"]
+    assert "warning" not in bare.client.get("/runs/r").json()

@@ -15,6 +15,7 @@ import torch
 from hooks_fixtures import HIDDEN, VOCAB, Padded, Receiver, as_float, free_port, mapped, padded_batch, receiver
 from hooks_fixtures import tiny_qwen3 as tiny
 from torch import nn
+from transformers import DataCollatorWithFlattening
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError
@@ -438,3 +439,151 @@ def test_registration_carries_the_target_and_the_initial_drafter(service: Receiv
         assert np.array_equal(file.array("drafter.fc.weight"), weights["fc.weight"])
         assert file.array("drafter.d2t").tolist() == [0, 3]
         hook.close()
+
+
+# --- rows that hold several rollouts ----------------------------------------------------------------------------------
+
+
+def flattened(lengths: list[tuple[int, int]]) -> tuple[Padded, dict[str, torch.Tensor]]:
+    """The same rollouts as one row without padding, and what transformers' own collator says of it."""
+    batch = padded_batch(lengths)
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt")
+    said = collate([{"input_ids": sequence} for sequence in batch.sequences])
+    pairs = zip(batch.sequences, batch.prompt_lengths, strict=True)
+    loss = [int(t >= prompt) for sequence, prompt in pairs for t in range(len(sequence))]
+    row = Padded(said["input_ids"], torch.ones_like(said["input_ids"]), torch.tensor([loss]), batch.sequences, [])
+    return row, {name: value for name, value in said.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize(
+    ("names", "fault"),
+    [
+        (("position_ids",), r"position_ids restart at token 12 of row 0"),
+        (("cu_seq_lens_q", "cu_seq_lens_k"), r"cu_seq_lens_q begins another sequence at token 12 of row 0"),
+        (("seq_idx",), r"seq_idx changes at token 12 of row 0"),
+        (("position_ids", "cu_seq_lens_q", "cu_seq_lens_k"), "token 12"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_a_packed_row_is_refused_by_what_the_forward_says_of_it(
+    service: Receiver, names: tuple[str, ...], fault: str, compiled: bool
+) -> None:
+    model, (row, said) = tiny(), flattened(LENGTHS)
+    strict = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    torch._dynamo.reset()
+    forward = torch.compile(model, backend="eager") if compiled else model
+    arguments = {"input_ids": row.input_ids, "attention_mask": row.attention_mask, "loss_mask": row.loss_mask}
+    with (
+        pytest.raises(RolloutError, match=rf"(?s){fault}.*one rollout a row"),
+        torch.no_grad(),
+        strict.capture(**arguments, policy_version=0),
+    ):
+        forward(row.input_ids, use_cache=False, **{name: said[name] for name in names})
+    assert strict.flush(20)
+    assert service.rollouts() == []
+    strict.close()
+
+
+def test_packed_rows_cost_the_trainer_one_warning_and_nothing_else(
+    service: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, (row, said) = tiny(), flattened(LENGTHS)
+    with torch.no_grad():
+        alone = model(row.input_ids, position_ids=said["position_ids"], use_cache=False).logits
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    arguments = {"input_ids": row.input_ids, "attention_mask": row.attention_mask, "loss_mask": row.loss_mask}
+    with caplog.at_level(logging.WARNING, "rl_hooks"):
+        for version in range(3):
+            with torch.no_grad(), hook.capture(**arguments, policy_version=version):
+                seen = model(row.input_ids, position_ids=said["position_ids"], use_cache=False).logits
+            assert torch.equal(seen, alone)
+    assert hook.flush(20)
+    assert (len(service.rollouts()), hook.stats()["failures"], hook.stats()["captured_rollouts"]) == (0, 3, 0)
+    assert len([r for r in caplog.records if "one rollout a row" in r.message]) == 1
+    hook.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"attention_mask": None}, r"attention_mask is None.*one rollout a row"),
+        ({"attention_mask": torch.tensor([[1] * 12 + [2] * 11 + [3] * 13 + [4] * 6])}, r"attention_mask changes at"),
+        ({"input_ids": torch.arange(42)}, r"input_ids must be \[B, S\].*one rollout a row"),
+        (
+            {"input_ids": torch.nested.nested_tensor([torch.arange(12), torch.arange(30)], layout=torch.jagged)},
+            r"input_ids must be \[B, S\].*one rollout a row",
+        ),
+    ],
+    ids=["no mask", "documents numbered in the mask", "one axis", "nested"],
+)
+def test_what_says_packed_in_the_arguments_is_refused_before_the_forward(
+    service: Receiver, changes: dict[str, Any], fault: str
+) -> None:
+    model, (row, _) = tiny(), flattened(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    arguments = {"input_ids": row.input_ids, "attention_mask": row.attention_mask, "loss_mask": row.loss_mask}
+    with (
+        pytest.raises(RolloutError, match=f"(?s){fault}"),
+        hook.capture(**(arguments | changes), policy_version=0),
+    ):
+        pass
+    hook.close()
+
+
+def positions_of(batch: Padded, padding: int) -> torch.Tensor:
+    """Positions as generation makes them: counted over real tokens, `padding` elsewhere."""
+    positions: torch.Tensor = batch.attention_mask.cumsum(1) - 1
+    return positions.masked_fill(batch.attention_mask == 0, padding)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        lambda batch: positions_of(batch, 1),
+        lambda batch: positions_of(batch, 0),
+        lambda batch: positions_of(batch, 0) + 5,
+        lambda batch: torch.arange(batch.input_ids.shape[1])[None],
+        lambda batch: torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids) + 5,
+    ],
+    ids=["padding at 1", "padding at 0", "begin at 5", "one row for all", "an offset for all"],
+)
+def test_positions_of_padding_and_offsets_are_no_restart(
+    service: Receiver, positions: Callable[[Padded], torch.Tensor]
+) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    arguments = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "loss_mask": batch.loss_mask}
+    with torch.no_grad(), hook.capture(**arguments, policy_version=0):
+        model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=positions(batch))
+    assert hook.flush(20)
+    assert (len(service.rollouts()), hook.stats()["captured_rollouts"]) == (1, len(LENGTHS))
+    hook.close()
+
+
+def test_a_row_alone_whose_boundaries_are_its_own_and_its_paddings_is_one_rollout(service: Receiver) -> None:
+    model, batch = tiny(), padded_batch([(3, 9)])
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    wide = [torch.nn.functional.pad(t, (0, 4)) for t in (batch.input_ids, batch.attention_mask, batch.loss_mask)]
+    for bounds, (ids, mask, loss) in (
+        ([0, 12], (batch.input_ids, batch.attention_mask, batch.loss_mask)),
+        ([0, 12, 16], wide),
+    ):
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        arguments = {"input_ids": ids, "attention_mask": mask, "loss_mask": loss}
+        with torch.no_grad(), hook.capture(**arguments, policy_version=0):
+            model(ids, attention_mask=mask, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens)
+    assert hook.flush(20)
+    assert (len(service.rollouts()), hook.stats()["failures"]) == (2, 0)
+    hook.close()
+
+
+def test_a_multi_turn_row_without_positions_is_one_rollout_though_a_packed_one_would_look_the_same(
+    service: Receiver,
+) -> None:
+    """Docs/trainers.md says so: where neither positions nor boundaries reach the model, nothing can be seen."""
+    model, (row, _) = tiny(), flattened(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    run_once(hook, model, row, version=0)
+    assert hook.flush(20)
+    assert hook.stats()["captured_rollouts"] == 1
+    hook.close()

@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from hooks_fixtures import free_port, receiver
+from hooks_fixtures import Receiver, free_port, receiver
 
 from rl_hooks.exchange import Origin
 from rl_hooks.sender import Job, RolloutSender
@@ -362,4 +362,93 @@ def test_a_refusal_in_mid_body_is_read_and_not_taken_for_a_broken_pipe() -> None
         thread.join()
         assert stats["dropped_error"] == 1
         assert "413: too large" in str(stats["last_error"])
+        sender.close()
+
+
+def heard(sender: RolloutSender, service: Receiver, *answers: object) -> dict[str, object]:
+    """Send as many batches as there are answers."""
+    for answer in answers:
+        service.answer = lambda _request, answer=answer: (202, {}, answer)
+        sender.submit([b"z"])
+        stats = finished(sender)
+    return stats
+
+
+def test_deaths_are_counted_from_the_first_answer_on_and_each_kind_of_reason_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        sender = RolloutSender(service.url, run="r")
+        gap = "log-probabilities disagree with the features by {} nats"
+        stats = heard(
+            sender,
+            service,
+            {"dead_total": 7, "last_dead_reason": "of another trainer"},
+            {"dead_total": 7, "last_dead_reason": "of another trainer"},
+            {"dead_total": 8, "last_dead_reason": gap.format(2.5)},
+            {"dead_total": 10, "last_dead_reason": gap.format(0.31)},
+            {"dead_total": 11, "last_dead_reason": "top_ids: holds an id outside the vocabulary"},
+            {"dead_total": 12, "last_dead_reason": gap.format(1)},
+        )
+        assert (stats["dead"], stats["last_dead_reason"]) == (5, gap.format(1))
+        told = [r.message for r in caplog.records]
+        assert len(told) == 2
+        assert (
+            "batches of run 'r' die in the drafter service (1 so far) and train nothing: " + gap.format(2.5) in told[0]
+        )
+        assert "(4 so far) and train nothing: top_ids: holds" in told[1]
+        assert (stats["sent"], stats["dropped_error"]) == (6, 0)
+        # The run was made anew, or Redis emptied: counting began again.
+        stats = heard(
+            sender,
+            service,
+            {"dead_total": 0, "last_dead_reason": ""},
+            {"dead_total": 1, "last_dead_reason": gap.format(4)},
+        )
+        assert stats["dead"] == 6
+        sender.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, [], {"dead_total": "3", "last_dead_reason": "x"}, {"dead_total": 3}, {"dead_total": None, "warning": 7}],
+)
+def test_an_older_service_that_says_nothing_of_deaths_does_as_well(
+    answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        sender = RolloutSender(service.url)
+        stats = heard(sender, service, answer, answer)
+        assert (stats["sent"], stats["dead"], stats["last_dead_reason"]) == (2, 0, "")
+        assert caplog.records == []
+        sender.close()
+
+
+def test_after_a_registration_was_turned_away_nothing_more_is_sent_and_a_head_turned_away_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        sender = RolloutSender(service.url, run="r")
+        service.answer = lambda request: (202 if request.method == "POST" else 409, {}, {"detail": "no"})
+        sender.submit_job(Job("PUT", "/runs/r/head", lambda: [b"h"], 1, keep=True))
+        sender.submit([b"z"])
+        assert finished(sender)["sent"] == 1
+        assert not sender.refused
+        sender.submit_job(Job("PUT", "/runs/r", lambda: [b"run"], 3, keep=True))
+        sender.submit([b"z"])
+        stats = finished(sender)
+        assert not sender.submit([b"z"])
+        assert sender.refused
+        assert (stats["sent"], sender.stats()["dropped_error"], stats["queue_bytes"]) == (1, 4, 0)
+        assert len(service.requests) == 3
+        assert [r.message.count("its own work goes on") for r in caplog.records] == [0, 1]
+        sender.close()
+
+
+def test_a_warning_of_the_service_reaches_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        sender = RolloutSender(service.url)
+        stats = heard(sender, service, {"warning": "a drafter was ignored"}, {"warning": "a drafter was ignored"})
+        assert stats["sent"] == 2
+        assert [r.message.count("a drafter was ignored") for r in caplog.records] == [1]
         sender.close()

@@ -105,6 +105,18 @@ def test_a_duplicate_is_recognised_while_queued_and_after_its_end(bench: Bench) 
     assert bench.worker.counters()["accepted_total"] == 1
 
 
+def test_whoever_sends_the_next_batch_hears_how_many_died_and_why_the_newest_did(bench: Bench) -> None:
+    assert (bench.put(make_batch(1)).dead_total, bench.put(make_batch(2)).last_dead_reason) == (0, "")
+    for number, entry in enumerate(bench.claim()):
+        bench.worker.dead_letter(entry, f"reason {number}")
+    assert bench.put(make_batch(3)) == Enqueued("accepted", "queued", (), 2, "reason 1")
+    assert bench.put(make_batch(3)) == Enqueued("duplicate", "queued", (), 2, "reason 1")
+    dropping = bench.put(make_batch(4), max_items=1, overflow="drop_oldest")
+    assert dropping == Enqueued("accepted", "queued", (make_batch(3).blob,), 2, "reason 1")
+    bench.client.delete(Keys("default").dead)
+    assert bench.put(make_batch(5)).last_dead_reason == ""
+
+
 def test_a_batch_whose_file_was_lost_may_be_sent_again(bench: Bench) -> None:
     bench.put(make_batch(1))
     (entry,) = bench.claim()

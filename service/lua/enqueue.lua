@@ -1,17 +1,28 @@
 -- De-duplicate, bound by items and bytes, count and enqueue one batch, atomically. Redis 6.2 commands only.
--- KEYS: 1 queue  2 counters  3 batch hash (the others share their hash tag, so also their cluster slot)
+-- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream (the others share their hash tag, so also their slot)
 -- ARGV: 1 max_items  2 max_bytes  3 overflow (reject|drop_oldest)  4 group  5 ended_seconds  6 key prefix
 --       7 batch_id  8 blob  9 bytes  10 tokens  11 rollouts  12 policy_version  13 policy_version_max
 --       14 rollout_ids (JSON)
--- Returns {"accepted", entry_id, dropped blobs...} | {"duplicate", state} | {"full", items, bytes} | {"disowned"}
+-- Returns {"accepted", entry_id, dead_total, newest death's reason, dropped blobs...}
+--       | {"duplicate", state, dead_total, newest death's reason} | {"full", items, bytes, dropped blobs...} | {"disowned"}
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local prefix, bytes = ARGV[6], tonumber(ARGV[9])
+
+-- How many of the run's batches died so far, and why the newest did: the sender hears of it with its next batch.
+local function deaths()
+  local total, reason = redis.call('HGET', counters, 'dead_total') or '0', ''
+  local letter = total ~= '0' and redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
+  for i = 1, letter and #letter[2] or 0, 2 do
+    if letter[2][i] == 'reason' then reason = letter[2][i + 1] end
+  end
+  return total, reason
+end
 
 local known = redis.call('HGET', batch, 'state')
 -- A batch that died because its file was lost may be sent again: nothing was trained on it.
 if known and not (known == 'dead' and redis.call('HGET', batch, 'reason') == 'blob_missing') then
   redis.call('HINCRBY', counters, 'duplicates_total', 1)
-  return { 'duplicate', known }
+  return { 'duplicate', known, deaths() }
 end
 
 if redis.call('EXISTS', prefix .. 'orphan:' .. ARGV[8]) == 1 then return { 'disowned' } end
@@ -71,6 +82,6 @@ redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id,
 for _, id in ipairs(cjson.decode(ARGV[14])) do
   redis.call('SET', prefix .. 'rollout:' .. id, ARGV[7])
 end
-local reply = { 'accepted', entry_id }
+local reply = { 'accepted', entry_id, deaths() }
 for _, blob in ipairs(dropped) do reply[#reply + 1] = blob end
 return reply

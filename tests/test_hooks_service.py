@@ -1,0 +1,177 @@
+"""Real hooks against a real service and a real worker: what a trainer hears of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from hooks_fixtures import Padded, padded_batch
+from hooks_fixtures import tiny_qwen3 as tiny
+from service_fixtures import RunningService
+from transformers import Qwen3ForCausalLM
+from worker_fixtures import Bench
+
+from rl_hooks.hook import DrafterHook
+
+AUX = (1, 2, 3)
+Attach = Callable[..., DrafterHook]
+
+
+@pytest.fixture(name="attach")
+def _attach(serve: Callable[..., RunningService]) -> Iterator[Attach]:
+    """Attach hooks to one service; they are closed at the end."""
+    service, hooks = serve(), list[DrafterHook]()
+
+    def attach(model: Qwen3ForCausalLM, **options: Any) -> DrafterHook:
+        hooks.append(DrafterHook(model, service.url, aux_layers=AUX, **options))
+        assert hooks[-1].flush(20)
+        return hooks[-1]
+
+    yield attach
+    for hook in hooks:
+        hook.close(1.0)
+
+
+def step(
+    hook: DrafterHook, model: Qwen3ForCausalLM, version: int, batch: Padded | None = None, *, wrong: float = 0.0
+) -> torch.Tensor:
+    """One forward under capture; `wrong`: nats taken from what would be the right log-probabilities."""
+    batch = batch or padded_batch([(3, 9), (7, 4), (1, 12), (5, 6)], seed=version)
+    logprobs = None
+    if wrong:
+        with torch.no_grad():
+            law = model(batch.input_ids, attention_mask=batch.attention_mask).logits.log_softmax(-1)
+        logprobs = torch.zeros(batch.input_ids.shape)
+        logprobs[:, 1:] = law[:, :-1].gather(2, batch.input_ids[:, 1:, None])[:, :, 0] - wrong
+    with hook.capture(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        loss_mask=batch.loss_mask,
+        policy_version=version,
+        logprobs=logprobs,
+    ):
+        logits: torch.Tensor = model(batch.input_ids, attention_mask=batch.attention_mask).logits
+    assert hook.flush(20), hook.stats()
+    return logits
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return len([r for r in caplog.records if r.name == "rl_hooks" and text in r.getMessage()])
+
+
+def test_a_trainer_whose_batches_die_is_told_once_with_the_workers_reason_and_trains_on_untouched(
+    attach: Attach, bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = []
+    for attached in (True, False):
+        model = tiny(tied=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        hook = attach(model) if attached else None
+        worker = bench.worker() if attached else None
+        for version in range(4):
+            batch = padded_batch([(3, 9), (7, 4)], seed=version)
+            if hook is not None and worker is not None:
+                loss = step(hook, model, version, batch, wrong=3.0).square().mean()
+                bench.drain(worker)  # the batch dies seconds after its 202
+                assert hook.stats()["dead"] == version, "each answer tells of what died before it"
+                assert said(caplog, "die in the drafter service") == (version > 0)
+            else:
+                loss = model(batch.input_ids, attention_mask=batch.attention_mask).logits.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if hook is not None:
+            stats = hook.stats()
+            reason = stats["last_dead_reason"]
+            assert "log-probabilities disagree with the features by 3 nats" in reason
+            assert reason in stats["last_error"]
+            assert said(caplog, "(1 so far) and train nothing: log-probabilities disagree") == 1
+            assert (stats["sent"] - stats["head_updates"], stats["failures"]) == (1 + 4, 0)
+        weights.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_what_died_before_a_trainer_came_is_not_told_as_its_own(
+    attach: Attach, bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny()
+    first = attach(model)
+    worker = bench.worker()
+    step(first, model, 0, wrong=3.0)
+    bench.drain(worker)
+    second = attach(model)
+    for version in (1, 2):
+        step(second, model, version)
+        bench.drain(worker)
+    assert (second.stats()["dead"], second.stats()["last_dead_reason"]) == (0, "")
+    assert said(caplog, "die in the drafter service") == 0
+    step(first, model, 3)
+    assert first.stats()["dead"] == 1
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("told", [True, False], ids=["version told", "version left at 0"])
+def test_the_batches_of_a_resumed_trainer_live_however_its_head_has_moved(
+    attach: Attach, bench: Bench, moved: float, tied: bool, told: bool
+) -> None:
+    model = tiny(tied=tied)
+    hook = attach(model)
+    worker = bench.worker()
+    step(hook, model, 0)
+    bench.drain(worker)
+    hook.close(5.0)
+    with torch.no_grad():
+        head = model.lm_head.weight
+        shift = torch.randn(head.shape, generator=torch.Generator().manual_seed(1))
+        head.add_(shift * (moved * head.norm() / shift.norm()))
+    resumed = attach(model, policy_version=9 if told else 0)
+    for version in (9, 10, 11):
+        step(resumed, model, version)
+        bench.drain(worker)
+    assert bench.queue.counters()["dead_total"] == 0
+    assert bench.queue.counters()["acked_total"] == 4
+    gaps = [record["logprob_gap"] for record in bench.store.scores().values()]
+    assert max(gaps) < 0.05, "of its own head and of no older one"
+
+
+def test_another_policy_under_a_runs_name_is_turned_away_and_costs_the_run_nothing(
+    attach: Attach, bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, other = tiny(seed=0), tiny(seed=1)
+    hook = attach(mine)
+    worker = bench.worker()
+    step(hook, mine, 0)
+    stranger = attach(other)
+    assert said(caplog, "answered 409: run 'default' is another policy's") == 1
+    assert said(caplog, "Use another run name (the hook's run=)") == 1
+    assert said(caplog, "Nothing of this process is sent until it is attached anew; its own work goes on") == 1
+    for version in range(3):
+        step(stranger, other, version)
+    stats = stranger.stats()
+    assert (stats["captured_rollouts"], stats["sent"], stats["failures"]) == (0, 0, 0)
+    step(hook, mine, 1)
+    bench.drain(worker)
+    counters = bench.queue.counters()
+    assert (counters["accepted_total"], counters["acked_total"], counters["dead_total"]) == (2, 2, 0)
+
+
+def test_an_initial_drafter_that_comes_too_late_is_named_in_the_trainers_log(
+    attach: Attach, bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny()
+    attach(model)
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / "config.json").write_text("{}")
+    safetensors.numpy.save_file({"fc.weight": np.zeros((2, 2), np.float32)}, drafter / "model.safetensors")
+    hook = attach(model, initial_drafter=drafter)
+    assert said(caplog, "is ignored: its initial drafter. To begin with it, use another run name") == 1
+    step(hook, model, 0)
+    bench.drain(bench.worker())
+    assert bench.queue.counters()["acked_total"] == 1
