@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from service.acceptance import OUR_DRAFTER
 from service.alpha import alpha_document
 from service.context import Context, RunQuery, ServiceContext
+from service.current import current
 from service.dead_drafter import Judgement, judge, pooled_replay_alpha
 from service.registry import Manifest
 from service.settings import Settings
@@ -162,9 +163,10 @@ def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: Ca
 
 @router.get("/alpha")
 async def get_alpha(context: Context, run: RunQuery = "default") -> dict[str, Any]:
-    """Read the α series: one point per policy version, and the events of the registry."""
+    """Read the α series, a point per policy version, the registry's events, and the figures of what came last."""
     context.run(run)
     store = context.store(run)
     scores, acceptances = await store.scores(), await store.acceptances()
     history = await asyncio.to_thread(context.registry.history, run)
-    return await asyncio.to_thread(alpha_document, run, scores, acceptances, history, context.settings.depth)
+    document = await asyncio.to_thread(alpha_document, run, scores, acceptances, history, context.settings.depth)
+    return document | {"current": await asyncio.to_thread(current, scores, acceptances, time.time())}

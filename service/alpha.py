@@ -1,6 +1,7 @@
 """The α series: score records and acceptance records of one run, pooled per policy version.
 
-Pure: no torch, no Redis, no clock. `GET /alpha`, the page and `/metrics` all read this one document.
+Pure: no torch, no Redis, no clock. `GET /alpha` and the page's charts show this document. What is true *now* is not its
+last point but `service.current`: a trainer that went back to an earlier checkpoint writes earlier points again.
 
 Rules:
 * Sums are pooled before they are divided (α = tokens / rounds). A mean of ratios is another quantity, 4 % off on the
@@ -124,7 +125,8 @@ def alpha_document(
     for record in acceptances:
         if (policy := version(record.get("policy_version"))) is not None:
             counted[policy].append(record)
-    points = [_point(policy, scored.get(policy, []), counted.get(policy, [])) for policy in sorted({*scored, *counted})]
+    versions = sorted({*scored, *counted})
+    points = [pool_point(policy, scored.get(policy, []), counted.get(policy, [])) for policy in versions]
     return {
         "run": run,
         "depth": depth,
@@ -134,7 +136,7 @@ def alpha_document(
     }
 
 
-def _point(
+def pool_point(
     policy: int, scores: Sequence[Mapping[str, Any]], acceptances: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Pool one policy version's records. `alpha_live` is of published drafters; other methods stand beside it."""

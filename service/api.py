@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
@@ -115,6 +116,7 @@ async def _snapshot(context: ServiceContext, run: str) -> metrics.RunSnapshot:
         counters=await context.queue(run).counters(),
         worker=await store.worker(),
         latest_manifest=None if latest is None else latest.model_dump(),
+        now=time.time(),
     )
 
 

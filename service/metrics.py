@@ -5,11 +5,12 @@ several replicas of it, or a restart, report the same numbers. A metric without 
 then tell "α is low" from "nobody knows α". No `_created` series. Names, meanings and alerts: docs/metrics.md.
 
 Ratios are left to PromQL wherever they are exact: `rate(round_tokens_total) / rate(rounds_total)` is α over any window.
-The gauges `draftalign_alpha` and `draftalign_regret` are of the newest policy version that has data for them.
+The gauges `draftalign_alpha` and `draftalign_regret` are of what arrived last and has data for them.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from service.acceptance import number
-from service.alpha import DRAFTERS, alpha_document
+from service.alpha import DRAFTERS
+from service.current import current
 
 #: What `/metrics` is served as.
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,7 +37,8 @@ class RunSnapshot:
 
     `scores`, `acceptances`: records as in docs/architecture.md. `history`: the registry's events. `counters`: the hash
     `da:{run}:counters` (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total, dropped_total`).
-    `latest_manifest`: `GET /drafter/latest` as a dict, None before the first publish.
+    `latest_manifest`: `GET /drafter/latest` as a dict, None before the first publish. `now`: when it was read, in Unix
+    seconds.
 
     `worker`: the gauges of `da:{run}:worker`, all optional:
     `heartbeat` Unix seconds · `action` one word · `trained_tokens_total` · `train_seconds_total` ·
@@ -50,6 +53,7 @@ class RunSnapshot:
     counters: Table = field(default_factory=dict)
     worker: Table = field(default_factory=dict)
     latest_manifest: Table | None = None
+    now: float = math.inf
 
 
 def render(stores: Mapping[str, RunSnapshot], *, queue_limit_bytes: int | None = None) -> bytes:
@@ -115,21 +119,17 @@ class _Families:
 
 
 def _add_alpha(families: _Families, run: str, snapshot: RunSnapshot) -> None:
-    """Gauges of the newest policy versions."""
-    points = alpha_document(run, snapshot.scores, snapshot.acceptances, (), 0)["points"]
-
-    def newest(name: str) -> object:
-        return next((point[name] for point in reversed(points) if point[name] is not None), None)
-
+    """Gauges of what arrived last."""
+    found = current(snapshot.scores, snapshot.acceptances, snapshot.now) or {}
     for drafter in (*DRAFTERS, "live"):
-        text = "Tokens per verification round, bonus token included, on the newest policy version with data."
-        families.gauge("draftalign_alpha", text, newest(f"alpha_{drafter}"), run=run, drafter=drafter)
+        text = "Tokens per verification round, bonus token included, of the policy version that arrived last with data."
+        families.gauge("draftalign_alpha", text, found.get(f"alpha_{drafter}"), run=run, drafter=drafter)
     text = "Alpha of the best drafter that could be served minus alpha of the served one, same rollouts."
-    families.gauge("draftalign_regret", text, newest("regret"), run=run)
+    families.gauge("draftalign_regret", text, found.get("regret"), run=run)
     text = "Mean negated log-probability of the sampled tokens."
-    families.gauge("draftalign_policy_entropy_nats", text, newest("entropy"), run=run)
-    text = "Newest policy version that a rollout or an engine has reported."
-    families.gauge("draftalign_policy_version", text, newest("policy_version"), run=run)
+    families.gauge("draftalign_policy_entropy_nats", text, found.get("entropy"), run=run)
+    text = "Policy version of the scored batch that arrived last; before the first, of the engines' last report."
+    families.gauge("draftalign_policy_version", text, found.get("policy_version"), run=run)
 
 
 def _add_totals(families: _Families, run: str, snapshot: RunSnapshot) -> None:

@@ -385,6 +385,7 @@ class RunWorker:
         scores.record.update(
             {
                 "batch_id": entry.batch_id,
+                "entry_id": entry.entry_id,
                 "drafter_version": by,
                 "logprob_gap": gap if checked else None,
             }
