@@ -10,7 +10,7 @@ The gauges `draftalign_alpha` and `draftalign_regret` are of what arrived last a
 
 from __future__ import annotations
 
-import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +44,11 @@ class RunSnapshot:
     `heartbeat` Unix seconds · `action` one word · `trained_tokens_total` · `train_seconds_total` ·
     `rounds_total`, `round_tokens_total`: {drafter: sum since the run began}, kept by the worker because the score
     records are bounded in number and a counter must never fall · `published_total`, `refused_total` ·
-    `drift`: {lane: {"statistic": S, "limit": h}}, lanes absent until the monitor's warm-up is over.
+    `drift`: {lane: {"statistic": S, "limit": h}}, lanes absent until the monitor's warm-up is over; `drift_alpha`,
+    `drift_level`: what the monitor compares · `vocabulary`: {"tokens", "wanted"} while it is gathered ·
+    `error`: why the worker refused the run.
+
+    `dead_letters`: the newest ones. `oldest_queued`, `last_arrival`, `registered`: Unix seconds.
     """
 
     scores: Mapping[str, Table] | Sequence[Table] = ()
@@ -53,7 +57,11 @@ class RunSnapshot:
     counters: Table = field(default_factory=dict)
     worker: Table = field(default_factory=dict)
     latest_manifest: Table | None = None
-    now: float = math.inf
+    now: float = field(default_factory=time.time)
+    dead_letters: Sequence[Table] = ()
+    oldest_queued: float | None = None
+    last_arrival: float | None = None
+    registered: float | None = None
 
 
 def render(stores: Mapping[str, RunSnapshot], *, queue_limit_bytes: int | None = None) -> bytes:
@@ -180,6 +188,13 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         ("dropped", "dropped_total", "Unread rollout batches dropped for newer ones."),
     ):
         families.counter(f"draftalign_rollouts_{name}_total", text, counters.get(key), run=run)
+    text = "Unix time at which the last rollout batch arrived."
+    families.gauge("draftalign_rollouts_last_arrival_timestamp_seconds", text, snapshot.last_arrival, run=run)
+    vocabulary = _table(worker.get("vocabulary"))
+    text = "Response tokens gathered for the draft vocabulary of a run that begins from scratch."
+    families.gauge("draftalign_vocabulary_tokens", text, vocabulary.get("tokens"), run=run)
+    text = "Response tokens that the draft vocabulary waits for."
+    families.gauge("draftalign_vocabulary_tokens_wanted", text, vocabulary.get("wanted"), run=run)
     text = "Unix time of the worker's last sign of life."
     families.gauge("draftalign_worker_heartbeat_timestamp_seconds", text, worker.get("heartbeat"), run=run)
     if isinstance(action := worker.get("action"), str):

@@ -14,6 +14,7 @@ from service.errors import RunNotFound
 from service.layout import RUN_NAME
 from service.problems import Problem
 from service.runs import RunRecord, check_same, commit_run, read_head_header, read_run_header
+from service.snapshot import read_headline
 from service.spool import Upload
 from service.uploads import check_announcement, receive_file
 
@@ -56,8 +57,9 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
 
 @router.get("/runs/{run}")
 async def get_run(run: str, context: Context) -> dict[str, Any]:
-    """Read what is registered, and how far the run's drafter and head have come."""
-    return await describe(context, run)
+    """Read what is registered, how far the run's drafter and head have come, and the worst thing that is true of it."""
+    described = await describe(context, run)
+    return described | {"headline": (await read_headline(context, run)).as_json()}
 
 
 async def describe(context: ServiceContext, run: str) -> dict[str, Any]:

@@ -33,6 +33,9 @@ NAMES = {
     "draftalign_rollouts_dead_total": {"run"},
     "draftalign_rollouts_rejected_total": {"run"},
     "draftalign_rollouts_dropped_total": {"run"},
+    "draftalign_rollouts_last_arrival_timestamp_seconds": {"run"},
+    "draftalign_vocabulary_tokens": {"run"},
+    "draftalign_vocabulary_tokens_wanted": {"run"},
     "draftalign_drafters_published_total": {"run"},
     "draftalign_drafters_refused_total": {"run"},
     "draftalign_drafter_sequence": {"run"},
@@ -83,9 +86,11 @@ def full_snapshot() -> RunSnapshot:
             "train_seconds_total": 12.5,
             "rounds_total": {"served": 700.0, "frozen": 900.0},
             "round_tokens_total": {"served": 2100.0, "frozen": 1800.0},
+            "vocabulary": {"tokens": 27_648, "wanted": 50_000},
             "drift": {"fast": {"statistic": 1.5, "limit": 9.5}, "slow": {"statistic": 0.0, "limit": 36.1}},
         },
         latest_manifest={"version": "v000001-aaaaaaaa", "sequence": 3, "created": 99.0},
+        last_arrival=990.0,
     )
 
 
