@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
+#: So many of the last batches, by arrival, are looked at.
+RECENT_BATCHES: Final = 20
 #: A worker says every 3 s that it is alive.
 SILENT_SECONDS: Final = 10.0
 #: One that refuses a run looks at it again every 60 s, and says nothing of it meanwhile.
@@ -97,6 +99,12 @@ def headline(facts: RunFacts) -> Headline:
     """Say the worst thing that is true."""
     found = sorted(_findings(facts), key=lambda one: _ORDER.index(one.level))  # stable: worst first within a level too
     first, *rest = found
+    if first.state in (
+        "worker_silent",
+        "no_worker",
+        "refused",
+    ):  # how well the drafter did is not known to be true any more
+        rest = [one for one in rest if one.level != "good"]
     return Headline(first.level, first.state, first.word, first.text, tuple(one.text for one in rest))
 
 
@@ -135,7 +143,7 @@ def _of_worker(facts: RunFacts) -> Iterator[Headline]:
 def _no_worker(facts: RunFacts, waits: str) -> Iterator[Headline]:
     since = facts.oldest_queued if facts.queued else facts.registered
     late = since is not None and facts.now - since > _START_SECONDS
-    start = "Start `draftalign worker` on the same Redis and state directory"
+    start = 'Start "draftalign worker" on the same Redis and state directory, if none runs'
     if facts.queued:
         if late:
             yield _found("bad", "no_worker", "No worker", f" has taken this run up: {waits}. {start}.")
@@ -149,10 +157,11 @@ def _no_worker(facts: RunFacts, waits: str) -> Iterator[Headline]:
 def _of_dead_batches(facts: RunFacts) -> Iterator[Headline]:
     if not facts.recent_dead:
         return
-    of = "the last " if facts.accepted > facts.recent_batches else ""
+    of = "the last " if facts.recent_batches >= RECENT_BATCHES else ""
     word = f"{facts.recent_dead} of {of}{_batches(facts.recent_batches)} dead"
     most = 2 * facts.recent_dead > facts.recent_batches
-    yield _found("bad" if most else "note", "batches_dead", word, f": {_short(facts.dead_reason or 'no reason')}")
+    reason = _short(facts.dead_reason or "no reason", _REASON_CHARACTERS if most else _REASON_CHARACTERS // 3)
+    yield _found("bad" if most else "note", "batches_dead", word, f": {reason}")
 
 
 def _of_queue(facts: RunFacts) -> Iterator[Headline]:
@@ -173,9 +182,7 @@ def _of_trainer(facts: RunFacts) -> Iterator[Headline]:
         return
     age = facts.now - facts.last_arrival
     if age > max(TRAINER_SILENT_SECONDS, _LONGEST_PAUSES * (facts.longest_pause or 0.0)) and not facts.queued:
-        alpha = _alpha(facts, "alpha_served")
-        served = "" if alpha is None else f" {_served(facts)} gave {alpha:.2f} tokens per round on the last ones."
-        yield _found("wait", "trainer_silent", "No rollouts", f" for {duration(age)}.{served}")
+        yield _found("wait", "trainer_silent", "No rollouts", f" for {duration(age)}.")
 
 
 def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
@@ -184,6 +191,9 @@ def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
     if live is not None:
         text = f": {live:.2f} tokens per round in the engines. No rollout is scored yet."
         yield _found("good", "live", "Live", text)
+    elif facts.gathered is not None and facts.wanted and facts.gathered >= facts.wanted:
+        text = f": {facts.gathered:,} response tokens are gathered; the first drafter is being made."
+        yield _found("wait", "learning", "Learning", text)
     elif facts.gathered is not None and facts.wanted and (facts.accepted or facts.queued):
         text = f": {facts.gathered:,} of {facts.wanted:,} response tokens gathered."
         yield _found("wait", "gathering", "Waiting for the draft vocabulary", text)
@@ -252,10 +262,8 @@ def _says(facts: RunFacts, alpha: float) -> str:
     gave = (facts.current or {}).get("drafter_version")
     now = facts.served_version
     if gave and now and gave != now:
-        return (
-            f"{short_version(gave)} gave {alpha:.2f} tokens per round on the last rollouts; {short_version(now)} is "
-            "served since"
-        )
+        since = f"{short_version(now)} is served since"
+        return f"{short_version(gave)} gave {alpha:.2f} tokens per round on the last rollouts ({since})"
     return f"{_served(facts)} gives {alpha:.2f} tokens per round"
 
 
@@ -291,9 +299,9 @@ def _batches(count: int) -> str:
     return f"{count:,} batch{'' if count == 1 else 'es'}"
 
 
-def _short(text: str) -> str:
+def _short(text: str, characters: int = _REASON_CHARACTERS) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _REASON_CHARACTERS else f"{line[: _REASON_CHARACTERS - 1]}…"
+    return line if len(line) <= characters else f"{line[: characters - 1]}…"
 
 
 def short_version(version: str | None) -> str:

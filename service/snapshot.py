@@ -18,14 +18,12 @@ from service.context import ServiceContext
 from service.current import arrival, current
 from service.dead_drafter import DeadRule, pooled_replay_alpha
 from service.errors import ServiceError
-from service.headline import ENGINE_SILENT_SECONDS, DeadEngine, Headline, RunFacts, headline
+from service.headline import ENGINE_SILENT_SECONDS, RECENT_BATCHES, DeadEngine, Headline, RunFacts, headline
 from service.metrics import RunSnapshot
 from service.settings import Settings
 
 log = logging.getLogger("draftalign.api")
 
-#: So many of the last batches are looked at for dead ones, and for how long a trainer pauses.
-_RECENT_BATCHES: Final = 20
 #: Replay α of the last so many scored batches is what an engine's live α is compared with.
 _REPLAYED_BATCHES: Final = 64
 _WATCH_SECONDS: Final = 10.0
@@ -44,7 +42,7 @@ async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
         worker=await store.worker(),
         latest_manifest=None if latest is None else latest.model_dump(),
         now=time.time(),
-        dead_letters=await queue.dead_letters(_RECENT_BATCHES),
+        dead_letters=await queue.dead_letters(RECENT_BATCHES),
         oldest_queued=arrivals.oldest,
         last_arrival=arrivals.last,
         registered=context.run(run).created,
@@ -70,8 +68,8 @@ def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFa
     scores = snapshot.scores.values() if isinstance(snapshot.scores, Mapping) else snapshot.scores
     recent = sorted(scores, key=arrival)
     letters = sorted(snapshot.dead_letters, key=arrival)
-    ended = sorted([*((arrival(r), None) for r in recent[-_RECENT_BATCHES:]), *((arrival(r), r) for r in letters)],
-                   key=lambda one: one[0])[-_RECENT_BATCHES:]  # fmt: skip
+    ended = sorted([*((arrival(r), None) for r in recent[-RECENT_BATCHES:]), *((arrival(r), r) for r in letters)],
+                   key=lambda one: one[0])[-RECENT_BATCHES:]  # fmt: skip
     dead = [letter for _, letter in ended if letter is not None]
     vocabulary = worker.get("vocabulary") or {}
     served = snapshot.latest_manifest
@@ -87,7 +85,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFa
         queue_fill=max(queued / settings.queue_max_items, size / settings.queue_max_bytes),
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,
-        longest_pause=_longest_pause(recent[-_RECENT_BATCHES:]),
+        longest_pause=_longest_pause(recent[-RECENT_BATCHES:]),
         recent_batches=len(ended),
         recent_dead=len(dead),
         dead_reason=dead[-1].get("reason") if dead else None,
@@ -152,7 +150,7 @@ async def watch(context: ServiceContext) -> None:
         for run in context.layout.run_names():
             try:
                 found = await read_headline(context, run)
-            except (RedisError, OSError, ServiceError) as error:
+            except (RedisError, OSError, ServiceError, ValueError) as error:  # ValueError: a file that is no JSON
                 log.debug("run %s: its headline is not known: %s", run, error)
                 continue
             if said.get(run) != found.state:

@@ -76,8 +76,8 @@ STATES = [
         (
             "bad",
             "no_worker",
-            "No worker has taken this run up: 3 batches wait. Start `draftalign worker` on the same Redis and state "
-            "directory.",
+            'No worker has taken this run up: 3 batches wait. Start "draftalign worker" on the same Redis and state '
+            "directory, if none runs.",
         ),
     ),
     (
@@ -89,7 +89,8 @@ STATES = [
         (
             "warn",
             "no_worker",
-            "No worker has taken this run up. Start `draftalign worker` on the same Redis and state directory.",
+            'No worker has taken this run up. Start "draftalign worker" on the same Redis and state directory, '
+            "if none runs.",
         ),
     ),
     (
@@ -106,6 +107,14 @@ STATES = [
             "wait",
             "gathering",
             "Waiting for the draft vocabulary: 27,648 of 50,000 response tokens gathered.",
+        ),
+    ),
+    (
+        new(accepted=12, queued=12, gathered=50_688, wanted=50_000),
+        (
+            "wait",
+            "learning",
+            "Learning: 50,688 response tokens are gathered; the first drafter is being made.",
         ),
     ),
     (
@@ -144,7 +153,7 @@ STATES = [
     ),
     (
         facts(last_arrival=NOW - 1200),
-        ("wait", "trainer_silent", "No rollouts for 20 min. v000007 gave 4.77 tokens per round on the last ones."),
+        ("wait", "trainer_silent", "No rollouts for 20 min."),
     ),
     (new(), ("wait", "no_rollouts", "Waiting for the first rollouts.")),
     (new(accepted=2, queued=2), ("wait", "queued", "Waiting: 2 batches in the queue, none scored yet.")),
@@ -179,7 +188,7 @@ STATES = [
         (
             "good",
             "serving",
-            "Serving: v000007 gave 4.77 tokens per round on the last rollouts; v000008 is served since.",
+            "Serving: v000007 gave 4.77 tokens per round on the last rollouts (v000008 is served since).",
         ),
     ),
     (
