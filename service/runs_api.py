@@ -58,8 +58,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
 @router.get("/runs/{run}")
 async def get_run(run: str, context: Context) -> dict[str, Any]:
     """Read what is registered, how far the run's drafter and head have come, and the worst thing that is true of it."""
-    described = await describe(context, run)
-    return described | {"headline": (await read_headline(context, run)).as_json()}
+    return await describe(context, run)
 
 
 async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
@@ -76,6 +75,7 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
         # What the drafters in use can propose, and the share of the newest scored tokens that this is.
         "draft_vocab_size": worker.get("draft_vocab_size") or record.draft_vocab_size,
         "draft_coverage": worker.get("draft_coverage"),
+        "headline": (await read_headline(context, run)).as_json(),
     }
 
 
