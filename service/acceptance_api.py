@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from service.acceptance import OUR_DRAFTER
-from service.alpha import alpha_document
 from service.context import Context, RunQuery, ServiceContext
 from service.dead_drafter import Judgement, judge, pooled_replay_alpha
 from service.registry import Manifest
 from service.settings import Settings
+from service.snapshot import read_snapshot, run_document
 from service.uploads import parse_body
 
 router = APIRouter(tags=["acceptance"])
@@ -162,9 +162,7 @@ def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: Ca
 
 @router.get("/alpha")
 async def get_alpha(context: Context, run: RunQuery = "default") -> dict[str, Any]:
-    """Read the α series: one point per policy version, and the events of the registry."""
+    """Read the α series, the registry's events, the figures of what came last, and how the run is in words."""
     context.run(run)
-    store = context.store(run)
-    scores, acceptances = await store.scores(), await store.acceptances()
-    history = await asyncio.to_thread(context.registry.history, run)
-    return await asyncio.to_thread(alpha_document, run, scores, acceptances, history, context.settings.depth)
+    snapshot = await read_snapshot(context, run)
+    return await asyncio.to_thread(run_document, run, snapshot, context.settings, context.dead_rule)

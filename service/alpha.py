@@ -1,6 +1,7 @@
 """The α series: score records and acceptance records of one run, pooled per policy version.
 
-Pure: no torch, no Redis, no clock. `GET /alpha`, the page and `/metrics` all read this one document.
+Pure: no torch, no Redis, no clock. `GET /alpha` and the page's charts show this document. What is true *now* is not its
+last point but `service.current`: a trainer that went back to an earlier checkpoint writes earlier points again.
 
 Rules:
 * Sums are pooled before they are divided (α = tokens / rounds). A mean of ratios is another quantity, 4 % off on the
@@ -13,6 +14,7 @@ Rules:
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -119,22 +121,37 @@ def alpha_document(
     for record in scores.values() if isinstance(scores, Mapping) else scores:
         if (policy := version(record.get("policy_version"))) is not None:
             scored[policy].append(record)
+    # When each policy version was being worked on: the order of score records in time.
+    begun = sorted((number(r.get("created")) or 0.0, policy) for policy, found in scored.items() for r in found)
     acceptances = list(acceptances)
     counted: defaultdict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for record in acceptances:
         if (policy := version(record.get("policy_version"))) is not None:
             counted[policy].append(record)
-    points = [_point(policy, scored.get(policy, []), counted.get(policy, [])) for policy in sorted({*scored, *counted})]
+    versions = sorted({*scored, *counted})
+    points = [pool_point(policy, scored.get(policy, []), counted.get(policy, [])) for policy in versions]
     return {
         "run": run,
         "depth": depth,
         "points": points,
-        "events": [dict(event) for event in history],
+        "events": [_placed(event, begun) for event in history],
         "servers": servers(acceptances),
     }
 
 
-def _point(
+def _placed(event: Mapping[str, Any], begun: Sequence[tuple[float, int]]) -> dict[str, Any]:
+    """An event of the registry; one that moved `latest` back or anew also says at which policy version the run was.
+
+    Its own `policy_version` is of the drafter that it moved to.
+    """
+    when = number(event.get("time"))
+    if event.get("event") not in ("rolled_back", "pushed_again") or when is None:
+        return dict(event)
+    index = bisect.bisect_right(begun, (when, math.inf))
+    return dict(event) | ({"at_policy_version": begun[index - 1][1]} if index else {})
+
+
+def pool_point(
     policy: int, scores: Sequence[Mapping[str, Any]], acceptances: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Pool one policy version's records. `alpha_live` is of published drafters; other methods stand beside it."""

@@ -28,6 +28,7 @@ from service.context import Context, ServiceContext
 from service.errors import ConfigurationError
 from service.problems import Problem
 from service.settings import Settings
+from service.snapshot import read_snapshot, watch
 
 log = logging.getLogger("draftalign.api")
 router = APIRouter(tags=["operations"])
@@ -50,9 +51,10 @@ def create_app(settings: Settings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        reaper = asyncio.create_task(_reap(app.state.context))
+        tasks = [asyncio.create_task(work(app.state.context)) for work in (_reap, watch)]
         yield
-        reaper.cancel()
+        for task in tasks:
+            task.cancel()
         app.state.context.close()
         await client.aclose()
 
@@ -100,22 +102,9 @@ async def readyz(context: Context) -> dict[str, str]:
 @router.get("/metrics")
 async def get_metrics(context: Context) -> Response:
     """Read the metrics, in Prometheus' text format."""
-    snapshots = {run: await _snapshot(context, run) for run in context.layout.run_names()}
+    snapshots = {run: await read_snapshot(context, run) for run in context.layout.run_names()}
     text = await asyncio.to_thread(metrics.render, snapshots, queue_limit_bytes=context.settings.queue_max_bytes)
     return Response(text, media_type=metrics.CONTENT_TYPE)
-
-
-async def _snapshot(context: ServiceContext, run: str) -> metrics.RunSnapshot:
-    store = context.store(run)
-    latest = context.registry.latest(run)
-    return metrics.RunSnapshot(
-        scores=await store.scores(),
-        acceptances=await store.acceptances(),
-        history=await asyncio.to_thread(context.registry.history, run),
-        counters=await context.queue(run).counters(),
-        worker=await store.worker(),
-        latest_manifest=None if latest is None else latest.model_dump(),
-    )
 
 
 @router.get("/", response_class=HTMLResponse)

@@ -43,6 +43,8 @@ class ServiceContext:
             replay_alpha=settings.dead_replay_alpha,
             push_again_seconds=settings.push_again_seconds,
         )
+        #: Runs for which this process has accepted a batch: the log says the first of each.
+        self.accepted_for: set[str] = set()
         self._runs: dict[str, RunRecord] = {}
         self._queues: dict[str, AsyncRolloutQueue] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")

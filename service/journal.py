@@ -129,6 +129,16 @@ class Journal:
         self.totals.published += winner.verdict.promote
         self.totals.refused += refused
 
+    def gathered(self, tokens: int, wanted: int, batches: int) -> None:
+        """Say how far the draft vocabulary of a run from scratch is."""
+        progress = f"{tokens:,} of {wanted:,} response tokens gathered"
+        log.info("%s: %s for the draft vocabulary; batches waiting: %d", self._run, progress, batches)
+        self._store.set_worker({"vocabulary": {"tokens": tokens, "wanted": wanted}})
+
+    def vocabulary_known(self) -> None:
+        """Nothing waits for the draft vocabulary."""
+        self._store.set_worker({"vocabulary": None})
+
     def report(self, newest: Scores, decision: Decision, draft_vocab_size: int, outcome: Contest | None = None) -> None:
         """Say in one line what was done, and set the gauges."""
         alpha = newest.alpha("served")
@@ -159,6 +169,8 @@ class Journal:
                 "round_tokens_total": self.totals.round_tokens,
                 "draft_vocab_size": draft_vocab_size,
                 "draft_coverage": self._coverage,
+                "drift_alpha": None if self._reading is None else self._reading.value,
+                "drift_level": None if self._reading is None else self._reading.baseline,
                 "drift": {n: {"statistic": lane.statistic, "limit": lane.limit} for n, lane in lanes.items()},
             }
         )

@@ -5,11 +5,12 @@ several replicas of it, or a restart, report the same numbers. A metric without 
 then tell "α is low" from "nobody knows α". No `_created` series. Names, meanings and alerts: docs/metrics.md.
 
 Ratios are left to PromQL wherever they are exact: `rate(round_tokens_total) / rate(rounds_total)` is α over any window.
-The gauges `draftalign_alpha` and `draftalign_regret` are of the newest policy version that has data for them.
+The gauges `draftalign_alpha` and `draftalign_regret` are of what arrived last and has data for them.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from service.acceptance import number
-from service.alpha import DRAFTERS, alpha_document
+from service.alpha import DRAFTERS
+from service.current import current
 
 #: What `/metrics` is served as.
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,13 +37,18 @@ class RunSnapshot:
 
     `scores`, `acceptances`: records as in docs/architecture.md. `history`: the registry's events. `counters`: the hash
     `da:{run}:counters` (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total, dropped_total`).
-    `latest_manifest`: `GET /drafter/latest` as a dict, None before the first publish.
+    `latest_manifest`: `GET /drafter/latest` as a dict, None before the first publish. `now`: when it was read, in Unix
+    seconds.
 
     `worker`: the gauges of `da:{run}:worker`, all optional:
     `heartbeat` Unix seconds · `action` one word · `trained_tokens_total` · `train_seconds_total` ·
     `rounds_total`, `round_tokens_total`: {drafter: sum since the run began}, kept by the worker because the score
     records are bounded in number and a counter must never fall · `published_total`, `refused_total` ·
-    `drift`: {lane: {"statistic": S, "limit": h}}, lanes absent until the monitor's warm-up is over.
+    `drift`: {lane: {"statistic": S, "limit": h}}, lanes absent until the monitor's warm-up is over; `drift_alpha`,
+    `drift_level`: what the monitor compares · `vocabulary`: {"tokens", "wanted"} while it is gathered ·
+    `error`: why the worker refused the run.
+
+    `dead_letters`: the newest ones. `oldest_queued`, `last_arrival`, `registered`: Unix seconds.
     """
 
     scores: Mapping[str, Table] | Sequence[Table] = ()
@@ -50,6 +57,11 @@ class RunSnapshot:
     counters: Table = field(default_factory=dict)
     worker: Table = field(default_factory=dict)
     latest_manifest: Table | None = None
+    now: float = field(default_factory=time.time)
+    dead_letters: Sequence[Table] = ()
+    oldest_queued: float | None = None
+    last_arrival: float | None = None
+    registered: float | None = None
 
 
 def render(stores: Mapping[str, RunSnapshot], *, queue_limit_bytes: int | None = None) -> bytes:
@@ -115,21 +127,17 @@ class _Families:
 
 
 def _add_alpha(families: _Families, run: str, snapshot: RunSnapshot) -> None:
-    """Gauges of the newest policy versions."""
-    points = alpha_document(run, snapshot.scores, snapshot.acceptances, (), 0)["points"]
-
-    def newest(name: str) -> object:
-        return next((point[name] for point in reversed(points) if point[name] is not None), None)
-
+    """Gauges of what arrived last."""
+    found = current(snapshot.scores, snapshot.acceptances, snapshot.now) or {}
     for drafter in (*DRAFTERS, "live"):
-        text = "Tokens per verification round, bonus token included, on the newest policy version with data."
-        families.gauge("draftalign_alpha", text, newest(f"alpha_{drafter}"), run=run, drafter=drafter)
+        text = "Tokens per verification round, bonus token included, of the policy version that arrived last with data."
+        families.gauge("draftalign_alpha", text, found.get(f"alpha_{drafter}"), run=run, drafter=drafter)
     text = "Alpha of the best drafter that could be served minus alpha of the served one, same rollouts."
-    families.gauge("draftalign_regret", text, newest("regret"), run=run)
+    families.gauge("draftalign_regret", text, found.get("regret"), run=run)
     text = "Mean negated log-probability of the sampled tokens."
-    families.gauge("draftalign_policy_entropy_nats", text, newest("entropy"), run=run)
-    text = "Newest policy version that a rollout or an engine has reported."
-    families.gauge("draftalign_policy_version", text, newest("policy_version"), run=run)
+    families.gauge("draftalign_policy_entropy_nats", text, found.get("entropy"), run=run)
+    text = "Policy version of the scored batch that arrived last; before the first, of the engines' last report."
+    families.gauge("draftalign_policy_version", text, found.get("policy_version"), run=run)
 
 
 def _add_totals(families: _Families, run: str, snapshot: RunSnapshot) -> None:
@@ -180,6 +188,13 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         ("dropped", "dropped_total", "Unread rollout batches dropped for newer ones."),
     ):
         families.counter(f"draftalign_rollouts_{name}_total", text, counters.get(key), run=run)
+    text = "Unix time at which the last rollout batch arrived."
+    families.gauge("draftalign_rollouts_last_arrival_timestamp_seconds", text, snapshot.last_arrival, run=run)
+    vocabulary = _table(worker.get("vocabulary"))
+    text = "Response tokens gathered for the draft vocabulary of a run that begins from scratch."
+    families.gauge("draftalign_vocabulary_tokens", text, vocabulary.get("tokens"), run=run)
+    text = "Response tokens that the draft vocabulary waits for."
+    families.gauge("draftalign_vocabulary_tokens_wanted", text, vocabulary.get("wanted"), run=run)
     text = "Unix time of the worker's last sign of life."
     families.gauge("draftalign_worker_heartbeat_timestamp_seconds", text, worker.get("heartbeat"), run=run)
     if isinstance(action := worker.get("action"), str):

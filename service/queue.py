@@ -85,6 +85,13 @@ class Entry:
         return self.deliveries >= MAX_DELIVERIES
 
 
+class Arrivals(NamedTuple):
+    """Unix seconds at which the batch arrived that has waited longest of those not ended, and the last one of all."""
+
+    oldest: float | None
+    last: float | None
+
+
 class Depth(NamedTuple):
     """What the queue holds now, pending entries included."""
 
@@ -319,6 +326,19 @@ class AsyncRolloutQueue:
         items, size = await self._redis.hmget(self._keys.counters, "items", "bytes")
         return Depth(int(items or 0), int(size or 0))
 
+    async def arrivals(self) -> Arrivals:
+        """When batches arrived, by the clock of Redis."""
+        try:
+            stream = await self._redis.xinfo_stream(self._keys.queue)
+        except ResponseError:  # Redis was emptied: there is no stream
+            return Arrivals(None, None)
+        first = stream["first-entry"]
+        return Arrivals(None if first is None else _seconds(first[0]), _seconds(stream["last-generated-id"]))
+
+    async def dead_letters(self, count: int) -> list[dict[str, str]]:
+        """The newest dead letters, newest first."""
+        return [_strings(fields) for _, fields in await self._redis.xrevrange(self._keys.dead, count=count)]
+
     async def count_rejected(self) -> None:
         """Count an upload that was refused before its body was read."""
         await self._redis.hincrby(self._keys.counters, "rejected_total", 1)
@@ -374,6 +394,12 @@ def _script(name: str) -> str:
 def _text(value: object) -> str:
     """Replies are bytes or text, as the client was made with `decode_responses` or without."""
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _seconds(entry_id: object) -> float | None:
+    """Arrival of a stream's entry: its id begins with Unix milliseconds. None for 0-0, before the first."""
+    milliseconds = int(_text(entry_id).partition("-")[0])
+    return milliseconds / 1000.0 if milliseconds else None
 
 
 def _strings(fields: Mapping[Any, Any]) -> dict[str, str]:

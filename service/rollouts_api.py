@@ -181,8 +181,10 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> En
     )
     for dropped in outcome.dropped:
         spool.delete(run, dropped)
-    if outcome.outcome == "accepted":
-        await context.store(run).raise_latest_policy(batch.policy_version_max)
+    if outcome.outcome == "accepted" and run not in context.accepted_for:
+        context.accepted_for.add(run)
+        log.info("%s: first batch accepted since this process began: policy %d, %d rollouts, %d tokens",
+                 run, batch.policy_version, batch.rollouts, batch.tokens)  # fmt: skip
     if outcome.outcome != "accepted" and not await _is_named(context, run, batch):
         spool.delete(run, batch.blob)
     if outcome.outcome == "disowned":

@@ -113,6 +113,10 @@ class RunWorker:
         self._blameless = False  # the backlog comes from Redis having been away, not from a death
         queue.ensure_group()
         self._resume()
+        if self._lineage.trainer is None:
+            self._tell_gathered()
+        else:
+            self._journal.vocabulary_known()
 
     @property
     def pending(self) -> list[str]:
@@ -277,6 +281,8 @@ class RunWorker:
         self._waiting += fresh
         # To wait does no harm: a worker that is killed meanwhile was not killed by them.
         self._queue.release(CONSUMER, [entry for entry, _ in fresh])
+        if fresh:
+            self._tell_gathered()
         if int(self._counts.sum()) < self._settings.vocab_min_tokens:
             return []
         self._lineage.begin_from_scratch(self._counts)
@@ -284,7 +290,11 @@ class RunWorker:
         waiting, self._waiting = self._waiting, []
         # From here on their delivery counts again.
         self._queue.release(CONSUMER, [replace(entry, deliveries=entry.deliveries + 1) for entry, _ in waiting])
+        self._journal.vocabulary_known()
         return waiting
+
+    def _tell_gathered(self) -> None:
+        self._journal.gathered(int(self._counts.sum()), self._settings.vocab_min_tokens, len(self._waiting))
 
     # --- test, train, judge
     def _learn_from(self, fresh: Sequence[tuple[Entry, RolloutBatch]]) -> None:
@@ -388,6 +398,7 @@ class RunWorker:
         scores.record.update(
             {
                 "batch_id": entry.batch_id,
+                "entry_id": entry.entry_id,
                 "drafter_version": by,
                 "logprob_gap": gap if checked else None,
             }

@@ -16,6 +16,7 @@ from service.layout import RUN_NAME
 from service.nearness import check_finite, check_head, join_run
 from service.problems import Problem
 from service.runs import RunRecord, check_same, commit_run, read_head_header, read_run_header
+from service.snapshot import read_headline
 from service.spool import Upload
 from service.uploads import check_announcement, receive_file
 
@@ -93,7 +94,7 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
 
 @router.get("/runs/{run}")
 async def get_run(run: str, context: Context) -> dict[str, Any]:
-    """Read what is registered, and how far the run's drafter and head have come."""
+    """Read what is registered, how far the run's drafter and head have come, and the worst thing that is true of it."""
     return await describe(context, run)
 
 
@@ -111,6 +112,7 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
         # What the drafters in use can propose, and the share of the newest scored tokens that this is.
         "draft_vocab_size": worker.get("draft_vocab_size") or record.draft_vocab_size,
         "draft_coverage": worker.get("draft_coverage"),
+        "headline": (await read_headline(context, run)).as_json(),
     }
 
 

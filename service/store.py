@@ -20,6 +20,7 @@ from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
 from service.acceptance import since, total
+from service.current import arrival
 from service.queue import Keys
 
 Record = dict[str, Any]
@@ -106,9 +107,10 @@ class AsyncStore:
         await self._redis.hset(self._keys.acceptance, acceptance_key(record), _encoded(record))
 
     async def place_acceptance(self, record: Mapping[str, Any]) -> None:
-        """Record cumulative counts that name no policy version: what came since the last report goes to the newest one.
+        """Record cumulative counts that name no policy version: what came since the last report goes to the last one.
 
-        In one transaction: a crash loses no report and counts none twice.
+        That is the version of the batch that arrived last. In one transaction: a crash loses no report and counts none
+        twice.
         """
         key = f"{record['reporter']}/{record['drafter_version']}"
         latest = await self._redis.get(self._keys.latest_policy)
@@ -121,10 +123,6 @@ class AsyncStore:
             pipe.hset(self._keys.unplaced, key, _encoded(record))
             pipe.hset(self._keys.acceptance, acceptance_key(placed), _encoded(placed))
             await pipe.execute()
-
-    async def raise_latest_policy(self, policy_version: int) -> int:
-        """Note that a policy version wrote rollouts; returns the highest so far."""
-        return int(await self._redis.eval(_RAISE, 1, self._keys.latest_policy, policy_version))
 
     async def judged(self, reporter: str, drafter_version: str) -> tuple[int, int]:
         """Rounds and accepted tokens of a reporter's drafter when it was last judged dead or alive."""
@@ -189,7 +187,7 @@ def _records(table: Mapping[Any, Any]) -> list[Record]:
 
 def _scores(table: Mapping[Any, Any]) -> dict[str, Record]:
     records = {_text(batch_id): json.loads(value) for batch_id, value in table.items()}
-    return dict(sorted(records.items(), key=lambda item: item[1].get("created") or 0.0))
+    return dict(sorted(records.items(), key=lambda item: arrival(item[1])))
 
 
 def _gauges(table: Mapping[Any, Any]) -> Record:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import random
+import socket
 import sys
 import threading
 import time
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from service.alpha import alpha_document, drafter_sums
+from service.alpha import drafter_sums
+from service.dead_drafter import DeadRule
 from service.metrics import CONTENT_TYPE, RunSnapshot, render
+from service.settings import Settings
+from service.snapshot import run_document
 
 PAGE = Path(__file__).resolve().parents[1] / "service" / "page.html"
 
@@ -99,7 +103,7 @@ def sample_run(
             "train_seconds_total": 3.1 * policies,
             "drift": {"fast": {"statistic": 2.1, "limit": 9.5}, "slow": {"statistic": 4.0, "limit": 36.1}},
         }
-    counters = {"items": 2, "bytes": 9_400_000, "accepted_total": policies}
+    counters = {"items": 2, "bytes": 9_400_000, "accepted_total": policies} if policies else {"items": 0, "bytes": 0}
     latest = {"version": f"v{version:06d}-{version:08x}", "sequence": sequence, "created": now} if version else None
     return RunSnapshot(scores, acceptances, history, counters, worker, latest)
 
@@ -129,16 +133,31 @@ def _event(
 
 
 @contextlib.contextmanager
-def serving(runs: Mapping[str, RunSnapshot], *, status: int = 200, port: int = 0) -> Iterator[str]:
+def serving(
+    runs: Mapping[str, RunSnapshot],
+    *,
+    status: int = 200,
+    port: int = 0,
+    answers: float = math.inf,
+    asked: list[str] | None = None,
+) -> Iterator[str]:
     """Serve the page, `/alpha` and `/metrics` of these runs on loopback; yields the URL.
 
-    Any other path that was asked for is an error at the end.
+    Any other path that was asked for is an error at the end. `answers`: so many are given to `/alpha`; then the service
+    is gone. `asked`: collects what was asked for.
     """
+    left = answers
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            nonlocal left
             url = urlsplit(self.path)
-            if url.path == "/":
+            if asked is not None:
+                asked.append(self.path)
+            left -= url.path == "/alpha"
+            if left < 0:
+                self.connection.shutdown(socket.SHUT_RDWR)
+            elif url.path == "/":
                 self._answer(200, "text/html; charset=utf-8", PAGE.read_bytes())
             elif url.path == "/alpha" and status != 200:
                 problem = {"title": "no", "detail": "a token with the scope read is needed"}
@@ -146,8 +165,7 @@ def serving(runs: Mapping[str, RunSnapshot], *, status: int = 200, port: int = 0
             elif url.path == "/alpha" and (run := parse_qs(url.query).get("run", ["default"])[0]) not in runs:
                 self._answer(404, "application/problem+json", b'{"detail": "no such run"}')
             elif url.path == "/alpha":
-                snapshot = runs[run]
-                document = alpha_document(run, snapshot.scores, snapshot.acceptances, snapshot.history, 4)
+                document = run_document(run, runs[run], Settings(), DeadRule())
                 self._answer(200, "application/json", json.dumps(document, allow_nan=False).encode())
             elif url.path == "/metrics":
                 self._answer(200, CONTENT_TYPE, render(runs, queue_limit_bytes=16 << 30))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from redis import Redis
-from service_fixtures import RunningService
+from service_fixtures import RunningService, rollout_file
 
 from service.acceptance import by_drafter, by_method, servers, since, total
 from service.store import Store
@@ -104,6 +104,20 @@ def test_a_report_without_a_policy_version_goes_to_the_newest_one(service: Runni
     points = {p["policy_version"]: p for p in service.client.get("/alpha").json()["points"]}
     assert points[3]["alpha_live"] == pytest.approx(1 + 15 / 20)
     assert points[4]["alpha_live"] == pytest.approx(1 + 75 / 55)
+
+
+def test_counts_follow_a_trainer_that_went_back_and_not_one_absurd_policy_version(
+    service: RunningService, redis_client: Redis
+) -> None:
+    def report(policy: int, rounds: int) -> None:
+        assert service.post(rollout_file((f"r{policy}",), policy_version=policy)).status_code == 202
+        document = {"run": "default", "policy_version": None, **counts(rounds, rounds)}
+        assert service.client.post("/acceptance", json=document).status_code == 200
+
+    for policy, rounds in ((7, 10), (999_999_999_999_999, 30), (3, 60)):
+        report(policy, rounds)
+    found = {r["policy_version"]: r["rounds"] for r in Store(redis_client, "default").acceptances()}
+    assert found == {7: 10, 999_999_999_999_999: 20, 3: 30}
 
 
 def test_an_ngram_server_beside_a_drafter_changes_no_live_alpha(service: RunningService, redis_client: Redis) -> None:

@@ -33,6 +33,9 @@ NAMES = {
     "draftalign_rollouts_dead_total": {"run"},
     "draftalign_rollouts_rejected_total": {"run"},
     "draftalign_rollouts_dropped_total": {"run"},
+    "draftalign_rollouts_last_arrival_timestamp_seconds": {"run"},
+    "draftalign_vocabulary_tokens": {"run"},
+    "draftalign_vocabulary_tokens_wanted": {"run"},
     "draftalign_drafters_published_total": {"run"},
     "draftalign_drafters_refused_total": {"run"},
     "draftalign_drafter_sequence": {"run"},
@@ -83,9 +86,11 @@ def full_snapshot() -> RunSnapshot:
             "train_seconds_total": 12.5,
             "rounds_total": {"served": 700.0, "frozen": 900.0},
             "round_tokens_total": {"served": 2100.0, "frozen": 1800.0},
+            "vocabulary": {"tokens": 27_648, "wanted": 50_000},
             "drift": {"fast": {"statistic": 1.5, "limit": 9.5}, "slow": {"statistic": 0.0, "limit": 36.1}},
         },
         latest_manifest={"version": "v000001-aaaaaaaa", "sequence": 3, "created": 99.0},
+        last_arrival=990.0,
     )
 
 
@@ -138,6 +143,60 @@ def test_a_metric_without_data_is_absent() -> None:
         worker={"heartbeat": math.nan, "rounds_total": {"served": None}, "drift": {}, "action": None},
     )
     assert {name for name, _ in samples(render({"r": partial}))} == {"draftalign_policy_version"}
+
+
+def scored(entry: str, policy_version: int, alpha: float, **more: Any) -> dict[str, Any]:
+    """A score record of a batch that came as queue entry `entry`."""
+    served = {"tokens": 100 * alpha, "rounds": 100.0}
+    return {"entry_id": entry, "policy_version": policy_version, "served": served, **more}
+
+
+def gauges(snapshot: RunSnapshot) -> tuple[float, float]:
+    text = render({"r": snapshot})
+    return value(text, "draftalign_policy_version", run="r"), value(text, "draftalign_alpha", run="r", drafter="served")
+
+
+def test_gauges_follow_a_trainer_that_went_back_to_an_earlier_checkpoint() -> None:
+    first = [scored(f"{100 + v}-0", v, 2.0 + v / 10, created=100.0 + v) for v in range(1, 8)]
+    again: list[dict[str, Any]] = []
+    for n, policy_version in enumerate((3, 4, 5)):
+        again.append(scored(f"{200 + n}-0", policy_version, 1.5 + n / 10, created=200.0 + n))
+        # Not pooled with what the first attempt wrote under the same policy version.
+        assert gauges(RunSnapshot([*first, *again])) == (policy_version, pytest.approx(1.5 + n / 10))
+
+
+def test_gauges_pool_what_came_since_the_policy_version_changed() -> None:
+    scores = [scored("1-0", 4, 9.0), scored("2-0", 5, 2.0), scored("3-0", 4, 3.0), scored("3-1", 4, 3.5)]
+    assert gauges(RunSnapshot(scores)) == (4, pytest.approx(3.25))
+
+
+def test_one_absurd_policy_version_freezes_no_gauge() -> None:
+    scores = [scored("1-0", 999999999999999, 1.3), scored("2-0", 7, 2.5)]
+    assert gauges(RunSnapshot(scores)) == (7, 2.5)
+
+
+def test_gauges_follow_what_came_last_also_after_the_clock_was_set_back() -> None:
+    """Ids of a stream only grow, whatever the clock does; `created` is the worker's clock."""
+    scores = [scored("9000-0", 8, 3.0, created=9.0), scored("9000-1", 7, 2.5, created=2.0)]
+    assert gauges(RunSnapshot(scores)) == (7, 2.5)
+    assert gauges(RunSnapshot(list(reversed(scores)))) == (7, 2.5)
+
+
+def test_the_live_gauge_is_of_what_engines_reported_last() -> None:
+    def counted(policy_version: int, accepted: int, created: float) -> dict[str, Any]:
+        return {
+            "reporter": "e",
+            "policy_version": policy_version,
+            "rounds": 100,
+            "accepted_tokens": accepted,
+            "created": created,
+        }
+
+    before, after = counted(7, 200, 50.0), counted(3, 50, 60.0)
+    assert value(render({"r": RunSnapshot((), [after, before])}), "draftalign_alpha", run="r", drafter="live") == 1.5
+    # Reported in the future: before the clock was set back.
+    snapshot = RunSnapshot((), [counted(7, 200, 5000.0), after], now=60.0)
+    assert value(render({"r": snapshot}), "draftalign_alpha", run="r", drafter="live") == 1.5
 
 
 def test_there_are_no_created_series() -> None:

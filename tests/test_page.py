@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import torch
 from page_fixtures import PAGE, sample_run, serving
+from service_fixtures import RunningService
+from worker_fixtures import Bench, nest
 
+import service.headline
 from service.alpha import drafter_sums
 from service.metrics import RunSnapshot
 
@@ -91,7 +100,8 @@ def test_a_run_is_drawn_with_its_series_marks_and_headline(tmp_path: Path) -> No
     snapshot = sample_run(60)
     page = show(snapshot, tmp_path)
     assert re.match(
-        r"Aligned: 3\.\d\d tokens per round; the frozen drafter would give 1\.\d\d\.$", page.texts["headline"]
+        r"Aligned: v0000\d\d gives 3\.\d\d tokens per round; the first drafter, frozen, would give 1\.\d\d\.$",
+        page.texts["headline"],
     )
     kinds = [event["event"] for event in snapshot.history]
     assert f"{kinds.count('published')} published, {kinds.count('refused')} refused" in page.texts["detail"]
@@ -126,7 +136,8 @@ def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(tmp_path: Pat
     frozen, served = (last[name]["tokens"] / last[name]["rounds"] for name in ("frozen", "served"))
     page = show(snapshot, tmp_path)
     assert page.texts["headline"].endswith(
-        f"; on rollouts of policy 26 the frozen drafter would give {frozen:.2f} for its {served:.2f}."
+        f" On policy 26, where both were tested last, it was {served:.2f} against {frozen:.2f} of the first drafter, "
+        "frozen."
     )
     assert f"Rounds saved{round(100 * (1 - frozen / served))} %" in page.texts["tiles"].replace("\n", "")
 
@@ -169,11 +180,19 @@ def test_a_dead_drafter_is_the_headline(tmp_path: Path) -> None:
     snapshot = RunSnapshot(
         scores=[{"policy_version": 4, "served": sums, "frozen": sums, "created": 1.0}],
         acceptances=[
-            {"reporter": "e", "policy_version": 4, "rounds": 500, "accepted_tokens": 0, "emitted_tokens": 500}
+            {
+                "reporter": "e",
+                "policy_version": 4,
+                "rounds": 500,
+                "accepted_tokens": 0,
+                "emitted_tokens": 500,
+                "created": time.time(),
+            }
         ],
     )
     page = show(snapshot, tmp_path)
-    assert page.texts["headline"].startswith("Dead in the engines: they emit 1.00 tokens per round")
+    assert page.texts["headline"].startswith("Dead in an engine: e emits 1.00 tokens per round")
+    assert page.having("id", "headline")[0]["data-tone"] == "bad"
 
 
 @needs_browser
@@ -187,19 +206,21 @@ def test_a_drift_alarm_is_the_headline(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_a_drafter_far_above_the_frozen_one_is_aligned_even_below_its_first_level(tmp_path: Path) -> None:
+def test_a_drift_alarm_says_what_fell_below_what(tmp_path: Path) -> None:
+    """Also of a drafter far above the frozen one: not that it is below the level that the run began with."""
     sample = sample_run(20)
-    worker = {**sample.worker, "drift": {"fast": {"statistic": 11.0, "limit": 9.5}}}
+    drift = {"fast": {"statistic": 11.0, "limit": 9.5}}
+    worker = {**sample.worker, "drift": drift, "drift_alpha": 2.51, "drift_level": 3.4}
     page = show(RunSnapshot(sample.scores, (), (), {}, worker), tmp_path)
-    assert page.texts["headline"].startswith("Aligned: ")
-    assert "Still below the level that the run began with" in page.texts["detail"]
+    assert page.texts["headline"].startswith("Drifting: α 2.51 is below its level so far, 3.40; v0000")
+    assert "began with" not in page.texts["main"]
 
 
 @needs_browser
 def test_missing_numbers_are_dashes_and_never_zero(tmp_path: Path) -> None:
     served = drafter_sums([30.0, 31.0], [10.0, 10.0])
     page = show(RunSnapshot(scores=[{"policy_version": 0, "served": served}]), tmp_path)
-    assert page.texts["headline"] == "Serving: 3.05 tokens per round."
+    assert page.texts["headline"] == "Serving: the drafter gives 3.05 tokens per round."
     assert "Live in engines–" in page.texts["tiles"]
     assert "Queue–" in page.texts["tiles"]
     assert {a["data-series"] for a in page.having("data-series")} == {"served"}
@@ -234,8 +255,10 @@ def test_another_run_is_chosen_by_the_address_and_offered_in_the_picker(tmp_path
 
 @needs_browser
 def test_without_a_default_run_it_shows_the_one_there_is_or_how_to_begin(tmp_path: Path) -> None:
-    with serving({"mine": sample_run(3)}) as url:
+    asked: list[str] = []
+    with serving({"mine": sample_run(3)}, asked=asked) as url:
         assert browse(url, tmp_path).texts["headline"].startswith("Aligned: ")
+    assert {path for path in asked if path.startswith("/alpha")} == {"/alpha?run=mine"}, "nothing that does not exist"
     with serving({}) as url:
         page = browse(url, tmp_path)
         assert page.texts["headline"] == "Waiting for the first rollouts."
@@ -265,3 +288,152 @@ def test_engines_that_draft_by_other_methods_are_compared(tmp_path: Path) -> Non
 @needs_browser
 def test_without_engines_nothing_is_compared(tmp_path: Path) -> None:
     assert show(sample_run(5, live=False), tmp_path).hidden("servers-card")
+
+
+# --- what is true now
+
+
+def came(entry: int, policy_version: int, alpha: float, **more: Any) -> dict[str, Any]:
+    sums = drafter_sums([10 * alpha, 12 * alpha], [10.0, 12.0])
+    served = {"policy_version": policy_version, "served": sums, "frozen": drafter_sums([11.0, 13.0], [10.0, 12.0])}
+    return {**served, "entry_id": f"{entry}-0", "created": entry / 1000, "rollouts": 2, **more}
+
+
+@needs_browser
+def test_tiles_and_headline_follow_a_trainer_that_went_back(tmp_path: Path) -> None:
+    scores = [came(1000 + v, v, 3.0) for v in range(8)] + [came(2003, 3, 1.5), came(2004, 4, 1.7)]
+    page = show(RunSnapshot(scores), tmp_path)
+    assert page.texts["headline"].startswith("Aligned: the drafter gives 1.70 tokens per round")
+    assert "on policy 4" in page.texts["tiles"]
+    assert "now: policy 4" in page.texts["alpha"]
+    assert [a["data-now"] for a in page.having("data-now")] == ["4"]
+
+
+@needs_browser
+def test_one_absurd_policy_version_leaves_room_for_the_others_in_the_chart(tmp_path: Path) -> None:
+    scores = [came(1000 + v, v, 3.0 + v / 10) for v in range(8)]
+    scores += [came(2000, 999_999_999_999_999, 2.0), came(2001, 8, 3.9)]
+    page = show(RunSnapshot(scores), tmp_path)
+    assert page.texts["headline"].startswith("Aligned: the drafter gives 3.90 tokens per round")
+    assert page.having("data-break")
+    [line] = [a["d"] for tag, a in page.elements if a.get("data-series") == "served" and tag == "path"]
+    across = [float(x) for x in re.findall(r"[ML]([\d.]+) ", line)]
+    steps = [b - a for a, b in pairwise(across[:9])]
+    assert min(steps) > 50, across
+    assert max(steps) - min(steps) < 1, "to scale where nothing is left out"
+    assert across == sorted(across)
+
+
+@needs_browser
+def test_live_alpha_is_not_shown_on_few_rounds(tmp_path: Path) -> None:
+    few = {"reporter": "e", "policy_version": 4, "rounds": 9, "accepted_tokens": 11, "created": time.time()}
+    page = show(RunSnapshot([came(1000, 4, 3.0)], [few]), tmp_path)
+    assert "Live in engines–9 rounds: too few" in page.texts["tiles"]
+
+
+@needs_browser
+def test_a_rollback_names_the_version_it_goes_to_and_is_drawn_where_the_run_was(tmp_path: Path) -> None:
+    event = {
+        "event": "rolled_back",
+        "time": 1.0065,
+        "version": "v000005-aaaaaaaa",
+        "previous": "v000007-bbbbbbbb",
+        "policy_version": 1,
+        "reason": "worse on long prompts",
+    }
+    page = show(RunSnapshot([came(1000 + v, v, 3.0) for v in range(8)], (), [event]), tmp_path)
+    assert "rolled back to v000005 at policy 6" in page.texts["events"]
+    assert "from v000007; worse on long prompts" in page.texts["events"]
+
+
+@needs_browser
+def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_old(tmp_path: Path) -> None:
+    with serving({"default": sample_run(30)}, answers=2) as url:
+        page = browse(url, tmp_path, "--virtual-time-budget=20000")
+    assert re.match(r"The service has not answered for \d+ s\.$", page.texts["headline"])
+    assert page.having("id", "headline")[0]["data-tone"] == "bad"
+    assert page.having("id", "connection")[0]["data-state"] == "bad"
+    assert page.having("class", "stale")
+    assert page.texts["detail"].startswith("All below is old: as it was ")
+    assert not page.hidden("full")
+
+
+@needs_browser
+def test_a_service_that_was_never_there_is_not_waited_for_in_green(tmp_path: Path) -> None:
+    with serving({"default": sample_run(3)}, answers=0) as url:
+        page = browse(url, tmp_path, "--virtual-time-budget=20000")
+    assert page.texts["headline"] == "The service does not answer."
+    assert page.having("id", "connection")[0]["data-state"] == "bad"
+
+
+# --- end to end: API, Valkey and worker as they are
+
+
+def tone(page: Document) -> tuple[str, str]:
+    return page.having("id", "headline")[0]["data-tone"], page.having("id", "connection")[0]["data-state"]
+
+
+@needs_browser
+def test_a_stopped_worker_is_the_headline_and_nothing_is_green(
+    bench: Bench, serve: Callable[..., RunningService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.headline, "SILENT_SECONDS", 2.0)
+    bench.begin()
+    api = serve()
+    with nest(tmp_path / "log") as workers:
+        pid = workers.start(bench)
+        batch = bench.post("first", policy_version=1)
+        bench.wait(lambda: bench.state(batch) in ("trained", "held_out"))
+        assert tone(browse(api.url, tmp_path)) == ("good", "good")
+        workers.kill(pid, signal.SIGSTOP)
+        bench.post("second", policy_version=2)
+        told = f"{api.url}/runs/default"
+        bench.wait(lambda: httpx.get(told).json()["headline"]["state"] == "worker_silent")
+        page = browse(api.url, tmp_path)
+    assert re.match(r"Worker silent for \d+ s: nothing is scored or trained; 1 batch waits\.$", page.texts["headline"])
+    assert tone(page) == ("bad", "bad")
+    assert page.texts["connection"] == "no worker"
+    assert "Workersilent" in page.texts["tiles"]
+
+
+@needs_browser
+def test_a_run_whose_batches_all_died_says_why(
+    bench: Bench, serve: Callable[..., RunningService], tmp_path: Path
+) -> None:
+    bench.begin()
+    api, worker = serve(), bench.worker()
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["logprobs"][tensors["loss_mask"].bool()] -= 5.0
+
+    for n in range(3):
+        bench.post(f"bad{n}", change=spoil)
+    bench.drain(worker)
+    page = browse(api.url, tmp_path)
+    assert page.texts["headline"].startswith("3 of 3 batches dead: log-probabilities disagree with the features by 5")
+    assert tone(page) == ("bad", "bad")
+    assert page.hidden("empty")
+
+
+@needs_browser
+def test_a_run_from_scratch_says_how_many_tokens_its_vocabulary_waits_for(
+    bench: Bench, serve: Callable[..., RunningService], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.register()
+    api, worker = serve(), bench.worker(vocab_min_tokens=400)
+    assert browse(api.url, tmp_path).texts["headline"] == "Waiting for the first rollouts."
+    with caplog.at_level("INFO", logger="draftalign.worker"):
+        bench.post("a", lengths=[13] * 12)
+        bench.drain(worker)
+    page = browse(api.url, tmp_path)
+    said = "120 of 400 response tokens gathered"
+    assert page.texts["headline"] == f"Waiting for the draft vocabulary: {said}."
+    assert tone(page) == ("wait", "wait")
+    assert page.hidden("empty")
+    assert f"default: {said} for the draft vocabulary; batches waiting: 1" in caplog.text
+    assert httpx.get(f"{api.url}/runs/default").json()["headline"]["text"] == page.texts["headline"]
+    assert 'draftalign_vocabulary_tokens{run="default"} 120.0' in httpx.get(f"{api.url}/metrics").text
+    bench.post("b", lengths=[13] * 30)
+    bench.drain(worker)
+    assert httpx.get(f"{api.url}/runs/default").json()["headline"]["state"] != "gathering"
+    assert "draftalign_vocabulary" not in httpx.get(f"{api.url}/metrics").text

@@ -79,6 +79,8 @@ redis.call('DEL', batch)
 redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', ARGV[8], 'bytes', ARGV[9],
   'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
   'rollout_ids', ARGV[14])
+-- Of the batch that came last, not the highest ever: a trainer may go on from an earlier checkpoint.
+redis.call('SET', prefix .. 'latest_policy', ARGV[13])
 for _, id in ipairs(cjson.decode(ARGV[14])) do
   redis.call('SET', prefix .. 'rollout:' .. id, ARGV[7])
 end

@@ -21,6 +21,8 @@ if ARGV[3] == 'dead' then
   redis.call('HINCRBY', counters, 'dead_total', 1)
   local letter = { 'XADD', KEYS[4], 'MAXLEN', '~', ARGV[7], '*' }
   for _, value in ipairs(entry[2]) do letter[#letter + 1] = value end
+  letter[#letter + 1] = 'entry_id'
+  letter[#letter + 1] = ARGV[2]
   letter[#letter + 1] = 'reason'
   letter[#letter + 1] = ARGV[4]
   redis.call(unpack(letter))

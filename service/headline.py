@@ -1,0 +1,317 @@
+"""The state of a run in words: the worst thing that is true, with its number.
+
+Pure: no torch, no Redis, no clock. `GET /alpha`, the page, `GET /runs/{run}` and the API's log all say what this says.
+That the API itself is gone only the page can say.
+
+`headline(facts)` collects what is true, worst first, and returns the first of it; the rest stands in `also`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+#: So many of the last batches, by arrival, are looked at.
+RECENT_BATCHES: Final = 20
+#: A worker says every 3 s that it is alive.
+SILENT_SECONDS: Final = 10.0
+#: One that refuses a run looks at it again every 60 s, and says nothing of it meanwhile.
+_REFUSED_SECONDS: Final = 75.0
+#: A worker that was started with the API has taken its runs up by then.
+_START_SECONDS: Final = 30.0
+#: A trainer is called silent after so long at least, and after so many times its longest pause of late.
+TRAINER_SILENT_SECONDS: Final = 600.0
+_LONGEST_PAUSES: Final = 3.0
+#: An engine that has reported nothing for so long is not spoken of.
+ENGINE_SILENT_SECONDS: Final = 600.0
+_QUEUE_NEARLY_FULL: Final = 0.8
+_BEHIND_SHARE: Final = 0.1  # of the served drafter's α: regret above it is worth a word
+_BETTER, _WORSE = 1.02, 0.98  # served over frozen: between them they are level
+_REASON_CHARACTERS: Final = 300
+
+Level = Literal["bad", "warn", "wait", "good", "note"]
+_ORDER: Final[tuple[Level, ...]] = ("bad", "warn", "wait", "good", "note")
+
+
+@dataclass(frozen=True, slots=True)
+class DeadEngine:
+    """An engine in which every draft of a sound drafter is refused."""
+
+    reporter: str
+    drafter_version: str
+    live_alpha: float
+    rounds: int
+    replay_alpha: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What is known of a run at one moment. Times are Unix seconds; None: never, or nobody knows.
+
+    `recent_batches`, `recent_dead`: of the batches that arrived last and have ended or were scored. `gathered`,
+    `wanted`: response tokens for the draft vocabulary, while it is not there yet. `current`: as in `GET /alpha`.
+    `longest_pause`: between batches that arrived of late, in seconds. `queue_fill`: of its bounds.
+    """
+
+    now: float
+    registered: float | None = None
+    heartbeat: float | None = None
+    worker_error: str | None = None
+    action: str | None = None
+    accepted: int = 0
+    queued: int = 0
+    queue_fill: float = 0.0
+    oldest_queued: float | None = None
+    last_arrival: float | None = None
+    longest_pause: float | None = None
+    recent_batches: int = 0
+    recent_dead: int = 0
+    dead_reason: str | None = None
+    gathered: int | None = None
+    wanted: int | None = None
+    served_version: str | None = None
+    published: int = 0
+    current: Mapping[str, Any] | None = None
+    drift_alarm: bool = False
+    drift_alpha: float | None = None
+    drift_level: float | None = None
+    dead_engines: Sequence[DeadEngine] = ()
+    last_engine_report: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """One thing that is true. `text` begins with `word`; `also` are the texts of the other ones, worst first."""
+
+    level: Level
+    state: str
+    word: str
+    text: str
+    also: tuple[str, ...] = field(default=())
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self) | {"also": list(self.also)}
+
+
+def headline(facts: RunFacts) -> Headline:
+    """Say the worst thing that is true."""
+    found = sorted(_findings(facts), key=lambda one: _ORDER.index(one.level))  # stable: worst first within a level too
+    first, *rest = found
+    if first.state in (
+        "worker_silent",
+        "no_worker",
+        "refused",
+    ):  # how well the drafter did is not known to be true any more
+        rest = [one for one in rest if one.level != "good"]
+    return Headline(first.level, first.state, first.word, first.text, tuple(one.text for one in rest))
+
+
+def _findings(facts: RunFacts) -> Iterator[Headline]:
+    """All that is true. Something always is."""
+    yield from _of_worker(facts)
+    yield from _of_dead_batches(facts)
+    yield from _of_engines(facts)
+    yield from _of_queue(facts)
+    alpha = _alpha(facts, "alpha_served")
+    if alpha is not None:
+        yield from _of_alpha(facts, alpha)
+    else:
+        yield from _before_the_first_score(facts)
+    yield from _of_trainer(facts)
+
+
+# --- worker, queue, trainer
+def _of_worker(facts: RunFacts) -> Iterator[Headline]:
+    waits = f"{_batches(facts.queued)} wait" if facts.queued > 1 else "1 batch waits" if facts.queued else ""
+    if facts.heartbeat is None:
+        yield from _no_worker(facts, waits)
+        return
+    age = facts.now - facts.heartbeat
+    silent = age > (_REFUSED_SECONDS if facts.worker_error else SILENT_SECONDS)
+    if silent:
+        nothing = "nothing is scored or trained"
+        yield _found(
+            "bad", "worker_silent", "Worker silent", f" for {duration(age)}: {nothing}{waits and '; ' + waits}."
+        )
+    if facts.worker_error:
+        # What a silent worker said last is not the worst thing any more.
+        yield _found("bad", "refused", "Refused by the worker", f": {_short(facts.worker_error)}")
+
+
+def _no_worker(facts: RunFacts, waits: str) -> Iterator[Headline]:
+    since = facts.oldest_queued if facts.queued else facts.registered
+    late = since is not None and facts.now - since > _START_SECONDS
+    start = 'Start "draftalign worker" on the same Redis and state directory, if none runs'
+    if facts.queued:
+        if late:
+            yield _found("bad", "no_worker", "No worker", f" has taken this run up: {waits}. {start}.")
+        else:
+            queued = f"{_batches(facts.queued)} {'are' if facts.queued > 1 else 'is'} queued"
+            yield _found("wait", "no_worker", "Waiting", f": {queued}, the worker has not begun.")
+    elif late and facts.current is None:
+        yield _found("warn", "no_worker", "No worker", f" has taken this run up. {start}.")
+
+
+def _of_dead_batches(facts: RunFacts) -> Iterator[Headline]:
+    if not facts.recent_dead:
+        return
+    of = "the last " if facts.recent_batches >= RECENT_BATCHES else ""
+    word = f"{facts.recent_dead} of {of}{_batches(facts.recent_batches)} dead"
+    most = 2 * facts.recent_dead > facts.recent_batches
+    reason = _short(facts.dead_reason or "no reason", _REASON_CHARACTERS if most else _REASON_CHARACTERS // 3)
+    yield _found("bad" if most else "note", "batches_dead", word, f": {reason}")
+
+
+def _of_queue(facts: RunFacts) -> Iterator[Headline]:
+    if facts.queue_fill >= _QUEUE_NEARLY_FULL:
+        text = f": {_batches(facts.queued)} wait. At 100 % rollouts are refused."
+        yield _found("warn", "queue_full", f"Queue {facts.queue_fill:.0%} full".replace("%", " %"), text)
+    elif facts.action == "defer":
+        yield _found(
+            "note",
+            "behind",
+            "Worker behind",
+            f": {_batches(facts.queued)} queued, of which the newest policy's are trained on.",
+        )
+
+
+def _of_trainer(facts: RunFacts) -> Iterator[Headline]:
+    if facts.last_arrival is None or facts.gathered is not None:
+        return
+    age = facts.now - facts.last_arrival
+    if age > max(TRAINER_SILENT_SECONDS, _LONGEST_PAUSES * (facts.longest_pause or 0.0)) and not facts.queued:
+        yield _found("wait", "trainer_silent", "No rollouts", f" for {duration(age)}.")
+
+
+def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
+    """What is waited for. Nothing, where it is the worker: that is said already."""
+    live, waiting = _alpha(facts, "live"), "Waiting"
+    if live is not None:
+        text = f": {live:.2f} tokens per round in the engines. No rollout is scored yet."
+        yield _found("good", "live", "Live", text)
+    elif facts.gathered is not None and facts.wanted and facts.gathered >= facts.wanted:
+        text = f": {facts.gathered:,} response tokens are gathered; the first drafter is being made."
+        yield _found("wait", "learning", "Learning", text)
+    elif facts.gathered is not None and facts.wanted and (facts.accepted or facts.queued):
+        text = f": {facts.gathered:,} of {facts.wanted:,} response tokens gathered."
+        yield _found("wait", "gathering", "Waiting for the draft vocabulary", text)
+    elif facts.current is not None:
+        yield _found("wait", "learning", "Learning", ": no drafter is served yet; the first one is being made.")
+    elif facts.queued and facts.heartbeat is not None:
+        yield _found("wait", "queued", waiting, f": {_batches(facts.queued)} in the queue, none scored yet.")
+    elif facts.accepted and not facts.queued:
+        yield _found("wait", "unscored", waiting, ": no rollout has been scored yet.")
+    elif not facts.queued:
+        yield _found("wait", "no_rollouts", "Waiting for the first rollouts", ".")
+
+
+# --- engines and α
+def _of_engines(facts: RunFacts) -> Iterator[Headline]:
+    if facts.dead_engines:
+        worst = facts.dead_engines[0]
+        others = f" So it is in {len(facts.dead_engines) - 1} more." if len(facts.dead_engines) > 1 else ""
+        text = (
+            f": {worst.reporter} emits {worst.live_alpha:.2f} tokens per round over {worst.rounds:,} rounds, though "
+            f"{short_version(worst.drafter_version)} gives {worst.replay_alpha:.2f} in replay.{others}"
+        )
+        yield _found("bad", "engine_dead", "Dead in an engine", text)
+    if facts.current is None:
+        return
+    if facts.last_engine_report is None:
+        yield _found("note", "no_engine", "No engine", " reports what it accepts.")
+    elif (age := facts.now - facts.last_engine_report) > ENGINE_SILENT_SECONDS:
+        yield _found("note", "no_engine", "No engine", f" has reported for {duration(age)}.")
+
+
+def _of_alpha(facts: RunFacts, alpha: float) -> Iterator[Headline]:
+    """What the served drafter is worth: what is wrong with it, else how it stands beside the first one."""
+    says, troubles = _says(facts, alpha), False
+    compared = (facts.current or {}).get("compared")
+    gain = compared["alpha_served"] / compared["alpha_frozen"] if compared else None
+    if gain is not None and gain < _WORSE:
+        troubles = True
+        yield _found("bad", "worse", "Worse than doing nothing", f": {says}{_beside(facts, alpha)}.")
+    if facts.drift_alarm:
+        troubles = True
+        fell = "α fell beyond chance"
+        if facts.drift_alpha is not None and facts.drift_level is not None:
+            fell = f"α {facts.drift_alpha:.2f} is below its level so far, {facts.drift_level:.2f}"
+        yield _found("warn", "drifting", "Drifting", f": {fell}; {says}.")
+    regret = _alpha(facts, "regret")
+    if regret is not None and regret > _BEHIND_SHARE * alpha:
+        troubles = True
+        better = (facts.current or {}).get("best_version")
+        name = "the drafter in training" if better == "candidate" else short_version(better) or "the best one kept"
+        yield _found("warn", "regret", "Behind", f": {says}; {name} would give {regret:.2f} more.")
+    if troubles:
+        return
+    if gain is None:
+        yield _found("good", "serving", "Serving", f": {says}.")
+    elif gain > _BETTER:
+        yield _found("good", "aligned", "Aligned", f": {says}{_beside(facts, alpha)}.")
+    else:
+        word = "Level" if facts.published > 1 else "At the start"
+        text = f": {says}, as the first drafter would; training has gained nothing so far."
+        yield _found("good", "level", word, text)
+
+
+def _says(facts: RunFacts, alpha: float) -> str:
+    """Which version gives how much; the one served now may be newer than the last rollouts."""
+    gave = (facts.current or {}).get("drafter_version")
+    now = facts.served_version
+    if gave and now and gave != now:
+        since = f"{short_version(now)} is served since"
+        return f"{short_version(gave)} gave {alpha:.2f} tokens per round on the last rollouts ({since})"
+    return f"{_served(facts)} gives {alpha:.2f} tokens per round"
+
+
+def _beside(facts: RunFacts, alpha: float) -> str:
+    compared = (facts.current or {})["compared"]
+    frozen, beside_frozen = compared["alpha_frozen"], compared["alpha_served"]
+    if abs(beside_frozen - alpha) < 0.005:
+        return f"; the first drafter, frozen, would give {frozen:.2f}"
+    return (
+        f". On policy {compared['policy_version']}, where both were tested last, it was {beside_frozen:.2f} against "
+        f"{frozen:.2f} of the first drafter, frozen"
+    )
+
+
+def _served(facts: RunFacts) -> str:
+    version = (facts.current or {}).get("drafter_version") or facts.served_version
+    return short_version(version) or "the drafter"
+
+
+# --- words
+def _found(level: Level, state: str, word: str, rest: str) -> Headline:
+    return Headline(level, state, word, f"{word}{rest}")
+
+
+def _alpha(facts: RunFacts, name: str) -> float | None:
+    found = (facts.current or {}).get(name)
+    if isinstance(found, Mapping):
+        found = found.get("alpha")
+    return found if isinstance(found, (int, float)) else None
+
+
+def _batches(count: int) -> str:
+    return f"{count:,} batch{'' if count == 1 else 'es'}"
+
+
+def _short(text: str, characters: int = _REASON_CHARACTERS) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= characters else f"{line[: characters - 1]}…"
+
+
+def short_version(version: str | None) -> str:
+    """`v000007-0a1b2c3d` as people say it: `v000007`."""
+    return (version or "").partition("-")[0]
+
+
+def duration(seconds: float) -> str:
+    """`71 s`, `20 min`, `3 h`, `2 days`."""
+    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0, round(seconds / unit))} {name}"
+    return f"{round(seconds / 86_400)} days"

@@ -1,0 +1,158 @@
+"""One run, read at one moment: what `/metrics`, `GET /alpha`, `GET /runs/{run}` and the log's headline are made of."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from redis.exceptions import RedisError
+
+from service.acceptance import OUR_DRAFTER, live_sums, method_of, number
+from service.alpha import alpha_document
+from service.context import ServiceContext
+from service.current import arrival, current
+from service.dead_drafter import DeadRule, pooled_replay_alpha
+from service.errors import ServiceError
+from service.headline import ENGINE_SILENT_SECONDS, RECENT_BATCHES, DeadEngine, Headline, RunFacts, headline
+from service.metrics import RunSnapshot
+from service.settings import Settings
+
+log = logging.getLogger("draftalign.api")
+
+#: Replay α of the last so many scored batches is what an engine's live α is compared with.
+_REPLAYED_BATCHES: Final = 64
+_WATCH_SECONDS: Final = 10.0
+
+
+async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
+    """Read a run."""
+    store, queue = context.store(run), context.queue(run)
+    latest = context.registry.latest(run)
+    arrivals = await queue.arrivals()
+    return RunSnapshot(
+        scores=await store.scores(),
+        acceptances=await store.acceptances(),
+        history=await asyncio.to_thread(context.registry.history, run),
+        counters=await queue.counters(),
+        worker=await store.worker(),
+        latest_manifest=None if latest is None else latest.model_dump(),
+        now=time.time(),
+        dead_letters=await queue.dead_letters(RECENT_BATCHES),
+        oldest_queued=arrivals.oldest,
+        last_arrival=arrivals.last,
+        registered=context.run(run).created,
+    )
+
+
+async def read_headline(context: ServiceContext, run: str) -> Headline:
+    """Say how a run is."""
+    snapshot = await read_snapshot(context, run)
+    return await asyncio.to_thread(lambda: headline(facts_of(snapshot, context.settings, context.dead_rule)))
+
+
+def run_document(run: str, snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> dict[str, Any]:
+    """Build the answer of `GET /alpha`: the series, what is true now, and that in words."""
+    document = alpha_document(run, snapshot.scores, snapshot.acceptances, snapshot.history, settings.depth)
+    facts = facts_of(snapshot, settings, rule)
+    return document | {"current": facts.current, "headline": headline(facts).as_json()}
+
+
+def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFacts:
+    """Find out what the headline has to know."""
+    worker, counters = snapshot.worker, snapshot.counters
+    scores = snapshot.scores.values() if isinstance(snapshot.scores, Mapping) else snapshot.scores
+    recent = sorted(scores, key=arrival)
+    letters = sorted(snapshot.dead_letters, key=arrival)
+    ended = sorted([*((arrival(r), None) for r in recent[-RECENT_BATCHES:]), *((arrival(r), r) for r in letters)],
+                   key=lambda one: one[0])[-RECENT_BATCHES:]  # fmt: skip
+    dead = [letter for _, letter in ended if letter is not None]
+    vocabulary = worker.get("vocabulary") or {}
+    served = snapshot.latest_manifest
+    queued, size = int(counters.get("items") or 0), int(counters.get("bytes") or 0)
+    return RunFacts(
+        now=snapshot.now,
+        registered=snapshot.registered,
+        heartbeat=number(worker.get("heartbeat")),
+        worker_error=worker.get("error"),
+        action=worker.get("action"),
+        accepted=int(counters.get("accepted_total") or 0),
+        queued=queued,
+        queue_fill=max(queued / settings.queue_max_items, size / settings.queue_max_bytes),
+        oldest_queued=snapshot.oldest_queued,
+        last_arrival=snapshot.last_arrival,
+        longest_pause=_longest_pause(recent[-RECENT_BATCHES:]),
+        recent_batches=len(ended),
+        recent_dead=len(dead),
+        dead_reason=dead[-1].get("reason") if dead else None,
+        gathered=vocabulary.get("tokens"),
+        wanted=vocabulary.get("wanted"),
+        served_version=served.get("version") if served else None,
+        published=Counter(event.get("event") for event in snapshot.history)["published"],
+        current=current(recent, snapshot.acceptances, snapshot.now),
+        drift_alarm=any(_above(lane) for lane in (worker.get("drift") or {}).values()),
+        drift_alpha=number(worker.get("drift_alpha")),
+        drift_level=number(worker.get("drift_level")),
+        dead_engines=sorted(_dead_engines(snapshot, recent[-_REPLAYED_BATCHES:], rule), key=lambda e: e.reporter),
+        last_engine_report=max((_reported(r) for r in snapshot.acceptances), default=None),
+    )
+
+
+def _above(lane: Mapping[str, Any]) -> bool:
+    statistic, limit = number(lane.get("statistic")), number(lane.get("limit"))
+    return statistic is not None and limit is not None and statistic > limit
+
+
+def _longest_pause(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds between batches that arrived one after the other; None where their queue entries are not known."""
+    known = [milliseconds / 1000.0 for has, milliseconds, _ in map(arrival, records) if has]
+    return max((later - earlier for earlier, later in pairwise(known)), default=None)
+
+
+def _reported(record: Mapping[str, Any]) -> float:
+    return number(record.get("created")) or 0.0
+
+
+def _dead_engines(snapshot: RunSnapshot, scores: Sequence[Mapping[str, Any]], rule: DeadRule) -> Iterator[DeadEngine]:
+    """Engines that reported lately and whose last rounds the dead-drafter rule's limits call dead."""
+    reports: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for record in sorted(snapshot.acceptances, key=_reported, reverse=True):
+        if method_of(record) == OUR_DRAFTER:
+            reports[str(record.get("reporter"))].append(record)
+    for reporter, newest_first in reports.items():
+        drafter = newest_first[0].get("drafter_version")
+        replayed = pooled_replay_alpha(scores, drafter)  # type: ignore[arg-type]  # None is the one of unnamed drafters
+        if snapshot.now - _reported(newest_first[0]) > ENGINE_SILENT_SECONDS or replayed is None:
+            continue
+        live = _last_rounds([r for r in newest_first if r.get("drafter_version") == drafter], rule.min_rounds)
+        if live is not None and live[0] / live[1] <= rule.live_alpha and replayed > rule.replay_alpha:
+            yield DeadEngine(reporter, str(drafter), live[0] / live[1], int(live[1]), replayed)
+
+
+def _last_rounds(newest_first: Sequence[Mapping[str, Any]], wanted: int) -> tuple[float, float] | None:
+    """Tokens and rounds of the newest records that hold `wanted` rounds; None where all of them do not."""
+    for count in range(1, len(newest_first) + 1):
+        sums = live_sums(newest_first[:count])
+        if sums is not None and sums[1] >= wanted:
+            return sums
+    return None
+
+
+async def watch(context: ServiceContext) -> None:
+    """Log each run's headline when it becomes another: a worker that is gone cannot say so itself."""
+    said: dict[str, str] = {}
+    while True:
+        await asyncio.sleep(_WATCH_SECONDS)
+        for run in context.layout.run_names():
+            try:
+                found = await read_headline(context, run)
+            except (RedisError, OSError, ServiceError, ValueError) as error:  # ValueError: a file that is no JSON
+                log.debug("run %s: its headline is not known: %s", run, error)
+                continue
+            if said.get(run) != found.state:
+                said[run] = found.state
+                log.log(logging.WARNING if found.level in ("bad", "warn") else logging.INFO, "%s: %s", run, found.text)

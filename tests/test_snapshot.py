@@ -1,0 +1,134 @@
+"""What the headline is told: read from what API, engines and worker have stored."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis import Redis
+from service_fixtures import RunningService, rollout_file
+from worker_fixtures import Bench
+
+import service.snapshot
+from service.dead_drafter import DeadRule
+from service.headline import ENGINE_SILENT_SECONDS, RunFacts
+from service.metrics import RunSnapshot
+from service.queue import RolloutQueue
+from service.settings import Settings
+from service.snapshot import facts_of
+
+NOW = 5000.0
+VERSION = "v000001-aaaaaaaa"
+
+
+def facts(**stored: Any) -> RunFacts:
+    return facts_of(RunSnapshot(**({"now": NOW} | stored)), Settings(), DeadRule())
+
+
+def scored(second: float, alpha: float = 3.0) -> dict[str, Any]:
+    sums = {"tokens": 100 * alpha, "rounds": 100.0}
+    entry = f"{int(second * 1000)}-0"
+    return {"entry_id": entry, "policy_version": 1, "drafter_version": VERSION, "served": sums, "created": second}
+
+
+def counted(rounds: int, accepted: int, created: float, **more: Any) -> dict[str, Any]:
+    record = {"reporter": "e", "drafter_version": VERSION, "policy_version": 1, "created": created}
+    return record | {"rounds": rounds, "accepted_tokens": accepted, **more}
+
+
+def test_batches_dead_and_scored_are_put_in_the_order_in_which_they_came() -> None:
+    letters = [{"entry_id": f"{n}000-0", "reason": f"reason {n}"} for n in (30, 29, 8)]
+    found = facts(scores=[scored(n) for n in range(10, 29)], dead_letters=letters)
+    assert (found.recent_batches, found.recent_dead, found.dead_reason) == (20, 2, "reason 30")
+
+
+def test_an_engine_is_dead_by_its_last_rounds_and_while_it_reports() -> None:
+    healthy, dead = counted(10_000, 20_000, NOW - 60), counted(300, 2, NOW - 5, policy_version=2)
+    [found] = facts(scores=[scored(1)], acceptances=[healthy, dead]).dead_engines
+    assert (found.reporter, found.drafter_version, found.rounds, found.replay_alpha) == ("e", VERSION, 300, 3.0)
+    assert found.live_alpha == pytest.approx(1 + 2 / 300)
+    few, gone = dead | {"rounds": 30, "accepted_tokens": 0}, dead | {"created": NOW - ENGINE_SILENT_SECONDS - 1}
+    other = dead | {"method": "ngram"}
+    for record in (few, gone, other):
+        assert facts(scores=[scored(1)], acceptances=[record]).dead_engines == []
+    assert facts(scores=[scored(1, alpha=1.1)], acceptances=[dead]).dead_engines == [], "it is bad, not dead"
+    assert facts(acceptances=[dead]).dead_engines == [], "nobody knows"
+
+
+def test_pauses_of_a_trainer_are_known_by_when_its_batches_came() -> None:
+    assert facts(scores=[scored(10), scored(70), scored(75)]).longest_pause == 60.0
+    assert facts(scores=[{"policy_version": 1, "created": 1.0}]).longest_pause is None
+
+
+def test_an_alarm_is_a_lane_above_its_limit() -> None:
+    lanes = {"fast": {"statistic": 3.0, "limit": 9.5}, "slow": {"statistic": 40.0, "limit": 36.1}}
+    found = facts(worker={"drift": lanes, "drift_alpha": 2.5, "drift_level": 3.4})
+    assert (found.drift_alarm, found.drift_alpha, found.drift_level) == (True, 2.5, 3.4)
+    assert not facts(worker={"drift": {"fast": lanes["fast"]}}).drift_alarm
+    assert not facts(worker={"drift": {"fast": {}}}).drift_alarm
+
+
+def test_a_run_says_what_it_waits_for(service: RunningService) -> None:
+    def said() -> dict[str, Any]:
+        found: dict[str, Any] = service.client.get("/runs/default").json()["headline"]
+        assert found == service.client.get("/alpha").json()["headline"]
+        return found
+
+    assert said()["text"] == "Waiting for the first rollouts."
+    assert service.post(rollout_file()).status_code == 202
+    assert said()["text"] == "Waiting: 1 batch is queued, the worker has not begun."
+
+
+def test_when_batches_came_is_told_also_after_they_ended(service: RunningService, redis_client: Redis) -> None:
+    def arrived() -> float | None:
+        for line in service.client.get("/metrics").text.splitlines():
+            if line.startswith("draftalign_rollouts_last_arrival_timestamp_seconds{"):
+                return float(line.rpartition(" ")[2])
+        return None
+
+    assert arrived() is None
+    before = time.time()
+    service.post(rollout_file())
+    first = arrived()
+    assert first is not None
+    assert first == pytest.approx(before, abs=60)
+    queue = RolloutQueue(redis_client, "default")
+    [entry] = queue.claim("worker", 1, 60.0)
+    queue.ack(entry)
+    assert arrived() == first
+
+
+def test_the_log_says_the_headline_when_it_becomes_another(
+    bench: Bench,
+    serve: Callable[..., RunningService],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench.begin()
+    monkeypatch.setattr(service.snapshot, "_WATCH_SECONDS", 0.05)
+    caplog.set_level(logging.INFO, logger="draftalign.api")
+    serve()
+    bench.wait(lambda: "default: Waiting for the first rollouts." in caplog.text)
+    bench.worker()  # takes the run up, then says nothing more
+    bench.store.set_worker({"heartbeat": time.time() - 71})
+    bench.wait(lambda: "default: Worker silent for 7" in caplog.text)
+    lines = [record for record in caplog.records if record.getMessage().startswith("default: ")]
+    assert [record.levelname for record in lines] == ["INFO", "WARNING"], "each once, however often it is looked"
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(
+    serve: Callable[..., RunningService],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench,
+) -> None:
+    monkeypatch.setattr(service.snapshot, "_WATCH_SECONDS", 0.05)
+    caplog.set_level(logging.INFO, logger="draftalign.api")
+    api = serve()
+    for run in ("broken", "sound"):
+        assert api.register(run).status_code == 201
+    api.layout.latest("broken").write_text("{")
+    bench.wait(lambda: "sound: Waiting for the first rollouts." in caplog.text)
