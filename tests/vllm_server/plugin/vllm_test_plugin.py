@@ -134,12 +134,18 @@ def storage(self: Any) -> dict[str, int]:
     return {name: p.data_ptr() for name, p in self.model_runner.get_draft_model().named_parameters()}
 
 
-def wipe_drafter(self: Any) -> None:
-    """What waking from a deep sleep does to a drafter: its weights are gone, nobody is told."""
-    draft = self.model_runner.get_draft_model()
+def wipe_drafter(self: Any) -> list[str]:
+    """What waking from a level-2 sleep does to a drafter: every parameter of its own is lost, nobody is told.
+
+    What it shares with the policy is left: the trainer brings that again.
+    """
+    draft, policys = self.model_runner.get_draft_model(), self.model_runner.get_model().parameters()
+    shared = {id(parameter) for parameter in policys}
+    lost = {name: p for name, p in draft.named_parameters() if id(p) not in shared and p.numel()}
     with torch.inference_mode():
-        draft.lm_head.weight.zero_()
-        draft.model.norm.weight.zero_()
+        for parameter in lost.values():
+            parameter.zero_()
+    return sorted(lost)
 
 
 def rot_drafter(self: Any) -> None:
