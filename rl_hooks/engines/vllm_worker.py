@@ -138,6 +138,7 @@ class DrafterSwap:
             "sha256": self._served.sha256,
             "last_stall_seconds": self._stall_seconds,
             "problem": self._broken,
+            "tap": None if self.tap is None else self.tap.tap.stopped or "collecting",
             "takes": None,
         }
         if self.draft is not None:

@@ -23,7 +23,7 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     looking = (start_recording, stop_recording, policy_digest, storage, keep_collected, take_collected)
-    for method in (*looking, set_tap, wipe_drafter, rot_drafter, fail_next_load):
+    for method in (*looking, set_tap, resume_tap, move_policy, wipe_drafter, rot_drafter, fail_next_load):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
 
@@ -119,6 +119,23 @@ def set_tap(self: Any, fraction: float | None) -> None:
         else:
             setattr(runner, name, wrapper)
     self._draftalign_swap.tap.tap.fraction = fraction or 0.0
+
+
+def resume_tap(self: Any) -> None:
+    """Let a tap that has stopped collect again."""
+    self._draftalign_swap.tap.tap.stopped = None
+
+
+def move_policy(self: Any, how: str) -> None:
+    """Bring weights into the policy: by its `load_weights`, in two buckets, or by copying over its parameters."""
+    model = self.model_runner.get_model()
+    with torch.inference_mode():
+        if how == "load_weights":
+            for _ in range(2):
+                model.load_weights([("model.norm.weight", model.model.norm.weight.clone())])
+        else:
+            for parameter in model.parameters():
+                parameter.data.copy_(parameter.data * 1.01)
 
 
 def policy_digest(self: Any) -> str:
