@@ -201,7 +201,7 @@ class SwapAgent:
             token=self.config.engine_token,
             swap_timeout_seconds=self.config.swap_timeout_seconds,
         )
-        follower = EngineFollower(engine, self.config.canary, self.metrics, cache, time.monotonic)
+        follower = EngineFollower(engine, self.config.canary, self.metrics, cache, time.monotonic, self._download)
         self.followers[url] = follower
         self._offered[url] = asyncio.Event()
         return follower
@@ -277,7 +277,7 @@ class SwapAgent:
         for event in self._offered.values():
             event.set()
 
-    def _download(self, manifest: Manifest) -> Release:
+    def _download(self, manifest: Manifest, anew: bool = False) -> Release:
         config = self.config
         with httpx.Client(
             base_url=config.service_url,
@@ -286,7 +286,7 @@ class SwapAgent:
             trust_env=False,
             verify=_tls(),
         ) as client:
-            return fetch_release(client, manifest, config.cache_dir, stopped=self._stopped.is_set)
+            return fetch_release(client, manifest, config.cache_dir, anew=anew, stopped=self._stopped.is_set)
 
     def _prune(self) -> None:
         """Once the engines had time to take the newest version, delete what nobody needs."""

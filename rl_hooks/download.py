@@ -53,9 +53,16 @@ REQUIRED_IN_MTP: Final = frozenset(f"{n}.weight" for n in ("enorm", "hnorm", "eh
 
 
 def fetch_release(
-    client: httpx.Client, manifest: Manifest, cache: Path, *, stopped: Callable[[], bool] = lambda: False
+    client: httpx.Client,
+    manifest: Manifest,
+    cache: Path,
+    *,
+    anew: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Release:
     """Return the manifest's version from the cache, downloading what is missing.
+
+    A cached version that is not what was downloaded is deleted first; with `anew`, whatever is cached.
 
     Raises DownloadError (try again), DigestError or CheckpointError (the version is bad). In every case the cache is
     left so that the next call goes on where this one stopped.
@@ -66,8 +73,9 @@ def fetch_release(
     try:
         with exclusive(home / ".lock", LOCK_SECONDS, stopped):
             if final.exists():
-                if _is_intact(final, manifest):
-                    return Release(manifest, final)
+                cached = cached_release(manifest, final)
+                if is_intact(cached) and not anew:
+                    return cached
                 shutil.rmtree(final)
             staging.mkdir(exist_ok=True)
             for file in manifest.files:
@@ -82,7 +90,22 @@ def fetch_release(
             sync(home)
     except LockHeld as held:
         raise DownloadError(f"{held}, which shares this cache: still downloading, or stopped?") from None
-    return Release(manifest, final)
+    return cached_release(manifest, final)
+
+
+def cached_release(manifest: Manifest, path: Path) -> Release:
+    """The release whose complete directory is `path`, as its receipt describes it; nothing is verified here."""
+    return Release(manifest, path, _receipt(path, manifest).get(MODEL_FILE))
+
+
+def is_intact(release: Release) -> bool:
+    """Whether the release's directory still holds what was verified when it was downloaded, byte for byte."""
+    receipt = _receipt(release.path, release.manifest)
+    names = {file.name for file in release.manifest.files}
+    try:
+        return receipt.keys() == names and all(_sha256(release.path / name) == receipt[name] for name in names)
+    except OSError:
+        return False
 
 
 def prune_cache(cache: Path, run: str, keep: set[str]) -> list[str]:
@@ -232,15 +255,13 @@ def _receive_once(
             os.fsync(out.fileno())
 
 
-def _is_intact(final: Path, manifest: Manifest) -> bool:
-    """Whether a complete directory still holds what was once verified for the same manifest digest."""
+def _receipt(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """SHA-256 by file name, as written when the files were verified against this manifest's digest; else nothing."""
     try:
-        receipt = json.loads((final / RECEIPT).read_bytes())
-        return bool(receipt["digest"] == manifest.digest) and all(
-            _sha256(final / file.name) == receipt["sha256"][file.name] for file in manifest.files
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        receipt = json.loads((directory / RECEIPT).read_bytes())
+        return {str(n): str(d) for n, d in receipt["sha256"].items()} if receipt["digest"] == manifest.digest else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _matches(path: Path, file: OfferedFile) -> bool:

@@ -4,11 +4,16 @@ One `tick` = scrape, ask what is loaded, book the difference, judge a running ca
 The engine's own answer is the truth about what is loaded; what this object remembers only tells whether it changed.
 
 Restart of the agent: `engines/<digest of the URL>.json` in the cache keeps counts and verdicts, so that cumulative
-reports never go backwards and a rejected version stays rejected.
+reports never go backwards and a rejected version stays rejected. What a swap is about to do is written there before the
+engine is asked, so that an agent that dies over it leaves a version on trial and not one that nobody judges.
+
+Every load: the cached files are verified first, and the digest that the engine answers is compared afterwards. Files
+that are not what was downloaded are deleted and downloaded again, and the engine gets them at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -22,8 +27,10 @@ from rl_hooks.agent_errors import AgentError, EngineError, MetricsError, SwapRef
 from rl_hooks.agent_metrics import AgentMetrics
 from rl_hooks.canary import Canary, CanaryRule, Verdict
 from rl_hooks.counters import Bucket, Ledger, Snapshot
+from rl_hooks.download import cached_release, is_intact
+from rl_hooks.durable import sync, write_synced
 from rl_hooks.engines.protocol import Engine, EngineState
-from rl_hooks.release import Release, parse_manifest
+from rl_hooks.release import Manifest, Release, parse_manifest
 
 log = logging.getLogger("draftalign.agent")
 
@@ -37,10 +44,19 @@ class Known:
 
 
 class EngineFollower:
-    """One engine's loop body; `tick` raises EngineError when the engine cannot be reached."""
+    """One engine's loop body; `tick` raises EngineError when the engine cannot be reached.
+
+    `fetch(manifest, anew)` brings a version into the cache; it is called in a thread.
+    """
 
     def __init__(
-        self, engine: Engine, rule: CanaryRule, metrics: AgentMetrics, cache: Path, clock: Callable[[], float]
+        self,
+        engine: Engine,
+        rule: CanaryRule,
+        metrics: AgentMetrics,
+        cache: Path,
+        clock: Callable[[], float],
+        fetch: Callable[[Manifest, bool], Release],
     ) -> None:
         self.url = engine.url
         self.ledger = Ledger()
@@ -49,6 +65,7 @@ class EngineFollower:
         self._canary = Canary(rule)
         self._metrics = metrics
         self._clock = clock
+        self._fetch = fetch
         self._memory = cache / "engines" / f"{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
         self._known: Known | None = None
         self._snapshot: Snapshot | None = None
@@ -60,6 +77,8 @@ class EngineFollower:
         self._rejected: dict[str, int] = {}  # version -> sequence at which its canary failed
         self._given_up: set[int] = set()  # sequences that the engine itself refused
         self._lost = False  # the process that we swapped into is gone
+        self._pending: Release | None = None  # the engine was asked for it, and nobody has seen it done
+        self._mistrusted: str | None = None  # version for which the engine read other bytes than were verified
         self.depth: int | None = None  # tokens that the engine drafts a round, where it says so
         self.drafting: str | None = None  # `greedy` or `probabilistic`, where it says so
         self._recall()
@@ -76,7 +95,7 @@ class EngineFollower:
 
     def versions_in_use(self) -> set[str]:
         """Versions whose files must stay in the cache."""
-        releases = (self._fallback, self._loaded_release)
+        releases = (self._fallback, self._loaded_release, self._pending)
         return {release.version for release in releases if release is not None}
 
     async def tick(self, offer: Release | None) -> bool:
@@ -129,6 +148,11 @@ class EngineFollower:
         self._snapshot, self._snapshot_at = snapshot, self._clock()
         if restarted:
             self._forget_process(state, known)
+        if self._pending is not None and known != self._known and state.serving == self._pending.version:
+            # Asked for, and done since: the answer was lost, or the agent that asked died before it came.
+            self._set_aside(before, snapshot)
+            self._took(self._pending, None if known is None else known.version)
+            return None
         if snapshot is None:
             return None
         if restarted:
@@ -140,12 +164,17 @@ class EngineFollower:
         elif before is not None:
             log.warning("%s: somebody else changed the drafter from %s to %s", self.url, known, self._known)
             self._canary.interrupted()
-            self.ledger.set_aside(snapshot.rounds - before.rounds)
+            self._set_aside(before, snapshot)
         return None
+
+    def _set_aside(self, before: Snapshot | None, after: Snapshot | None) -> None:
+        """From the scrape before a swap to the one after it: partly the old drafter's work, partly the new one's."""
+        if before is not None and after is not None:
+            self.ledger.set_aside(after.rounds - before.rounds)
 
     def _book(self, state: EngineState, snapshot: Snapshot, before: Snapshot, seconds: float) -> Verdict | None:
         counts, version = snapshot.since(before, seconds), state.serving
-        if version is None:  # a drafter without a name: nobody to credit
+        if version is None or version == self._mistrusted:  # nobody to credit: no name, or not what the name says
             self.ledger.set_aside(counts.rounds)
             return None
         if state.version is None:
@@ -158,7 +187,7 @@ class EngineFollower:
         was = None if known is None else known.version
         log.warning("%s restarted: it had %s, now has %s after %d swaps", self.url, was, state.serving, state.swaps)
         self._canary.interrupted()
-        self._shape = self._loaded_release = None
+        self._shape = self._loaded_release = self._pending = self._mistrusted = None
         self._given_up.clear()
         self._lost = True
 
@@ -177,8 +206,8 @@ class EngineFollower:
 
     def _wanted(self, offer: Release | None) -> Release | None:
         """What this engine should have: the offer, or the last good release when the offer was found bad here."""
-        if offer is None:
-            return None
+        if offer is None:  # the service was not reached yet; a failed canary's verdict does not wait for it
+            return self._fallback if self.loaded_version in self._rejected else None
         if offer.sequence in self._given_up:
             return self._fallback
         rejected_at = self._rejected.get(offer.version)
@@ -187,7 +216,10 @@ class EngineFollower:
         return self._fallback
 
     def _needs(self, wanted: Release, state: EngineState) -> bool:
-        if state.serving != wanted.version or self._lost:
+        if state.serving != wanted.version or self._lost or self._mistrusted == wanted.version:
+            return True
+        if wanted.sha256 is not None and state.sha256 not in (None, wanted.sha256):
+            self._note_mismatch(_other_bytes(wanted.version, wanted.sha256, state.sha256))
             return True
         # Sequence numbers only grow: the same version under a higher one was pushed again.
         return 0 <= self._sequence < wanted.sequence
@@ -204,39 +236,80 @@ class EngineFollower:
     # --- swapping
     async def _swap(self, release: Release, state: EngineState) -> None:
         self._check_shape(release, state)
+        before, died = self._snapshot, state.version == release.version and not state.loaded
         try:
-            await self._engine.swap(release)
+            after, confirmed = await self._load(release)
         except SwapRefusedError:
             self._given_up.add(release.sequence)
+            self._pending = None
             self._metrics.swap(self.url, "refused")
             raise
         except EngineError:
             self._metrics.swap(self.url, "failed")
             raise
-        before = self._snapshot
-        after, confirmed = await self._scrape(), await self._engine.state()
-        if confirmed.serving != release.version:
-            self._metrics.swap(self.url, "failed")
-            raise EngineError(f"{self.url} accepted {release.version}, but says that {confirmed.serving} is loaded")
-        if before is not None and after is not None:
-            # From the scrape before to the scrape after: partly the old drafter's work, partly the new one's.
-            self.ledger.set_aside(after.rounds - before.rounds)
+        self._set_aside(before, after)
+        self._known = Known(confirmed.serving, confirmed.swaps)
+        self._snapshot, self._snapshot_at = _with_policy(after, confirmed), self._clock()
+        self._took(release, state.serving, died=died)
+
+    async def _load(self, release: Release) -> tuple[Snapshot | None, EngineState]:
+        """Have the engine load what was downloaded and nothing else; what it counts and says afterwards.
+
+        If it read other bytes, the files are downloaded again and loaded once more; if it does so again, they are not
+        at fault, and it is asked again after a pause.
+        """
+        anew = False
+        while True:
+            verified = await self._verify(release, anew=anew)
+            self._pending = release
+            try:
+                self._store(durable=True)
+            except OSError as error:  # a full disk must not keep a drafter from its engine
+                log.warning("%s: what is about to be swapped could not be written down: %s", self.url, error)
+            answered = await self._engine.swap(release)
+            after, confirmed = await self._scrape(), await self._engine.state()
+            if confirmed.serving != release.version:
+                raise EngineError(f"{self.url} accepted {release.version}, but says that {confirmed.serving} is loaded")
+            wrong = {answered, confirmed.sha256} - {None, verified.sha256}
+            if not wrong:
+                self._mistrusted = None
+                return after, confirmed
+            last = anew or self._mistrusted == release.version
+            self._mistrusted, self._pending = release.version, None
+            fault = _other_bytes(release.version, verified.sha256, wrong.pop())
+            self._note_mismatch(fault)
+            if last:
+                raise EngineError(f"{self.url}: {fault}; does it read the same disk as this agent?")
+            anew = True
+
+    async def _verify(self, release: Release, *, anew: bool) -> Release:
+        """Make sure that the release's files are what was downloaded; `anew`: download them whatever they are."""
+        if not anew:
+            if await asyncio.to_thread(is_intact, release):
+                return cached_release(release.manifest, release.path)
+            self._note_mismatch(f"{release.version} in the cache is not what was downloaded; downloading it again")
+        return await asyncio.to_thread(self._fetch, release.manifest, anew)
+
+    def _note_mismatch(self, fault: str) -> None:
+        self._metrics.error(self.url, "digest")
+        log.error("%s: %s", self.url, fault)
+
+    def _took(self, release: Release, before: str | None, *, died: bool = False) -> None:
+        """The engine has loaded what we asked for; `before` is what it served until then."""
         back = release.version == self._canary.good
-        died = state.version == release.version and not state.loaded
         outcome = "swapped"
-        if back and state.serving != release.version:
+        if back and before != release.version:
             outcome = "restored" if self._lost or died else "rolled_back"
         insisted = self._rejected.pop(release.version, None) is not None
         self._canary.loaded(release.version, exempt=insisted, replayed=release.manifest.replayed_alpha)
-        self._known = Known(confirmed.serving, confirmed.swaps)
-        self._snapshot, self._snapshot_at = _with_policy(after, confirmed), self._clock()
         self._shape = (release.manifest.config_fingerprint, release.manifest.d2t_sha256)
-        self._loaded_release = release
+        self._loaded_release, self._pending = release, None
+        self._sequence = max(self._sequence, release.sequence)
         if self._canary.trial is None:
             self._fallback = release
         self._lost = False
         self._metrics.swap(self.url, outcome)
-        log.info("%s: %s %s (was %s)", self.url, outcome, release.version, state.serving)
+        log.info("%s: %s %s (was %s)", self.url, outcome, release.version, before)
 
     def _check_shape(self, release: Release, state: EngineState) -> None:
         """Refuse what cannot fit the running process, before it is touched."""
@@ -261,24 +334,31 @@ class EngineFollower:
         if self.loaded_version is not None:
             self._metrics.alpha(self.url, self.loaded_version, self.ledger.version_counts(self.loaded_version).alpha)
 
-    def _store(self) -> None:
+    def _store(self, *, durable: bool = False) -> None:
+        """Remember; `durable` for what must survive a power cut. Losing the rest loses counts only."""
         document = {
             "engine": self.url,
             "known": None if self._known is None else asdict(self._known),
             "snapshot": None if self._snapshot is None else asdict(self._snapshot),
             "sequence": self._sequence,
             "rejected": self._rejected,
-            "fallback": None
-            if self._fallback is None
-            else {"manifest": asdict(self._fallback.manifest), "path": str(self._fallback.path)},
+            "fallback": _dump_release(self._fallback),
+            "pending": _dump_release(self._pending),
+            "mistrusted": self._mistrusted,
             "buckets": self.ledger.dump(),
             "canary": self._canary.dump(self._clock()),
             "verdicts": [[asdict(verdict), sequence] for verdict, sequence in self.verdicts],
         }
         self._memory.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._memory.with_suffix(".tmp")
-        temporary.write_text(json.dumps(document))
-        os.replace(temporary, self._memory)  # noqa: PTH105 - one atomic rename; not fsynced: losing it loses counts only
+        text = json.dumps(document)
+        if durable:
+            write_synced(temporary, text.encode())
+        else:
+            temporary.write_text(text)
+        os.replace(temporary, self._memory)  # noqa: PTH105 - one atomic rename
+        if durable:
+            sync(self._memory.parent)
 
     def _recall(self) -> None:
         try:
@@ -299,8 +379,28 @@ class EngineFollower:
         self._canary.restore(document["canary"], self._clock())
         self.verdicts = [(Verdict(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
         self._sequence = int(document["sequence"])
-        if (fallback := document["fallback"]) is not None and (path := Path(fallback["path"])).is_dir():
-            self._fallback = Release(parse_manifest(fallback["manifest"], fallback["manifest"]["run"]), path)
+        # Files that are gone are downloaded again when they are needed.
+        self._fallback = _load_release(document["fallback"])
+        self._pending = _load_release(document.get("pending"))
+        self._mistrusted = document.get("mistrusted")
+
+
+def _other_bytes(version: str, expected: str | None, found: str | None) -> str:
+    return f"{version} was loaded from other bytes than were downloaded: expected sha256 {expected}, got {found}"
+
+
+def _dump_release(release: Release | None) -> dict[str, Any] | None:
+    if release is None:
+        return None
+    gate = {"alpha_served": release.manifest.replayed_alpha}  # where `parse_manifest` looks for it
+    return {"manifest": asdict(release.manifest) | {"gate": gate}, "path": str(release.path)}
+
+
+def _load_release(document: dict[str, Any] | None) -> Release | None:
+    if document is None:
+        return None
+    manifest = document["manifest"]
+    return cached_release(parse_manifest(manifest, manifest["run"]), Path(document["path"]))
 
 
 def _only_counted(state: EngineState, wanted: Release) -> bool:

@@ -65,6 +65,8 @@ class Release:
 
     manifest: Manifest
     path: Path
+    #: Of model.safetensors as it was verified, and stripped; None where nothing is known to lie in `path`.
+    sha256: str | None = None
 
     @property
     def version(self) -> str:

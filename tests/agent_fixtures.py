@@ -294,11 +294,17 @@ class Engine(Peer):
         self.method: str | None = None  # vLLM's, when it is not eagle3
         self.takes: str | None = None  # the kind of drafter that can be swapped in under that method
         self.rounds_during_swap = 0
+        self.read: list[dict[str, str]] = []  # SHA-256 of every file that it was shown, load by load
+        self.tells_digest = False  # of the model file, in its answer and its state, as vLLM's plugin does
+        self.misread = 0  # so many of the next loads find other bytes than lie there
+        self.swap_asked, self.swap_allowed = threading.Event(), threading.Event()
+        self.swap_allowed.set()
         self._start()
         super().__init__()
 
     def _start(self) -> None:
         self.version: str | None = None
+        self.digest: str | None = None
         self.swaps = 0
         self.counters = {"drafts": 0, "accepted": 0, "generated": 0, "finished": 0}
         self.positions = [0] * self.depth
@@ -341,6 +347,8 @@ class Engine(Peer):
                 state["loaded"] = True
             if self.fingerprint is not None:
                 state["config_fingerprint"] = self.fingerprint
+            if self.tells_digest:
+                state["sha256"] = self.digest
             self.send_json(handler, 200, state)
         elif path == "/drafter/swap":
             self._swap(handler, body)
@@ -351,15 +359,23 @@ class Engine(Peer):
         if self.refusal is not None and (self.refused_versions is None or body["version"] in self.refused_versions):
             self.send_json(handler, self.refusal[0], {"title": self.refusal[1]})
             return
+        self.swap_asked.set()
+        self.swap_allowed.wait(60)
+        read = {path.name: sha256(path.read_bytes()) for path in Path(body["path"]).iterdir()}
+        self.read.append(read)
+        digest = read["model.safetensors"]
+        if self.misread:
+            self.misread, digest = self.misread - 1, sha256(b"other bytes")
         model = wire.MappedFile(Path(body["path"]) / "model.safetensors")
         if self.rounds_during_swap:
             self.play(self.rounds_during_swap, 1)
         with self.lock:
-            previous, self.version = self.version, body["version"]
+            previous, self.version, self.digest = self.version, body["version"], digest
             self.swaps += 1
             self.tensors[body["version"]] = set(model.header.tensors)
             self.swapped.append(body["version"])
-        self.send_json(handler, 200, {"version": body["version"], "previous": previous})
+        answer = {"version": body["version"], "previous": previous}
+        self.send_json(handler, 200, answer | ({"sha256": digest} if self.tells_digest else {}))
 
     def _metrics(self) -> str:
         with self.lock:

@@ -82,7 +82,7 @@ class Script:
 
     def request(self, **changes: Any) -> Request:
         facts: dict[str, Any] = {"sampling": PLAIN, "stop_ids": frozenset({STOP}), "max_tokens": None}
-        return Request(self.name, self.prompt, **(facts | changes))
+        return Request(self.name, tuple(self.tokens[: self.prompt]), **(facts | changes))
 
 
 def step(parts: list[tuple[Script, int, list[int], int, int]]) -> Step:
@@ -207,12 +207,12 @@ def test_a_request_without_an_answer_or_with_missing_rows_is_not_sent() -> None:
 def test_only_the_sampled_fraction_is_collected_and_only_within_the_budget() -> None:
     tapped = tap(lambda _: None, fraction=0.25)
     for i in range(400):
-        tapped.begin(Request(f"r{i}", 5, PLAIN, frozenset(), None))
+        tapped.begin(Request(f"r{i}", [2] * 5, PLAIN, frozenset(), None))
     assert 60 < tapped.counts["begun"] < 140
     assert tapped.counts["begun"] == sum(sampling_position(f"r{i}") < 0.25 for i in range(400))
     poor = tap(lambda _: None, tokens_per_minute=50)
     for i in range(40):
-        poor.begin(Request(f"r{i}", 10, PLAIN, frozenset(), None))
+        poor.begin(Request(f"r{i}", [2] * 10, PLAIN, frozenset(), None))
     assert poor.counts["begun"] == 5
     assert poor.counts["skipped_budget"] == 35
 
@@ -242,6 +242,31 @@ def test_a_file_of_collected_rollouts_is_a_rollout_file() -> None:
     header = wire.check_rollout_header(wire.parse_header(body))
     assert (header.rollouts, header.tokens, header.hidden_size, header.batch_id) == (3, 18, HIDDEN, batch_id)
     assert header.header.metadata["source"] == "engine"
+    assert header.prompt_hashes == (wire.prompt_hash([2, 3, 4]),) * 3
+
+
+def test_a_file_names_the_whole_prompt_whatever_the_prefix_cache_held() -> None:
+    """The siblings of a group share a prompt; the first computes its rows, the others read them from the cache."""
+    prompt = list(range(2, 12))
+    done = decode([Script(f"r{cached}", list(prompt), [5, 6, STOP], cached=cached) for cached in (0, 4, 9)], 3)
+    assert sorted(one.first_position for one in done) == [0, 4, 9]
+    parts, _ = rollout_file(done, run="live", policy_version=0, target_fingerprint="f" * 32, aux_layers=(1, 3))
+    header = wire.check_rollout_header(wire.parse_header(b"".join(bytes(part) for part in parts)))
+    assert header.prompt_hashes == (wire.prompt_hash(prompt),) * 3
+
+
+def test_a_prompt_that_the_engine_appends_to_stays_what_it_was_when_the_request_began() -> None:
+    collected: list[Collected] = []
+    tapped = tap(collected.append)
+    sequence, prompt = Script("r", [2, 3], [4, STOP]), [2, 3]
+    tapped.begin(Request("r", prompt, PLAIN, frozenset({STOP}), None))
+    prompt += [9, 9, 9]  # a session goes on
+    tapped.step(step([(sequence, 0, [2, 3], 0, 4)]))
+    tapped.step(step([(sequence, 2, [4], 0, STOP)]))
+    tapped.end(["r"])
+    eventually(lambda: collected)
+    check(collected[0], sequence)
+    assert list(collected[0].request.prompt_ids) == [2, 3]
 
 
 def test_files_hold_one_kind_of_sampling_and_do_not_wait_for_ever() -> None:
@@ -253,7 +278,7 @@ def test_files_hold_one_kind_of_sampling_and_do_not_wait_for_ever() -> None:
     batcher.add(
         Collected(
             **{n: getattr(done[1], n) for n in done[1].__slots__}
-            | {"request": Request("c", 3, cold, frozenset(), None)}
+            | {"request": Request("c", (2, 3, 4), cold, frozenset(), None)}
         )
     )  # type: ignore[arg-type]
     assert sent == []
@@ -305,8 +330,8 @@ def scheduled(**changes: Any) -> Any:
 
 
 def test_a_request_of_vllm_is_described_by_what_ends_it_and_how_it_is_drawn() -> None:
-    assert request_of(scheduled()) == Request("r", 2, Sampling(0.7, 1.0, 0), frozenset({7, 9}), 20)
-    assert request_of(scheduled(ignore_eos=True)) == Request("r", 2, Sampling(0.7, 1.0, 0), frozenset({7}), 20)
+    assert request_of(scheduled()) == Request("r", [1, 2], Sampling(0.7, 1.0, 0), frozenset({7, 9}), 20)
+    assert request_of(scheduled(ignore_eos=True)) == Request("r", [1, 2], Sampling(0.7, 1.0, 0), frozenset({7}), 20)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +434,7 @@ def tap_on(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]
 def test_parameters_that_moved_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner()
     seen = tap_on(runner, monkeypatch)
-    output = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[])
+    output = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[], num_scheduled_tokens={})
     assert runner.execute_model(7, output) == "executed"
     assert runner.propose_draft_token_ids("aux", 8, "hidden", "sampled", scheduler_output=output) == "drafted"
     assert seen == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -223,12 +224,18 @@ def test_a_server_that_speculates_by_another_method_is_counted_and_left_alone(
         swap(server, release(home, "one", 1))
 
 
-def swap(server: SGLangServer, release: Release, *, session_timeout_seconds: float = 0.3) -> None:
-    async def once() -> None:
-        async with httpx.AsyncClient() as client:
-            await SGLangEngine(server.url, client, session_timeout_seconds=session_timeout_seconds).swap(release)
+def test_the_digest_of_what_every_rank_read_is_answered(server: SGLangServer, home: Path) -> None:
+    offered = release(home, "one", 1)
+    assert swap(server, offered) == hashlib.sha256((offered.path / "model.safetensors").read_bytes()).hexdigest()
 
-    asyncio.run(once())
+
+def swap(server: SGLangServer, release: Release, *, session_timeout_seconds: float = 0.3) -> str | None:
+    async def once() -> str | None:
+        async with httpx.AsyncClient() as client:
+            engine = SGLangEngine(server.url, client, session_timeout_seconds=session_timeout_seconds)
+            return await engine.swap(release)
+
+    return asyncio.run(once())
 
 
 def release(home: Path, name: str, seed: int, change: Any = None, **config: Any) -> Release:

@@ -1,8 +1,8 @@
 """HTTP adapter for engines that speak draftalign's swap protocol (the example engine, the vLLM plugin).
 
 GET  /drafter/state                          {"version", "loaded", "swaps", "config_fingerprint"?, "policy_version"?,
-                                              "method"?, "takes"?}
-POST /drafter/swap {"path", "version"}       200 {"version", "previous"}, or an error with nothing changed
+                                              "method"?, "takes"?, "sha256"?}
+POST /drafter/swap {"path", "version"}       200 {"version", "previous", "sha256"?}, or an error with nothing changed
 GET  /metrics                                vLLM's counters
 """
 
@@ -40,6 +40,8 @@ class EngineState:
     #: How many tokens it drafts a round, and whether as `greedy` or `probabilistic`; None where it does not say.
     depth: int | None = None
     drafting: str | None = None
+    #: Of the model file that it read for `version`; None where it does not say.
+    sha256: str | None = None
 
     @property
     def serving(self) -> str | None:
@@ -60,8 +62,11 @@ class Engine(Protocol):
     async def state(self) -> EngineState:
         """What is loaded now."""
 
-    async def swap(self, release: Release) -> None:
-        """Load a drafter. Raises SwapRefusedError if the engine will never take it, with nothing changed."""
+    async def swap(self, release: Release) -> str | None:
+        """Load a drafter; returns the SHA-256 of the model file that the engine read, None where it does not say.
+
+        Raises SwapRefusedError if the engine will never take it, with nothing changed.
+        """
 
     async def snapshot(self) -> Snapshot:
         """Its counters now. Raises MetricsError if it does not count."""
@@ -105,15 +110,18 @@ class SwapEngine:
             found,
             depth=depth if type(depth) is int else None,
             drafting=drafting if isinstance(drafting, str) else None,
+            sha256=_digest(document),
         )
 
-    async def swap(self, release: Release) -> None:
+    async def swap(self, release: Release) -> str | None:
         """Ask for a swap, and believe only an answer that names the version."""
         version = release.version
         body = {"path": str(release.path), "version": version}
         response = await self._call("POST", "/drafter/swap", json=body, timeout=self._swap_timeout_seconds)
-        if (answered := self._object(response).get("version")) != version:
+        document = self._object(response)
+        if (answered := document.get("version")) != version:
             raise EngineError(f"{self.url}/drafter/swap: asked for {version}, the engine answered {answered!r}")
+        return _digest(document)
 
     async def snapshot(self) -> Snapshot:
         """Its counters now."""
@@ -139,3 +147,8 @@ class SwapEngine:
         if not isinstance(document, dict):
             raise EngineError(f"{response.url}: expected a JSON object, got {str(document)[:200]}")
         return document
+
+
+def _digest(document: dict[str, Any]) -> str | None:
+    value = document.get("sha256")
+    return value if isinstance(value, str) and value else None

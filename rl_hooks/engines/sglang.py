@@ -102,8 +102,11 @@ class SGLangEngine:
         accepted = max(emitted - rounds, 0)
         return Snapshot(rounds, max(rounds * self._depth, accepted), accepted, (), emitted, None)
 
-    async def swap(self, release: Release) -> None:
-        """Swap, or raise SwapRefusedError (never) or EngineError (not now) with the old drafter still in place."""
+    async def swap(self, release: Release) -> str | None:
+        """Swap, or raise SwapRefusedError (never) or EngineError (not now) with the old drafter still in place.
+
+        Returns the SHA-256 that the loader of every rank says it read.
+        """
         info = await self._get("/server_info")
         check_server(info)
         check_release(release, info)
@@ -111,7 +114,7 @@ class SGLangEngine:
         outcome.mkdir(parents=True)
         try:
             await self._update(release, outcome, int(info.get("tp_size") or 1))
-            self._judge(release, outcome, int(info.get("tp_size") or 1))
+            sha256 = self._judge(release, outcome, int(info.get("tp_size") or 1))
         finally:
             for path in outcome.iterdir():
                 path.unlink()
@@ -119,6 +122,7 @@ class SGLangEngine:
         before = self._recall()
         swaps = before[2] + 1 if before is not None and before[0] == process_identity(info) else 1
         self._remember(release, (process_identity(info), release.version, swaps))
+        return sha256
 
     # --- the sequence
     async def _update(self, release: Release, outcome: Path, ranks: int) -> None:
@@ -198,7 +202,7 @@ class SGLangEngine:
         self._left = left
         self._write(engines)
 
-    def _judge(self, release: Release, outcome: Path, ranks: int) -> None:
+    def _judge(self, release: Release, outcome: Path, ranks: int) -> str:
         """Believe only what the loader of every rank has written down."""
         said = [json.loads(path.read_text()) for path in sorted(outcome.glob("*.json"))]
         refused = [one["refused"] for one in said if one.get("refused")]
@@ -214,6 +218,7 @@ class SGLangEngine:
             raise EngineError(f"{self.url} did not load {release.version}: {reason}")
         if len({one["sha256"] for one in said}) != 1:
             raise EngineError(f"{self.url}: its ranks read different files for {release.version}")
+        return str(said[0]["sha256"])
 
     # --- memory: SGLang does not know the name of its drafter
     def _recall(self) -> tuple[str, str, int] | None:

@@ -7,7 +7,10 @@ drafts were rejected is known there and nowhere else until later. Rows are put t
 Invariants
 * A position's newest row counts. A rejected draft's row is written over by the next step's, and so is what a preempted
   request computes twice; rows behind the last accepted token carry the label -1.
-* Only whole requests are sent, from their first computed position on. What the prefix cache held has no rows.
+* Only whole requests are sent, from their first computed position on. What the prefix cache held has no rows; each
+  rollout names its full prompt by its hash.
+* One policy only: with `weights`, a request goes out only after its end, when those are seen to be the same as at
+  first; `stop` ends all collecting, and drops what is under way.
 * The last token never goes through the target. It is a label; its own row is zeros, which nothing reads.
 * No failure of ours reaches the engine: it is counted, logged once, and ends the collecting of that request.
 
@@ -24,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +36,7 @@ import torch
 from torch import Tensor
 
 from rl_hooks import wire
+from rl_hooks.engines.policy_watch import WeightSample, recorded, start_copy
 from rl_hooks.features import as_wire
 
 log = logging.getLogger("draftalign.tap")
@@ -40,6 +44,12 @@ log = logging.getLogger("draftalign.tap")
 #: Logits held at once while normalisers are computed: 2^25 floats are 128 MiB.
 _LOGITS_AT_ONCE: Final = 1 << 25
 _REJECTED: Final = -1
+#: Why a tap stops, with what has shown it.
+POLICY_MOVED: Final = (
+    "the engine's policy weights were loaded again ({}). The tap labels all that it sends as policy version 0, and "
+    "sent the head once, at its start: rollouts of another policy would be learned from as if they were of that one. "
+    "With RL, use the trainer's hook (docs/trainers.md); for a new policy, restart the server under a new run"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +66,17 @@ class Request:
     """What must be known of a request that is collected."""
 
     request_id: str
-    prompt_tokens: int
+    #: All of it, what the prefix cache holds too.
+    prompt_ids: Sequence[int]
     sampling: Sampling
     #: Generation ends with the first of these, or after `max_tokens`; engines emit no token behind that.
     stop_ids: frozenset[int]
     max_tokens: int | None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the full prompt."""
+        return len(self.prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +158,7 @@ def sampling_position(request_id: str) -> float:
 class FeatureTap:
     """Collects a sampled fraction of an engine's requests, at most `tokens_per_minute`, and hands over whole ones.
 
-    `deliver` is called in the tap's own thread. `begin`, `step` and `end` are called by the engine's.
+    `deliver` is called in the tap's own thread. `begin`, `step`, `end` and `release` are called by the engine's.
     """
 
     def __init__(
@@ -153,14 +169,19 @@ class FeatureTap:
         fraction: float,
         tokens_per_minute: int,
         max_tokens: int = 8192,
+        weights: WeightSample | None = None,
     ) -> None:
         self.head = head
+        #: Why nothing is collected any more.
+        self.stopped: str | None = None
         self.fraction, self.tokens_per_minute, self.max_tokens = fraction, tokens_per_minute, max_tokens
         self.counts: Counter[str] = Counter()
         self._deliver = deliver
+        self._weights = weights
         self._tracked: dict[str, _Tracked] = {}
+        self._ended: list[_Tracked] = []
         self._budget, self._budget_at = float(tokens_per_minute), time.monotonic()
-        self._finished: queue.SimpleQueue[_Tracked] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[list[_Tracked], Callable[[], bool]]] = queue.SimpleQueue()
         self._warned: set[str] = set()
         threading.Thread(target=self._work, name="draftalign-tap", daemon=True).start()
 
@@ -169,15 +190,18 @@ class FeatureTap:
         """A request was admitted; decide whether to collect it."""
         if request.request_id in self._tracked or sampling_position(request.request_id) >= self.fraction:
             return
+        if self._has_stopped():
+            return
         if request.prompt_tokens > self.max_tokens or not self._afford(request.prompt_tokens):
             self.counts["skipped_budget"] += 1
             return
         self.counts["begun"] += 1
-        self._tracked[request.request_id] = _Tracked(request)
+        # The engine may append to its own list when a session goes on.
+        self._tracked[request.request_id] = _Tracked(replace(request, prompt_ids=tuple(request.prompt_ids)))
 
     def step(self, step: Step) -> None:
         """Take the rows of collected requests. Launches work on the device, and waits for none of it."""
-        if not self._tracked:
+        if not self._tracked or self._has_stopped():
             return
         chosen = [i for i, name in enumerate(step.request_ids) if name in self._tracked]
         if not chosen:
@@ -192,10 +216,33 @@ class FeatureTap:
 
     def end(self, request_ids: Collection[str]) -> None:
         """These requests have ended, for whatever reason."""
-        if self._tracked:
-            for name in request_ids:
-                if (tracked := self._tracked.pop(name, None)) is not None:
-                    self._finished.put(tracked)
+        if self._tracked and not self._has_stopped():
+            self._ended += [t for name in request_ids if (t := self._tracked.pop(name, None)) is not None]
+            if self._weights is None:
+                self.release()
+
+    def release(self) -> None:
+        """A forward is about to read the policy's weights: what has ended goes out if they are still the same."""
+        if not self._ended or self._has_stopped():
+            return
+        ended, self._ended = self._ended, []
+        try:
+            self._finished.put((ended, self._weights.look() if self._weights is not None else lambda: True))
+        except Exception as error:  # noqa: BLE001 - the engine must not feel this
+            self.note("looking at the weights", error)
+
+    def stop(self, reason: str) -> None:
+        """Collect nothing from now on. What had ended before, and is seen to be right, still goes out. Any thread."""
+        if self.stopped is None:
+            self.stopped = reason
+            log.warning("draftalign tap: nothing more is collected: %s", reason)
+
+    def _has_stopped(self) -> bool:
+        """Whether the tap has stopped; then nothing is under way any more. In the engine's thread only."""
+        if self.stopped is not None:
+            self._tracked.clear()
+            self._ended.clear()
+        return self.stopped is not None
 
     def _afford(self, tokens: int) -> bool:
         now = time.monotonic()
@@ -230,11 +277,8 @@ class FeatureTap:
             "logsumexp": logsumexp,
             "logprob": logprob,
         }
-        host = {name: _start_copy(tensor) for name, tensor in taken.items()}
-        copied = None
-        if device.type == "cuda":
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(torch.cuda.current_stream(device))
+        host = {name: start_copy(tensor) for name, tensor in taken.items()}
+        copied = recorded(device)
         begin = 0
         for i, count in zip(chosen, counts.tolist(), strict=True):
             part = {name: tensor[begin : begin + count] for name, tensor in host.items()}
@@ -256,16 +300,28 @@ class FeatureTap:
     # --- the tap's thread
     def _work(self) -> None:
         while True:
-            tracked = self._finished.get()
+            ended, unchanged = self._finished.get()
             try:
-                collected = assemble(tracked.request, [chunk.host() for chunk in tracked.chunks])
-                if collected is None or not self._afford(int(collected.generated.sum())):
-                    self.counts["skipped_short" if collected is None else "skipped_budget"] += 1
-                    continue
-                self._deliver(collected)
-                self.counts["delivered"] += 1
-            except Exception as error:  # noqa: BLE001 - one bad request must not end the thread
-                self.note("assemble", error)
+                same = unchanged()
+            except Exception as error:  # noqa: BLE001 - one bad look must not end the thread
+                self.note("comparing the weights", error)
+                continue
+            if not same:
+                self.stop(POLICY_MOVED.format("they are not those that the tap registered"))
+                continue
+            for tracked in ended:
+                self._hand_over(tracked)
+
+    def _hand_over(self, tracked: _Tracked) -> None:
+        try:
+            collected = assemble(tracked.request, [chunk.host() for chunk in tracked.chunks])
+            if collected is None or not self._afford(int(collected.generated.sum())):
+                self.counts["skipped_short" if collected is None else "skipped_budget"] += 1
+                return
+            self._deliver(collected)
+            self.counts["delivered"] += 1
+        except Exception as error:  # noqa: BLE001 - one bad request must not end the thread
+            self.note("assemble", error)
 
     def note(self, kind: str, error: Exception) -> None:
         """Count a failure of ours; log it the first time that its kind comes up."""
@@ -348,6 +404,7 @@ def rollout_file(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        prompt_hashes=[wire.prompt_hash(one.request.prompt_ids) for one in batch],
         drafter_version=drafter_version,
         extra={"source": "engine", "first_positions": str([one.first_position for one in batch])},
     )
@@ -394,13 +451,6 @@ class Batcher:
 
 def _to(device: torch.device, array: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
-
-
-def _start_copy(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _filled(rows: Tensor, length: int, value: float) -> Tensor:

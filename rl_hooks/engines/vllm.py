@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import os
 import time
 from argparse import Namespace
@@ -29,6 +30,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from rl_hooks.engines.vllm_worker import REFUSED, RPC_METHODS
+
+log = logging.getLogger("vllm.draftalign")
 
 _MAX_BODY_BYTES: Final = 64 << 10
 _MAX_VERSION_LENGTH: Final = 128
@@ -179,6 +182,11 @@ class DrafterEndpoints:
         if engine_client is None:
             return
         self._swapper = Swapper(engine_client, self._directory)
+        # The workers copy the draft vocabulary to the host at their first call, which must be before they first sleep.
+        try:
+            await self._swapper.state()
+        except SwapProblem as problem:  # a server must start without it rather than not at all
+            log.warning("draftalign: the drafter was not looked at: %s", problem.detail)
         if os.environ.get("DRAFTALIGN_TAP_URL"):
             await engine_client.collective_rpc("draftalign_tap")
 

@@ -24,11 +24,13 @@ class RunningDraft:
         self._worker = worker
         self.module: nn.Module = worker.model_runner.get_draft_model()
         self.shared = _shared_modules(self.module, worker.model_runner.get_model())
+        offsets = getattr(self.module, "draft_id_to_target_id", None)
+        # A copy: vLLM keeps it as a parameter, which a level-2 sleep discards, and no weight update brings it back.
+        self._offsets = None if offsets is None else offsets.detach().to("cpu", torch.int64, copy=True)
 
     def offsets(self) -> Tensor | None:
-        """d2t, int64[D] on the CPU, as the engine holds it; None where it drafts over the whole vocabulary."""
-        offsets = getattr(self.module, "draft_id_to_target_id", None)
-        return None if offsets is None else offsets.detach().to("cpu", torch.int64)
+        """d2t, int64[D] on the CPU, as the engine loaded it; None where it drafts over the whole vocabulary."""
+        return self._offsets
 
     def built_elements(self, groups: Iterable[str]) -> dict[str, int]:
         """Parameter elements by module as vLLM recorded them when it loaded the drafter, what is shared left out.
@@ -63,7 +65,7 @@ class RunningDraft:
         draft, config = self.module, self._worker.vllm_config
         weights = [*tensors.items(), *((name, torch.ones(shape)) for name, shape in unread.items())]
         if (d2t := self.offsets()) is not None:
-            weights.append(("d2t", d2t))  # unchanged, but the reload takes every parameter off the model
+            weights.append(("d2t", d2t))  # the reload takes every parameter off the model, and a sleep may have lost it
         _synchronize(self._worker)
         with set_current_vllm_config(config), self._detached(), _repacked_experts(draft, self._worker):
             initialize_layerwise_reload(draft)

@@ -5,8 +5,8 @@
 The target already hands its auxiliary states to the drafter at every step, and its final states too: the tap looks at
 what the drafter is given (`propose_draft_token_ids` in the V1 model runner, `speculator.propose` in V2), takes the rows
 of the requests that it samples, and reads their tokens from the same step. It registers the run, with the policy's
-embedding and head and the drafter that the server was started with. The policy must not change; with RL, use the
-trainer's hook.
+embedding and head and the drafter that the server was started with. The policy must not change: when its weights are
+loaded again the tap stops, and says why. With RL, use the trainer's hook.
 
 What it sends is your users' text, as token ids and hidden states: sample with their consent.
 
@@ -29,7 +29,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_hooks.engines.tap import Batcher, Collected, FeatureTap, Head, Request, Sampling, Step, rollout_file
+from rl_hooks.engines.policy_watch import WeightSample, on_reload
+from rl_hooks.engines.tap import (
+    POLICY_MOVED,
+    Batcher,
+    Collected,
+    FeatureTap,
+    Head,
+    Request,
+    Sampling,
+    Step,
+    rollout_file,
+)
 from rl_hooks.registration import RunRegistration, head_weight
 from rl_hooks.sender import Job, RolloutSender
 
@@ -144,8 +155,10 @@ class VllmTap:
             self.batcher.add,
             fraction=settings.fraction,
             tokens_per_minute=settings.tokens_per_minute,
+            weights=WeightSample(runner.get_model()),
         )
         self._wrap(runner)
+        on_reload(worker, lambda what: self.tap.stop(POLICY_MOVED.format(what)))
 
     @staticmethod
     def _check(worker: Any) -> None:
@@ -187,6 +200,8 @@ class VllmTap:
             for new in scheduler_output.scheduled_new_reqs:
                 if (request := request_of(new)) is not None:
                     self.tap.begin(request)
+            if scheduler_output.num_scheduled_tokens:  # an empty step may come while the engine sleeps
+                self.tap.release()
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
             self.tap.note("reading what was scheduled", error)
 
@@ -214,8 +229,9 @@ class VllmTap:
         self.sender.submit(parts, batch_id=batch_id, policy_version=0)
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the tap and of its sender."""
-        return {**self.tap.counts, **{f"sender_{name}": value for name, value in self.sender.stats().items()}}
+        """Counters of the tap and of its sender, and why the tap has stopped, if it has."""
+        sender = {f"sender_{name}": value for name, value in self.sender.stats().items()}
+        return {**self.tap.counts, **sender, "stopped": self.tap.stopped}
 
 
 def request_of(new: Any) -> Request | None:
@@ -232,7 +248,7 @@ def request_of(new: Any) -> Request | None:
     if not params.ignore_eos and params.eos_token_id is not None:
         stop |= {params.eos_token_id}
     sampling = Sampling(float(params.temperature), float(params.top_p), max(0, int(params.top_k)))
-    return Request(new.req_id, len(new.prompt_token_ids), sampling, stop, params.max_tokens)
+    return Request(new.req_id, new.prompt_token_ids, sampling, stop, params.max_tokens)
 
 
 def step_v1(runner: Any, given: Mapping[str, Any]) -> Step | None:

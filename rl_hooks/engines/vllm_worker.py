@@ -138,6 +138,7 @@ class DrafterSwap:
             "sha256": self._served.sha256,
             "last_stall_seconds": self._stall_seconds,
             "problem": self._broken,
+            "tap": None if self.tap is None else self.tap.tap.stopped or "collecting",
             "takes": None,
         }
         if self.draft is not None:
@@ -210,7 +211,7 @@ class DrafterSwap:
         return replace(DraftLayout.read(config, captured), aux_layers=captured)
 
     def _d2t(self) -> Tensor:
-        """Offsets int64[D] that the engine holds; zeros where it drafts over the whole vocabulary."""
+        """Offsets int64[D] that the engine started with; zeros where it drafts over the whole vocabulary."""
         offsets = None if self.draft is None else self.draft.offsets()
         return torch.zeros(self._layout().draft_vocab_size, dtype=torch.int64) if offsets is None else offsets
 

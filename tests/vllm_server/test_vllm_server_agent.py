@@ -100,10 +100,14 @@ def test_the_agent_keeps_a_real_vllm_on_the_right_drafter(
         load.wait_for(20)
         assert server.state()["version"] == poisoned
 
-        swaps = server.state()["swaps"]
-        server.rpc("wipe_drafter")
+        swaps, digest = server.state()["swaps"], server.state()["sha256"]
+        cached = drafters / "agent" / "default" / poisoned / "model.safetensors"
+        data = cached.read_bytes()
+        cached.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # a disk that rots meanwhile
+        assert "draft_id_to_target_id" in server.rpc("wipe_drafter")
         eventually(lambda: server.state()["swaps"] == swaps + 1, 60)
-        assert server.state()["loaded"] is True
+        assert (server.state()["loaded"], server.state()["sha256"]) == (True, digest)
+        assert cached.read_bytes() == data
         load.wait_for(20)
         alphas = [follower.ledger.version_counts(version).alpha for version in (good, worse)]
     assert load.failures == []

@@ -246,6 +246,19 @@ def test_a_bad_module_is_refused_and_the_old_one_serves_on(
     assert glm.server.rpc("policy_digest") == policy
 
 
+def test_a_module_that_lost_every_parameter_is_healed_by_a_push(glm: Serving) -> None:
+    server = glm.server
+    assert server.swap("trained", "alive").status_code == 200
+    texts, alive, _ = sampled(server)
+    assert server.rpc("wipe_drafter")
+    assert server.state()["loaded"] is False
+    assert sampled(server)[1] < 1.1
+    assert server.swap("trained", "alive").status_code == 200
+    assert server.state()["loaded"] is True
+    again, healed, _ = sampled(server)
+    assert (again, healed) == (texts, pytest.approx(alive, abs=0.05))
+
+
 def test_a_load_that_breaks_half_way_is_undone_and_the_engine_serves_on(glm: Serving) -> None:
     assert glm.server.swap("trained", "before").status_code == 200
     texts, alpha, _ = sampled(glm.server)

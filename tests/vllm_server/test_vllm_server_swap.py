@@ -152,14 +152,29 @@ def test_the_same_version_is_loaded_anew_when_it_is_asked_for_again(server: Vllm
 
 
 def test_a_drafter_that_died_behind_our_back_is_noticed_and_comes_back(server: VllmServer, drafters: Path) -> None:
+    """As after a level-2 sleep: every parameter of the drafter is lost, the draft vocabulary (d2t) among them."""
     assert server.swap("trained", "alive").status_code == 200
-    alive = alpha(server, PROMPTS[:6])
-    server.rpc("wipe_drafter")
-    assert (server.state()["version"], server.state()["loaded"]) == ("alive", False)
+    alive, texts, whole = alpha(server, PROMPTS[:6]), greedy(server), server.state()
+    assert "draft_id_to_target_id" in server.rpc("wipe_drafter")
+    state = server.state()
+    assert (state["version"], state["loaded"]) == ("alive", False)
+    assert state["config_fingerprint"] == whole["config_fingerprint"]  # else an agent would refuse to push
     assert alpha(server, PROMPTS[:6]) == 1.0  # and yet every text is right: nobody would notice
-    assert server.swap("trained", "alive").status_code == 200
+    assert greedy(server) == texts
+    answer = server.swap("trained", "alive")
+    assert answer.status_code == 200, answer.text
     assert server.state()["loaded"] is True
     assert alpha(server, PROMPTS[:6]) == pytest.approx(alive, abs=0.1)
+    assert greedy(server) == texts
+    # and another version after another sleep, which is told apart by its vocabulary as before
+    server.rpc("wipe_drafter")
+    assert server.swap(edited(drafters, move_vocabulary), "other words").status_code == 409
+    assert server.swap("trained", "alive again").status_code == 200
+    assert alpha(server, PROMPTS[:6]) == pytest.approx(alive, abs=0.1)
+
+
+def greedy(server: VllmServer) -> list[list[int]]:
+    return [server.generate(prompt) for prompt in PROMPTS[:6]]
 
 
 def test_a_load_that_breaks_half_way_puts_the_old_drafter_back(server: VllmServer, drafters: Path) -> None:

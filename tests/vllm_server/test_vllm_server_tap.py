@@ -111,6 +111,50 @@ def test_live_traffic_comes_out_exactly_and_the_worker_learns_from_it(
     _check_service(service, redis_url, (before, after), len(prompts))
 
 
+RELOADS = {
+    "load_weights": ("tests_move_policy", ["load_weights"]),
+    "reload_weights": ("reload_weights", []),
+    "sleep of level 2": ("sleep", [2]),
+    "they are not those that the tap registered": ("tests_move_policy", ["copies"]),
+}
+
+
+def test_a_policy_that_is_loaded_again_stops_the_tap_and_a_swapped_drafter_does_not(
+    fleet: tuple[RunningService, VllmServer], drafters: Path
+) -> None:
+    _, server = fleet
+    prompts = elicit_prompts(4, seed=31)
+    sent = 0
+    for number, (says, (method, arguments)) in enumerate(RELOADS.items()):
+        server.rpc("resume_tap")
+        assert server.swap(drafters / ("random", "trained")[number % 2], f"v{number}").status_code == 200
+        for prompt in prompts:
+            server.generate(prompt)
+        assert server.state()["tap"] == "collecting"
+        server.generate([5], max_tokens=1)  # a step, in which the last ends are told
+        sent = _count_once_it_is(server, sent + len(prompts))
+        server.client.post("/test/rpc", json={"method": method, "args": arguments}).raise_for_status()
+        for prompt in prompts:
+            server.generate(prompt)
+        why = eventually(lambda: (tap := server.state()["tap"]) != "collecting" and tap, 60)
+        assert f"({says})" in why
+        server.generate([5], max_tokens=1)
+        assert _count(server) == sent, "a rollout of another policy went out"
+        log = server.log.read_text(errors="replace")
+        assert log.count(f"nothing more is collected: {why}") == 1
+    assert "failures" not in server.client.post("/test/rpc", json={"method": "draftalign_tap"}).json()[0]
+
+
+def _count_once_it_is(server: VllmServer, least: int) -> int:
+    eventually(lambda: _count(server) >= least, 60)
+    return _count(server)
+
+
+def _count(server: VllmServer) -> int:
+    stats = server.client.post("/test/rpc", json={"method": "draftalign_tap"}).json()[0]
+    return int(stats.get("delivered", 0))
+
+
 def _delivered(server: VllmServer, count: int) -> dict[str, Any] | None:
     stats: dict[str, Any] | None = server.client.post("/test/rpc", json={"method": "draftalign_tap"}).json()[0]
     assert stats is not None

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from rl_hooks.engines.vllm import Swapper, SwapProblem
+from rl_hooks.engines.vllm import DrafterEndpoints, Swapper, SwapProblem
+from rl_hooks.engines.vllm_draft import RunningDraft
 from rl_hooks.engines.vllm_worker import DrafterSwap
 
 
@@ -23,6 +26,7 @@ class Client:
         self.model_config = SimpleNamespace(enable_sleep_mode=True)
         self.asleep_after: str | None = None  # falls asleep once it has answered this
         self.asleep = False
+        self.broken = False
         self.calls: list[str] = []
 
     async def is_sleeping(self) -> bool:
@@ -31,6 +35,8 @@ class Client:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         del args
         assert not self.asleep, "memory that is not mapped was read"
+        if self.broken:
+            raise RuntimeError("no such method")
         self.calls.append(method)
         self.asleep = method == self.asleep_after
         if method == "draftalign_staged":
@@ -63,6 +69,30 @@ def test_an_engine_that_falls_asleep_while_the_file_is_read_is_not_touched(tmp_p
     with pytest.raises(SwapProblem, match="sleeps"):
         asyncio.run(Swapper(client, tmp_path).swap("v2", "v2"))
     assert "draftalign_apply" not in client.calls
+
+
+def test_the_draft_vocabulary_outlives_the_engines_own_copy() -> None:
+    """VLLM keeps d2t as a parameter: a level-2 sleep takes it away with the weights, and nobody brings it back."""
+    draft = torch.nn.Module()
+    draft.draft_id_to_target_id = torch.nn.Parameter(torch.tensor([3, 3, 5]), requires_grad=False)
+    runner = SimpleNamespace(get_draft_model=lambda: draft, get_model=torch.nn.Module)
+    running = RunningDraft(SimpleNamespace(model_runner=runner))
+    draft.draft_id_to_target_id.zero_()
+    offsets = running.offsets()
+    assert offsets is not None
+    assert offsets.tolist() == [3, 3, 5]
+
+
+def test_the_draft_vocabulary_is_kept_before_a_server_can_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTALIGN_DRAFTER_DIR", str(tmp_path))
+    monkeypatch.delenv("DRAFTALIGN_TAP_URL", raising=False)
+    client = Client("v1")
+    asyncio.run(DrafterEndpoints().init_state(client, None, Namespace()))
+    assert client.calls == ["draftalign_state"]
+    client.broken = True
+    asyncio.run(DrafterEndpoints().init_state(client, None, Namespace()))  # a server starts without it all the same
 
 
 def test_workers_that_hold_different_drafters_hold_none(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     looking = (start_recording, stop_recording, policy_digest, storage, keep_collected, take_collected)
-    for method in (*looking, set_tap, wipe_drafter, rot_drafter, fail_next_load):
+    for method in (*looking, set_tap, resume_tap, move_policy, wipe_drafter, rot_drafter, fail_next_load):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
 
@@ -121,6 +121,23 @@ def set_tap(self: Any, fraction: float | None) -> None:
     self._draftalign_swap.tap.tap.fraction = fraction or 0.0
 
 
+def resume_tap(self: Any) -> None:
+    """Let a tap that has stopped collect again."""
+    self._draftalign_swap.tap.tap.stopped = None
+
+
+def move_policy(self: Any, how: str) -> None:
+    """Bring weights into the policy: by its `load_weights`, in two buckets, or by copying over its parameters."""
+    model = self.model_runner.get_model()
+    with torch.inference_mode():
+        if how == "load_weights":
+            for _ in range(2):
+                model.load_weights([("model.norm.weight", model.model.norm.weight.clone())])
+        else:
+            for parameter in model.parameters():
+                parameter.data.copy_(parameter.data * 1.01)
+
+
 def policy_digest(self: Any) -> str:
     """SHA-256 of all of the policy's parameters that a CPU leaves readable, its embedding among them."""
     digest = hashlib.sha256()
@@ -134,12 +151,18 @@ def storage(self: Any) -> dict[str, int]:
     return {name: p.data_ptr() for name, p in self.model_runner.get_draft_model().named_parameters()}
 
 
-def wipe_drafter(self: Any) -> None:
-    """What waking from a deep sleep does to a drafter: its weights are gone, nobody is told."""
-    draft = self.model_runner.get_draft_model()
+def wipe_drafter(self: Any) -> list[str]:
+    """What waking from a level-2 sleep does to a drafter: every parameter of its own is lost, nobody is told.
+
+    What it shares with the policy is left: the trainer brings that again.
+    """
+    draft, policys = self.model_runner.get_draft_model(), self.model_runner.get_model().parameters()
+    shared = {id(parameter) for parameter in policys}
+    lost = {name: p for name, p in draft.named_parameters() if id(p) not in shared and p.numel()}
     with torch.inference_mode():
-        draft.lm_head.weight.zero_()
-        draft.model.norm.weight.zero_()
+        for parameter in lost.values():
+            parameter.zero_()
+    return sorted(lost)
 
 
 def rot_drafter(self: Any) -> None:

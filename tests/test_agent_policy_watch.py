@@ -1,0 +1,225 @@
+"""A tap labels all that it sends as one policy: it notices in every way that the policy moved, and then it stops."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from agent_fixtures import eventually
+from test_agent_tap import HEAD, STOP, Script, step
+from torch import nn
+
+from rl_hooks.engines.policy_watch import WeightSample, on_reload
+from rl_hooks.engines.tap import Collected, FeatureTap
+
+
+class Model(nn.Module):
+    """Loads weights as vLLM's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(50, 64)
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(30)])
+        self.experts = nn.Linear(64, 64)
+        self.lm_head = nn.Linear(64, 50, bias=False)
+        self.loaded: list[str] = []
+
+    def load_weights(self, weights: Any) -> set[str]:
+        self.loaded += [name for name, _ in weights]
+        return set(self.loaded)
+
+
+class Worker:
+    """The calls of vLLM 0.32's worker that load or discard weights."""
+
+    def __init__(self) -> None:
+        target, draft = Model(), Model()
+        self.called: list[str] = []
+        called = self.called
+
+        class Runner:
+            def get_model(self) -> Model:
+                return target
+
+            def reload_weights(self, weights_path: str | None = None) -> None:
+                called.append(f"reload_weights {weights_path}")
+
+        self.model_runner, self.target, self.draft = Runner(), target, draft
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.model_runner.reload_weights(*args, **kwargs)
+
+    def start_weight_update(self) -> None:
+        self.called.append("start_weight_update")
+
+    def start_draft_weight_update(self) -> None:
+        self.called.append("start_draft_weight_update")
+
+    def sleep(self, level: int = 1) -> None:
+        self.called.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.called.append(f"wake_up {tags}")
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.called.append(f"discard {tags}")
+
+
+WEIGHTS = [("a", torch.zeros(1))]
+RELOADS: list[tuple[Callable[[Worker], Any], str]] = [
+    (lambda w: w.target.load_weights(iter(WEIGHTS)), "load_weights"),
+    (lambda w: w.target.load_weights(weights=iter(WEIGHTS)), "load_weights"),
+    (lambda w: w.reload_weights(weights_path="/policy"), "reload_weights"),
+    (lambda w: w.start_weight_update(), "start_weight_update"),
+    (lambda w: w.sleep(level=2), "sleep of level 2"),
+    (lambda w: w.sleep(2), "sleep of level 2"),
+    (lambda w: w.discard(("weights", "kv_cache")), "discard of the weights"),
+]
+NO_RELOADS: list[Callable[[Worker], Any]] = [
+    lambda w: w.draft.load_weights(iter(WEIGHTS)),
+    lambda w: w.start_draft_weight_update(),
+    lambda w: w.sleep(),
+    lambda w: w.sleep(level=1),
+    lambda w: w.wake_up(["weights"]),
+    lambda w: w.discard(("kv_cache",)),
+]
+
+
+@pytest.mark.parametrize(("reload", "says"), RELOADS)
+def test_whatever_loads_or_discards_the_policy_is_noticed_and_done(reload: Callable[[Worker], Any], says: str) -> None:
+    worker, noticed = Worker(), list[str]()
+    on_reload(worker, noticed.append)
+    reload(worker)
+    assert noticed == [says]
+    assert worker.called or worker.target.loaded == ["a"]
+
+
+@pytest.mark.parametrize("harmless", NO_RELOADS)
+def test_the_drafter_and_a_light_sleep_are_not_taken_for_a_new_policy(harmless: Callable[[Worker], Any]) -> None:
+    worker, noticed = Worker(), list[str]()
+    on_reload(worker, noticed.append)
+    harmless(worker)
+    assert noticed == []
+    assert worker.called or worker.draft.loaded == ["a"]
+
+
+def test_a_trainer_does_not_feel_a_fault_of_ours_and_an_old_vllm_lacks_some_calls() -> None:
+    worker = Worker()
+    model = worker.target
+    old = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+
+    def broken(_: str) -> None:
+        raise RuntimeError("a bug")
+
+    on_reload(old, broken)
+    assert model.load_weights(iter(WEIGHTS)) == {"a"}
+    with pytest.raises(TypeError):
+        model.load_weights()  # type: ignore[call-arg]  # the caller's own mistake is still the caller's
+
+
+def a_few_weights(model: Model) -> None:
+    """What a step of RL leaves changed in bfloat16: one weight in a hundred. No loader was called."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.01 * (torch.rand(parameter.shape, generator=generator) < 0.01))
+
+
+def the_head_alone(model: Model) -> None:
+    model.lm_head.weight.data.copy_(model.lm_head.weight.data * 1.001)
+
+
+def another_tensor(model: Model) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
+
+
+def a_layer_under_way(model: Model) -> None:
+    model.lm_head.to("meta")
+
+
+def a_layer_gone(model: Model) -> None:
+    del model.lm_head
+
+
+@pytest.mark.parametrize("change", [a_few_weights, the_head_alone, another_tensor, a_layer_under_way, a_layer_gone])
+def test_weights_that_nobody_announced_are_found_by_looking(change: Callable[[Model], None]) -> None:
+    model = Model()
+    sample = WeightSample(model)
+    assert sample.look()()
+    change(model)
+    assert not sample.look()()
+
+
+def test_the_same_weights_again_are_the_same_and_experts_may_move() -> None:
+    model = Model()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")  # equal to itself here: bytes are compared
+    sample = WeightSample(model)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.clone())
+        model.experts.weight.zero_()
+    assert sample.look()()
+
+
+def collecting(model: Model) -> tuple[FeatureTap, list[Collected]]:
+    collected: list[Collected] = []
+    tap = FeatureTap(HEAD, collected.append, fraction=1.0, tokens_per_minute=10**6, weights=WeightSample(model))
+    return tap, collected
+
+
+def run(tap: FeatureTap, name: str, *, ends: bool = True) -> Script:
+    sequence = Script(name, [2], [3, STOP])
+    tap.begin(sequence.request())
+    tap.step(step([(sequence, 0, [2], 0, 3)]))
+    if ends:
+        tap.step(step([(sequence, 1, [3], 0, STOP)]))
+        tap.end([name])
+    return sequence
+
+
+def test_a_request_goes_out_only_once_the_weights_were_seen_to_be_the_same() -> None:
+    model = Model()
+    tap, collected = collecting(model)
+    run(tap, "before")
+    assert tap.counts["delivered"] == 0  # the engine may sleep now: its weights are not touched
+    tap.release()
+    eventually(lambda: tap.counts["delivered"] == 1)
+    run(tap, "during")
+    a_few_weights(model)
+    tap.release()
+    eventually(lambda: tap.stopped)
+    run(tap, "after")
+    tap.release()
+    assert [one.request.request_id for one in collected] == ["before"]
+    assert tap.stopped is not None
+    assert "not those that the tap registered" in tap.stopped
+    assert "policy version 0" in tap.stopped
+    assert "trainer's hook" in tap.stopped
+
+
+def test_a_stopped_tap_sends_what_was_drawn_before_drops_what_was_under_way_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Model()
+    tap, collected = collecting(model)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    on_reload(worker, tap.stop)
+    run(tap, "drawn before")
+    tap.release()
+    sequence = run(tap, "under way", ends=False)
+    with caplog.at_level(logging.WARNING, "draftalign.tap"):
+        for _ in range(5):  # in buckets
+            model.load_weights(iter(WEIGHTS))
+    tap.step(step([(sequence, 1, [3], 0, STOP)]))
+    tap.end(["under way"])
+    run(tap, "after")
+    tap.release()
+    eventually(lambda: tap.counts["delivered"] == 1)
+    assert [one.request.request_id for one in collected] == ["drawn before"]
+    assert tap.counts["begun"] == 2
+    assert caplog.text.count("nothing more is collected: load_weights") == 1
+    assert tap.counts["failures"] == 0
