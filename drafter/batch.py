@@ -183,9 +183,7 @@ def prompt_hashes(batch: RolloutBatch) -> tuple[str, ...]:
     return _prompt_hashes(ids, starts, mask)
 
 
-def _prompt_hashes(
-    ids: npt.NDArray[Any], starts: npt.NDArray[Any], mask: npt.NDArray[Any]
-) -> tuple[str, ...]:
+def _prompt_hashes(ids: npt.NDArray[Any], starts: npt.NDArray[Any], mask: npt.NDArray[Any]) -> tuple[str, ...]:
     found = []
     for begin, end in pairwise(starts.tolist()):
         generated = np.flatnonzero(mask[begin:end])
