@@ -10,11 +10,13 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from rl_hooks.drafter_files import DrafterError
+from rl_hooks.run_check import check_run
 from rl_hooks.wire import (
     AUX_CONVENTION,
     HEAD_FORMAT,
@@ -78,10 +80,7 @@ def read_run_header(run: str, header: Header) -> RunRecord:
             "target_fingerprint", f"config and aux_layers give {fingerprint}; compute it with rl_hooks.wire"
         )
     _check_run_tensors(header, config)
-    if "drafter_config" not in meta:
-        for key in ("intermediate_size", "num_attention_heads"):
-            if type(config.get(key)) is not int or config[key] <= 0:
-                raise WireError("config", f"a drafter from scratch takes its sizes from the target's: {key} is missing")
+    _check_for_worker(header, config, layers)
     LogitMap.from_metadata(meta)
     size = meta.get("draft_vocab_size")
     if size is not None and not (_is_count(size) and 0 < int(size) <= config["vocab_size"]):
@@ -98,6 +97,22 @@ def read_run_header(run: str, header: Header) -> RunRecord:
         bytes=header.file_bytes,
         created=time.time(),
     )
+
+
+def _check_for_worker(header: Header, config: dict[str, Any], layers: list[int]) -> None:
+    """Refuse what the worker would refuse, here where the sender learns of it."""
+    try:
+        check_registered(config, layers, header)
+    except DrafterError as error:
+        raise WireError("drafter_config" if "drafter_config" in header.metadata else "config", str(error)) from error
+
+
+def check_registered(config: Mapping[str, Any], aux_layers: Sequence[int], header: Header) -> None:
+    """Raise `DrafterError` unless the worker can begin the run whose file has this header."""
+    text = header.metadata.get("drafter_config")
+    drafter_config = None if text is None else _json_object(text, "drafter_config")
+    tensors = {n.removeprefix("drafter."): i for n, i in header.tensors.items() if n.startswith("drafter.")}
+    check_run(config, aux_layers, drafter_config, {n: (info.shape, info.dtype) for n, info in tensors.items()})
 
 
 def _check_run_tensors(header: Header, config: dict[str, Any]) -> None:

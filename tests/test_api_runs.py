@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from attacks.runs import SIZES, drafter_tensors
 from redis import Redis
 from service_fixtures import (
     CONFIG,
@@ -26,6 +27,7 @@ from service_fixtures import (
     run_file,
 )
 
+from drafter.checkpoint import export_config
 from rl_hooks import wire
 from service.queue import Keys
 from service.store import AsyncStore
@@ -63,9 +65,8 @@ def test_another_target_under_the_same_name_is_a_conflict(service: RunningServic
 
 
 def test_a_run_may_bring_its_drafter_and_tie_its_embeddings(bare: RunningService) -> None:
-    tensors = {"drafter.fc.weight": f32(8, 24), "drafter.d2t": i32(*range(20))}
-    meta = {"drafter_config": "{}", "draft_vocab_size": "20"}
-    assert bare.register(tensors=tensors, metadata=meta).status_code == 201
+    meta = {"drafter_config": json.dumps(export_config(SIZES)), "draft_vocab_size": "20"}
+    assert bare.register(tensors=drafter_tensors(), metadata=meta).status_code == 201
     document = bare.client.get("/runs/default").json()
     assert (document["has_drafter"], document["draft_vocab_size"]) == (True, 20)
     tied = wire.encode({"embed_tokens": f32(VOCAB, HIDDEN)}, wire.parse_header(run_file()).metadata)
@@ -152,7 +153,7 @@ def test_a_bad_head_is_refused(service: RunningService, body: bytes, field: str)
 def test_a_config_without_the_sizes_of_a_drafter_from_scratch_is_refused(bare: RunningService) -> None:
     answer = bare.register(config={k: v for k, v in CONFIG.items() if k != "intermediate_size"})
     assert answer.status_code == 422
-    assert "intermediate_size is missing" in answer.json()["detail"]
+    assert "the target's config lacks intermediate_size" in answer.json()["detail"]
 
 
 def test_a_new_run_does_not_inherit_what_an_old_one_of_its_name_left_in_redis(
