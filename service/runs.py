@@ -175,19 +175,38 @@ def check_same(existing: RunRecord, record: RunRecord) -> None:
         )
 
 
-def commit_run(layout: Layout, record: RunRecord, upload: Upload, forget: Callable[[], object] = lambda: None) -> bool:
+def untouched(layout: Layout, run: str) -> bool:
+    """Whether nothing was ever trained or published for a run, so that another target may take its place."""
+    trained = any(layout.worker(run).glob("checkpoint-*"))
+    published = any(not path.name.startswith(".") for path in layout.drafters(run).glob("*"))
+    return not trained and not published and not layout.latest(run).exists()
+
+
+def commit_run(
+    layout: Layout,
+    record: RunRecord,
+    upload: Upload,
+    forget: Callable[[], object] = lambda: None,
+    *,
+    anew: bool = False,
+) -> bool:
     """Register a run durably, the target first and `run.json` last. False if it was registered meanwhile. Blocks.
 
     `forget` is to delete what an earlier run of this name left elsewhere. It is called only while the run does not
-    exist and nobody else can register it, so that it never meets anything of the run's own.
+    exist and nobody else can register it, so that it never meets anything of the run's own. `anew`: the worker has
+    refused what is registered, and this takes its place; what is queued stays.
     """
     layout.make_run(record.run)
     upload.sync()
     with locked(layout, record.run):
-        if layout.run_json(record.run).exists():
+        if not layout.run_json(record.run).exists():
+            forget()
+        elif anew and untouched(layout, record.run):
+            # Between the two files the run is not registered: no rollouts are taken for the one or the other target.
+            layout.run_json(record.run).unlink()
+        else:
             check_same(load_run(layout, record.run), record)
             return False
-        forget()
         upload.keep(layout.target(record.run))
         final = layout.run_json(record.run)
         temporary = final.with_name(f".run-{uuid.uuid4().hex}")

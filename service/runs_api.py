@@ -13,7 +13,7 @@ from service.context import Context, ServiceContext
 from service.errors import RunNotFound
 from service.layout import RUN_NAME
 from service.problems import Problem
-from service.runs import RunRecord, check_same, commit_run, read_head_header, read_run_header
+from service.runs import RunRecord, check_same, commit_run, read_head_header, read_run_header, untouched
 from service.spool import Upload
 from service.uploads import check_announcement, receive_file
 
@@ -22,15 +22,21 @@ router = APIRouter(tags=["runs"])
 
 @router.put("/runs/{run}", status_code=201, responses={200: {"description": "The same target is registered already."}})
 async def put_run(run: str, request: Request, response: Response, context: Context) -> dict[str, Any]:
-    """Register a run: its target's configuration, embedding, head and, optionally, a first drafter."""
+    """Register a run: its target's configuration, embedding, head and, optionally, a first drafter.
+
+    A run that exists is left as it is, unless the worker has refused it (`worker_error`) before anything was trained.
+    """
     if not RUN_NAME.fullmatch(run):
         raise Problem(422, "bad-run-name", "a run is named by 1 to 64 of A-Z a-z 0-9 . _ -", field="run")
     length = check_announcement(request, context.settings.max_run_bytes)
+    anew = await _is_refused(context, run)
     records: list[RunRecord] = []
 
     async def on_header(header: Header) -> bool:
         record = read_run_header(run, header)
         records.append(record)
+        if anew:
+            return True
         try:
             check_same(context.run(run), record)
         except RunNotFound:
@@ -48,10 +54,19 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
                 """What an earlier run of this name left in Redis; in the loop, to which the client belongs."""
                 asyncio.run_coroutine_threadsafe(context.store(run).forget(), loop).result()
 
-            created = await context.locking(commit_run, context.layout, records[0], upload, forget)
+            created = await context.locking(commit_run, context.layout, records[0], upload, forget, anew=anew)
+            if created and anew:
+                await context.store(run).forget_error()  # it was of the file that was replaced
     await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
     response.status_code = 201 if created else 200
     return await describe(context, run)
+
+
+async def _is_refused(context: ServiceContext, run: str) -> bool:
+    """Whether a run is registered that the worker cannot begin with: the next file takes its place."""
+    if not context.layout.run_json(run).exists() or not untouched(context.layout, run):
+        return False
+    return bool((await context.store(run).worker()).get("error"))
 
 
 @router.get("/runs/{run}")

@@ -32,7 +32,7 @@ from drafter.device import is_device_fault
 from drafter.errors import DrafterError
 from service.checkpoint import CheckpointSuperseded
 from service.errors import ConfigurationError, ServiceError
-from service.layout import Layout
+from service.layout import FileId, Layout, file_id
 from service.queue import Keys, RolloutQueue
 from service.run_worker import CONSUMER, LeaseLost, RunWorker
 from service.settings import Settings
@@ -73,7 +73,8 @@ class Worker:
         self._redis: Any = redis
         self._layout = Layout(settings.state_dir)
         self._runs: dict[str, RunWorker] = {}
-        self._refused: dict[str, float] = {}  # run -> when to try it again
+        self._refused: dict[str, tuple[float, FileId]] = {}  # run -> when to try it again, and its target's file
+        self._files: dict[str, FileId] = {}  # run -> its target's file when it was opened
         self._failures: dict[str, int] = {}  # run -> unforeseen exceptions since it last worked
         self._unproven: set[str] = set()  # runs that were opened, and have not worked since
         self._name = f"{_machine()}/{os.getpid()}/{uuid.uuid4().hex}"
@@ -160,7 +161,7 @@ class Worker:
 
     def _close_until(self, run: str, seconds: float, error: str) -> None:
         self._runs.pop(run, None)
-        self._refused[run] = time.monotonic() + seconds
+        self._refused[run] = time.monotonic() + seconds, self._files.get(run)
         Store(self._redis, run).set_worker({"error": error[:_ERROR_CHARACTERS]})  # GET /runs/{run} tells it
 
     def _proven(self, run: str) -> None:
@@ -176,8 +177,14 @@ class Worker:
             return
         self._looked = now
         for run in self._layout.run_names():
-            if run in self._runs or self._refused.get(run, 0.0) > now or not self._lease(run):
+            file = file_id(self._layout.target(run))
+            if run in self._runs and self._files[run] != file:
+                self._runs.pop(run)
+                log.warning("run %s was registered anew", run)
+            until, refused = self._refused.get(run, (0.0, file))
+            if run in self._runs or (until > now and refused == file) or not self._lease(run):
                 continue
+            self._files[run] = file
             try:
                 self._runs[run] = RunWorker(
                     self._settings,

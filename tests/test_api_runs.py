@@ -193,3 +193,49 @@ def test_a_registration_that_comes_late_deletes_nothing_of_the_run(
         assert "registry-busy" in other.json()["type"]
         assert second.put("/runs/default", content=run_file(), headers=HEADERS).status_code == 200
         assert second.post("/rollouts", content=rollout_file(), headers=HEADERS).status_code == 202
+
+
+def refuse(service: RunningService, redis_client: Redis, run: str = "default") -> None:
+    """As the worker says it."""
+    redis_client.hset(f"da:{{{run}}}:worker", "error", json.dumps("fc.weight holds NaN"))
+    assert service.client.get(f"/runs/{run}").json()["worker_error"] == "fc.weight holds NaN"
+
+
+def test_a_run_that_the_worker_refused_is_registered_anew_and_what_is_queued_stays(
+    service: RunningService, redis_client: Redis
+) -> None:
+    assert service.post(rollout_file()).status_code == 202
+    refuse(service, redis_client)
+    body = run_file(metadata={"draft_vocab_size": "20"})
+    reply = service.client.put("/runs/default", content=body, headers=HEADERS)
+    assert (reply.status_code, reply.json()["worker_error"], reply.json()["draft_vocab_size"]) == (201, None, 20)
+    assert service.layout.target("default").read_bytes() == body
+    assert service.client.get("/rollouts/a").json()["state"] == "queued"
+    assert service.register().status_code == 200
+    assert service.layout.target("default").read_bytes() == body, "it is not refused any more"
+
+
+def test_a_refused_run_may_turn_out_to_be_of_another_target(service: RunningService, redis_client: Redis) -> None:
+    other = CONFIG | {"num_hidden_layers": 12}
+    assert service.register(config=other).status_code == 409
+    refuse(service, redis_client)
+    assert service.register(config=other).status_code == 201
+    fingerprint = wire.target_fingerprint(other, LAYERS)
+    assert service.client.get("/runs/default").json()["target_fingerprint"] == fingerprint
+    assert service.post(rollout_file()).status_code == 422, "of the target that was replaced"
+    assert service.post(rollout_file(target_fingerprint=fingerprint)).status_code == 202
+
+
+@pytest.mark.parametrize("touched", ["published", "trained"])
+def test_a_run_that_was_at_work_before_its_error_keeps_its_target(
+    service: RunningService, redis_client: Redis, touched: str
+) -> None:
+    if touched == "published":
+        service.publish()
+    else:
+        (service.layout.worker("default") / "checkpoint-000000001").mkdir(parents=True)
+    before = service.layout.target("default").read_bytes()
+    refuse(service, redis_client)
+    assert service.register(metadata={"draft_vocab_size": "20"}).status_code == 200
+    assert service.register(config=CONFIG | {"num_hidden_layers": 12}).status_code == 409
+    assert service.layout.target("default").read_bytes() == before

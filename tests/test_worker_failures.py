@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from redis import Redis
+from service_fixtures import HEADERS, RunningService
 from worker_fixtures import Bench
 
 import service.run_worker
 import service.worker
+from drafter.checkpoint import export_config
 from drafter.trainer import DrafterTrainer
 from service.lineage import Lineage
 from service.queue import MAX_DELIVERIES, RolloutQueue
@@ -79,6 +83,61 @@ def test_a_run_that_cannot_be_opened_for_whatever_reason_says_so_and_keeps_no_ot
     assert error_of(bench) is None, "it was opened again, and nothing is said of it any more"
 
 
+@pytest.mark.parametrize("fault", ["a drafter with NaN", "a config of before the check"])
+def test_a_refused_run_that_is_registered_anew_is_tried_at_once(
+    bench: Bench, worker: Worker, redis_url: str, fault: str
+) -> None:
+    """By PUT, as a trainer does; not a minute later, and the rollouts that were taken for it are trained."""
+    bad = bench.world.drafter()
+    if fault == "a drafter with NaN":
+        bad.fc.weight.data[0, 0] = float("nan")
+        bench.register(bench.world.run_file(drafter=bad), run="zz")
+    else:
+        config = export_config(bad.config) | {"norm_output": True}
+        bench.register(bench.world.run_file(drafter=bad, drafter_config=config), run="zz", checked=False)
+    batch = bench.post_file(bench.world.rollout_file("z", run="zz"))
+    queue = RolloutQueue(bench.redis, "zz")
+    worker._turn()
+    assert error_of(bench, "zz")
+    assert queue.batch(batch)["state"] == "queued"  # type: ignore[index]
+    service = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
+    try:
+        good = bench.world.run_file(drafter=bench.world.drafter())
+        reply = service.client.put("/runs/zz", content=good, headers=HEADERS)
+        assert (reply.status_code, reply.json()["worker_error"]) == (201, None)
+        assert bench.layout.target("zz").read_bytes() == good
+        for _ in range(3):
+            worker._turn()
+        assert queue.batch(batch)["state"] == "trained"  # type: ignore[index]
+        described = service.client.get("/runs/zz").json()
+        assert described["worker_error"] is None
+        assert described["drafter"] is not None
+        assert service.client.put("/runs/zz", content=good, headers=HEADERS).status_code == 200
+    finally:
+        service.stop()
+
+
+def test_a_run_that_was_opened_and_is_registered_anew_is_opened_again(bench: Bench, worker: Worker) -> None:
+    bench.register(run="zz")
+    worker._turn()
+    before = worker._runs["zz"]
+    again = bench.layout.root / "again"
+    again.write_bytes(bench.layout.target("zz").read_bytes())
+    again.replace(bench.layout.target("zz"))
+    worker._turn()
+    assert worker._runs["zz"] is not before
+
+
+def test_a_worker_keeps_no_file_of_a_run_open(bench: Bench, worker: Worker) -> None:
+    """Or some thousand registered runs would be all that a process may open."""
+    bench.register(run="zz")
+    worker._turn()
+    assert worker._runs.keys() == {FIRST, "default", "zz"}
+    worker._runs[FIRST]._target.lm_head()
+    gc.collect()
+    assert "target.safetensors" not in Path("/proc/self/maps").read_text(), "a map holds its file open"
+
+
 def test_a_run_that_fails_again_and_again_is_tried_ever_less_often(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +146,7 @@ def test_a_run_that_fails_again_and_again_is_tried_ever_less_often(
         before = time.monotonic()
         worker._fail(FIRST, ValueError("again"))
         assert worker._failures[FIRST] == count
-        assert before + pause <= worker._refused[FIRST] <= time.monotonic() + pause
+        assert before + pause <= worker._refused[FIRST][0] <= time.monotonic() + pause
 
 
 def test_a_batch_that_cannot_be_scored_is_dead_of_it_and_the_others_are_trained(
