@@ -38,7 +38,8 @@ class RunSnapshot:
     `latest_manifest`: `GET /drafter/latest` as a dict, None before the first publish.
 
     `worker`: the gauges of `da:{run}:worker`, all optional:
-    `heartbeat` Unix seconds · `error` text, or None while there is none · `action` one word · `trained_tokens_total` · `train_seconds_total` ·
+    `heartbeat` Unix seconds · `error` text, or None while there is none · `action` one word ·
+    `trained_tokens_total` · `train_seconds_total` ·
     `rounds_total`, `round_tokens_total`: {drafter: sum since the run began}, kept by the worker because the score
     records are bounded in number and a counter must never fall · `published_total`, `refused_total` ·
     `drift`: {lane: {"statistic": S, "limit": h}}, lanes absent until the monitor's warm-up is over.

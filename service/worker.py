@@ -162,7 +162,8 @@ class Worker:
     def _close_until(self, run: str, seconds: float, error: str) -> None:
         self._runs.pop(run, None)
         self._refused[run] = time.monotonic() + seconds, self._files.get(run)
-        Store(self._redis, run).set_worker({"error": error[:_ERROR_CHARACTERS]})  # GET /runs/{run} tells it
+        error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
+        Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
 
     def _proven(self, run: str) -> None:
         """Take back what was said of a run's trouble: it was opened, and has worked."""
