@@ -53,8 +53,11 @@ class RunRecord(BaseModel):
     created: float
 
 
-def read_run_header(run: str, header: Header) -> RunRecord:
-    """Verify the header of a PUT /runs/{run} body; raises WireError."""
+def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunRecord:
+    """Verify the header of a PUT /runs/{run} body; raises WireError.
+
+    `begins`: the worker is to begin the run with this file, which is not dropped for the one that is there.
+    """
     meta = header.metadata
     if meta.get("format") != RUN_FORMAT:
         raise WireError("format", f"expected {RUN_FORMAT!r}, got {meta.get('format')!r}")
@@ -80,7 +83,8 @@ def read_run_header(run: str, header: Header) -> RunRecord:
             "target_fingerprint", f"config and aux_layers give {fingerprint}; compute it with rl_hooks.wire"
         )
     _check_run_tensors(header, config)
-    _check_for_worker(header, config, layers)
+    if begins:
+        _check_for_worker(header, config, layers)
     LogitMap.from_metadata(meta)
     size = meta.get("draft_vocab_size")
     if size is not None and not (_is_count(size) and 0 < int(size) <= config["vocab_size"]):

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 
 from rl_hooks.wire import Header, MappedFile, WireError
 from service.context import Context, ServiceContext
-from service.errors import RunNotFound
 from service.layout import RUN_NAME
 from service.problems import Problem
 from service.runs import RunRecord, check_same, commit_run, read_head_header, read_run_header, untouched
@@ -33,15 +32,12 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     records: list[RunRecord] = []
 
     async def on_header(header: Header) -> bool:
-        record = read_run_header(run, header)
+        begins = anew or not context.layout.run_json(run).exists()
+        record = read_run_header(run, header, begins=begins)
         records.append(record)
-        if anew:
-            return True
-        try:
+        if not begins:
             check_same(context.run(run), record)
-        except RunNotFound:
-            return True
-        return False
+        return begins
 
     created = False
     check_room(context, length)

@@ -155,8 +155,8 @@ class Worker:
         if is_device_fault(error):
             raise error
         log.error("run %s: it is closed, and opened again from its last checkpoint", run, exc_info=error)
-        seconds = min(_FAILED_SECONDS * 2 ** self._failures.get(run, 0), _REFUSED_SECONDS)
-        self._failures[run] = self._failures.get(run, 0) + 1
+        failures = self._failures[run] = self._failures.get(run, 0) + 1
+        seconds = min(_FAILED_SECONDS * 2.0 ** min(failures - 1, 10), _REFUSED_SECONDS)
         self._close_until(run, seconds, f"{type(error).__name__}: {error}")
 
     def _close_until(self, run: str, seconds: float, error: str) -> None:

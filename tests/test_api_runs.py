@@ -239,3 +239,10 @@ def test_a_run_that_was_at_work_before_its_error_keeps_its_target(
     assert service.register(metadata={"draft_vocab_size": "20"}).status_code == 200
     assert service.register(config=CONFIG | {"num_hidden_layers": 12}).status_code == 409
     assert service.layout.target("default").read_bytes() == before
+
+
+def test_a_run_at_work_is_not_stopped_by_a_drafter_that_a_restarted_trainer_brings(service: RunningService) -> None:
+    """What came first counts, as ever; a run that is new is refused for it."""
+    changes: Any = {"tensors": {"drafter.fc.weight": f32(1)}, "metadata": {"drafter_config": "{}"}}
+    assert service.register("new", **changes).status_code == 422
+    assert service.register(**changes).status_code == 200

@@ -147,6 +147,8 @@ def test_a_run_that_fails_again_and_again_is_tried_ever_less_often(
         worker._fail(FIRST, ValueError("again"))
         assert worker._failures[FIRST] == count
         assert before + pause <= worker._refused[FIRST][0] <= time.monotonic() + pause
+    worker._failures[FIRST] = 10_000  # a week of it
+    worker._fail(FIRST, ValueError("again"))
 
 
 def test_a_batch_that_cannot_be_scored_is_dead_of_it_and_the_others_are_trained(
