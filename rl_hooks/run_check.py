@@ -56,7 +56,7 @@ def check_run(
             )
     if isinstance(sizes, DrafterConfig) and sizes.aux_layers != tuple(aux_layers):
         raise CheckpointError(
-            f"the drafter reads layers {list(sizes.aux_layers)} (entering), the run captures {list(aux_layers)}; "
+            f"the drafter reads layers {list(sizes.aux_layers)!s:.80} (entering), the run captures {list(aux_layers)}; "
             "register the run with the drafter's layers"
         )
 
