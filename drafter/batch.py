@@ -36,6 +36,9 @@ _PER_TOKEN = (
     "top_logprobs",
 )
 _FLOATS = ("aux_hidden", "last_hidden", "logprobs", "logsumexp", "top_logprobs")
+#: No log-probability is larger, however it was rounded: a probability of 1 plus one unit in the last place of bfloat16
+#: (2^-7) has 0.0078. What float32 or a log-softmax in any type leaves is at most 1e-4.
+_LARGEST_LOGPROB = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,10 +202,12 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
     file = wire.MappedFile(path)
     header = wire.check_rollout_header(file.header)
     ids, starts, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
-    wire.check_index(header, ids, starts, mask, np.iinfo(np.int32).max if vocab_size is None else vocab_size)
+    top_ids = file.array("top_ids") if "top_ids" in file else None
+    V = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+    wire.check_index(header, ids, starts, mask, V, top_ids)
     top = {}
-    if "top_ids" in file:
-        top["top_ids"] = torch.from_numpy(file.array("top_ids").astype(np.int64))
+    if top_ids is not None:
+        top["top_ids"] = torch.from_numpy(top_ids.astype(np.int64))
         top["top_logprobs"] = torch.from_numpy(file.array("top_logprobs").astype(np.float32))
     if "last_hidden" in file:
         top["last_hidden"] = _features(file, "last_hidden")
@@ -237,7 +242,7 @@ def _features(file: wire.MappedFile, name: str) -> Tensor:
 def screen(batch: RolloutBatch) -> None:
     """Raise `BatchRejected` when a float tensor holds NaN or infinity: one bad row would poison the drafter.
 
-    Only `top_logprobs` may hold -inf.
+    Only `top_logprobs` may hold -inf. No log-probability of a response token or of a top entry may be above 0.
     """
     for name in _FLOATS:
         tensor = getattr(batch, name)
@@ -248,13 +253,27 @@ def screen(batch: RolloutBatch) -> None:
             largest = rows.amax(dim=1).clamp(min=0)
         else:
             largest = rows.abs().amax(dim=1)  # NaN if any is; four times faster than to look at each
-        finite = torch.isfinite(largest)
-        if not bool(finite.all()):
-            bad = torch.nonzero(~finite).flatten()
-            first = int(bad[0])
-            rollout = int(torch.searchsorted(batch.cu_seqlens, first, right=True)) - 1
-            label = batch.rollout_ids[rollout] if batch.rollout_ids else str(rollout)
-            raise BatchRejected(
-                f"{name} holds NaN or infinity in {bad.numel()} of {batch.tokens} rows, first at row {first} "
-                f"(rollout {json.dumps(label)}); the trainer's forward or its capture is broken"
+        _refuse(batch, ~torch.isfinite(largest), f"{name} holds NaN or infinity", "or its capture is broken")
+    said = torch.where(batch.loss_mask, batch.logprobs, 0.0)
+    for name, rows in (("logprobs", said[:, None]), ("top_logprobs", batch.top_logprobs)):
+        if rows is not None:
+            _refuse(
+                batch,
+                rows.amax(dim=1) > _LARGEST_LOGPROB,
+                f"{name} holds log-probabilities above 0",
+                "sends logits, or logs another quantity",
             )
+
+
+def _refuse(batch: RolloutBatch, bad_rows: Tensor, what: str, why: str) -> None:
+    """Raise `BatchRejected` where any of bad_rows bool[T] is true."""
+    if not bool(bad_rows.any()):
+        return
+    bad = torch.nonzero(bad_rows).flatten()
+    first = int(bad[0])
+    rollout = int(torch.searchsorted(batch.cu_seqlens, first, right=True)) - 1
+    label = batch.rollout_ids[rollout] if batch.rollout_ids else str(rollout)
+    raise BatchRejected(
+        f"{what} in {bad.numel()} of {batch.tokens} rows, first at row {first} "
+        f"(rollout {json.dumps(label)}); the trainer's forward {why}"
+    )

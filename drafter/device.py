@@ -124,3 +124,15 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return whole(*arguments)
 
     return run
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, on a GPU or on the host, whose allocator raises a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    )
+
+
+def is_device_fault(error: Exception) -> bool:
+    """Whether the device failed (an assertion in a kernel, a lost GPU): this process cannot use it any more."""
+    return isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))

@@ -9,9 +9,9 @@ DrafterError
 
 from __future__ import annotations
 
+from rl_hooks.drafter_files import CheckpointError, DrafterError
 
-class DrafterError(Exception):
-    """Base of this package's errors: what was expected, what came, what to do."""
+__all__ = ["BatchRejected", "CheckpointError", "DrafterError", "TargetHeadError", "VocabularyError"]
 
 
 class BatchRejected(DrafterError):  # noqa: N818 - a verdict on data, not a fault
@@ -20,10 +20,6 @@ class BatchRejected(DrafterError):  # noqa: N818 - a verdict on data, not a faul
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
-
-
-class CheckpointError(DrafterError):
-    """A checkpoint is torn, incomplete or belongs to another drafter."""
 
 
 class VocabularyError(DrafterError):

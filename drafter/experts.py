@@ -17,41 +17,14 @@ Legend: n rows, H hidden, I intermediate, E experts, k chosen, m = n*k pairs of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
-from drafter.errors import DrafterError
+from rl_hooks.mtp_files import ExpertSizes
 
-
-@dataclass(frozen=True)
-class ExpertSizes:
-    """How many experts there are, how large, and how they are chosen."""
-
-    routed: int
-    chosen: int
-    shared: int
-    intermediate_size: int
-    groups: int = 1
-    chosen_groups: int = 1
-    normalised: bool = True
-    scaling: float = 1.0
-
-    def __post_init__(self) -> None:
-        per_group = self.routed // max(self.groups, 1)
-        if (
-            self.groups < 1
-            or self.routed % self.groups
-            or per_group < 2
-            or not 1 <= self.chosen_groups <= self.groups
-            or not 1 <= self.chosen <= per_group * self.chosen_groups
-        ):
-            raise DrafterError(
-                f"{self.routed} experts in {self.groups} groups cannot give {self.chosen} experts of "
-                f"{self.chosen_groups} groups; each group needs two experts or more, and equally many"
-            )
+__all__ = ["Cast", "ExpertSizes", "Experts", "SwiGLU", "grouped", "groups", "one_by_one"]
 
 
 class Cast:

@@ -37,15 +37,14 @@ from drafter.checkpoint import (
     check_tensors,
     export_config,
     finish_files,
-    parse_config,
     read_config,
     read_vocabulary,
-    tensor_shapes,
     write_stored,
 )
 from drafter.errors import CheckpointError
 from drafter.model import DrafterConfig
 from drafter.pickles import STATE_DICT, TRAINING_STATE, tensors_of
+from rl_hooks.drafter_files import parse_config, tensor_shapes
 
 Layout = Literal["sglang", "speculators", "specforge"]
 LAYOUTS: Final[tuple[Layout, ...]] = get_args(Layout)

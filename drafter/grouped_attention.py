@@ -7,36 +7,14 @@ Legend: n rows, N query heads, G key-value heads, hd head width, H hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
-from drafter.errors import DrafterError
 from drafter.pointwise import rms_norm, rotary, rotate
-
-
-@dataclass(frozen=True)
-class GroupedSizes:
-    """Sizes of the attention. The first `rotary` of a head's dimensions turn with the position."""
-
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotary: int
-    bias: bool = False
-    head_norms: bool = False
-    rope_theta: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        if self.heads % self.kv_heads or self.rotary % 2 or self.rotary > self.head_dim:
-            raise DrafterError(
-                f"heads must be a multiple of key-value heads and the rotary part an even number of a head's "
-                f"{self.head_dim} dimensions, got {self.heads}, {self.kv_heads} and {self.rotary}"
-            )
+from rl_hooks.mtp_files import GroupedSizes
 
 
 class GroupedWeights(NamedTuple):

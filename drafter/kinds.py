@@ -15,13 +15,14 @@ from torch import Tensor
 from drafter.batch import RolloutBatch
 from drafter.checkpoint import CONFIG_FILE, FileDigest, read_config, read_drafter, write_drafter
 from drafter.device import working_dtype
-from drafter.errors import BatchRejected, CheckpointError, TargetHeadError
+from drafter.errors import BatchRejected, TargetHeadError
 from drafter.model import Eagle3Drafter
 from drafter.mtp import MtpDrafter, unroll_mtp
 from drafter.mtp_checkpoint import read_mtp, write_mtp
 from drafter.plan import Plan, make_plan
 from drafter.target import TargetHead
 from drafter.unroll import Unrolled, unroll
+from rl_hooks.run_check import kind_of
 
 Drafter = Eagle3Drafter | MtpDrafter
 
@@ -74,12 +75,8 @@ def share(drafter: Drafter, embed_tokens: Tensor, head: TargetHead | None) -> No
 
 def read_kind(directory: Path, embed_tokens: Tensor, lm_head: Callable[[], Tensor]) -> Drafter:
     """Read a stored drafter of either kind over the policy's embed_tokens and lm_head [V, H], asked for if needed."""
-    own = read_config(directory / CONFIG_FILE).get("draftalign") or {}
-    kind = own.get("kind", "eagle3") if isinstance(own, dict) else own
-    if kind == "mtp":
+    if kind_of(read_config(directory / CONFIG_FILE)) == "mtp":
         return read_mtp(directory, embed_tokens, lm_head())
-    if kind != "eagle3":
-        raise CheckpointError(f"config.json: draftalign.kind must be eagle3 or mtp, got {kind!r}")
     return read_drafter(directory, embed_tokens)
 
 

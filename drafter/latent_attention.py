@@ -13,85 +13,14 @@ Legend: n rows, N heads, H hidden, nope/rope/v widths per head, hd = nope + rope
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
-from drafter.errors import DrafterError
 from drafter.pointwise import rms_norm
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """YaRN's stretching of rotary positions (arXiv 2309.00071), with DeepSeek's two mscale figures."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0  # 0: absent
-    mscale_all_dim: float = 0.0
-
-    def inverse_frequencies(self, plain: Tensor, theta: float) -> Tensor:
-        """Blend `plain` (extrapolation) with `plain / factor` (interpolation) over a ramp of dimensions."""
-        dim = 2 * plain.numel()
-
-        def dimension(rotations: float) -> float:
-            turns = self.original_max_position_embeddings / (rotations * 2 * math.pi)
-            return dim * math.log(turns) / (2 * math.log(theta))
-
-        low = max(math.floor(dimension(self.beta_fast)), 0)
-        high = min(math.ceil(dimension(self.beta_slow)), dim - 1)
-        index = torch.arange(plain.numel(), device=plain.device, dtype=plain.dtype)
-        ramp = ((index - low) / (high - low if high != low else 0.001)).clamp(0, 1)
-        return plain * (1 - ramp) + plain / self.factor * ramp
-
-    def magnitude(self, mscale: float) -> float:
-        """0.1 mscale ln(factor) + 1."""
-        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
-
-    @property
-    def rotary_scale(self) -> float:
-        """What cos and sin are multiplied by."""
-        if self.mscale and self.mscale_all_dim:
-            return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
-        return self.magnitude(1.0)
-
-    @property
-    def softmax_scale(self) -> float:
-        """What attention scores are multiplied by, beside 1/sqrt(hd)."""
-        return self.magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
-
-
-@dataclass(frozen=True)
-class LatentSizes:
-    """Sizes of the attention."""
-
-    hidden_size: int
-    heads: int
-    kv_rank: int
-    nope: int
-    rope: int
-    value: int
-    q_rank: int | None = None  # None: one q_proj
-    rope_theta: float = 10_000.0
-    interleaved: bool = True  # rotary pairs are (0, 1), (2, 3), ...; else half-split
-    yarn: Yarn | None = None
-
-    def __post_init__(self) -> None:
-        if self.rope % 2 or self.value > self.width:
-            raise DrafterError(
-                f"qk_rope_head_dim must be even and v_head_dim at most qk_nope_head_dim + qk_rope_head_dim, got "
-                f"{self.rope}, {self.value} and {self.width}"
-            )
-
-    @property
-    def width(self) -> int:
-        """hd: a query's and key's width per head."""
-        return self.nope + self.rope
+from rl_hooks.mtp_files import LatentSizes, Yarn
 
 
 class LatentWeights(NamedTuple):
@@ -171,8 +100,23 @@ class LatentAttention(nn.Module):
         frequencies = s.rope_theta**-exponent
         scale = 1.0
         if s.yarn is not None:
-            frequencies, scale = s.yarn.inverse_frequencies(frequencies, s.rope_theta), s.yarn.rotary_scale
+            frequencies, scale = _stretched(s.yarn, frequencies, s.rope_theta), s.yarn.rotary_scale
         angle = (positions.to(wide)[:, None] * frequencies)[:, None, :]
         cos, sin = (angle.cos() * scale).to(x.dtype), (angle.sin() * scale).to(x.dtype)
         low, high = (x[..., 0::2], x[..., 1::2]) if s.interleaved else x.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def _stretched(yarn: Yarn, plain: Tensor, theta: float) -> Tensor:
+    """Blend `plain` (extrapolation) with `plain / factor` (interpolation) over a ramp of dimensions."""
+    dim = 2 * plain.numel()
+
+    def dimension(rotations: float) -> float:
+        turns = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(theta))
+
+    low = max(math.floor(dimension(yarn.beta_fast)), 0)
+    high = min(math.ceil(dimension(yarn.beta_slow)), dim - 1)
+    index = torch.arange(plain.numel(), device=plain.device, dtype=plain.dtype)
+    ramp = ((index - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+    return plain * (1 - ramp) + plain / yarn.factor * ramp

@@ -16,8 +16,7 @@ Training runs through `drafter.unroll`; `Eagle3Drafter.attend` is the same layer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,86 +27,9 @@ from drafter.errors import DrafterError
 from drafter.matmul import linear
 from drafter.pointwise import rms_norm, rotary, rotate, swiglu
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.drafter_files import DrafterConfig
 
-
-@dataclass(frozen=True)
-class DrafterConfig:
-    """Sizes of a drafter. `aux_layers` names each captured layer by the layer whose *input* it is ("entering")."""
-
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    aux_layers: tuple[int, ...]
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 32_768
-    model_type: str = "llama"
-    norm_before_residual: bool = False
-    num_hidden_layers: int = 1
-
-    def __post_init__(self) -> None:
-        if self.num_hidden_layers < 1:
-            raise DrafterError(f"num_hidden_layers must be at least 1, got {self.num_hidden_layers}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise DrafterError(
-                f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise DrafterError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if self.hidden_size != self.target_hidden_size:
-            raise DrafterError(
-                f"the drafter shares the target's embedding, so hidden_size must be {self.target_hidden_size}, "
-                f"got {self.hidden_size}"
-            )
-        if not 0 < self.draft_vocab_size <= self.vocab_size:
-            raise DrafterError(f"draft_vocab_size must be 1 to {self.vocab_size}, got {self.draft_vocab_size}")
-        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
-            raise DrafterError(f"aux_layers must be ascending and distinct, got {self.aux_layers}")
-
-    def identity(self) -> dict[str, Any]:
-        """Every field as JSON gives it back, to compare with a stored one. An absent switch means that it is off."""
-        fields = {**asdict(self), "aux_layers": list(self.aux_layers)}
-        if not self.norm_before_residual:
-            del fields["norm_before_residual"]
-        if self.num_hidden_layers == 1:
-            del fields["num_hidden_layers"]
-        return fields
-
-    @classmethod
-    def from_target(
-        cls, config: Mapping[str, Any], aux_layers: Sequence[int], draft_vocab_size: int | None = None
-    ) -> DrafterConfig:
-        """Sizes of the target's own layers (its transformers config as a dict); D defaults to min(32000, V)."""
-        missing = [
-            k for k in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size") if k not in config
-        ]
-        if missing:
-            raise DrafterError(f"the target's config lacks {', '.join(missing)}; send its whole transformers config")
-        heads = int(config["num_attention_heads"])
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        # Gemma gives one set per kind of attention; the drafter's is full.
-        rope = rope.get("full_attention") or rope
-        return cls(
-            hidden_size=int(config["hidden_size"]),
-            target_hidden_size=int(config["hidden_size"]),
-            intermediate_size=int(config["intermediate_size"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-            vocab_size=int(config["vocab_size"]),
-            draft_vocab_size=int(draft_vocab_size or min(32_000, int(config["vocab_size"]))),
-            aux_layers=tuple(int(i) for i in aux_layers),
-            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
-            rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-            max_position_embeddings=int(config.get("max_position_embeddings") or 32_768),
-            model_type=str(config.get("model_type") or "llama"),
-        )
+__all__ = ["DrafterConfig", "Eagle3Drafter", "LaterWeights", "LayerWeights"]
 
 
 class LaterWeights(NamedTuple):

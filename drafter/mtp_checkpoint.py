@@ -20,22 +20,16 @@ from torch import Tensor
 
 from drafter.checkpoint import CONFIG_FILE, MODEL_FILE, FileDigest, finish_files, read_config, read_index
 from drafter.errors import CheckpointError, DrafterError
-from drafter.grouped_attention import GroupedSizes
-from drafter.latent_attention import LatentSizes
 from drafter.mtp import MtpConfig, MtpDrafter
+from rl_hooks.drafter_files import STORED
+from rl_hooks.mtp_files import COPIES, GroupedSizes, LatentSizes, check_mtp_header, parse_mtp_config, prefix
+
+__all__ = ["export_mtp_config", "extract_mtp", "parse_mtp_config", "prefix", "read_mtp", "read_stored_mtp", "write_mtp"]
 
 _STORAGE: Final = (torch.float32, torch.bfloat16, torch.float16)
+_NAMES: Final = dict(zip(_STORAGE, STORED, strict=True))  # safetensors'
 #: Stays float32 whatever the weights are: the router adds it to float32 scores.
 _FLOAT32: Final = "mlp.gate.e_score_correction_bias"
-#: What engines do differently, in config.json under `draftalign`.
-_SWITCHES: Final = ("zero_first_embedding", "normed_feedback")
-#: Copies of the policy's own that published checkpoints carry in this layer, and what they are copies of.
-_COPIES: Final[Mapping[str, str]] = {"embed_tokens.weight": "embed_tokens", "shared_head.head.weight": "head"}
-
-
-def prefix(config: MtpConfig) -> str:
-    """Where the module's tensors are in the policy's checkpoint."""
-    return f"model.layers.{config.layer}."
 
 
 def write_mtp(directory: Path, drafter: MtpDrafter, *, dtype: torch.dtype = torch.float32) -> dict[str, FileDigest]:
@@ -123,18 +117,6 @@ def _attention_fields(sizes: LatentSizes | GroupedSizes) -> dict[str, Any]:
     }
 
 
-def parse_mtp_config(document: Mapping[str, Any]) -> MtpConfig:
-    """Read what `export_mtp_config` wrote, or a policy's own config.json. Raises `CheckpointError`."""
-    own = document.get("draftalign") or {}
-    switches = {k: own[k] for k in _SWITCHES if k in own} if isinstance(own, Mapping) else {"draftalign": own}
-    if not all(isinstance(value, bool) for value in switches.values()):
-        raise CheckpointError(f"config.json: {' and '.join(_SWITCHES)} must be true or false, got {own!r}")
-    try:
-        return MtpConfig.from_target(document, **switches)
-    except (DrafterError, TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json: {error}") from error
-
-
 def read_mtp(directory: Path, embed_tokens: Tensor, head: Tensor, *, dtype: torch.dtype = torch.float32) -> MtpDrafter:
     """Read an MTP module, alone or out of the policy's whole checkpoint (sharded or not), as `dtype` on the CPU.
 
@@ -142,7 +124,7 @@ def read_mtp(directory: Path, embed_tokens: Tensor, head: Tensor, *, dtype: torc
     """
     config = parse_mtp_config(read_config(directory / CONFIG_FILE))
     tensors = _layer_tensors(directory, prefix(config))
-    for name, whose in _COPIES.items():
+    for name, whose in COPIES.items():
         copy = tensors.pop(name, None)
         policys = embed_tokens if whose == "embed_tokens" else head
         if copy is not None and not torch.equal(copy, policys.to("cpu", copy.dtype)):
@@ -155,7 +137,7 @@ def read_mtp(directory: Path, embed_tokens: Tensor, head: Tensor, *, dtype: torc
             drafter = MtpDrafter(config, embed_tokens.to("meta"), head.to("meta"))  # `to` would copy them
     except DrafterError as error:
         raise CheckpointError(f"{directory} does not fit this policy: {error}") from error
-    _check({name: tuple(t.shape) for name, t in drafter.state_dict().items()}, tensors)
+    _check(tensors, config)
     drafter.to(dtype)
     drafter.embed_tokens, drafter.head = embed_tokens.detach(), head.detach()
     drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()})
@@ -168,11 +150,8 @@ def read_stored_mtp(directory: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
     Alone or out of the policy's whole checkpoint. Raises `CheckpointError`.
     """
     config = parse_mtp_config(read_config(directory / CONFIG_FILE))
-    tensors = {n: t for n, t in _layer_tensors(directory, prefix(config)).items() if n not in _COPIES}
-    with torch.device("meta"):
-        whole = torch.empty(config.vocab_size, config.hidden_size)
-        shapes = {name: tuple(t.shape) for name, t in MtpDrafter(config, whole, whole).state_dict().items()}
-    _check(shapes, tensors)
+    tensors = {n: t for n, t in _layer_tensors(directory, prefix(config)).items() if n not in COPIES}
+    _check(tensors, config)
     return config, tensors
 
 
@@ -208,17 +187,8 @@ def _layer_tensors(directory: Path, where: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _check(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    if missing or extra:
-        raise CheckpointError(
-            f"tensors missing: {', '.join(missing[:4]) or 'none'}; not part of the layout: "
-            f"{', '.join(extra[:4]) or 'none'}. Scales of 8-bit weights mean that they have to be dequantised first"
-        )
+def _check(tensors: Mapping[str, Tensor], config: MtpConfig) -> None:
+    check_mtp_header({n: (tuple(t.shape), _NAMES.get(t.dtype, str(t.dtype))) for n, t in tensors.items()}, config)
     for name, tensor in tensors.items():
-        if tuple(tensor.shape) != expected[name]:
-            raise CheckpointError(f"{name} must be {expected[name]} by its config, got {tuple(tensor.shape)}")
-        if tensor.dtype not in _STORAGE:
-            raise CheckpointError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}; dequantise it")
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{name} holds NaN or infinity; this module must not be served")

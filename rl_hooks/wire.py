@@ -395,22 +395,32 @@ def check_index(
     cu_seqlens: npt.NDArray[np.int32],
     loss_mask: npt.NDArray[np.uint8],
     vocab_size: int,
+    top_ids: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Verify the small integer tensors: boundaries, token ids inside the vocabulary, mask of zeros and ones."""
+    """Verify the integer tensors: boundaries, token ids inside the vocabulary, mask of zeros and ones.
+
+    `top_ids`: of a file that has them.
+    """
     T = header.tokens
     if T == 0:
         raise WireError("input_ids", "holds no tokens")
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != T or bool((np.diff(cu_seqlens) < 2).any()):
         raise WireError("cu_seqlens", f"must ascend from 0 to {T} in steps of at least 2 tokens")
-    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
-        bad = input_ids[(input_ids < 0) | (input_ids >= vocab_size)][0]
-        raise WireError("input_ids", f"token {int(bad)} is outside the vocabulary of {vocab_size}")
+    _check_tokens("input_ids", input_ids, vocab_size)
+    if top_ids is not None:
+        _check_tokens("top_ids", top_ids, vocab_size)
     if int(loss_mask.max()) > 1:
         raise WireError("loss_mask", f"must hold 0 and 1 only, got {int(loss_mask.max())}")
     if bool((np.add.reduceat(loss_mask.astype(np.int64), cu_seqlens[:-1]) == 0).any()):
         raise WireError("loss_mask", "a rollout has no token that the policy generated; leave such rollouts out")
     if bool(loss_mask[cu_seqlens[:-1]].any()):
         raise WireError("loss_mask", "the first token of a rollout has no features before it; it must be 0")
+
+
+def _check_tokens(name: str, ids: npt.NDArray[np.int32], vocab_size: int) -> None:
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise WireError(name, f"token {int(bad)} is outside the vocabulary of {vocab_size}")
 
 
 # --- the target's head -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import redis.asyncio
 from fastapi import Depends, Query, Request
 
 from service.dead_drafter import DeadRule
-from service.layout import Layout
+from service.layout import FileId, Layout, file_id
 from service.queue import AsyncRolloutQueue
 from service.registry import Registry
 from service.runs import RunRecord, load_run
@@ -45,15 +45,16 @@ class ServiceContext:
         )
         #: Runs for which this process has accepted a batch: the log says the first of each.
         self.accepted_for: set[str] = set()
-        self._runs: dict[str, RunRecord] = {}
+        self._runs: dict[str, tuple[FileId, RunRecord]] = {}  # with the file that it was read from
         self._queues: dict[str, AsyncRolloutQueue] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
     def run(self, run: str) -> RunRecord:
-        """The record of a registered run; raises RunNotFound. A record never changes, so it is read once."""
-        if run not in self._runs:
-            self._runs[run] = load_run(self.layout, run)
-        return self._runs[run]
+        """The record of a registered run; raises RunNotFound. It is read once, and again when it is registered anew."""
+        file = file_id(self.layout.run_json(run))
+        if run not in self._runs or self._runs[run][0] != file:
+            self._runs[run] = file, load_run(self.layout, run)
+        return self._runs[run][1]
 
     def queue(self, run: str) -> AsyncRolloutQueue:
         """The queue of a run."""

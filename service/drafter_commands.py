@@ -280,9 +280,9 @@ def _is_mtp(source: Path) -> bool:
 
 def _mtp_facts(source: Path) -> dict[str, Any]:
     from drafter.checkpoint import config_fingerprint
-    from drafter.grouped_attention import GroupedSizes
     from drafter.mtp_checkpoint import prefix, read_stored_mtp
     from drafter.vocabulary import DraftVocabulary
+    from rl_hooks.mtp_files import GroupedSizes
 
     config, tensors = read_stored_mtp(source)
     experts, kind = config.experts, "grouped" if isinstance(config.attention, GroupedSizes) else "latent"

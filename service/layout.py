@@ -21,6 +21,9 @@ BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}\.safetensors")
 #: Files inside a drafter version.
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
+#: Inode and time of change.
+FileId = tuple[int, int] | None
+
 
 class Layout:
     """Paths of one state directory. Builds paths only; creates nothing but through `make_run`."""
@@ -117,6 +120,15 @@ class Layout:
         """Create the run's directories; idempotent."""
         for path in (self.heads(run), self.drafters(run), self.worker(run), self.spool(run), self.spool_tmp):
             path.mkdir(parents=True, exist_ok=True)
+
+
+def file_id(path: Path) -> FileId:
+    """Tell a file from another one that takes its place; None where there is none, or it cannot be asked for."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _checked(pattern: re.Pattern[str], run: str) -> str:

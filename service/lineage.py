@@ -21,6 +21,8 @@ from drafter.model import DrafterConfig, Eagle3Drafter
 from drafter.mtp import MtpDrafter
 from drafter.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.drafter_files import with_layers
+from rl_hooks.run_check import kind_of
 from service.checkpoint import full_disk_as_os_error
 from service.errors import WorkerError
 from service.layout import Layout
@@ -56,11 +58,11 @@ class Lineage:
     def begin(self) -> bool:
         """Take up the run's drafter: the newest published one, or the initial one. False: there is none yet."""
         manifest = self._registry.latest(self._run)
+        if manifest is None:
+            self._target.check()  # also what no drafter can be sized by, and not once rollouts have been gathered
         if manifest is None and self._target.initial_drafter is not None:
             manifest = self._publish_initial()
         if manifest is None:
-            # A config that no drafter can be sized by is refused now, not once rollouts have been gathered.
-            DrafterConfig.from_target(self._target.config, self._target.aux_layers, 1)
             return False
         self.take_up(self._read(manifest.version))
         return True
@@ -84,14 +86,10 @@ class Lineage:
         with self._staged() as staged:
             with full_disk_as_os_error():
                 save_file(tensors or {}, staged / "model.safetensors")
+            if kind_of(config) == "eagle3":
+                config = with_layers(config, self._target.aux_layers)
             (staged / "config.json").write_text(json.dumps(config, indent=1))
             drafter = read_kind(staged, self._target.embed_tokens, self._target.lm_head)  # refuses the unservable
-            layers = _layers(drafter)
-            if layers and layers != self._target.aux_layers:
-                raise WorkerError(
-                    f"the initial drafter reads layers {list(layers)} (entering), the run captures "
-                    f"{list(self._target.aux_layers)}; register the run with the drafter's layers"
-                )
             return self._announce(drafter, staged, self._target.policy_version, None, "initial drafter", None)
 
     @contextlib.contextmanager

@@ -41,7 +41,8 @@ class RunSnapshot:
     seconds.
 
     `worker`: the gauges of `da:{run}:worker`, all optional:
-    `heartbeat` Unix seconds · `action` one word · `trained_tokens_total` · `train_seconds_total` ·
+    `heartbeat` Unix seconds · `error` text, or None while there is none · `action` one word ·
+    `trained_tokens_total` · `train_seconds_total` ·
     `rounds_total`, `round_tokens_total`: {drafter: sum since the run began}, kept by the worker because the score
     records are bounded in number and a counter must never fall · `published_total`, `refused_total` ·
     `drift`: {lane: {"statistic": S, "limit": h}}, lanes absent until the monitor's warm-up is over; `drift_alpha`,
@@ -197,6 +198,9 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     families.gauge("draftalign_vocabulary_tokens_wanted", text, vocabulary.get("wanted"), run=run)
     text = "Unix time of the worker's last sign of life."
     families.gauge("draftalign_worker_heartbeat_timestamp_seconds", text, worker.get("heartbeat"), run=run)
+    text = "1 while the worker cannot work on the run; GET /runs/{run} tells why."
+    error = None if "error" not in worker else int(worker["error"] is not None)
+    families.gauge("draftalign_worker_error", text, error, run=run)
     if isinstance(action := worker.get("action"), str):
         text = "1 for what the controller decided last."
         families.gauge("draftalign_controller_action", text, 1, run=run, action=action)

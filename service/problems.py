@@ -63,11 +63,12 @@ class ProblemResponse(JSONResponse):
             "type": f"urn:draftalign:{problem.kind}",
             "title": HTTPStatus(problem.status).phrase,
             "status": problem.status,
-            "detail": problem.detail,
+            # A name in a file may hold half a surrogate pair, which is not UTF-8.
+            "detail": problem.detail.encode("utf-8", "backslashreplace").decode(),
             "instance": scope["path"],
         }
         if problem.field is not None:
-            content["field"] = problem.field
+            content["field"] = problem.field.encode("utf-8", "backslashreplace").decode()
         headers = dict(problem.headers)
         self._unread = _has_body(scope) and scope.get(BODY_STATE) != "read"
         if self._unread:

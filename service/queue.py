@@ -230,10 +230,11 @@ class RolloutQueue:
 
     def _end(self, entry: Entry, state: str, reason: str) -> bool:
         keys = self._keys
+        reason = reason[:2000].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
         return bool(
             self._finish(
                 keys=[keys.queue, keys.counters, keys.batch(entry.batch_id), keys.dead],
-                args=[GROUP, entry.entry_id, state, reason[:2000], ENDED_SECONDS, keys.prefix, DEAD_LETTERS_KEPT],
+                args=[GROUP, entry.entry_id, state, reason, ENDED_SECONDS, keys.prefix, DEAD_LETTERS_KEPT],
             )
         )
 

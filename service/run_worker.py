@@ -4,6 +4,12 @@ Invariants
 * A batch is scored before it is trained on.
 * Entries are acknowledged only after a checkpoint that holds their effect, so a worker killed at any line goes on from
   its last checkpoint and sees the rest again: each rollout's effect is in the optimizer exactly once.
+* An exception while one batch is loaded, screened or scored is that batch's fault: it is a dead letter with the
+  exception as its reason, and the others go on. One in training or at the gate cannot be laid to one batch: it leaves
+  `cycle`, the worker opens the run again from its last checkpoint, and what was in hand has one more delivery, as after
+  a death of the process. On its third delivery a batch is worked on alone, and what is raised then is its fault: it
+  dies of that, after `MAX_DELIVERIES` tries at most. Redis, the disk, memory, the device, a lost lease and a drafter or
+  head that does not fit are never a batch's fault.
 * What is served changes only through the gate, an archived version that proved better, or a person. A candidate is
   published after the checkpoint that holds it, or a redelivered batch would be scored by what was trained on it.
 """
@@ -22,18 +28,18 @@ import torch
 from redis.exceptions import RedisError
 
 from drafter.batch import RolloutBatch, load_batch, screen
-from drafter.device import ahead
-from drafter.errors import BatchRejected
+from drafter.device import ahead, is_device_fault, is_out_of_memory
+from drafter.errors import BatchRejected, DrafterError
 from drafter.kinds import Drafter, share
 from rl_hooks.wire import MappedFile, WireError
 from service.checkpoint import WorkerCheckpoint
 from service.controller import DEFERRED, Action, Controller, Economy
-from service.errors import LatestMoved, RegistryBusy, WorkerError
+from service.errors import LatestMoved, RegistryBusy, ServiceError, WorkerError
 from service.journal import Journal
 from service.layout import Layout
 from service.lineage import CANDIDATE, Lineage
 from service.promotion import Contest, contest
-from service.queue import EndState, Entry, RolloutQueue
+from service.queue import MAX_DELIVERIES, EndState, Entry, RolloutQueue
 from service.recent import KeptBatch, RecentRollouts
 from service.scoring import Scores, score
 from service.settings import Settings
@@ -193,7 +199,12 @@ class RunWorker:
         suspects = [pair for pair in fresh if pair[0].suspect]
         # A suspect is not left unacknowledged while others are worked on: its next death would count against them.
         for group in [[pair for pair in fresh if not pair[0].suspect], *([pair] for pair in suspects)]:
-            self._learn_from(group)
+            try:
+                self._learn_from(group)
+            except Exception as error:
+                if len(group) == 1 and group[0][0].suspect and _is_the_batchs(error):
+                    self._bury(group[0][0], f"failed its worker {MAX_DELIVERIES} times, at last alone: {_told(error)}")
+                raise
             if self._done and suspects:
                 self.save()
         pause = self._settings.checkpoint_seconds
@@ -245,12 +256,22 @@ class RunWorker:
             self._put_off.add(entry.entry_id)
             self._queue.release(CONSUMER, [entry])
             return None
+        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
+            self._bury_for(entry, error, "cannot be loaded")
+            return None
         return batch
 
     def _bury(self, entry: Entry, reason: str) -> None:
         log.warning("%s: batch %s is dead: %s", self.run, entry.batch_id, reason)
         self._queue.dead_letter(entry, reason)
         self._layout.blob(self.run, entry.blob).unlink(missing_ok=True)
+
+    def _bury_for(self, entry: Entry, error: Exception, what: str) -> None:
+        """End a batch for an exception that nobody foresaw; raises what is not the batch's fault again."""
+        if not _is_the_batchs(error):
+            raise error
+        log.error("%s: batch %s %s", self.run, entry.batch_id, what, exc_info=error)
+        self._bury(entry, f"{what}: {_told(error)}")
 
     def _note_arrival(self, entry: Entry) -> None:
         arrival = float(entry.entry_id.partition("-")[0]) / 1000.0  # stream ids begin with Unix milliseconds
@@ -373,8 +394,12 @@ class RunWorker:
         """
         policy = self._target.at(batch.policy_version)
         drafter_version = self._drafter_of.pop(entry.entry_id, "")
-        # Top entries instead of hidden states leave nothing to recompute.
-        gap, checked = (math.nan, 0) if batch.last_hidden is None else policy.head.logprob_gap(batch)
+        try:
+            # Top entries instead of hidden states leave nothing to recompute.
+            gap, checked = (math.nan, 0) if batch.last_hidden is None else policy.head.logprob_gap(batch)
+        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
+            self._bury_for(entry, error, "cannot be compared with the policy's head")
+            return None
         if checked and not gap <= self._settings.logprob_gap_nats:
             self._bury(entry, self._gap_reason(gap))
             return None
@@ -394,6 +419,9 @@ class RunWorker:
             )
         except BatchRejected as error:
             self._bury(entry, str(error))
+            return None
+        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
+            self._bury_for(entry, error, "cannot be scored")
             return None
         scores.record.update(
             {
@@ -546,3 +574,13 @@ class RunWorker:
             raise
         finally:
             self._queue.release(CONSUMER, [entry for entry, _ in self._waiting])
+
+
+def _is_the_batchs(error: Exception) -> bool:
+    """Whether a batch that was worked on alone may be blamed for what was raised."""
+    elsewhere = isinstance(error, RedisError | OSError | ServiceError | DrafterError)
+    return not elsewhere and not is_out_of_memory(error) and not is_device_fault(error)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

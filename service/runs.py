@@ -10,11 +10,13 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from rl_hooks.drafter_files import DrafterError
+from rl_hooks.run_check import check_run
 from rl_hooks.wire import (
     AUX_CONVENTION,
     HEAD_FORMAT,
@@ -53,8 +55,11 @@ class RunRecord(BaseModel):
     created: float
 
 
-def read_run_header(run: str, header: Header) -> RunRecord:
-    """Verify the header of a PUT /runs/{run} body; raises WireError."""
+def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunRecord:
+    """Verify the header of a PUT /runs/{run} body; raises WireError.
+
+    `begins`: the worker is to begin the run with this file, which is not dropped for the one that is there.
+    """
     meta = header.metadata
     if meta.get("format") != RUN_FORMAT:
         raise WireError("format", f"expected {RUN_FORMAT!r}, got {meta.get('format')!r}")
@@ -80,10 +85,8 @@ def read_run_header(run: str, header: Header) -> RunRecord:
             "target_fingerprint", f"config and aux_layers give {fingerprint}; compute it with rl_hooks.wire"
         )
     _check_run_tensors(header, config)
-    if "drafter_config" not in meta:
-        for key in ("intermediate_size", "num_attention_heads"):
-            if type(config.get(key)) is not int or config[key] <= 0:
-                raise WireError("config", f"a drafter from scratch takes its sizes from the target's: {key} is missing")
+    if begins:
+        _check_for_worker(header, config, layers)
     LogitMap.from_metadata(meta)
     size = meta.get("draft_vocab_size")
     if size is not None and not (_is_count(size) and 0 < int(size) <= config["vocab_size"]):
@@ -100,6 +103,22 @@ def read_run_header(run: str, header: Header) -> RunRecord:
         bytes=header.file_bytes,
         created=time.time(),
     )
+
+
+def _check_for_worker(header: Header, config: dict[str, Any], layers: list[int]) -> None:
+    """Refuse what the worker would refuse, here where the sender learns of it."""
+    try:
+        check_registered(config, layers, header)
+    except DrafterError as error:
+        raise WireError("drafter_config" if "drafter_config" in header.metadata else "config", str(error)) from error
+
+
+def check_registered(config: Mapping[str, Any], aux_layers: Sequence[int], header: Header) -> None:
+    """Raise `DrafterError` unless the worker can begin the run whose file has this header."""
+    text = header.metadata.get("drafter_config")
+    drafter_config = None if text is None else _json_object(text, "drafter_config")
+    tensors = {n.removeprefix("drafter."): i for n, i in header.tensors.items() if n.startswith("drafter.")}
+    check_run(config, aux_layers, drafter_config, {n: (info.shape, info.dtype) for n, info in tensors.items()})
 
 
 def _check_run_tensors(header: Header, config: dict[str, Any]) -> None:
@@ -171,19 +190,40 @@ def _identity(header: Header) -> dict[str, Any]:
     return {key: config.get(key) for key in ("model_type", *_CONFIG_INTS)} | {"aux_layers": aux["layers"]}
 
 
-def commit_run(layout: Layout, record: RunRecord, upload: Upload, forget: Callable[[], object] = lambda: None) -> bool:
+def untouched(layout: Layout, run: str) -> bool:
+    """Whether nothing was ever trained or published for a run, so that another target may take its place."""
+    trained = any(layout.worker(run).glob("checkpoint-*"))
+    published = any(not path.name.startswith(".") for path in layout.drafters(run).glob("*"))
+    return not trained and not published and not layout.latest(run).exists()
+
+
+def commit_run(
+    layout: Layout,
+    record: RunRecord,
+    upload: Upload,
+    forget: Callable[[], object] = lambda: None,
+    *,
+    anew: bool = False,
+) -> bool:
     """Register a run durably, the target first and `run.json` last. False if it was registered meanwhile. Blocks.
 
     `forget` is to delete what an earlier run of this name left elsewhere. It is called only while the run does not
-    exist and nobody else can register it, so that it never meets anything of the run's own.
+    exist and nobody else can register it, so that it never meets anything of the run's own. `anew`: the worker has
+    refused what is registered, and this takes its place; what is queued stays, heads of the old target go.
     """
     layout.make_run(record.run)
     upload.sync()
     with locked(layout, record.run):
-        if layout.run_json(record.run).exists():
+        if not layout.run_json(record.run).exists():
+            forget()
+        elif anew and untouched(layout, record.run):
+            # Between the two files the run is not registered: no rollouts are taken for the one or the other target.
+            layout.run_json(record.run).unlink()
+            for head in layout.heads(record.run).glob("*.safetensors"):
+                head.unlink()  # of the target that is replaced
+        else:
             check_same(layout, load_run(layout, record.run), record, MappedFile(upload.path).header)
             return False
-        forget()
         upload.keep(layout.target(record.run))
         final = layout.run_json(record.run)
         temporary = final.with_name(f".run-{uuid.uuid4().hex}")

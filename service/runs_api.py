@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,10 @@ from fastapi import APIRouter, Request, Response
 
 from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
 from service.context import Context, ServiceContext
-from service.errors import RunNotFound
 from service.layout import RUN_NAME
 from service.nearness import check_finite, check_head, join_run
 from service.problems import Problem
-from service.runs import RunRecord, check_same, commit_run, read_head_header, read_run_header
+from service.runs import RunRecord, check_same, commit_run, read_head_header, read_run_header, untouched
 from service.snapshot import read_headline
 from service.spool import Upload
 from service.uploads import check_announcement, receive_file
@@ -32,25 +30,30 @@ router = APIRouter(tags=["runs"])
     },
 )
 async def put_run(run: str, request: Request, response: Response, context: Context) -> dict[str, Any]:
-    """Register a run: its target's configuration, embedding, head and, optionally, a first drafter."""
+    """Register a run: its target's configuration, embedding, head and, optionally, a first drafter.
+
+    A run that exists is left as it is, unless the worker has refused it (`worker_error`) before anything was trained.
+    """
     if not RUN_NAME.fullmatch(run):
         raise Problem(422, "bad-run-name", "a run is named by 1 to 64 of A-Z a-z 0-9 . _ -", field="run")
     length = check_announcement(request, context.settings.max_run_bytes)
+    anew = await _is_refused(context, run)
     records: list[RunRecord] = []
 
     async def on_header(header: Header) -> bool:
-        record = read_run_header(run, header)
+        begins = anew or not context.layout.run_json(run).exists()
+        record = read_run_header(run, header, begins=begins)
         records.append(record)
-        with contextlib.suppress(RunNotFound):
+        if not begins:
             check_same(context.layout, context.run(run), record, header)
-        return True
+        return True  # of a run that exists, the weights are compared
 
     warning: str | None = None
     check_room(context, length)
     with context.spool.reserve(length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
-        created = not _exists(context, run)
+        created = anew or not context.layout.run_json(run).exists()
         if created:
             loop = asyncio.get_running_loop()
 
@@ -58,20 +61,14 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
                 """What an earlier run of this name left in Redis; in the loop, to which the client belongs."""
                 asyncio.run_coroutine_threadsafe(context.store(run).forget(), loop).result()
 
-            created = await context.locking(commit_run, context.layout, records[0], upload, forget)
+            created = await context.locking(commit_run, context.layout, records[0], upload, forget, anew=anew)
+            if created and anew:
+                await context.store(run).forget_error()  # it was of the file that was replaced
         if not created:
             warning = await _join(context, records[0], upload)
     await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
     response.status_code = 201 if created else 200
     return await describe(context, run) | ({} if warning is None else {"warning": warning})
-
-
-def _exists(context: ServiceContext, run: str) -> bool:
-    try:
-        context.run(run)
-    except RunNotFound:
-        return False
-    return True
 
 
 async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> str | None:
@@ -90,6 +87,13 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
             head.keep(context.layout.head(record.run, record.policy_version))
         await context.store(record.run).raise_latest_head(record.policy_version)
     return joined.warning
+
+
+async def _is_refused(context: ServiceContext, run: str) -> bool:
+    """Whether a run is registered that the worker cannot begin with: the next file takes its place."""
+    if not context.layout.run_json(run).exists() or not untouched(context.layout, run):
+        return False
+    return bool((await context.store(run).worker()).get("error"))
 
 
 @router.get("/runs/{run}")

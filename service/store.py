@@ -144,6 +144,10 @@ class AsyncStore:
         """The worker's gauges; empty before its first sign of life."""
         return _gauges(await self._redis.hgetall(self._keys.worker))
 
+    async def forget_error(self) -> None:
+        """Take back what the worker said of the run's trouble."""
+        await self._redis.hdel(self._keys.worker, "error")
+
     async def latest_head(self) -> int | None:
         """Highest policy version whose head was received."""
         value = await self._redis.get(self._keys.latest_head)

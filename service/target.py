@@ -27,6 +27,7 @@ from drafter.target import TargetHead
 from rl_hooks.wire import LogitMap, MappedFile, WireError
 from service.errors import WorkerError
 from service.layout import Layout
+from service.runs import check_registered
 
 log = logging.getLogger("draftalign.worker")
 
@@ -64,15 +65,16 @@ class Target:
         self._layout = layout
         self._run = run
         self._device = device
-        self._file = MappedFile(layout.target(run))
-        metadata = self._file.header.metadata
+        file = MappedFile(layout.target(run))  # closed again: runs are many, and few of them are at work
+        self._header = file.header
+        metadata = self._header.metadata
         self.config: Mapping[str, Any] = json.loads(metadata["config"])
         self.aux_layers: tuple[int, ...] = tuple(json.loads(metadata["aux_layers"])["layers"])
         self.policy_version = int(metadata.get("policy_version", "0"))
         self.draft_vocab_size = int(metadata["draft_vocab_size"]) if "draft_vocab_size" in metadata else None
         self.logit_map = LogitMap.from_metadata(metadata)
-        self.embed_tokens = read_tensor(self._file, "embed_tokens").to(device)  # [V, Ht]
-        self.tied = "lm_head" not in self._file
+        self.embed_tokens = read_tensor(file, "embed_tokens").to(device)  # [V, Ht]
+        self.tied = "lm_head" not in file
         self._heads: OrderedDict[int, PolicyHead] = OrderedDict()  # least recently used first
         self._useless: set[tuple[int, Upload]] = set()  # heads that cannot be used
         self._required: Tensor | None = None  # token ids whose rows a head must have
@@ -82,23 +84,28 @@ class Target:
         """Read a registered run; WorkerError when its file is not what PUT /runs accepts."""
         try:
             return cls(layout, run, torch.device(device))
-        except (KeyError, ValueError, OSError) as error:
+        except (KeyError, TypeError, ValueError, OSError) as error:
             raise WorkerError(f"run {run!r} cannot be opened: {error}; PUT /runs/{run} again") from error
 
     @property
     def initial_drafter(self) -> dict[str, Tensor] | None:
         """Tensors of the drafter that came with the run, by canonical name, or None."""
-        names = [n for n in self._file.header.tensors if n.startswith("drafter.")]
+        names = [n for n in self._header.tensors if n.startswith("drafter.")]
         if not names:
             return None
-        tensors = {n.removeprefix("drafter."): read_tensor(self._file, n) for n in names}
+        file = MappedFile(self._layout.target(self._run))
+        tensors = {n.removeprefix("drafter."): read_tensor(file, n) for n in names}
         return {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}  # as all that is published
 
     @property
     def initial_drafter_config(self) -> dict[str, Any]:
         """The configuration that came with `initial_drafter`."""
-        config: dict[str, Any] = json.loads(self._file.header.metadata["drafter_config"])
+        config: dict[str, Any] = json.loads(self._header.metadata["drafter_config"])
         return config
+
+    def check(self) -> None:
+        """Raise `DrafterError` unless a lineage can begin on what was registered: what PUT /runs has asked as well."""
+        check_registered(self.config, self.aux_layers, self._header)
 
     @property
     def ending_tokens(self) -> list[int]:
@@ -109,7 +116,8 @@ class Target:
 
     def lm_head(self) -> Tensor:
         """The registered head, [V, Ht] on the host as it was sent."""
-        return read_tensor(self._file, "embed_tokens" if self.tied else "lm_head")
+        file = MappedFile(self._layout.target(self._run))
+        return read_tensor(file, "embed_tokens" if self.tied else "lm_head")
 
     def at(self, policy_version: int) -> PolicyHead:
         """The newest head that is not newer than `policy_version`."""

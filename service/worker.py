@@ -2,6 +2,10 @@
 
 One worker trains one run at a time: two would pull the same drafter apart. The lease is a key with an expiry, renewed
 by the heartbeat thread; a second worker waits for it and takes over when the first one dies.
+
+An exception ends at the run in which it was raised: the run is closed, its error is told (`worker_error`), and it is
+opened again from its last checkpoint later. Only Redis being away holds all runs up, and only a fault of the device
+ends the process, because CUDA works for no run after it.
 """
 
 from __future__ import annotations
@@ -24,10 +28,11 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
+from drafter.device import is_device_fault
 from drafter.errors import DrafterError
 from service.checkpoint import CheckpointSuperseded
 from service.errors import ConfigurationError, ServiceError
-from service.layout import Layout
+from service.layout import FileId, Layout, file_id
 from service.queue import Keys, RolloutQueue
 from service.run_worker import CONSUMER, LeaseLost, RunWorker
 from service.settings import Settings
@@ -44,6 +49,9 @@ _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
 #: A run that cannot be worked on is tried again after this.
 _REFUSED_SECONDS = 60.0
+_ERROR_CHARACTERS = 2000
+#: After an exception that nobody foresaw; twice as long after each further one, up to `_REFUSED_SECONDS`.
+_FAILED_SECONDS = 1.0
 #: Take or renew the lease in one step: a worker that is stopped between two would renew what is another's by then. DEL
 #: before SET: a server that is full refuses what needs room as a script's first write, and not afterwards.
 _TAKE = """
@@ -65,13 +73,17 @@ class Worker:
         self._redis: Any = redis
         self._layout = Layout(settings.state_dir)
         self._runs: dict[str, RunWorker] = {}
-        self._refused: dict[str, float] = {}  # run -> when to try it again
+        self._refused: dict[str, tuple[float, FileId]] = {}  # run -> when to try it again, and its target's file
+        self._files: dict[str, FileId] = {}  # run -> its target's file when it was opened
+        self._failures: dict[str, int] = {}  # run -> unforeseen exceptions since it last worked
+        self._unproven: set[str] = set()  # runs that were opened, and have not worked since
         self._name = f"{_machine()}/{os.getpid()}/{uuid.uuid4().hex}"
         self._lost: set[str] = set()  # runs whose lease another worker took while this one was stopped
         self._looked = 0.0
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
         self._ended = False
+        self._beat_failures: set[type[Exception]] = set()  # kinds that were logged
         self._giving_back = threading.Lock()  # or a heartbeat would take a lease again that was just given back
 
     def stop(self) -> None:
@@ -113,12 +125,17 @@ class Worker:
                 continue
             try:
                 worked |= self._runs[run].cycle()
+                self._proven(run)
+            except RedisError:
+                raise
             except (LeaseLost, CheckpointSuperseded) as error:
                 self._drop(run, str(error))
             except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
                 self._refuse(run, error)  # one run's trouble is not the others'
             except OSError as error:  # nor is that of its part of the disk
                 trouble = error
+            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                self._fail(run, error)
         if trouble is not None:
             raise trouble
         return worked
@@ -131,9 +148,29 @@ class Worker:
 
     def _refuse(self, run: str, error: Exception, seconds: float = _REFUSED_SECONDS) -> None:
         log.error("run %s: %s", run, error)
+        self._close_until(run, seconds, str(error))
+
+    def _fail(self, run: str, error: Exception) -> None:
+        """Close a run for an exception that nobody foresaw; raises it again where the whole process is of no use."""
+        if is_device_fault(error):
+            raise error
+        log.error("run %s: it is closed, and opened again from its last checkpoint", run, exc_info=error)
+        failures = self._failures[run] = self._failures.get(run, 0) + 1
+        seconds = min(_FAILED_SECONDS * 2.0 ** min(failures - 1, 10), _REFUSED_SECONDS)
+        self._close_until(run, seconds, f"{type(error).__name__}: {error}")
+
+    def _close_until(self, run: str, seconds: float, error: str) -> None:
         self._runs.pop(run, None)
-        self._refused[run] = time.monotonic() + seconds
-        Store(self._redis, run).set_worker({"error": str(error)})  # GET /runs/{run} tells it
+        self._refused[run] = time.monotonic() + seconds, self._files.get(run)
+        error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
+        Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
+
+    def _proven(self, run: str) -> None:
+        """Take back what was said of a run's trouble: it was opened, and has worked."""
+        if run in self._unproven:
+            Store(self._redis, run).set_worker({"error": None})
+            self._unproven.discard(run)
+            self._failures.pop(run, None)
 
     def _find_runs(self) -> None:
         now = time.monotonic()
@@ -141,8 +178,14 @@ class Worker:
             return
         self._looked = now
         for run in self._layout.run_names():
-            if run in self._runs or self._refused.get(run, 0.0) > now or not self._lease(run):
+            file = file_id(self._layout.target(run))
+            if run in self._runs and self._files[run] != file:
+                self._runs.pop(run)
+                log.warning("run %s was registered anew", run)
+            until, refused = self._refused.get(run, (0.0, file))
+            if run in self._runs or (until > now and refused == file) or not self._lease(run):
                 continue
+            self._files[run] = file
             try:
                 self._runs[run] = RunWorker(
                     self._settings,
@@ -153,12 +196,16 @@ class Worker:
                     holds_lease=functools.partial(self._lease, run),
                     stopping=lambda: self._stopping,
                 )
-                Store(self._redis, run).set_worker({"error": None})
+                self._unproven.add(run)
                 log.info("serving run %s", run)
+            except RedisError:
+                raise
             except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
                 self._refuse(run, error)
             except OSError as error:
                 self._refuse(run, error, _DISK_SECONDS)
+            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                self._fail(run, error)
 
     def _lease_key(self, run: str) -> str:
         return f"{Keys(run).prefix}lease"
@@ -181,7 +228,10 @@ class Worker:
         self._redis.eval(_DELETE_IF, 1, key, holder)
 
     def _beat(self) -> None:
-        """Renew leases, holds on entries and the sign of life, also during a long training step or the last save."""
+        """Renew leases, holds on entries and the sign of life, also during a long training step or the last save.
+
+        It ends with `serve` and for nothing else: without it every lease would expire while the worker works on.
+        """
         while not self._ended:
             time.sleep(_BEAT_SECONDS)
             self._beat_once()
@@ -189,16 +239,23 @@ class Worker:
     def _beat_once(self) -> None:
         for run, worker in list(self._runs.items()):
             try:
-                with self._giving_back:
-                    if run not in self._runs:
-                        continue
-                    if not self._lease(run):
-                        self._lost.add(run)
-                        continue
-                RolloutQueue(self._redis, run).heartbeat(CONSUMER, worker.pending)
-                Store(self._redis, run).set_worker({"heartbeat": time.time()})
+                self._beat_run(run, worker)
             except RedisError as error:
                 log.debug("no heartbeat for %s: %s", run, error)
+            except Exception as error:
+                if type(error) not in self._beat_failures:
+                    log.exception("no heartbeat for run %s (said once for each kind of error)", run)
+                self._beat_failures.add(type(error))
+
+    def _beat_run(self, run: str, worker: RunWorker) -> None:
+        with self._giving_back:
+            if run not in self._runs:
+                return
+            if not self._lease(run):
+                self._lost.add(run)
+                return
+        RolloutQueue(self._redis, run).heartbeat(CONSUMER, worker.pending)
+        Store(self._redis, run).set_worker({"heartbeat": time.time()})
 
     def _close(self) -> None:
         for run, worker in list(self._runs.items()):
@@ -207,8 +264,14 @@ class Worker:
                 with self._giving_back:
                     del self._runs[run]
                     self._free(self._lease_key(run), self._name)
-            except (RedisError, OSError, ServiceError, DrafterError) as error:
-                log.warning("%s: not closed in order (%s); its entries will be delivered again", run, error)
+            except Exception as error:
+                foreseen = isinstance(error, RedisError | OSError | ServiceError | DrafterError)
+                log.warning(
+                    "%s: not closed in order (%s); its entries will be delivered again",
+                    run,
+                    error,
+                    exc_info=None if foreseen else error,
+                )
 
 
 def _machine() -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from attacks.runs import SIZES, drafter_tensors
 from redis import Redis
 from service_fixtures import (
     CONFIG,
@@ -31,6 +32,7 @@ from service_fixtures import (
     run_file,
 )
 
+from drafter.checkpoint import export_config
 from rl_hooks import wire
 from rl_hooks.features import as_wire
 from service.queue import Keys
@@ -73,9 +75,8 @@ def test_another_target_under_the_same_name_is_a_conflict(service: RunningServic
 
 
 def test_a_run_may_bring_its_drafter_and_tie_its_embeddings(bare: RunningService) -> None:
-    tensors = {"drafter.fc.weight": f32(8, 24), "drafter.d2t": i32(*range(20))}
-    meta = {"drafter_config": "{}", "draft_vocab_size": "20"}
-    assert bare.register(tensors=tensors, metadata=meta).status_code == 201
+    meta = {"drafter_config": json.dumps(export_config(SIZES)), "draft_vocab_size": "20"}
+    assert bare.register(tensors=drafter_tensors(), metadata=meta).status_code == 201
     document = bare.client.get("/runs/default").json()
     assert (document["has_drafter"], document["draft_vocab_size"]) == (True, 20)
     tied = wire.encode({"embed_tokens": f32(VOCAB, HIDDEN)}, wire.parse_header(run_file()).metadata)
@@ -162,7 +163,7 @@ def test_a_bad_head_is_refused(service: RunningService, body: bytes, field: str)
 def test_a_config_without_the_sizes_of_a_drafter_from_scratch_is_refused(bare: RunningService) -> None:
     answer = bare.register(config={k: v for k, v in CONFIG.items() if k != "intermediate_size"})
     assert answer.status_code == 422
-    assert "intermediate_size is missing" in answer.json()["detail"]
+    assert "the target's config lacks intermediate_size" in answer.json()["detail"]
 
 
 def test_a_new_run_does_not_inherit_what_an_old_one_of_its_name_left_in_redis(
@@ -352,19 +353,75 @@ def test_weights_that_are_no_numbers_are_refused_by_name(bare: RunningService, b
 
 
 def test_what_a_second_registration_brings_in_vain_is_said(bare: RunningService) -> None:
-    drafter = {"drafter.fc.weight": f32_of(weights(4)), "drafter.d2t": i32(*range(20))}
-    mine, config = policy(weights(0), weights(1)), '{"a": 1}'
-    assert "warning" not in put_policy(bare, mine | drafter, drafter_config=config, draft_vocab_size="20").json()
+    drafter, mine = drafter_tensors(), policy(weights(0), weights(1))
+    config = json.dumps(export_config(SIZES))
+    spaced = json.dumps(export_config(SIZES), indent=4)
+    first = put_policy(bare, mine | drafter, drafter_config=config, draft_vocab_size="20")
+    assert (first.status_code, "warning" in first.json()) == (201, False)
     for same in (
-        put_policy(bare, mine | drafter, drafter_config='{ "a":1 }', draft_vocab_size="20"),
+        put_policy(bare, mine | drafter, drafter_config=spaced, draft_vocab_size="20"),
         put_policy(bare, mine),
     ):
         assert (same.status_code, "warning" in same.json()) == (200, False)
-    other = drafter | {"drafter.fc.weight": f32_of(weights(5))}
-    for tensors, meta in ((other, config), (drafter, '{"a": 2}'), ({"drafter.d2t": i32(1)}, config)):
+    other = drafter | {"drafter.fc.weight": f32_of(np.ones(drafter["drafter.fc.weight"].shape, np.float32))}
+    renamed = json.dumps(export_config(SIZES) | {"note": "another"})
+    for tensors, meta in ((other, config), (drafter, renamed), ({"drafter.d2t": i32(1)}, config)):
         reply = put_policy(bare, mine | tensors, drafter_config=meta)
         assert reply.status_code == 200
         assert "is ignored: its initial drafter. To begin with it, use another run name" in reply.json()["warning"]
     reply = put_policy(bare, mine | other, drafter_config=config, draft_vocab_size="24")
     assert "its initial drafter, its draft_vocab_size of 24" in reply.json()["warning"]
     assert "warning" not in bare.client.get("/runs/r").json()
+
+
+def refuse(service: RunningService, redis_client: Redis, run: str = "default") -> None:
+    """As the worker says it."""
+    redis_client.hset(f"da:{{{run}}}:worker", "error", json.dumps("fc.weight holds NaN"))
+    assert service.client.get(f"/runs/{run}").json()["worker_error"] == "fc.weight holds NaN"
+
+
+def test_a_run_that_the_worker_refused_is_registered_anew_and_what_is_queued_stays(
+    service: RunningService, redis_client: Redis
+) -> None:
+    assert service.post(rollout_file()).status_code == 202
+    refuse(service, redis_client)
+    body = run_file(metadata={"draft_vocab_size": "20"})
+    reply = service.client.put("/runs/default", content=body, headers=HEADERS)
+    assert (reply.status_code, reply.json()["worker_error"], reply.json()["draft_vocab_size"]) == (201, None, 20)
+    assert service.layout.target("default").read_bytes() == body
+    assert service.client.get("/rollouts/a").json()["state"] == "queued"
+    assert service.register().status_code == 200
+    assert service.layout.target("default").read_bytes() == body, "it is not refused any more"
+
+
+def test_a_refused_run_may_turn_out_to_be_of_another_target(service: RunningService, redis_client: Redis) -> None:
+    other = CONFIG | {"num_hidden_layers": 12}
+    assert service.register(config=other).status_code == 409
+    refuse(service, redis_client)
+    assert service.register(config=other).status_code == 201
+    fingerprint = wire.target_fingerprint(other, LAYERS)
+    assert service.client.get("/runs/default").json()["target_fingerprint"] == fingerprint
+    assert service.post(rollout_file()).status_code == 422, "of the target that was replaced"
+    assert service.post(rollout_file(target_fingerprint=fingerprint)).status_code == 202
+
+
+@pytest.mark.parametrize("touched", ["published", "trained"])
+def test_a_run_that_was_at_work_before_its_error_keeps_its_target(
+    service: RunningService, redis_client: Redis, touched: str
+) -> None:
+    if touched == "published":
+        service.publish()
+    else:
+        (service.layout.worker("default") / "checkpoint-000000001").mkdir(parents=True)
+    before = service.layout.target("default").read_bytes()
+    refuse(service, redis_client)
+    assert service.register(metadata={"draft_vocab_size": "20"}).status_code == 200
+    assert service.register(config=CONFIG | {"num_hidden_layers": 12}).status_code == 409
+    assert service.layout.target("default").read_bytes() == before
+
+
+def test_a_run_at_work_is_not_stopped_by_a_drafter_that_a_restarted_trainer_brings(service: RunningService) -> None:
+    """What came first counts, as ever; a run that is new is refused for it."""
+    changes: Any = {"tensors": {"drafter.fc.weight": f32(1)}, "metadata": {"drafter_config": "{}"}}
+    assert service.register("new", **changes).status_code == 422
+    assert service.register(**changes).status_code == 200

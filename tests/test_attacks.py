@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 from attacks.corpus import MAKERS, Attack
+from attacks.runs import RUNS
 from redis import Redis
-from service_fixtures import RunningService, rollout_file
+from service_fixtures import HEADERS, RunningService, rollout_file
 
 from rl_hooks import wire
 from service.queue import RolloutQueue
@@ -76,6 +77,20 @@ def test_an_attack_is_refused_by_name_and_leaves_nothing(
     assert queue.counters()["accepted_total"] == 0
 
 
+@pytest.mark.parametrize("name", sorted(RUNS))
+def test_a_run_that_the_worker_could_not_begin_is_refused_by_name_and_leaves_nothing(
+    target: RunningService, name: str
+) -> None:
+    attack = RUNS[name]
+    reply = target.client.put("/runs/evil", content=attack.body, headers=HEADERS)
+    problem = reply.json()
+    assert (reply.status_code, problem["field"]) == (422, attack.field), problem
+    assert attack.words in problem["detail"]
+    assert len(problem["detail"]) < 800, "an answer does not echo a whole attack"
+    assert target.layout.run_names() == ["default"]
+    assert target.spooled() == []
+
+
 def test_after_all_that_a_good_batch_is_taken(target: RunningService, queue: RolloutQueue) -> None:
     queue.ensure_group()
     assert target.post(rollout_file()).status_code == 202
@@ -85,3 +100,4 @@ def test_after_all_that_a_good_batch_is_taken(target: RunningService, queue: Rol
 
 def test_the_corpus_is_not_thinned_out() -> None:
     assert len(MAKERS) >= 75
+    assert len(RUNS) >= 50

@@ -182,6 +182,49 @@ def test_top_entries_that_a_truncated_sampler_never_draws_are_minus_infinity(val
         screen(truncated)
 
 
+@pytest.mark.parametrize("kind", ["hidden states", "top entries", "a truncated sampler"])
+def test_a_probability_above_1_is_refused_but_for_what_rounding_leaves(kind: str) -> None:
+    batch = world(SHAPES["packed, half response"]).batch
+    if kind == "top entries":
+        ids = torch.arange(3).repeat(batch.tokens, 1)
+        top = torch.log(torch.tensor([0.5, 0.25, 0.25])).repeat(batch.tokens, 1)
+        batch = replace(batch, last_hidden=None, logsumexp=None, top_ids=ids, top_logprobs=top)
+    batch = replace(batch, warped=kind == "a truncated sampler")
+    row = int(torch.nonzero(batch.loss_mask)[3])
+    for name in ("logprobs", *(("top_logprobs",) if kind == "top entries" else ())):
+        tensor = getattr(batch, name)
+        rounded = torch.tensor(1 + 2**-7).log()  # 1 plus one unit in the last place of bfloat16
+        for value in (0.0, rounded, 2e-3):
+            tensor.view(batch.tokens, -1)[row, -1] = value
+            screen(batch)
+        for value in (0.02, 5.0, 65504.0):
+            tensor.view(batch.tokens, -1)[row, -1] = value
+            with pytest.raises(BatchRejected, match=rf"{name} holds log-probabilities above 0 .*first at row {row} "):
+                screen(batch)
+        tensor.view(batch.tokens, -1)[row, -1] = -1.0
+
+
+def test_what_a_prompts_tokens_are_given_for_log_probabilities_is_not_looked_at() -> None:
+    batch = world(SHAPES["packed, half response"]).batch
+    prompt = int(torch.nonzero(~batch.loss_mask)[1])
+    batch.logprobs[prompt] = 1.0
+    screen(batch)
+
+
+@pytest.mark.parametrize("token", [-1, -90, 90, 2**31 - 1])
+def test_top_entries_outside_the_vocabulary_are_refused_by_name(tmp_path: Path, token: int) -> None:
+    tensors, _, _ = file_tensors("BF16")
+    del tensors["last_hidden"], tensors["logsumexp"]
+    ids = np.zeros((T, 2), "<i4")
+    tensors["top_logprobs"] = wire.Tensor.of(np.full((T, 2), -1, "<f2"), "F16")
+    tensors["top_ids"] = wire.Tensor.of(ids, "I32")
+    load_batch(write(tmp_path / "sound.safetensors", tensors), vocab_size=90)
+    ids[7, 1] = token
+    tensors["top_ids"] = wire.Tensor.of(ids, "I32")
+    with pytest.raises(wire.WireError, match=f"top_ids: token {token} is outside the vocabulary of 90"):
+        load_batch(write(tmp_path / "r.safetensors", tensors), vocab_size=90)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

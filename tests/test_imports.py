@@ -43,10 +43,16 @@ def test_rl_hooks_imports_neither_drafter_nor_service(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", files("drafter"), ids=lambda p: p.name)
-def test_drafter_imports_only_the_wire_format_durable_writing_and_no_network(path: Path) -> None:
+def test_drafter_imports_only_what_files_hold_durable_writing_and_no_network(path: Path) -> None:
     assert not tops(path) & {"service", "examples", "redis", "fastapi", "httpx", "uvicorn", "starlette"}
     hooks = {name for name in imported(path) if name.split(".")[0] == "rl_hooks"}
-    allowed = ("rl_hooks.wire", "rl_hooks.durable")
+    allowed = (
+        "rl_hooks.wire",
+        "rl_hooks.durable",
+        "rl_hooks.drafter_files",
+        "rl_hooks.mtp_files",
+        "rl_hooks.run_check",
+    )
     assert {name for name in hooks if not name.startswith(allowed)} <= {"rl_hooks"}
 
 
@@ -92,6 +98,7 @@ def test_wire_needs_numpy_and_nothing_else() -> None:
         ("service.api", {"torch", "transformers", "drafter", "trl"}),
         ("service.cli", {"torch", "transformers", "fastapi"}),
         ("service.up", {"torch", "drafter"}),
+        ("rl_hooks.run_check", {"numpy", "fastapi", "redis", "transformers", "torch", "service", "drafter"}),
         ("rl_hooks", {"fastapi", "redis", "transformers", "service", "drafter"}),
         ("rl_hooks.wire", {"fastapi", "redis", "transformers", "torch", "service", "drafter"}),
         ("drafter", {"redis", "fastapi", "service", "httpx"}),

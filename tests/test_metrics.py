@@ -41,6 +41,7 @@ NAMES = {
     "draftalign_drafter_sequence": {"run"},
     "draftalign_publish_timestamp_seconds": {"run"},
     "draftalign_worker_heartbeat_timestamp_seconds": {"run"},
+    "draftalign_worker_error": {"run"},
     "draftalign_trained_tokens_total": {"run"},
     "draftalign_train_seconds_total": {"run"},
     "draftalign_controller_action": {"run", "action"},
@@ -81,6 +82,7 @@ def full_snapshot() -> RunSnapshot:
         },
         worker={
             "heartbeat": 1000.5,
+            "error": None,
             "action": "train",
             "trained_tokens_total": 5000,
             "train_seconds_total": 12.5,
@@ -133,6 +135,12 @@ def test_values_come_through() -> None:
     assert value(text, "draftalign_publish_timestamp_seconds", run="default") == 130.0  # when it was moved back to
     assert value(text, "draftalign_controller_action", run="default", action="train") == 1
     assert value(text, "draftalign_drafter_info", run="default", version="v000001-aaaaaaaa") == 1
+
+
+def test_a_run_that_the_worker_refuses_shows_until_it_works_again() -> None:
+    for worker, shown in (({"error": "fc.weight holds NaN"}, 1), ({"error": None, "heartbeat": 5.0}, 0)):
+        assert value(render({"r": RunSnapshot(worker=worker)}), "draftalign_worker_error", run="r") == shown
+    assert "draftalign_worker_error" not in render({"r": RunSnapshot(worker={"heartbeat": 5.0})}).decode()
 
 
 def test_a_metric_without_data_is_absent() -> None:

@@ -28,6 +28,7 @@ from drafter.pointwise import rms_norm
 from drafter.replay import replay
 from drafter.target import TargetHead, draft_target
 from drafter.trainer import DrafterTrainer, Loss, TrainConfig
+from rl_hooks.mtp_files import mtp_shapes
 
 VOCAB, LAYERS = 41, 3
 YARN = {
@@ -544,6 +545,7 @@ def test_what_is_written_is_read_back_to_the_bit(variant: str, tmp_path: Path) -
     assert back.config == drafter.config
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor), name
+    assert mtp_shapes(back.config) == {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
 
 
 @torch.no_grad()

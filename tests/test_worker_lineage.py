@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from drafter.batch import load_batch
 from drafter.checkpoint import MODEL_FILE, export_config, read_drafter, write_drafter
 from drafter.errors import DrafterError
 from drafter.model import DrafterConfig, Eagle3Drafter
-from service.errors import ServiceError
+from rl_hooks import wire
 from service.lineage import Lineage
 from service.registry import Manifest, Registry
 from service.run_worker import RunWorker
@@ -155,11 +156,35 @@ def other_layers() -> dict[str, Any]:
 def test_an_initial_drafter_that_no_engine_could_serve_is_refused_and_leaves_nothing(
     bench: Bench, config: dict[str, Any], words: str
 ) -> None:
-    bench.register(bench.world.run_file(drafter=bench.world.drafter(), drafter_config=config))
-    with pytest.raises((DrafterError, ServiceError), match=words):
+    bench.register(bench.world.run_file(drafter=bench.world.drafter(), drafter_config=config), checked=False)
+    with pytest.raises(DrafterError, match=words):
         bench.worker()
     assert list(bench.layout.drafters("default").iterdir()) == []
     assert Registry(bench.layout).latest("default") is None
+
+
+@pytest.mark.parametrize("outputs", [True, False])
+def test_an_initial_drafter_that_names_no_layers_reads_those_of_the_registration(bench: Bench, outputs: bool) -> None:
+    """Published for engines with both fields: vLLM reads the one, SGLang the other."""
+    config = broken_config()
+    del config["eagle_aux_hidden_state_layer_ids"]
+    if not outputs:
+        del config["eagle_config"]
+    bench.register(bench.world.run_file(drafter=bench.world.drafter(), drafter_config=config))
+    worker = bench.worker()
+    assert worker._lineage.candidate.config.aux_layers == LAYERS  # type: ignore[union-attr]
+    manifest = Registry(bench.layout).latest("default")
+    assert manifest is not None
+    published = json.loads((bench.layout.drafter("default", manifest.version) / "config.json").read_text())
+    assert published["eagle_aux_hidden_state_layer_ids"] == list(LAYERS)
+    assert published["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [i - 1 for i in LAYERS]
+
+
+def test_a_drafter_whose_outputs_are_of_other_layers_than_the_registration_is_refused(bench: Bench) -> None:
+    config = other_layers()
+    del config["eagle_aux_hidden_state_layer_ids"]
+    with pytest.raises(wire.WireError, match="name different layers"):
+        bench.register(bench.world.run_file(drafter=bench.world.drafter(), drafter_config=config))
 
 
 def test_an_initial_drafter_with_nan_is_refused(bench: Bench) -> None:
@@ -177,6 +202,7 @@ def test_a_run_that_cannot_be_worked_on_is_named_in_the_log_and_the_others_go_on
     bench.register(
         bench.world.run_file(drafter=bench.world.drafter(), drafter_config=broken_config(norm_output=True)),
         run="aa-broken",
+        checked=False,
     )
     bench.register(run="bb-unsized")
     bench.layout.target("bb-unsized").write_bytes(plain_run_file({k: v for k, v in CONFIG.items() if "inter" not in k}))
@@ -185,7 +211,7 @@ def test_a_run_that_cannot_be_worked_on_is_named_in_the_log_and_the_others_go_on
     worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
     with caplog.at_level(logging.ERROR, "draftalign.worker"):
         turn_until(worker, lambda: bench.state(batch) == "trained")
-    assert "run aa-broken: config.json: norm_output must be false" in caplog.text
+    assert "run aa-broken: the drafter cannot be served: config.json: norm_output must be false" in caplog.text
     assert "run bb-unsized: the target's config lacks intermediate_size" in caplog.text
     assert caplog.text.count("run aa-broken") == 1, "said once a minute, not every turn"
     worker._redis.close()

@@ -409,6 +409,32 @@ def a_negative_token() -> Attack:
     return Attack(422, "token -1", tensor(input_ids=i32(*range(10), -1)))
 
 
+def top_entries(*ids: int) -> bytes:
+    """A file with top entries instead of hidden states, whose ids are these in every row."""
+    shape = (11, len(ids))
+    return tensor(
+        last_hidden=None,
+        logsumexp=None,
+        top_ids=wire.Tensor.of(np.tile(np.array(ids, np.int32), (11, 1)), "I32"),
+        top_logprobs=wire.Tensor.of(np.full(shape, -1, np.float16), "F16"),
+    )
+
+
+@attack
+def a_top_entry_beyond_the_vocabulary() -> Attack:
+    return Attack(422, f"top_ids: token {VOCAB} is outside", top_entries(0, VOCAB))
+
+
+@attack
+def a_top_entry_far_beyond_the_vocabulary() -> Attack:
+    return Attack(422, "top_ids", top_entries(0, (1 << 31) - 1))
+
+
+@attack
+def a_negative_top_entry() -> Attack:
+    return Attack(422, "top_ids: token -1 is outside", top_entries(0, -1))
+
+
 @attack
 def boundaries_that_descend() -> Attack:
     return Attack(422, "cu_seqlens", tensor(cu_seqlens=i32(0, 12, 11)))

@@ -1,0 +1,222 @@
+"""Hostile rollouts that the API takes, because it never looks at the features: the worker has to live with them.
+
+`ACCEPTED` maps what is wrong to the body for run `evil`, whose target is that of service_fixtures. To add one: a
+function that returns the file's changes, decorated with `@accepted`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from service_fixtures import HIDDEN, LAYERS, VOCAB, rollout_file, rollout_tensors
+
+from rl_hooks import wire
+
+TOKENS: Final = 11  # of rollout_file
+Changes = dict[str, Any]
+ACCEPTED: Final[dict[str, Callable[[], bytes]]] = {}
+
+
+def accepted(make: Callable[[], Changes]) -> Callable[[], Changes]:
+    """Add a maker to the corpus; each batch has ids of its own."""
+    name = make.__name__
+
+    def body() -> bytes:
+        changes = make()
+        ids = changes.pop("ids", (f"{name}/a", f"{name}/b"))
+        return rollout_file(ids, run="evil", **changes)
+
+    ACCEPTED[name] = body
+    return make
+
+
+def bf16(value: float, width: int) -> wire.Tensor:
+    """Every element `value`, rounded down to bfloat16."""
+    bits = (np.array([value], np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return wire.Tensor.of(np.full((TOKENS, width), bits[0], np.uint16), "BF16")
+
+
+def every(value: float) -> wire.Tensor:
+    """One float32 a token."""
+    return wire.Tensor.of(np.full(TOKENS, value, np.float32), "F32")
+
+
+def fp8(scale: float, code: int = 0x7E) -> Changes:
+    """Features in eight bits, all of one code (0x7E: 448), with this scale."""
+    return {
+        "tensors": {
+            "aux_hidden": wire.Tensor.of(np.full((TOKENS, len(LAYERS) * HIDDEN), code, np.uint8), "F8_E4M3"),
+            "aux_hidden_scale": wire.Tensor.of(np.full((TOKENS, len(LAYERS)), scale, np.float32), "F32"),
+        }
+    }
+
+
+def top(value: float, k: int = 4, first: int = 0) -> Changes:
+    """Top entries instead of hidden states."""
+    ids = (np.arange(k) % VOCAB if first == 0 else np.full(k, first)).astype(np.int32)
+    return {
+        "tensors": {
+            "last_hidden": None,
+            "logsumexp": None,
+            "top_ids": wire.Tensor.of(np.tile(ids, (TOKENS, 1)), "I32"),
+            "top_logprobs": wire.Tensor.of(np.full((TOKENS, k), value, np.float16), "F16"),
+        }
+    }
+
+
+@accepted
+def nothing_wrong() -> Changes:
+    return {}
+
+
+@accepted
+def features_of_nan() -> Changes:
+    return {"tensors": {"aux_hidden": bf16(float("nan"), 24)}}
+
+
+@accepted
+def features_of_infinity() -> Changes:
+    return {"tensors": {"aux_hidden": bf16(float("-inf"), 24)}}
+
+
+@accepted
+def features_whose_squares_overflow() -> Changes:
+    return {"tensors": {"aux_hidden": bf16(3.3e38, 24)}}
+
+
+@accepted
+def hidden_states_whose_squares_overflow() -> Changes:
+    return {"tensors": {"last_hidden": bf16(3.3e38, 8)}}
+
+
+@accepted
+def hidden_states_of_nan() -> Changes:
+    return {"tensors": {"last_hidden": bf16(float("nan"), 8)}}
+
+
+@accepted
+def a_scale_of_nan() -> Changes:
+    return fp8(float("nan"))
+
+
+@accepted
+def a_scale_that_overflows() -> Changes:
+    return fp8(3e38)
+
+
+@accepted
+def a_negative_scale() -> Changes:
+    return fp8(-1.0)
+
+
+@accepted
+def eight_bits_that_are_nan() -> Changes:
+    return fp8(1.0, 0x7F)
+
+
+@accepted
+def a_huge_normaliser() -> Changes:
+    return {"tensors": {"logsumexp": every(3e38)}}
+
+
+@accepted
+def a_normaliser_far_below_zero() -> Changes:
+    return {"tensors": {"logsumexp": every(-3e38)}}
+
+
+@accepted
+def log_probabilities_of_nan() -> Changes:
+    return {"tensors": {"logprobs": every(float("nan"))}}
+
+
+@accepted
+def log_probabilities_of_a_certainty_and_more() -> Changes:
+    return {"tensors": {"logprobs": every(50.0)}, "top_p": 0.9}
+
+
+@accepted
+def log_probabilities_that_cannot_be() -> Changes:
+    return {"tensors": {"logprobs": every(-3e38)}}
+
+
+@accepted
+def top_entries_far_above_one() -> Changes:
+    return top(65504.0)
+
+
+@accepted
+def top_entries_that_are_never_drawn() -> Changes:
+    return top(float("-inf"))
+
+
+@accepted
+def top_entries_of_nan() -> Changes:
+    return top(float("nan"))
+
+
+@accepted
+def one_top_entry() -> Changes:
+    return top(-0.5, k=1)
+
+
+@accepted
+def more_top_entries_than_tokens() -> Changes:
+    return top(-1.0, k=4 * VOCAB)
+
+
+@accepted
+def one_top_entry_again_and_again() -> Changes:
+    return top(-0.1, k=8, first=7)
+
+
+@accepted
+def the_coldest_temperature() -> Changes:
+    return {"temperature": 1e-6}
+
+
+@accepted
+def greedy_decoding() -> Changes:
+    return {"temperature": 0.0}
+
+
+@accepted
+def the_hottest_temperature() -> Changes:
+    return {"temperature": 100.0}
+
+
+@accepted
+def a_drafter_version_that_climbs() -> Changes:
+    return {"drafter_version": "../../../etc/passwd"}
+
+
+@accepted
+def a_drafter_version_that_never_was() -> Changes:
+    return {"drafter_version": "v999999-00000000"}
+
+
+@accepted
+def the_newest_policy_of_all() -> Changes:
+    return {"policy_version": 999_999_999_999_999}
+
+
+@accepted
+def rewards_that_add_up_to_infinity() -> Changes:
+    return {"rewards": [9e299, 9e299]}
+
+
+@accepted
+def two_tokens_a_rollout() -> Changes:
+    ids = tuple(f"tiny/{i}" for i in range(500))
+    return {"ids": ids, "lengths": (2,) * 500, "tensors": rollout_tensors((2,) * 500)}
+
+
+@accepted
+def always_the_same_token() -> Changes:
+    return {"tensors": {"input_ids": wire.Tensor.of(np.full(TOKENS, VOCAB - 1, np.int32), "I32")}}
+
+
+@accepted
+def a_prompt_that_all_share() -> Changes:
+    return {"prompt_hashes": ["0" * 16, "0" * 16]}

@@ -1,0 +1,312 @@
+"""Exceptions that nobody foresaw end at their run or their batch: the process and the other runs go on."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from redis import Redis
+from service_fixtures import HEADERS, RunningService
+from worker_fixtures import Bench
+
+import service.run_worker
+import service.worker
+from drafter.checkpoint import export_config
+from drafter.trainer import DrafterTrainer
+from service.lineage import Lineage
+from service.queue import MAX_DELIVERIES, RolloutQueue
+from service.run_worker import RunWorker
+from service.store import Store
+from service.worker import Worker
+
+FIRST = "before-default"  # runs are served in this order
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are looked for in every turn, and tried again at once."""
+    monkeypatch.setattr(service.worker, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    monkeypatch.setattr(service.worker, "_FAILED_SECONDS", 0.0)
+
+
+@pytest.fixture
+def worker(bench: Bench) -> Worker:
+    """A worker of its own connection; `bench` has the run `default` with a drafter, and another before it."""
+    bench.begin()
+    bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=FIRST)
+    return Worker(bench.settings, Redis.from_url(bench.redis_url))
+
+
+def broken(error: BaseException, when: Any, real: Any) -> Any:
+    """`real`, which raises `error` where `when(self, ...)` holds."""
+
+    def maybe(self: Any, *args: Any, **named: Any) -> Any:
+        if when(self, *args):
+            raise error
+        return real(self, *args, **named)
+
+    return maybe
+
+
+def error_of(bench: Bench, run: str = FIRST) -> Any:
+    return Store(bench.redis, run).worker().get("error")
+
+
+def turns(worker: Worker, bench: Bench, ended: list[str], most: int = 40) -> int:
+    """Turns until all these batches of `default` have ended."""
+    for number in range(most):
+        if all(bench.state(batch) not in ("queued", "unknown") for batch in ended):
+            return number
+        worker._turn()
+    raise AssertionError([bench.state(batch) for batch in ended])
+
+
+def test_a_run_that_cannot_be_opened_for_whatever_reason_says_so_and_keeps_no_other_waiting(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = bench.post("a")
+    with monkeypatch.context() as patch:
+        bad = broken(AttributeError("no attribute 'get'"), lambda self: self._run == FIRST, Lineage.begin)
+        patch.setattr(Lineage, "begin", bad)
+        turns(worker, bench, [batch])
+        assert bench.state(batch) == "trained"
+        assert "no attribute 'get'" in error_of(bench)
+        assert error_of(bench, "default") is None
+        assert "in begin" in caplog.text or "maybe" in caplog.text, "the traceback"
+    for _ in range(3):
+        worker._turn()
+    assert error_of(bench) is None, "it was opened again, and nothing is said of it any more"
+
+
+@pytest.mark.parametrize("fault", ["a drafter with NaN", "a config of before the check"])
+def test_a_refused_run_that_is_registered_anew_is_tried_at_once(
+    bench: Bench, worker: Worker, redis_url: str, fault: str
+) -> None:
+    """By PUT, as a trainer does; not a minute later, and the rollouts that were taken for it are trained."""
+    bad = bench.world.drafter()
+    if fault == "a drafter with NaN":
+        bad.fc.weight.data[0, 0] = float("nan")
+        bench.register(bench.world.run_file(drafter=bad), run="zz")
+    else:
+        config = export_config(bad.config) | {"norm_output": True}
+        bench.register(bench.world.run_file(drafter=bad, drafter_config=config), run="zz", checked=False)
+    batch = bench.post_file(bench.world.rollout_file("z", run="zz"))
+    queue = RolloutQueue(bench.redis, "zz")
+    worker._turn()
+    assert error_of(bench, "zz")
+    assert queue.batch(batch)["state"] == "queued"  # type: ignore[index]
+    service = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
+    try:
+        good = bench.world.run_file(drafter=bench.world.drafter())
+        reply = service.client.put("/runs/zz", content=good, headers=HEADERS)
+        assert (reply.status_code, reply.json()["worker_error"]) == (201, None)
+        assert bench.layout.target("zz").read_bytes() == good
+        for _ in range(3):
+            worker._turn()
+        assert queue.batch(batch)["state"] == "trained"  # type: ignore[index]
+        described = service.client.get("/runs/zz").json()
+        assert described["worker_error"] is None
+        assert described["drafter"] is not None
+        assert service.client.put("/runs/zz", content=good, headers=HEADERS).status_code == 200
+    finally:
+        service.stop()
+
+
+def test_a_run_that_was_opened_and_is_registered_anew_is_opened_again(bench: Bench, worker: Worker) -> None:
+    bench.register(run="zz")
+    worker._turn()
+    before = worker._runs["zz"]
+    again = bench.layout.root / "again"
+    again.write_bytes(bench.layout.target("zz").read_bytes())
+    again.replace(bench.layout.target("zz"))
+    worker._turn()
+    assert worker._runs["zz"] is not before
+
+
+def test_a_worker_keeps_no_file_of_a_run_open(bench: Bench, worker: Worker) -> None:
+    """Or some thousand registered runs would be all that a process may open."""
+    bench.register(run="zz")
+    worker._turn()
+    assert worker._runs.keys() == {FIRST, "default", "zz"}
+    worker._runs[FIRST]._target.lm_head()
+    gc.collect()
+    assert "target.safetensors" not in Path("/proc/self/maps").read_text(), "a map holds its file open"
+
+
+def test_a_run_that_fails_again_and_again_is_tried_ever_less_often(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.worker, "_FAILED_SECONDS", 1.0)
+    for count, pause in enumerate((1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0), 1):
+        before = time.monotonic()
+        worker._fail(FIRST, ValueError("again"))
+        assert worker._failures[FIRST] == count
+        assert before + pause <= worker._refused[FIRST][0] <= time.monotonic() + pause
+    worker._failures[FIRST] = 10_000  # a week of it
+    worker._fail(FIRST, ValueError("again"))
+
+
+def test_a_batch_that_cannot_be_scored_is_dead_of_it_and_the_others_are_trained(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted = [bench.post(name) for name in "abc"]
+    real = service.run_worker.score
+
+    def score(batch: Any, *args: Any, **named: Any) -> Any:
+        if batch.rollout_ids[0].startswith("b/"):
+            raise IndexError("index 50 is out of bounds")
+        return real(batch, *args, **named)
+
+    monkeypatch.setattr(service.run_worker, "score", score)
+    turns(worker, bench, posted)
+    assert [bench.state(b) for b in posted] == ["trained", "dead", "trained"]
+    assert bench.reason(posted[1]) == "cannot be scored: IndexError: index 50 is out of bounds"
+    assert error_of(bench, "default") is None
+
+
+@pytest.mark.parametrize("where", ["load_batch", "screen"])
+def test_a_batch_that_cannot_be_loaded_is_dead_of_it(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    posted = [bench.post(name) for name in "ab"]
+    real = getattr(service.run_worker, where)
+
+    def failing(what: Any, **named: Any) -> Any:
+        name = what.name if where == "load_batch" else what.rollout_ids[0]
+        if name.startswith(posted[0]) or name.startswith("a/"):
+            raise ValueError("what is this")
+        return real(what, **named)
+
+    monkeypatch.setattr(service.run_worker, where, failing)
+    turns(worker, bench, posted)
+    assert [bench.state(b) for b in posted] == ["dead", "trained"]
+    assert bench.reason(posted[0]) == "cannot be loaded: ValueError: what is this"
+
+
+@pytest.mark.parametrize("claim_tokens", [1, 10_000])
+def test_a_batch_that_fails_every_training_is_dead_after_three_tries_and_holds_nobody_up(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, claim_tokens: int
+) -> None:
+    """Nothing ever kills the process: the deliveries count what was raised as well."""
+    worker._settings = bench.settings.model_copy(update={"claim_tokens": claim_tokens})
+    posted = [bench.post(name) for name in "abc"]
+    other = bench.post_file(bench.world.rollout_file("x", run=FIRST))
+    tried: list[int] = []
+
+    def trains(self: RunWorker, newest: Any) -> bool:
+        if any(kept.batch.rollout_ids[0].startswith("b/") for kept in newest):
+            tried.append(len(newest))
+            return True
+        return False
+
+    monkeypatch.setattr(RunWorker, "_train", broken(RuntimeError("mat1 and mat2"), trains, RunWorker._train))
+    worker._turn()
+    assert RolloutQueue(bench.redis, FIRST).batch(other)["state"] == "trained"  # type: ignore[index]
+    said = set()
+    while "queued" in [bench.state(b) for b in posted]:
+        worker._turn()
+        said.add(error_of(bench, "default"))
+    assert "RuntimeError: mat1 and mat2" in said, "until the run has worked again"
+    assert [bench.state(b) for b in posted] == ["trained", "dead", "trained"]
+    assert bench.reason(posted[1]) == "failed its worker 3 times, at last alone: RuntimeError: mat1 and mat2"
+    assert len(tried) == MAX_DELIVERIES
+    assert tried[-1] == 1
+    assert bench.totals()["batches"] == 2
+    worker._turn()
+    assert error_of(bench, "default") is None
+
+
+def test_a_gate_that_raises_ends_at_its_run(bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = bench.post_file(bench.world.rollout_file("x", run=FIRST))
+    batch = bench.post("a")
+    bad = broken(ZeroDivisionError("division by zero"), lambda self, *_: self.run == FIRST, RunWorker._judge)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWorker, "_judge", bad)
+        turns(worker, bench, [batch])
+        assert bench.state(batch) == "trained"
+        assert "division by zero" in error_of(bench)
+    for _ in range(4):
+        worker._turn()
+    assert RolloutQueue(bench.redis, FIRST).batch(other)["state"] == "trained"  # type: ignore[index]
+    assert error_of(bench) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=["cuda", "cpu"],
+)
+def test_memory_that_runs_out_is_not_laid_to_the_batch_at_once(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    batch = bench.post("a")
+    real, calls = service.run_worker.score, 0
+
+    def score(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls < MAX_DELIVERIES:
+            raise error
+        return real(*args, **named)
+
+    monkeypatch.setattr(service.run_worker, "score", score)
+    for _ in range(MAX_DELIVERIES):
+        worker._refused.clear()  # a minute later
+        worker._turn()
+    assert bench.state(batch) == "trained"
+
+
+def test_a_device_that_failed_ends_the_process_because_no_run_can_use_it_any_more(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = bench.post("a")
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    monkeypatch.setattr(DrafterTrainer, "step", broken(error, lambda *_: True, DrafterTrainer.step))
+    with pytest.raises(torch.AcceleratorError):
+        worker._turn()
+    assert bench.state(batch) == "queued"
+
+
+def test_heartbeats_survive_whatever_is_raised_and_one_runs_trouble_is_not_the_others(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service.worker, "_BEAT_SECONDS", 0.01)
+    worker._turn()
+    beats: list[str] = []
+    beat = RolloutQueue.heartbeat
+
+    def failing(self: RolloutQueue, *args: Any) -> Any:
+        beats.append(self.run)
+        if self.run == FIRST:
+            raise TypeError("unhashable")
+        return beat(self, *args)
+
+    monkeypatch.setattr(RolloutQueue, "heartbeat", failing)
+    thread = threading.Thread(target=worker._beat, daemon=True)
+    thread.start()
+    bench.wait(lambda: beats.count("default") >= 3)
+    assert thread.is_alive()
+    assert [r.getMessage() for r in caplog.records if r.exc_info] == [
+        f"no heartbeat for run {FIRST} (said once for each kind of error)"
+    ]
+    worker._ended = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_an_orderly_stop_closes_every_run_whatever_one_of_them_raises(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.post("a")
+    worker._settings = bench.settings.model_copy(update={"checkpoint_seconds": 1e9})
+    worker._turn()
+    bad = broken(TypeError("unhashable"), lambda self: self.run == FIRST, RunWorker.close)
+    monkeypatch.setattr(RunWorker, "close", bad)
+    worker._close()
+    assert bench.state(bench.posted[0]) == "trained"
+    assert bench.redis.get(worker._lease_key("default")) is None
