@@ -140,6 +140,9 @@ def test_settings_never_print_secrets() -> None:
     assert "hunter2" not in f"{settings!r} {settings} {settings.model_dump_json()}"
     assert settings.token_scopes() == {"hunter2": {"read"}}
     assert Settings(tokens="x:admin").token_scopes()["x"] == set(SCOPES)
+    with pytest.raises(ValidationError) as caught:
+        Settings(tokens="hunter2", redis_url="redis://:hunter2@host/0", max_body_bytes=100, queue_max_bytes=50)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
