@@ -21,6 +21,8 @@ from service.settings import Settings
 
 #: Probes carry no secrets and must work for whatever runs the container.
 PUBLIC: Final = frozenset({"/healthz", "/readyz"})
+#: Each on a line of its own: Chromium reads a line as one challenge, and knows Basic only.
+_CHALLENGES: Final = ('Basic realm="draftalign"', 'Bearer realm="draftalign"')
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _READERS: Final[frozenset[TokenScope]] = frozenset({"read", "write"})
 _WRITERS: Final[frozenset[TokenScope]] = frozenset({"write"})
@@ -58,7 +60,10 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse with 401, 403 or 421, or pass the request on."""
         if scope["type"] == "http" and (problem := self._refusal(scope)) is not None:
-            await ProblemResponse(problem, scope)(scope, receive, send)
+            response = ProblemResponse(problem, scope)
+            for challenge in _CHALLENGES if problem.status == 401 else ():
+                response.headers.append("WWW-Authenticate", challenge)
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -75,10 +80,7 @@ class Guard:
             )
         granted = self._granted(headers.get(b"authorization", ""))
         if granted is None:
-            challenge = {"WWW-Authenticate": 'Bearer realm="draftalign", Basic realm="draftalign"'}
-            return Problem(
-                401, "no-token", "send `Authorization: Bearer <token>` with a known token", headers=challenge
-            )
+            return Problem(401, "no-token", "send `Authorization: Bearer <token>` with a known token")
         allowed = allowed_scopes(scope["method"], scope["path"])
         if granted & allowed:
             return None

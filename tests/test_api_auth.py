@@ -100,6 +100,14 @@ def test_a_token_passes_as_the_password_of_basic_too(guarded: RunningService) ->
     assert guarded.client.get("/drafters", headers={"Authorization": f"Basic {odd}"}).status_code == 401
 
 
+def test_each_challenge_has_a_line_of_its_own_and_basic_comes_first(guarded: RunningService) -> None:
+    """Chromium reads a line as one challenge, and asks for a password only where that one is Basic."""
+    for request in (b"GET /", b"POST /rollouts"):
+        reply = guarded.raw(request + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbody")
+        lines = [line for line in reply.split(b"\r\n") if line.lower().startswith(b"www-authenticate:")]
+        assert [line.partition(b": ")[2] for line in lines] == [b'Basic realm="draftalign"', b'Bearer realm="draftalign"']
+
+
 def test_what_is_not_listed_needs_admin() -> None:
     assert allowed_scopes("POST", "/new/call") == {"admin"}
     assert allowed_scopes("DELETE", "/rollouts/x") == {"admin"}
