@@ -10,6 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+import ipaddress
+import re
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -23,7 +25,6 @@ from service.settings import Settings
 PUBLIC: Final = frozenset({"/healthz", "/readyz"})
 #: Each on a line of its own: Chromium reads a line as one challenge, and knows Basic only.
 _CHALLENGES: Final = ('Basic realm="draftalign"', 'Bearer realm="draftalign"')
-_LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _READERS: Final[frozenset[TokenScope]] = frozenset({"read", "write"})
 _WRITERS: Final[frozenset[TokenScope]] = frozenset({"write"})
 _READ_ONLY: Final[frozenset[TokenScope]] = frozenset({"read"})
@@ -73,7 +74,7 @@ class Guard:
             return None
         if not self._tokens:
             host = headers.get(b"host", "")
-            if host.rsplit(":", 1)[0].lower() in _LOOPBACK_NAMES or host.lower() in _LOOPBACK_NAMES:
+            if _is_loopback(host):
                 return None
             return Problem(
                 421, "wrong-host", f"no tokens are configured, so only loopback names are served, not {host!r}"
@@ -102,3 +103,14 @@ class Guard:
             if hmac.compare_digest(secret, known):
                 found = scopes
         return found
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header names this machine by `localhost` or by an address: what no name server can point here."""
+    name = re.fullmatch(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]*)?", host.lower())
+    if name is None or name[1] == "localhost":
+        return name is not None
+    try:
+        return ipaddress.ip_address(name[1].strip("[]")).is_loopback
+    except ValueError:
+        return False
