@@ -30,6 +30,8 @@ log = logging.getLogger("draftalign.api")
 MEDIA_TYPE: Final = "application/problem+json"
 #: Scope key: "reading" once the request's body was asked for, "read" once all of it came.
 BODY_STATE: Final = "draftalign.body"
+#: Scope key, true once a request was refused: where places are short, its connection gives way.
+REFUSED: Final = "draftalign.refused"
 _LINGER_SECONDS: Final = 10.0
 _LINGER_IDLE_SECONDS: Final = 1.0
 
@@ -76,6 +78,7 @@ class ProblemResponse(JSONResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, then linger where the client is still sending."""
+        scope[REFUSED] = True
         waits_for_continue = _header(scope, b"expect") is not None and scope.get(BODY_STATE) is None
         if not self._unread or waits_for_continue:
             await super().__call__(scope, receive, send)
