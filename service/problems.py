@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from redis import exceptions as redis_errors
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -139,6 +139,8 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
         case HTTPException():
             kind = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
             return Problem(error.status_code, kind, str(error.detail), headers=error.headers)
+        case ClientDisconnect():
+            return Problem(400, "client-left", "the client left before the end of the body; nothing was kept")
         case _:
             return Problem(500, "bug", "the service failed; its log has the cause. The request may be repeated")
 
@@ -150,6 +152,8 @@ def install(app: FastAPI, retry_after_seconds: int) -> None:
         problem = as_problem(error, retry_after_seconds)
         if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             log.warning("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error)
+        elif isinstance(error, ClientDisconnect):
+            log.debug("%s %s: %s", request.method, request.url.path, problem.detail)
         return ProblemResponse(problem, request.scope)
 
     for kind in (
@@ -164,6 +168,7 @@ def install(app: FastAPI, retry_after_seconds: int) -> None:
         redis_errors.TimeoutError,
         RequestValidationError,
         HTTPException,
+        ClientDisconnect,
         Exception,
     ):
         app.add_exception_handler(kind, handle)
