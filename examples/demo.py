@@ -201,10 +201,10 @@ def _run(config: DemoConfig, state_dir: Path, stack: ExitStack) -> None:
     initial = state_dir / "initial-drafter"
     service_url = f"http://127.0.0.1:{config.port}"
     up = ["service.cli", "up", "--state-dir", str(state_dir), "--port", str(config.port)]
-    if config.redis_url:
-        up += ["--redis-url", config.redis_url]
+    redis_url = {"DRAFTALIGN_REDIS_URL": config.redis_url} if config.redis_url else {}  # not where `ps` would show it
     drafting = {"DRAFTALIGN_DRAFTING": "greedy"} if config.engine == "vllm" else {}  # vLLM drafts no other way
-    stack.enter_context(child("up", up, {**SERVICE_SETTINGS, **drafting, "DRAFTALIGN_LOG_LEVEL": "WARNING"}))
+    environment = {**SERVICE_SETTINGS, **redis_url, **drafting, "DRAFTALIGN_LOG_LEVEL": "WARNING"}
+    stack.enter_context(child("up", up, environment))
     engine, engine_url = _engine(config, state_dir, initial, policy, tokenizer, stack)
     agent = ["service.cli", "agent", "--url", engine_url, "--service", service_url, "--run", RUN]
     agent += ["--cache-dir", str(state_dir / "agent"), "--report-seconds", "1"]

@@ -95,7 +95,8 @@ def servers(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     groups: defaultdict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
-        groups[str(record.get("reporter")), method_of(record)].append(record)
+        if record.get("reporter") is not None:  # else it is the sum over all of them
+            groups[str(record.get("reporter")), method_of(record)].append(record)
     lines = []
     for (reporter, method), all_records in sorted(groups.items()):
         newest = max(all_records, key=lambda r: number(r.get("created")) or 0.0)

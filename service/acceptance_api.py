@@ -12,15 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from service.acceptance import OUR_DRAFTER
 from service.context import Context, RunQuery, ServiceContext
 from service.dead_drafter import Judgement, judge, pooled_replay_alpha
-from service.registry import Manifest
+from service.registry import Manifest, canary_key
 from service.settings import Settings
 from service.snapshot import read_snapshot, run_document
 from service.uploads import parse_body
 
 router = APIRouter(tags=["acceptance"])
-
-#: Replay α of the last so many scored batches is what a live α is compared with.
-_RECENT_BATCHES = 64
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53, strict=True)]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
@@ -81,12 +78,10 @@ async def post_acceptance(request: Request, context: Context) -> AcceptanceReply
     """Report an engine's acceptance counts. A drafter that the engine has lost is pushed again."""
     report = await parse_body(request, AcceptanceReport)
     context.run(report.run)
-    store = context.store(report.run)
-    record = report.model_dump() | {"created": time.time()}
-    await (store.place_acceptance if report.policy_version is None else store.put_acceptance)(record)
+    rounds, accepted = await context.store(report.run).book(report.model_dump() | {"created": time.time()})
     if report.canary is not None:
         await asyncio.to_thread(_record_canary, context, report, report.canary)
-    judgement = await _judge(context, report)
+    judgement = await _judge(context, report, rounds, accepted)
     pushed = None
     if judgement.push:
         reason = f"drafter dead in {report.reporter}: {judgement.reason}"
@@ -110,29 +105,23 @@ def _misfit(settings: Settings, report: AcceptanceReport) -> str | None:
     return f"the engine makes {' and '.join(said)}; start the service with {' '.join(wanted)}"
 
 
-async def _judge(context: ServiceContext, report: AcceptanceReport) -> Judgement:
+async def _judge(context: ServiceContext, report: AcceptanceReport, rounds: int, accepted: int) -> Judgement:
     """Judge by what this reporter counted for this drafter, over all policy versions, since the last judgement."""
-    store, run = context.store(report.run), report.run
-    own = [
-        record
-        for record in await store.acceptances()
-        if record["reporter"] == report.reporter and record["drafter_version"] == report.drafter_version
-    ]
-    rounds = sum(record["rounds"] for record in own)
-    accepted = sum(record["accepted_tokens"] for record in own)
+    store, run, rule = context.store(report.run), report.run, context.dead_rule
     seen_rounds, seen_accepted = await store.judged(report.reporter, report.drafter_version)
     if rounds < seen_rounds or accepted < seen_accepted:  # the engine started again from zero
         seen_rounds = seen_accepted = 0
-    enough = rounds - seen_rounds >= context.dead_rule.min_rounds
-    scores = list((await store.scores()).values())[-_RECENT_BATCHES:] if enough else []
-    latest = context.registry.latest(run)
+    rounds_since, accepted_since = rounds - seen_rounds, accepted - seen_accepted
+    # The rest is read only for a live α that is low: on most reports it is not.
+    suspect = rule.suspects(rounds_since, accepted_since)
+    latest = context.registry.latest(run) if suspect else None
     judgement = judge(
-        context.dead_rule,
-        rounds=rounds - seen_rounds,
-        accepted_tokens=accepted - seen_accepted,
-        replay_alpha=pooled_replay_alpha(scores, report.drafter_version),
+        rule,
+        rounds=rounds_since,
+        accepted_tokens=accepted_since,
+        replay_alpha=pooled_replay_alpha(await store.recent_scores(), report.drafter_version) if suspect else None,
         is_latest=latest is not None and latest.version == report.drafter_version,
-        seconds_since_push=await asyncio.to_thread(_seconds_since_push, context, run) if enough else None,
+        seconds_since_push=await asyncio.to_thread(_seconds_since_push, context, run) if suspect else None,
     )
     if judgement.judged:
         await store.set_judged(report.reporter, report.drafter_version, rounds, accepted)
@@ -140,8 +129,8 @@ async def _judge(context: ServiceContext, report: AcceptanceReport) -> Judgement
 
 
 def _seconds_since_push(context: ServiceContext, run: str) -> float | None:
-    pushes = [event["time"] for event in context.registry.history(run) if event.get("event") == "pushed_again"]
-    seconds = time.time() - pushes[-1] if pushes else None
+    pushed = context.registry.digest(run).pushed
+    seconds = None if pushed is None else time.time() - pushed
     # Before now, or the clock was set back since: then nobody knows, and a dead drafter is not to wait for the clock.
     return None if seconds is None or seconds < 0 else seconds
 
@@ -154,8 +143,7 @@ def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: Ca
         "reporter": report.reporter,
         "offer": canary.sequence,
     }
-    known = context.registry.history(report.run)
-    if any(all(old.get(key) == value for key, value in event.items()) for old in known):
+    if canary_key(event) in context.registry.digest(report.run).canaries:
         return
     context.registry.record(report.run, event | {"canary": canary.model_dump()})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -24,6 +25,7 @@ from starlette.responses import HTMLResponse
 
 from service import acceptance_api, drafters_api, metrics, problems, rollouts_api, runs_api
 from service.auth import Guard, check_binding
+from service.connections import BoundedProtocol, Places
 from service.context import Context, ServiceContext
 from service.errors import ConfigurationError
 from service.problems import Problem
@@ -129,8 +131,12 @@ class Server(uvicorn.Server):
 def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
     """An unstarted server."""
     app = app or create_app(settings)
+    places = Places()
     config = uvicorn.Config(
         app,
+        http=functools.partial(BoundedProtocol, places=places),  # type: ignore[arg-type]
+        ws="none",
+        backlog=places.backlog,
         host=settings.host,
         port=settings.port,
         log_config=None,

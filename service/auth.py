@@ -10,6 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+import ipaddress
+import re
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,7 +23,8 @@ from service.settings import Settings
 
 #: Probes carry no secrets and must work for whatever runs the container.
 PUBLIC: Final = frozenset({"/healthz", "/readyz"})
-_LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+#: Each on a line of its own: Chromium reads a line as one challenge, and knows Basic only.
+_CHALLENGES: Final = ('Basic realm="draftalign"', 'Bearer realm="draftalign"')
 _READERS: Final[frozenset[TokenScope]] = frozenset({"read", "write"})
 _WRITERS: Final[frozenset[TokenScope]] = frozenset({"write"})
 _READ_ONLY: Final[frozenset[TokenScope]] = frozenset({"read"})
@@ -58,7 +61,10 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse with 401, 403 or 421, or pass the request on."""
         if scope["type"] == "http" and (problem := self._refusal(scope)) is not None:
-            await ProblemResponse(problem, scope)(scope, receive, send)
+            response = ProblemResponse(problem, scope)
+            for challenge in _CHALLENGES if problem.status == 401 else ():
+                response.headers.append("WWW-Authenticate", challenge)
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -68,17 +74,14 @@ class Guard:
             return None
         if not self._tokens:
             host = headers.get(b"host", "")
-            if host.rsplit(":", 1)[0].lower() in _LOOPBACK_NAMES or host.lower() in _LOOPBACK_NAMES:
+            if _is_loopback(host):
                 return None
             return Problem(
                 421, "wrong-host", f"no tokens are configured, so only loopback names are served, not {host!r}"
             )
         granted = self._granted(headers.get(b"authorization", ""))
         if granted is None:
-            challenge = {"WWW-Authenticate": 'Bearer realm="draftalign", Basic realm="draftalign"'}
-            return Problem(
-                401, "no-token", "send `Authorization: Bearer <token>` with a known token", headers=challenge
-            )
+            return Problem(401, "no-token", "send `Authorization: Bearer <token>` with a known token")
         allowed = allowed_scopes(scope["method"], scope["path"])
         if granted & allowed:
             return None
@@ -100,3 +103,14 @@ class Guard:
             if hmac.compare_digest(secret, known):
                 found = scopes
         return found
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header names this machine by `localhost` or by an address: what no name server can point here."""
+    name = re.fullmatch(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]*)?", host.lower())
+    if name is None or name[1] == "localhost":
+        return name is not None
+    try:
+        return ipaddress.ip_address(name[1].strip("[]")).is_loopback
+    except ValueError:
+        return False

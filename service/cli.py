@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from service.drafter_commands import add_commands
 from service.errors import ConfigurationError, ServiceError
-from service.settings import Settings
+from service.settings import Settings, redis_place
 
 app = typer.Typer(
     name="draftalign",
@@ -33,19 +33,21 @@ _OTHER_VARIABLES = {
     "DRAFTALIGN_VLLM_PYTHON",
 }
 
-_REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://")
-
 StateDir = Annotated[Path | None, typer.Option(help="Where spool, registry and checkpoints live.")]
 Port = Annotated[int | None, typer.Option(help="TCP port of the API.")]
-RedisUrl = Annotated[str | None, typer.Option(help="Redis or Valkey to use; unset starts an embedded Valkey.")]
+# Every user of the machine sees a program's options, and none sees its variables.
+_SECRET: Final = "One with a password belongs in DRAFTALIGN_REDIS_URL."  # noqa: S105 - a help text
+RedisUrl = Annotated[str | None, typer.Option(help=f"Redis or Valkey to use; required. {_SECRET}")]
+OwnRedisUrl = Annotated[
+    str | None, typer.Option("--redis-url", help=f"Redis or Valkey to use; unset starts an embedded Valkey. {_SECRET}")
+]
 
 
 def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -> Settings:
     given = {"state_dir": state_dir, "port": port, "redis_url": redis_url}
     settings = Settings(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
-    url = "" if settings.redis_url is None else settings.redis_url.get_secret_value()
-    if url and not url.startswith(_REDIS_SCHEMES):
-        raise ConfigurationError(f"redis_url must begin with one of {', '.join(_REDIS_SCHEMES)}")
+    if settings.redis_url is not None:
+        _redis_place(settings.redis_url.get_secret_value())
     log = logging.getLogger("draftalign")
     if unknown := unknown_variables():
         log.warning("no setting is called %s; see docs/settings.md for the names", ", ".join(unknown))
@@ -63,15 +65,18 @@ def serve(state_dir: StateDir = None, port: Port = None, redis_url: RedisUrl = N
 
 @app.command()
 def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
-    """Run the worker: scores rollouts, trains the drafter, gates and publishes."""
+    """Run the worker: scores rollouts, trains the drafter, gates and publishes (needs a Redis, as `serve`)."""
     from service.worker import run_worker
 
     run_worker(_settings(state_dir, None, redis_url))
 
 
 @app.command()
-def up(state_dir: StateDir = None, port: Port = None, redis_url: RedisUrl = None) -> None:
-    """Start embedded Valkey, API and worker as processes under this one; revive what dies; end all on Ctrl-C."""
+def up(state_dir: StateDir = None, port: Port = None, redis_url: OwnRedisUrl = None) -> None:
+    """Start an embedded Valkey, API and worker as processes under this one; revive what dies; end all on Ctrl-C.
+
+    With --redis-url or DRAFTALIGN_REDIS_URL that Redis is used, and no Valkey is started.
+    """
     from service.up import run_up
 
     run_up(_settings(state_dir, port, redis_url))
@@ -131,7 +136,7 @@ def demo(
         "demo-out"
     ),
     port: Annotated[int, typer.Option(help="TCP port of the API and its page.")] = 8400,
-    redis_url: RedisUrl = None,
+    redis_url: OwnRedisUrl = None,
     engine: Annotated[
         str,
         typer.Option(help="`example` (built in), `vllm` (a real one, after `make vllm`), or the URL of an example."),
@@ -151,10 +156,18 @@ def check_redis(url: str) -> None:
     """ConfigurationError, in one line, when no Redis answers at `url`."""
     import redis
 
+    place = _redis_place(url)
     try:
         redis.Redis.from_url(url, socket_connect_timeout=3.0, socket_timeout=3.0).ping()
     except (redis.RedisError, ValueError, OSError) as error:
-        raise ConfigurationError(f"no Redis answers at {url}: {error}; check --redis-url") from error
+        raise ConfigurationError(f"no Redis answers at {place}: {error}; check --redis-url") from error
+
+
+def _redis_place(url: str) -> str:
+    try:
+        return redis_place(url)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def unknown_variables() -> list[str]:

@@ -22,6 +22,10 @@ class DeadRule:
     replay_alpha: float = 1.3
     push_again_seconds: float = 30.0
 
+    def suspects(self, rounds: int, accepted_tokens: int) -> bool:
+        """Whether these counts are enough, and low enough, that the rest of the evidence matters."""
+        return rounds >= self.min_rounds and 1.0 + accepted_tokens / rounds <= self.live_alpha
+
 
 @dataclass(frozen=True, slots=True)
 class Judgement:

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from redis import exceptions as redis_errors
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -30,6 +30,8 @@ log = logging.getLogger("draftalign.api")
 MEDIA_TYPE: Final = "application/problem+json"
 #: Scope key: "reading" once the request's body was asked for, "read" once all of it came.
 BODY_STATE: Final = "draftalign.body"
+#: Scope key, true once a request was refused: where places are short, its connection gives way.
+REFUSED: Final = "draftalign.refused"
 _LINGER_SECONDS: Final = 10.0
 _LINGER_IDLE_SECONDS: Final = 1.0
 
@@ -77,6 +79,7 @@ class ProblemResponse(JSONResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, then linger where the client is still sending."""
+        scope[REFUSED] = True
         waits_for_continue = _header(scope, b"expect") is not None and scope.get(BODY_STATE) is None
         if not self._unread or waits_for_continue:
             await super().__call__(scope, receive, send)
@@ -137,6 +140,8 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
         case HTTPException():
             kind = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
             return Problem(error.status_code, kind, str(error.detail), headers=error.headers)
+        case ClientDisconnect():
+            return Problem(400, "client-left", "the client left before the end of the body; nothing was kept")
         case _:
             return Problem(500, "bug", "the service failed; its log has the cause. The request may be repeated")
 
@@ -148,6 +153,8 @@ def install(app: FastAPI, retry_after_seconds: int) -> None:
         problem = as_problem(error, retry_after_seconds)
         if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             log.warning("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error)
+        elif isinstance(error, ClientDisconnect):
+            log.debug("%s %s: %s", request.method, request.url.path, problem.detail)
         return ProblemResponse(problem, request.scope)
 
     for kind in (
@@ -162,6 +169,7 @@ def install(app: FastAPI, retry_after_seconds: int) -> None:
         redis_errors.TimeoutError,
         RequestValidationError,
         HTTPException,
+        ClientDisconnect,
         Exception,
     ):
         app.add_exception_handler(kind, handle)

@@ -21,11 +21,12 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
@@ -43,6 +44,8 @@ _READ_BYTES = 1 << 20
 LOCK_SECONDS = 30.0
 #: Staging directories older than this were left by a publisher that died.
 _LEFTOVER_SECONDS = 3600.0
+#: A canary's verdict is repeated within minutes if at all; those before so many others may be recorded twice.
+_CANARIES_REMEMBERED = 4096
 
 
 class FileDigest(BaseModel):
@@ -82,11 +85,51 @@ class Manifest(BaseModel):
         return f'"{self.sequence}-{self.version}"'
 
 
+class HistoryDigest:
+    """What reports need of a history, without reading all of it for each of them."""
+
+    def __init__(self) -> None:
+        #: When the drafter was last pushed again, in Unix seconds.
+        self.pushed: float | None = None
+        #: `canary_key` of the newest verdicts, oldest first.
+        self.canaries: dict[tuple[str, ...], None] = {}
+        self.bytes_read = 0
+
+    def read(self, file: BinaryIO) -> None:
+        """Take in the whole lines that were appended since."""
+        file.seek(self.bytes_read)
+        text = file.read()
+        complete = text[: text.rfind(b"\n") + 1]
+        self.bytes_read += len(complete)
+        for event in _events(complete.splitlines()):
+            if event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
+                self.pushed = when
+            elif str(event.get("event")).startswith("canary_"):
+                self.canaries[canary_key(event)] = None
+                while len(self.canaries) > _CANARIES_REMEMBERED:
+                    del self.canaries[next(iter(self.canaries))]
+
+
+def canary_key(event: Mapping[str, Any]) -> tuple[str, ...]:
+    """What makes two verdicts of a canary the same."""
+    return tuple(str(event.get(name)) for name in ("event", "version", "reporter", "offer"))
+
+
+def _events(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict):
+                yield event
+
+
 class Registry:
     """The registry of one state directory."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self._digests: dict[str, HistoryDigest] = {}
+        self._reading = threading.Lock()
 
     # --- reading
     def latest(self, run: str) -> Manifest | None:
@@ -126,13 +169,17 @@ class Registry:
             lines = self._layout.history(run).read_bytes().splitlines()
         except FileNotFoundError:
             return []
-        events = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict):
-                    events.append(event)
-        return events
+        return list(_events(lines))
+
+    def digest(self, run: str) -> HistoryDigest:
+        """What the history says of pushes and canaries; a line of it is read once."""
+        with self._reading:
+            digest = self._digests.setdefault(run, HistoryDigest())
+            with contextlib.suppress(FileNotFoundError), self._layout.history(run).open("rb") as file:
+                if file.seek(0, os.SEEK_END) < digest.bytes_read:  # another file, from a backup
+                    digest = self._digests[run] = HistoryDigest()
+                digest.read(file)
+            return digest
 
     def path(self, run: str, version: str, name: str) -> Path:
         """Path of one file that the version's manifest lists (or of the manifest itself)."""

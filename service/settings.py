@@ -10,19 +10,43 @@ from __future__ import annotations
 import ipaddress
 from pathlib import Path
 from typing import Final, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Scope = Literal["write", "read", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = ("write", "read", "admin")
+REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://")
 MIB: Final = 1 << 20
+
+
+def redis_place(url: str) -> str:
+    """Where a Redis URL leads, to be shown: without user, password and options. The ValueError shows nothing of it."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        # An @ after the host, or a port that is no number, is of a password that was not percent-encoded.
+        sound = url.startswith(REDIS_SCHEMES) and "@" not in parts.path + parts.query + parts.fragment
+    except ValueError:
+        sound = False
+    if not sound:
+        schemes = ", ".join(REDIS_SCHEMES)
+        raise ValueError(f"redis_url must begin with one of {schemes}, with / : @ # ? in its password percent-encoded")
+    host = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path}"
 
 
 class Settings(BaseSettings):
     """Settings of the API and the worker; a field `x` is the variable `DRAFTALIGN_X`."""
 
-    model_config = SettingsConfigDict(env_prefix="DRAFTALIGN_", frozen=True, extra="forbid", populate_by_name=True)
+    model_config = SettingsConfigDict(
+        env_prefix="DRAFTALIGN_",
+        frozen=True,
+        extra="forbid",
+        populate_by_name=True,
+        hide_input_in_errors=True,  # tokens and passwords are among it
+    )
 
     state_dir: Path = Field(Path(".draftalign"), description="Spool, registry, worker checkpoints, embedded Valkey.")
     host: str = Field("127.0.0.1", description="Address to bind. Anything but loopback needs `tokens`.")

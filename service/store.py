@@ -15,17 +15,18 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import redis.asyncio
-from pydantic_core import to_json
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
-from service.acceptance import since, total
 from service.current import arrival
+from service.engine_counts import EngineCounts, encoded, live_records
 from service.queue import Keys
 
 Record = dict[str, Any]
 #: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
 MAX_SCORES: Final = 4096
+#: Replay α of the last so many scored batches is what a live α is compared with.
+RECENT_SCORES: Final = 64
 
 
 class StoreKeys:
@@ -34,9 +35,14 @@ class StoreKeys:
     def __init__(self, run: str) -> None:
         self.prefix = prefix = Keys(run).prefix
         self.scores = prefix + "scores"
+        self.recent_scores = prefix + "recent_scores"
         self.acceptance = prefix + "acceptance"
         self.worker = prefix + "worker"
         self.latest_head = prefix + "latest_head"
+        self.reporters = prefix + "reporters"
+        self.reported = prefix + "reported"
+        self.live = prefix + "live"
+        self.live_order = prefix + "live_order"
         self.judged = prefix + "judged"
         self.unplaced = prefix + "unplaced"
         self.latest_policy = prefix + "latest_policy"
@@ -52,9 +58,11 @@ class Store:
     def put_score(self, batch_id: str, record: Mapping[str, Any]) -> bool:
         """Record the scores of one batch; a redelivered batch replaces its own. False: Redis is full."""
         try:
-            self._redis.hset(self._keys.scores, batch_id, _encoded(record))
+            self._redis.hset(self._keys.scores, batch_id, encoded(record))
+            self._redis.zadd(self._keys.recent_scores, {batch_id: arrival(record)[1]})
         except OutOfMemoryError:
             return False
+        self._redis.zremrangebyrank(self._keys.recent_scores, 0, -RECENT_SCORES - 1)
         if self._redis.hlen(self._keys.scores) > MAX_SCORES + MAX_SCORES // 8:
             oldest = list(self.scores())[:-MAX_SCORES]
             self._redis.hdel(self._keys.scores, *oldest)
@@ -64,13 +72,9 @@ class Store:
         """Score records by batch id, oldest first."""
         return _scores(self._redis.hgetall(self._keys.scores))
 
-    def put_acceptance(self, record: Mapping[str, Any]) -> None:
-        """Record an engine's cumulative counts; the newest of one reporter, drafter and policy version replaces."""
-        self._redis.hset(self._keys.acceptance, acceptance_key(record), _encoded(record))
-
     def acceptances(self) -> list[Record]:
-        """All acceptance records."""
-        return _records(self._redis.hgetall(self._keys.acceptance))
+        """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
+        return _acceptances(self._redis.hgetall(self._keys.acceptance), self._redis.hgetall(self._keys.live))
 
     def set_worker(self, gauges: Mapping[str, Any]) -> None:
         """Update some of the worker's gauges and its `heartbeat` (Unix seconds). Numbers and short text only.
@@ -102,27 +106,22 @@ class AsyncStore:
         """Score records by batch id, oldest first."""
         return _scores(await self._redis.hgetall(self._keys.scores))
 
-    async def put_acceptance(self, record: Mapping[str, Any]) -> None:
-        """Record an engine's cumulative counts; the newest of one reporter, drafter and policy version replaces."""
-        await self._redis.hset(self._keys.acceptance, acceptance_key(record), _encoded(record))
+    async def recent_scores(self) -> list[Record]:
+        """The score records of the `RECENT_SCORES` batches that arrived last, oldest first."""
+        newest = await self._redis.zrange(self._keys.recent_scores, 0, -1)
+        if len(newest) < min(RECENT_SCORES, await self._redis.hlen(self._keys.scores)):
+            return list((await self.scores()).values())[-RECENT_SCORES:]  # scored before their order was kept
+        found = await self._redis.hmget(self._keys.scores, newest) if newest else []
+        return [json.loads(value) for value in found if value is not None]
 
-    async def place_acceptance(self, record: Mapping[str, Any]) -> None:
-        """Record cumulative counts that name no policy version: what came since the last report goes to the last one.
+    async def book(self, record: Mapping[str, Any]) -> tuple[int, int]:
+        """Record an engine's cumulative counts; returns rounds and accepted tokens of its drafter over all policies.
 
-        That is the version of the batch that arrived last. In one transaction: a crash loses no report and counts none
-        twice.
+        The newest report of one reporter, drafter and policy version replaces. Where it names no policy version, what
+        came since the last such report goes to the version of the batch that arrived last. A crash loses no report and
+        counts none twice.
         """
-        key = f"{record['reporter']}/{record['drafter_version']}"
-        latest = await self._redis.get(self._keys.latest_policy)
-        placed = dict(record) | {"policy_version": None if latest is None else int(latest), "as_of_arrival": True}
-        before = await self._redis.hget(self._keys.unplaced, key)
-        so_far = await self._redis.hget(self._keys.acceptance, acceptance_key(placed))
-        more = since(record, None if before is None else json.loads(before))
-        placed |= total(more, None if so_far is None else json.loads(so_far))
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(self._keys.unplaced, key, _encoded(record))
-            pipe.hset(self._keys.acceptance, acceptance_key(placed), _encoded(placed))
-            await pipe.execute()
+        return await EngineCounts(self._redis, self._keys).book(dict(record))
 
     async def judged(self, reporter: str, drafter_version: str) -> tuple[int, int]:
         """Rounds and accepted tokens of a reporter's drafter when it was last judged dead or alive."""
@@ -137,8 +136,10 @@ class AsyncStore:
         )
 
     async def acceptances(self) -> list[Record]:
-        """All acceptance records."""
-        return _records(await self._redis.hgetall(self._keys.acceptance))
+        """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
+        return _acceptances(
+            await self._redis.hgetall(self._keys.acceptance), await self._redis.hgetall(self._keys.live)
+        )
 
     async def worker(self) -> Record:
         """The worker's gauges; empty before its first sign of life."""
@@ -176,17 +177,8 @@ def glob_escape(text: str) -> str:
     return re.sub(r"([\\*?\[\]])", r"\\\1", text)
 
 
-def acceptance_key(record: Mapping[str, Any]) -> str:
-    """Identity of an acceptance record."""
-    return f"{record['reporter']}/{record['drafter_version']}/{record['policy_version']}"
-
-
-def _encoded(record: Mapping[str, Any]) -> bytes:
-    return to_json(dict(record), inf_nan_mode="null")  # NaN is not JSON; "no value" is what it means here
-
-
-def _records(table: Mapping[Any, Any]) -> list[Record]:
-    return [json.loads(value) for value in table.values()]
+def _acceptances(table: Mapping[Any, Any], live: Mapping[Any, Any]) -> list[Record]:
+    return [*(json.loads(value) for value in table.values()), *live_records({_text(k): v for k, v in live.items()})]
 
 
 def _scores(table: Mapping[Any, Any]) -> dict[str, Record]:

@@ -100,6 +100,17 @@ def test_a_token_passes_as_the_password_of_basic_too(guarded: RunningService) ->
     assert guarded.client.get("/drafters", headers={"Authorization": f"Basic {odd}"}).status_code == 401
 
 
+def test_each_challenge_has_a_line_of_its_own_and_basic_comes_first(guarded: RunningService) -> None:
+    """Chromium reads a line as one challenge, and asks for a password only where that one is Basic."""
+    for request in (b"GET /", b"POST /rollouts"):
+        reply = guarded.raw(request + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbody")
+        lines = [line for line in reply.split(b"\r\n") if line.lower().startswith(b"www-authenticate:")]
+        assert [line.partition(b": ")[2] for line in lines] == [
+            b'Basic realm="draftalign"',
+            b'Bearer realm="draftalign"',
+        ]
+
+
 def test_what_is_not_listed_needs_admin() -> None:
     assert allowed_scopes("POST", "/new/call") == {"admin"}
     assert allowed_scopes("DELETE", "/rollouts/x") == {"admin"}
@@ -122,7 +133,17 @@ def test_without_tokens_a_foreign_host_name_is_not_answered(service: RunningServ
     """DNS rebinding: a web page points its own name at 127.0.0.1."""
     reply = service.client.get("/drafters", headers={"Host": "evil.example"})
     assert (reply.status_code, reply.json()["type"]) == (421, "urn:draftalign:wrong-host")
-    for host in ("localhost", "localhost:8400", "127.0.0.1:1", "[::1]:8400", "[::1]"):
+    for host in (
+        "",
+        "127.0.0.2.evil.example",
+        "127.0.0.2:8400.evil.example",
+        "8.8.8.8",
+        "[::2]:8400",
+        "[evil]",
+        ":8400",
+    ):
+        assert service.client.get("/drafters", headers={"Host": host}).status_code == 421, host
+    for host in ("localhost", "localhost:8400", "127.0.0.1:1", "127.0.0.2:8400", "[::1]:8400", "[::1]"):
         assert service.client.get("/drafters", headers={"Host": host}).status_code == 200, host
 
 
@@ -140,6 +161,9 @@ def test_settings_never_print_secrets() -> None:
     assert "hunter2" not in f"{settings!r} {settings} {settings.model_dump_json()}"
     assert settings.token_scopes() == {"hunter2": {"read"}}
     assert Settings(tokens="x:admin").token_scopes()["x"] == set(SCOPES)
+    with pytest.raises(ValidationError) as caught:
+        Settings(tokens="hunter2", redis_url="redis://:hunter2@host/0", max_body_bytes=100, queue_max_bytes=50)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,3 +355,27 @@ def test_a_128_mib_body_costs_no_memory(valkey: EmbeddedValkey, redis_url: str, 
         finally:
             process.terminate()
             assert process.wait(20) in (0, -15)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "kind"),
+    [
+        ("POST", "/rollouts", wire.CONTENT_TYPE),
+        ("PUT", "/runs/other", wire.CONTENT_TYPE),
+        ("POST", "/acceptance", "application/json"),
+    ],
+)
+def test_a_client_that_leaves_in_the_middle_is_no_error_of_the_service(
+    service: RunningService, caplog: pytest.LogCaptureFixture, method: str, path: str, kind: str
+) -> None:
+    head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {kind}\r\nContent-Length: 100000\r\n\r\n"
+    with caplog.at_level("DEBUG", "draftalign.api"):
+        with socket.create_connection(("127.0.0.1", service.port), timeout=10) as connection:
+            connection.sendall(head.encode() + rollout_file()[:50])
+            time.sleep(0.2)
+        deadline = time.monotonic() + 10
+        while "the client left" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert f"{method} {path}: the client left" in caplog.text
+    assert [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+    assert service.spooled() == []

@@ -18,6 +18,7 @@ import torch
 from worker_fixtures import World, alive
 
 from service.errors import ConfigurationError
+from service.settings import redis_place
 from service.up import _check_device
 from service.worker import checked_device
 
@@ -81,6 +82,67 @@ ERRORS = [
     (("serve", "--redis-url", "nonsense://x"), {}, "redis_url"),
     (("up", "--state-dir", "/proc/nowhere"), {}, "/proc/nowhere"),
 ]
+
+
+REDIS_URLS = [  # no Redis answers there, or the URL is broken
+    "redis://someone:hunter2@127.0.0.1:1/0",
+    "rediss://:hunter2@127.0.0.1:1",
+    "redis://127.0.0.1:1/0?password=hunter2",
+    "unix://:hunter2@/nowhere/redis.sock",
+    "redis://:hunter2/x@127.0.0.1:1",
+]
+
+
+@pytest.mark.parametrize("url", REDIS_URLS)
+def test_a_redis_that_does_not_answer_is_named_without_its_password(url: str, tmp_path: Path) -> None:
+    done = run("up", "--port", str(free_port()), "--state-dir", "state", "--redis-url", url, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "hunter" not in done.stderr + done.stdout, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "redis" in last_line(done.stderr)
+
+
+@pytest.mark.parametrize("command", ["up", "serve", "worker"])
+def test_a_part_that_cannot_read_its_redis_url_does_not_print_it(command: str, tmp_path: Path) -> None:
+    done = run(command, cwd=tmp_path, DRAFTALIGN_REDIS_URL="redis://:hunter2/x@127.0.0.1:1")
+    assert done.returncode == 1
+    assert "hunter" not in done.stderr + done.stdout, done.stderr
+    assert "redis_url must begin with one of redis://, rediss://, unix://" in last_line(done.stderr)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("redis://:hunter2/x@host", "redis://:12/hunter2@host", "redis://:hunter2#x@host", "redis://:12#hunter2@host"),
+        *("redis://:hunter2?x@host", "redis://:12?hunter2@host", "redis://:x@host:hunter2", "redis://[hunter2"),
+        *("redis://:hunter2@[host", "http://:hunter2@host", "hunter2", ":hunter2@host:6379", ""),
+    ],
+)
+def test_a_broken_redis_url_is_refused_without_a_word_of_it(url: str) -> None:
+    with pytest.raises(ValueError, match="redis_url must begin with one of") as caught:
+        redis_place(url)
+    assert "hunter" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:p@host:6380/3?password=x", "redis://host:6380/3"),
+        ("rediss://u:p@[::1]:6379", "rediss://[::1]:6379"),
+        ("redis://host", "redis://host"),
+        ("unix:///run/redis.sock?db=2", "unix:///run/redis.sock"),
+    ],
+)
+def test_what_is_shown_of_a_redis_url_is_where_it_leads(url: str, shown: str) -> None:
+    assert redis_place(url) == shown
+
+
+@pytest.mark.parametrize(("command", "starts"), [("up", True), ("demo", True), ("serve", False), ("worker", False)])
+def test_help_promises_an_embedded_valkey_only_where_one_is_started(command: str, starts: bool, tmp_path: Path) -> None:
+    text = " ".join(run(command, "--help", cwd=tmp_path).stdout.replace("│", " ").split())
+    assert ("unset starts an embedded Valkey" in text) == starts
+    assert ("Redis or Valkey to use; required" in text) == (not starts)
+    assert "DRAFTALIGN_REDIS_URL" in text
 
 
 @pytest.mark.parametrize(("arguments", "environment", "words"), ERRORS, ids=lambda x: str(x)[:40])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from redis import Redis
 from service_fixtures import RunningService
 
 from service.dead_drafter import DeadRule, judge, pooled_replay_alpha
-from service.store import Store
+from service.store import RECENT_SCORES, Store, StoreKeys
 
 RULE = DeadRule()
 
@@ -32,6 +35,18 @@ def test_live_at_one_while_replay_is_high_is_dead() -> None:
     found = verdict()
     assert (found.judged, found.dead, found.push) == (True, True, True)
     assert "live α 1.00 over 500 rounds against replay α 2.50" in found.reason
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 500), st.integers(0, 60), st.sampled_from([None, 1.0, 2.5]), st.booleans())
+def test_what_is_not_suspect_is_judged_alike_whatever_the_rest_of_the_evidence(
+    rounds: int, accepted: int, replay_alpha: float | None, is_latest: bool
+) -> None:
+    """The rest is then not read."""
+    found = verdict(rounds=rounds, accepted_tokens=accepted, replay_alpha=replay_alpha, is_latest=is_latest)
+    if not RULE.suspects(rounds, accepted):
+        assert found == verdict(rounds=rounds, accepted_tokens=accepted, replay_alpha=None, is_latest=False)
+        assert not found.dead
 
 
 @pytest.mark.parametrize(
@@ -251,6 +266,23 @@ def test_a_bad_report_is_refused_by_the_name_of_its_fault(engine: Engine, change
     reply = engine.report(10, 5, **changes)
     assert (reply.status_code, reply.json()["field"]) == (422, field)
     assert engine.service.client.get("/alpha").json()["points"][0]["alpha_live"] is None
+
+
+def test_replay_alpha_is_of_the_newest_batches_in_whatever_order_they_were_scored(
+    service: RunningService, redis_client: Redis
+) -> None:
+    version, store = service.publish().version, Store(redis_client, "default")
+    for number in random.Random(0).sample(range(200), 200):
+        served = {"tokens": 300.0 if number >= 200 - RECENT_SCORES else 0.0, "rounds": 100.0}
+        record = {"drafter_version": version, "served": served, "created": float(number)}
+        for _ in range(2):  # a redelivered batch is scored again
+            store.put_score(f"{number:032x}", record)
+    assert "against replay α 3.00" in Engine(service, version).report(300, 0).json()["verdict"]
+
+
+def test_replay_alpha_is_found_in_scores_from_before_their_order_was_kept(engine: Engine, redis_client: Redis) -> None:
+    redis_client.delete(StoreKeys("default").recent_scores)
+    assert "against replay α 3.00" in engine.report(300, 0).json()["verdict"]
 
 
 def test_a_report_of_an_unknown_run_is_a_404(engine: Engine) -> None:

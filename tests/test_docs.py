@@ -237,6 +237,7 @@ def test_no_other_redis_key_is_built_from_the_prefix() -> None:
     known = {"queue", "counters", "dead", "batch", "orphan", "rollout", "lease"}
     assert built == known | {
         *("scores", "acceptance", "worker", "latest_head", "judged", "unplaced", "latest_policy"),
+        *("recent_scores", "reporters", "reported", "live", "live_order"),
     }
 
 

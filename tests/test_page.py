@@ -17,12 +17,14 @@ import httpx
 import pytest
 import torch
 from page_fixtures import PAGE, sample_run, serving
-from service_fixtures import RunningService
+from redis import Redis
+from service_fixtures import HEADERS, RunningService, run_file
 from worker_fixtures import Bench, nest
 
 import service.headline
 from service.alpha import drafter_sums
 from service.metrics import RunSnapshot
+from service.store import Store
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian package chromium)")
@@ -437,3 +439,22 @@ def test_a_run_from_scratch_says_how_many_tokens_its_vocabulary_waits_for(
     bench.drain(worker)
     assert httpx.get(f"{api.url}/runs/default").json()["headline"]["state"] != "gathering"
     assert "draftalign_vocabulary" not in httpx.get(f"{api.url}/metrics").text
+
+
+@needs_browser
+@pytest.mark.parametrize(("password", "drawn"), [("engine-secret", True), ("wrong", False)])
+def test_behind_tokens_a_password_opens_the_page_and_alpha_is_drawn(
+    serve: Callable[..., RunningService], redis_client: Redis, tmp_path: Path, password: str, drawn: bool
+) -> None:
+    """The real service: Chromium sends the name and password of a URL only where it is asked for Basic."""
+    service = serve(tokens="engine-secret:read;trainer-secret:write")
+    trainer = HEADERS | {"Authorization": "Bearer trainer-secret"}
+    service.client.put("/runs/default", content=run_file(), headers=trainer).raise_for_status()
+    store = Store(redis_client, "default")
+    for number, record in enumerate(sample_run(12).scores):
+        store.put_score(f"{number:032x}", record)
+    page = browse(service.url.replace("http://", f"http://anyone:{password}@"), tmp_path)
+    assert bool(page.having("data-series", "served")) == drawn, page.texts.get("connection")
+    if drawn:
+        assert page.texts["connection"] == "live"
+        assert not page.hidden("full")

@@ -16,7 +16,7 @@ from service_fixtures import publish
 
 from service.errors import RegistryBusy, RegistryError, RunNotFound, VersionNotFound
 from service.layout import Layout
-from service.registry import MANIFEST, Registry, locked
+from service.registry import MANIFEST, Registry, canary_key, locked
 
 
 @pytest.fixture
@@ -284,3 +284,31 @@ def test_a_manifest_on_disk_is_plain_json(registry: Registry, tmp_path: Path) ->
     document = json.loads((Layout(tmp_path).drafter("default", manifest.version) / MANIFEST).read_text())
     assert document["aux_layers_convention"] == "entering"
     assert document["files"][0].keys() == {"name", "bytes", "sha256"}
+
+
+def test_a_digest_of_the_history_reads_each_line_once(registry: Registry, tmp_path: Path) -> None:
+    assert registry.digest("default").pushed is None
+    publish(registry)
+    registry.record("default", {"event": "pushed_again", "time": 5.0})
+    canary = {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": 1}
+    registry.record("default", canary)
+    digest = registry.digest("default")
+    assert (digest.pushed, list(digest.canaries)) == (5.0, [canary_key(canary)])
+    path = Layout(tmp_path).history("default")
+    assert digest.bytes_read == path.stat().st_size
+    whole = path.read_bytes()
+    path.write_bytes(
+        b"x" * (len(whole) - 1) + b"\n" + b'{"event": "pushed_again", "time": 7.0'
+    )  # torn by loss of power
+    assert registry.digest("default").pushed == 5.0, "what was read is not read again, and half a line is none"
+    registry.record("default", {"event": "pushed_again", "time": 9.0})
+    assert registry.digest("default").pushed == 9.0
+    path.write_bytes(whole[: whole.index(b"\n") + 1])
+    assert registry.digest("default").pushed is None, "a shorter file is another one"
+
+
+def test_a_digest_remembers_a_bounded_number_of_verdicts(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.registry._CANARIES_REMEMBERED", 3)
+    for offer in range(5):
+        registry.record("default", {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": offer})
+    assert [key[-1] for key in registry.digest("default").canaries] == ["2", "3", "4"]

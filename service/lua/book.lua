@@ -1,0 +1,34 @@
+-- Write what was made of one report, unless another of the same reporter came in between. Redis 6.2 commands only.
+-- KEYS: 1 reporters  2 acceptance records  3 unplaced reports  4 judged counts  5 times of reports  6 live sums
+--       7 their order
+-- ARGV: 1 reporter  2 its account as it was read ('' for none)  3 its account now ('' to forget it)  4 Unix seconds
+--       5 live sums kept  6 changes as JSON: set {field, record}, del {field}, unplaced {field, record},
+--         forget {field}, live {name, rounds, tokens}
+-- Returns 1 if it was written, 0 if the account had changed: read it again.
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+local changes = cjson.decode(ARGV[6])
+for _, change in ipairs(changes.set) do redis.call('HSET', KEYS[2], change[1], change[2]) end
+for _, field in ipairs(changes.del) do redis.call('HDEL', KEYS[2], field) end
+for _, change in ipairs(changes.unplaced) do redis.call('HSET', KEYS[3], change[1], change[2]) end
+for _, field in ipairs(changes.forget) do
+  redis.call('HDEL', KEYS[3], field)
+  redis.call('HDEL', KEYS[4], field)
+end
+for _, sums in ipairs(changes.live) do
+  if redis.call('HEXISTS', KEYS[6], sums[1] .. ':rounds') == 0 then redis.call('RPUSH', KEYS[7], sums[1]) end
+  -- A sum beyond 64 bits stays as it is: what a reporter invents must not stop its reports half written.
+  redis.pcall('HINCRBY', KEYS[6], sums[1] .. ':rounds', sums[2])
+  redis.pcall('HINCRBY', KEYS[6], sums[1] .. ':tokens', sums[3])
+end
+while redis.call('LLEN', KEYS[7]) > tonumber(ARGV[5]) do
+  local oldest = redis.call('LPOP', KEYS[7])
+  redis.call('HDEL', KEYS[6], oldest .. ':rounds', oldest .. ':tokens')
+end
+if ARGV[3] == '' then
+  redis.call('HDEL', KEYS[1], ARGV[1])
+  redis.call('ZREM', KEYS[5], ARGV[1])
+else
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+  redis.call('ZADD', KEYS[5], ARGV[4], ARGV[1])
+end
+return 1
