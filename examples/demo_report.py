@@ -269,7 +269,7 @@ def draw(rows: Sequence[StepRow], path: Path) -> None:
     top.set_ylim(bottom=0.9)
     top.grid(alpha=0.25)
     top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=3, frameon=False, fontsize=8.5)
-    figure.suptitle(plot_title(rows), x=0.02, ha="left", fontweight="bold", fontsize=10.5)
+    figure.suptitle(plot_title(rows), x=0.02, ha="left", fontweight="bold", fontsize=10)
     for name, label, colour in (("reward", "reward", "#27ae60"), ("entropy", "policy entropy (nats)", "#8e44ad")):
         values = [v if (v := getattr(r, name)) is not None else math.nan for r in rows]
         bottom.plot(steps, values, color=colour, label=label)
