@@ -24,14 +24,17 @@ from typing import Any, Final, Protocol
 from pydantic_core import to_json
 
 from service.acceptance import method_of, number, since, total
+from service.errors import TooManyReporters
 
 Record = dict[str, Any]
 #: Records of a reporter that stay apart: twice what an agent keeps, which reports all of them again after a restart.
 KEPT_APART: Final = 64
 #: Drafter versions of a reporter with sums of their own; the agent's 32 pairs cannot name more.
 KEPT_DRAFTERS: Final = 32
-#: Reporters of a run; beyond these the one that was silent longest is forgotten.
+#: Reporters of a run; beyond these the one that was silent longest is forgotten, if it was for so many seconds. Its
+#: counts are cumulative: should it come back, they count anew. So one that only waits its turn is never forgotten.
 MAX_REPORTERS: Final = 1024
+_SILENT_SECONDS: Final = 3600.0
 #: Pairs of drafter and policy version whose live sums over all reporters are kept.
 MAX_LIVE: Final = 4096
 #: A report brings one record and one drafter at most; a table from before there were bounds shrinks by so many.
@@ -77,7 +80,7 @@ class Account:
         rounds += record["rounds"] - before["rounds"]
         accepted += record["accepted_tokens"] - before["accepted_tokens"]
         self.sums[drafter] = [rounds, accepted]
-        if key in self.apart:
+        if previous is not None and key in self.apart:  # a search, which adopting an old table has to do without
             self.apart.remove(key)
         self.apart.append(key)
 
@@ -140,7 +143,10 @@ class EngineCounts:
         self._book = redis.register_script(BOOK)
 
     async def book(self, record: Record) -> tuple[int, int]:
-        """Take a report in; returns rounds and accepted tokens of its reporter's drafter, over all policy versions."""
+        """Take a report in; returns rounds and accepted tokens of its reporter's drafter, over all policy versions.
+
+        Raises TooManyReporters, and changes nothing, where a new reporter finds no room.
+        """
         while True:  # another try only where another report of the same reporter was booked meanwhile
             sums = await self._try(record)
             if sums is not None:
@@ -153,7 +159,7 @@ class EngineCounts:
             pipe.hget(self._keys.unplaced, own)
             pipe.get(self._keys.latest_policy)
             known, unplaced, latest = await pipe.execute()
-        if known is None and await self._begin():
+        if known is None and await self._begin(report):
             return None
         account = Account() if known is None else Account.read(known)
         changes, record, more = _Changes(), report, None
@@ -193,12 +199,18 @@ class EngineCounts:
             changes.delete.append(source)
         changes.forget += [f"{reporter}/{drafter}" for drafter in dropped]
 
-    async def _begin(self) -> bool:
+    async def _begin(self, report: Record) -> bool:
         """Make room for a new reporter; true where there was more to do, so that the table is to be read again."""
         if not await self._redis.exists(self._keys.reporters):
             return await self._adopt()
         if await self._redis.zcard(self._keys.reported) >= MAX_REPORTERS:
-            (silent,) = await self._redis.zrange(self._keys.reported, 0, 0)
+            ((silent, last),) = await self._redis.zrange(self._keys.reported, 0, 0, withscores=True)
+            if report["created"] - last < _SILENT_SECONDS:
+                raise TooManyReporters(
+                    f"the run has {MAX_REPORTERS} reporters already, as many as it may, and all of them have reported "
+                    f"within the last hour; {report['reporter']!r} is not counted. Report through fewer agents, or "
+                    "split the engines over several runs"
+                )
             await self._forget(silent.decode())
         return False
 

@@ -4,6 +4,7 @@
     ├── ConfigurationError      a setting, or the machine, does not allow what was asked for
     ├── RunNotFound             no such run has been registered
     ├── RunConflict             the run exists with another target
+    ├── TooManyReporters        a run has as many reporters as it may, and none was silent for long
     ├── VersionNotFound         no such drafter version, or no such file in it
     ├── RegistryError           the registry on disk contradicts itself, or a staged drafter is unusable
     │   ├── RegistryBusy        another process keeps the registry's lock
@@ -29,6 +30,10 @@ class RunNotFound(ServiceError):  # noqa: N818 - reads as what happened
 
 class RunConflict(ServiceError):  # noqa: N818
     """The run exists with another target."""
+
+
+class TooManyReporters(ServiceError):  # noqa: N818
+    """A run has as many reporters as it may, and none of them was silent for long; nothing was counted."""
 
 
 class VersionNotFound(ServiceError):  # noqa: N818

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from rl_hooks.wire import WireError
-from service.errors import RegistryBusy, RegistryError, RunConflict, RunNotFound, VersionNotFound
+from service.errors import RegistryBusy, RegistryError, RunConflict, RunNotFound, TooManyReporters, VersionNotFound
 
 log = logging.getLogger("draftalign.api")
 
@@ -125,6 +125,8 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
             return Problem(404, "no-such-drafter", str(error))
         case RunConflict():
             return Problem(409, "run-conflict", str(error))
+        case TooManyReporters():
+            return Problem(429, "too-many-reporters", str(error), field="reporter", headers=retry)
         case RegistryBusy():
             return Problem(503, "registry-busy", str(error), headers=retry)
         case RegistryError():
@@ -163,6 +165,7 @@ def install(app: FastAPI, retry_after_seconds: int) -> None:
         RunNotFound,
         VersionNotFound,
         RunConflict,
+        TooManyReporters,
         RegistryError,
         redis_errors.OutOfMemoryError,
         redis_errors.ConnectionError,

@@ -18,7 +18,8 @@ from service_fixtures import RunningService
 from service import engine_counts
 from service.acceptance import by_drafter, servers, since, total
 from service.alpha import alpha_document
-from service.engine_counts import KEPT_APART, acceptance_key
+from service.engine_counts import KEPT_APART, Account, acceptance_key
+from service.errors import TooManyReporters
 from service.store import AsyncStore, Store, StoreKeys
 
 Record = dict[str, Any]
@@ -213,17 +214,52 @@ def test_many_drafter_versions_leave_one_record_of_the_oldest(
     assert of_reporters(Store(redis_client, "default").acceptances()) == {"a": (3100, 6200)}
 
 
-def test_the_reporter_that_is_silent_longest_gives_way_and_its_rounds_stay(
+def test_a_reporter_that_was_silent_for_an_hour_gives_way_and_its_rounds_stay(
     redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_counts, "MAX_REPORTERS", 3)
-    book(redis_url, *(report(name, "v1", 7) for name in ("a", "b", "c", "a", "d")))
+    book(redis_url, *(report(name, "v1", 7) for name in ("a", "b", "c", "a")))
+    book(redis_url, report("d", "v1", 7, created=next(CLOCK) + 3600.0))
     records = Store(redis_client, "default").acceptances()
     assert set(of_reporters(records)) == {"a", "c", "d"}
     assert by_drafter(records)["v1"]["rounds"] == 40
     for key in (KEYS.reporters, KEYS.acceptance):
         assert redis_client.hlen(key) == 3
     assert redis_client.zcard(KEYS.reported) == 3
+
+
+def test_reporters_beyond_the_bound_are_refused_and_no_round_is_counted_twice(
+    redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_counts, "MAX_REPORTERS", 20)
+    refused = set()
+    for cycle in range(1, 11):
+        for engine in range(24):
+            try:
+                book(redis_url, report(f"e{engine}", "v1", 7, rounds=10 * cycle))
+            except TooManyReporters:
+                refused.add(engine)
+    assert refused == {20, 21, 22, 23}
+    records = Store(redis_client, "default").acceptances()
+    assert of_reporters(records) == {f"e{engine}": (100, 200) for engine in range(20)}
+    assert by_drafter(records)["v1"]["rounds"] == 2000
+    assert not redis_client.exists(KEYS.live)
+
+
+def test_a_reporter_too_many_gets_a_429_that_names_the_bound_and_changes_nothing(
+    service: RunningService, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_counts, "MAX_REPORTERS", 2)
+    for name in ("a", "b"):
+        reply = service.client.post("/acceptance", json={"run": "default", **report(name)})
+        assert reply.status_code == 200, reply.text
+    before = {key: redis_client.dump(key) for key in redis_client.scan_iter()}
+    reply = service.client.post("/acceptance", json={"run": "default", **report("c")})
+    assert (reply.status_code, reply.json()["type"]) == (429, "urn:draftalign:too-many-reporters")
+    assert "has 2 reporters" in reply.json()["detail"]
+    assert int(reply.headers["Retry-After"]) > 0
+    assert {key: redis_client.dump(key) for key in redis_client.scan_iter()} == before
+    assert service.client.post("/acceptance", json={"run": "default", **report("a", rounds=20)}).status_code == 200
 
 
 def test_live_sums_go_back_a_bounded_number_of_policy_versions(
@@ -253,6 +289,20 @@ def test_records_from_before_there_were_sums_are_taken_over(redis_url: str, redi
     book(redis_url, *(report("e0", "v1", newest, rounds=100) for _ in range(4)))
     assert redis_client.hlen(KEYS.acceptance) < len(old), "what is too much is folded, a little at each report"
     assert of_reporters(Store(redis_client, "default").acceptances())["e0"] == (before, 2 * before)
+
+
+def test_a_record_that_replaces_none_is_not_searched_for_among_those_of_its_reporter() -> None:
+    """Where an old table is taken over, that search took the square of the number of records."""
+
+    class Unsearched(list[tuple[str, int | None]]):
+        def __contains__(self, key: object) -> bool:
+            raise AssertionError("it was searched")
+
+    account = Account(apart=Unsearched())
+    for policy in range(5):
+        account.add(report("a", "v1", policy), None)
+    assert account.apart == [("v1", policy) for policy in range(5)]
+    assert account.sums == {"v1": [50, 100]}
 
 
 def test_reports_of_one_reporter_at_the_same_moment_are_all_counted(redis_url: str, redis_client: Redis) -> None:
