@@ -44,6 +44,7 @@ class Joined:
 
     warning: str | None
     new_head: list[bytes | memoryview] | None  # a file as PUT /runs/{run}/head takes it
+    as_of_ns: int | None = None  # the time that its file is to bear; None: that of its arrival
 
 
 def join_run(layout: Layout, run: str, path: Path) -> Joined:
@@ -51,6 +52,12 @@ def join_run(layout: Layout, run: str, path: Path) -> Joined:
 
     Raises RunConflict where it is of another policy. A head that is not the one in force at its policy version is to be
     kept as the head of that version: the trainer goes on from there and does not send it again.
+
+    Where the run is ahead (the head that it received last is of a higher version), a version above 0 is the word of a
+    trainer that went back: its head is kept in any case, as received now, and hides those of the attempt that it
+    abandoned (`Target.at`). Version 0 hides no head, because an engine's tap gives it whatever the run's version is:
+    the tap of an engine that starts with the weights from its disk cannot be told from a trainer that begins again.
+    That trainer's first head that moves hides the others.
     """
     registered, offered = MappedFile(layout.target(run)), MappedFile(path)
     head = _Head.of(offered, int(offered.header.metadata["policy_version"]))
@@ -59,9 +66,13 @@ def join_run(layout: Layout, run: str, path: Path) -> Joined:
     _check_near(run, head, known, f". Its config differs: {config}" if config else "")
     if "lm_head" in registered and "lm_head" in offered:  # untied: the embedding is known from the registration alone
         _check_near(run, _Head(offered, "embed_tokens", head.version), [_Head(registered, "embed_tokens", -1)])
-    in_force = max((one for one in known if one.version <= head.version), key=lambda one: one.version)
-    apart = _compare(head, in_force)
-    return Joined(_ignored(run, registered, offered), None if apart and apart[0] == 0.0 else head.as_file())
+    in_force = max((one for one in known if one.version <= head.version), key=_Head.received)
+    newest = max(known, key=_Head.received)
+    ahead, apart = newest is not in_force, _compare(head, in_force)
+    went_back = ahead and head.version > 0
+    known_already = apart is not None and apart[0] == 0.0 and not went_back
+    as_of_ns = in_force.changed_ns if ahead and not went_back else None
+    return Joined(_ignored(run, registered, offered), None if known_already else head.as_file(), as_of_ns)
 
 
 def check_head(layout: Layout, run: str, path: Path) -> None:
@@ -96,11 +107,16 @@ class _Head:
     file: MappedFile
     tensor: str
     version: int
+    changed_ns: int = 0
 
     @classmethod
-    def of(cls, file: MappedFile, version: int) -> _Head:
+    def of(cls, file: MappedFile, version: int, changed_ns: int = 0) -> _Head:
         """The head of a PUT body; with tied embeddings that is the embedding."""
-        return cls(file, "lm_head" if "lm_head" in file else "embed_tokens", version)
+        return cls(file, "lm_head" if "lm_head" in file else "embed_tokens", version, changed_ns)
+
+    def received(self) -> tuple[int, int]:
+        """Its place in the order in which the run's heads were received: the order of `Target.at`."""
+        return self.changed_ns if self.version >= 0 else -1, self.version
 
     @property
     def dtype(self) -> str:
@@ -133,11 +149,11 @@ class _Head:
 
 def _known(layout: Layout, run: str, registered: MappedFile) -> list[_Head]:
     """Every head that the run has known and that is still there."""
-    found = [_Head.of(registered, -1)]
+    found = [_Head.of(registered, -1, layout.target(run).stat().st_mtime_ns)]
     for path in layout.heads(run).glob("*.safetensors"):
         # The worker may have just deleted it, or it is damaged: the others will do.
         with contextlib.suppress(OSError, WireError):
-            found.append(_Head.of(MappedFile(path), int(path.stem)))
+            found.append(_Head.of(MappedFile(path), int(path.stem), path.stat().st_mtime_ns))
     return found
 
 

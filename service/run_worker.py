@@ -392,7 +392,7 @@ class RunWorker:
 
         `compare`: with all drafters of the lineage, not with the one alone that served it.
         """
-        policy = self._target.at(batch.policy_version)
+        policy = self._target.at(batch.policy_version, batch=self._layout.blob(self.run, entry.blob))
         drafter_version = self._drafter_of.pop(entry.entry_id, "")
         try:
             # Top entries instead of hidden states leave nothing to recompute.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import numpy as np
@@ -74,8 +75,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
 async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> str | None:
     """Let a trainer into the run that exists, if it is of the run's policy; returns what it must be told, if anything.
 
-    For a run that is kept as it is. Its head becomes the run's at that policy version, as PUT /runs/{run}/head would
-    make it, unless it is the one in force there.
+    For a run that is kept as it is. Its head may become the run's at that policy version: `join_run` has the rule.
     """
     joined = await asyncio.to_thread(join_run, context.layout, record.run, upload.path)
     if joined.new_head is not None:
@@ -84,9 +84,21 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
         with context.spool.reserve(size), context.spool.upload() as head:
             for part in joined.new_head:
                 await asyncio.to_thread(head.write, part)
-            head.keep(context.layout.head(record.run, record.policy_version))
+            _keep_head(context, record.run, record.policy_version, head, joined.as_of_ns)
         await context.store(record.run).raise_latest_head(record.policy_version)
     return joined.warning
+
+
+def _keep_head(context: ServiceContext, run: str, version: int, head: Upload, as_of_ns: int | None = None) -> None:
+    """Keep an uploaded head as received now, or as of an earlier time.
+
+    Heads count by their files' times (`Target.at`). So what comes later gets a later one, the clock set back or not.
+    """
+    received = [path.stat().st_mtime_ns for path in context.layout.heads(run).glob("*.safetensors")]
+    later = max(head.path.stat().st_mtime_ns, 1 + max(received, default=0))
+    time_ns = later if as_of_ns is None else as_of_ns
+    os.utime(head.path, ns=(time_ns, time_ns))
+    head.keep(context.layout.head(run, version))
 
 
 async def _is_refused(context: ServiceContext, run: str) -> bool:
@@ -141,7 +153,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         await asyncio.to_thread(_check_ids, upload, record.vocab_size)
         await asyncio.to_thread(check_finite, upload.path)
         await asyncio.to_thread(check_head, context.layout, run, upload.path)
-        upload.keep(context.layout.head(run, versions[0]))
+        _keep_head(context, run, versions[0], upload)
     latest = await context.store(run).raise_latest_head(versions[0])
     return {"run": run, "policy_version": versions[0], "latest_head": latest}
 

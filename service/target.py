@@ -1,9 +1,11 @@
 """The target of one run as the worker sees it: what PUT /runs said, and the head and embedding of each policy version.
 
-Heads arrive now and then (`PUT /runs/{run}/head`). A batch of policy version v is scored and trained with the newest
-head that is not newer than v. A trainer that goes back to an earlier checkpoint may send heads of the same
-versions again; the later file counts. With tied embeddings a full head is the embedding as well; engines share the
-target's live embedding with the drafter, so the worker must move with it.
+Heads arrive now and then (`PUT /runs/{run}/head`). A batch of policy version v is scored and trained with the head that
+was received last among those that are not of a version above v. In a run that goes forward that is the one of the
+highest version; a trainer that goes back to an earlier checkpoint sends its head there, and that one hides those of the
+attempt that it abandoned, whose versions it reaches again. Batches that came before it are still checked against
+those. With tied embeddings a full head is the embedding as well; engines share the target's live embedding with the
+drafter, so the worker must move with it.
 
 What is large stays in the type that it was sent in. Heads stay on the host, the rows that a drafter needs of one are
 copied to the device once (`TargetHead.rows`); embeddings, which rows are looked up in, are on the device.
@@ -11,11 +13,13 @@ copied to the device once (`TargetHead.rows`); embeddings, which rows are looked
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -46,6 +50,18 @@ class Upload(NamedTuple):
 
     changed_ns: int
     inode: int
+
+
+def _received(head: tuple[int, Upload]) -> tuple[int, int]:
+    """The order in which heads, by version, were received; of the same moment, by version."""
+    version, file = head
+    return file.changed_ns, version
+
+
+def _in_force(heads: Mapping[int, Upload], batch_ns: int | None) -> int:
+    late = {v for v, file in heads.items() if batch_ns is not None and file.changed_ns > batch_ns}
+    there = max(((v, file) for v, file in heads.items() if v not in late), key=_received, default=(-1, None))
+    return max(there[0], *late) if late else there[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +135,20 @@ class Target:
         file = MappedFile(self._layout.target(self._run))
         return read_tensor(file, "embed_tokens" if self.tied else "lm_head")
 
-    def at(self, policy_version: int) -> PolicyHead:
-        """The newest head that is not newer than `policy_version`."""
-        for version in sorted((v for v in self._received() if v <= policy_version), reverse=True):
-            file = self._upload(version)
-            if file is None or (version, file) in self._useless:
+    def at(self, policy_version: int, *, batch: Path | None = None) -> PolicyHead:
+        """The head that was received last among those of `policy_version` and below.
+
+        `batch`: the file of the batch that asks. A head that was received after it hides none of those that were there:
+        the batch is of the attempt before. It counts if it is of a higher version: the head has come late.
+        """
+        found, batch_ns = self._uploads(policy_version), None
+        if batch is not None:
+            with contextlib.suppress(FileNotFoundError):
+                batch_ns = batch.stat().st_mtime_ns
+        while found:
+            version = _in_force(found, batch_ns)
+            file = found.pop(version)
+            if (version, file) in self._useless:
                 continue
             try:
                 return self._cached(version, file)
@@ -152,13 +177,13 @@ class Target:
         `newest`: policy version of the newest batch seen. What came after its head stays: a trainer that went back to
         an earlier checkpoint has sent it, and its batches are still to come.
         """
-        received = {v: file for v in self._received() if (file := self._upload(v)) is not None}
-        older = sorted(v for v in received if v <= policy_version)
-        in_force = max((v for v in received if v <= newest), default=None)
-        if in_force is None:
+        older, known = self._uploads(policy_version), self._uploads(max(policy_version, newest))
+        in_force = max((v for v in known if v <= newest), default=None)
+        if in_force is None or not older:
             return
-        for version in older[:-1]:
-            if received[version].changed_ns <= received[in_force].changed_ns:
+        needed = {max(older), max(older.items(), key=_received)[0]}
+        for version in older.keys() - needed:
+            if older[version].changed_ns <= known[in_force].changed_ns:
                 self._layout.head(self._run, version).unlink(missing_ok=True)
 
     def _upload(self, version: int) -> Upload | None:
@@ -169,8 +194,11 @@ class Target:
             return None
         return Upload(found.st_mtime_ns, found.st_ino)
 
-    def _received(self) -> list[int]:
-        return [int(p.stem) for p in self._layout.heads(self._run).glob("*.safetensors") if p.stem.isdigit()]
+    def _uploads(self, policy_version: int) -> dict[int, Upload]:
+        """The files of the heads of `policy_version` and below, by version."""
+        stems = [p.stem for p in self._layout.heads(self._run).glob("*.safetensors")]
+        versions = [int(stem) for stem in stems if stem.isdigit() and int(stem) <= policy_version]
+        return {v: file for v in versions if (file := self._upload(v)) is not None}
 
     def _load(self, version: int, upload: Upload | None) -> PolicyHead:
         if version < 0:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -286,6 +288,60 @@ def test_a_policy_that_moved_is_let_in_and_its_head_is_known_from_its_version_on
     assert np.array_equal(target.at(7).head.lm_head.numpy(), now)
     assert reply.json()["latest_head"] == (7 if by else None), "the same head is not kept twice"
     assert bare.spooled() == []
+
+
+def heads_in_force(service: RunningService, *versions: int) -> list[FloatArray]:
+    target = Target.open(service.layout, "r")
+    return [target.at(version).head.lm_head.numpy() for version in versions]
+
+
+def run_ahead(service: RunningService) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """A run at version 50 whose head has moved at 40 and at 50; returns its embedding, first and newest head."""
+    embed, first = weights(0), weights(1)
+    halfway = moved(first, 0.3)
+    now = moved(halfway, 0.3, seed=10)
+    assert put_policy(service, policy(embed, first)).status_code == 201
+    for version, head in ((40, halfway), (50, now)):
+        assert put_head(service, version, {"lm_head": f32_of(head)}).status_code == 201
+    return embed, first, now
+
+
+@pytest.mark.parametrize("by", [0.0, 0.001])
+def test_a_trainer_that_goes_back_is_not_caught_up_by_the_heads_of_before(bare: RunningService, by: float) -> None:
+    embed, first, _ = run_ahead(bare)
+    back = moved(first, by) if by else first
+    for _ in range(2):  # the answer may get lost
+        assert put_policy(bare, policy(embed, back), policy_version="30").status_code == 200
+    assert all(np.array_equal(found, back) for found in heads_in_force(bare, 30, 40, 50, 60))
+    assert np.array_equal(heads_in_force(bare, 29)[0], first)
+    again = moved(back, 0.2)
+    assert put_head(bare, 45, {"lm_head": f32_of(again)}).status_code == 201
+    for found, wanted in zip(heads_in_force(bare, 44, 45, 50, 60), (back, again, again, again), strict=True):
+        assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("by", [0.0, 0.001, 0.1])
+@pytest.mark.parametrize("synced", [False, True], ids=["the weights on its disk", "the policy's"])
+def test_an_engine_that_joins_under_version_0_hides_no_head(bare: RunningService, by: float, synced: bool) -> None:
+    embed, first, now = run_ahead(bare)
+    before = heads_in_force(bare, 40, 50, 60)
+    held = now if synced else first
+    held = moved(held, by) if by else held
+    for _ in range(2):  # two engines
+        assert put_policy(bare, policy(embed, held)).status_code == 200
+    for found, wanted in zip(heads_in_force(bare, 0, 40, 50, 60), (held, *before), strict=True):
+        assert np.array_equal(found, wanted)
+
+
+def test_the_head_that_comes_later_counts_also_where_the_clock_was_set_back(bare: RunningService) -> None:
+    run_ahead(bare)
+    later = time.time_ns() + 3600 * 10**9
+    os.utime(bare.layout.head("r", 50), ns=(later, later))
+    head = moved(weights(1), 0.2)
+    for version in (45, 51):
+        assert put_head(bare, version, {"lm_head": f32_of(head)}).status_code == 201
+        assert np.array_equal(heads_in_force(bare, 60)[0], head)
+        head = moved(head, 0.2)
 
 
 def test_a_cast_of_the_same_policy_is_let_in(bare: RunningService) -> None:

@@ -140,6 +140,33 @@ def test_the_batches_of_a_resumed_trainer_live_however_its_head_has_moved(
     assert max(gaps) < 0.05, "of its own head and of no older one"
 
 
+@pytest.mark.parametrize("moved", [0.3, 0.4])
+@pytest.mark.parametrize("joins_at", [0, 2, 3])
+def test_a_resumed_trainer_never_falls_back_onto_heads_of_the_attempt_that_it_abandoned(
+    attach: Attach, bench: Bench, moved: float, joins_at: int
+) -> None:
+    model = tiny()
+    hook = attach(model)
+    worker = bench.worker()
+    step(hook, model, 0)
+    checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        head = model.lm_head.weight
+        shift = torch.randn(head.shape, generator=torch.Generator().manual_seed(1))
+        head.add_(shift * (moved * head.norm() / shift.norm()))
+    for version in (5, 6):
+        step(hook, model, version)
+        bench.drain(worker)
+    hook.close(5.0)
+    model.load_state_dict(checkpoint)
+    resumed = attach(model, policy_version=joins_at)
+    for version in range(3, 8):
+        step(resumed, model, version)
+        bench.drain(worker)
+    assert (bench.queue.counters()["dead_total"], bench.queue.counters()["acked_total"]) == (0, 8)
+    assert max(record["logprob_gap"] for record in bench.store.scores().values()) < 0.05, "of its own head"
+
+
 def test_another_policy_under_a_runs_name_is_turned_away_and_costs_the_run_nothing(
     attach: Attach, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

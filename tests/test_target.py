@@ -149,6 +149,52 @@ def test_forgetting_keeps_what_came_after_the_newest_batchs_head(bench: Bench) -
     assert sorted(int(p.stem) for p in bench.layout.heads("default").iterdir()) == [100, 101, 500]
 
 
+def put_in_turn(bench: Bench, *versions: int) -> None:
+    for order, version in enumerate(versions):
+        put(bench, version, head(float(version)))
+        os.utime(bench.layout.head("default", version), ns=(10**9 * (order + 1),) * 2)
+
+
+def test_a_head_gives_way_to_a_later_one_of_a_lower_version(bench: Bench) -> None:
+    """The trainer went back to 3 from an attempt that had sent heads for 5 and 6."""
+    target = Target.open(bench.layout, "default")
+    put_in_turn(bench, 1, 5, 6, 3, 8)
+    assert [in_force(target, v) for v in (1, 2, 3, 4, 5, 6, 7, 8)] == [1, 1, 3, 3, 3, 3, 3, 8]
+
+
+def test_a_batch_of_before_keeps_the_head_of_its_time_and_a_head_may_come_after_its_batch(bench: Bench) -> None:
+    target = Target.open(bench.layout, "default")
+    put_in_turn(bench, 1, 5, 6, 3, 8)
+
+    batch = bench.layout.root / "batch"
+    batch.touch()
+
+    def then(version: int, seconds: float) -> float:
+        os.utime(batch, (seconds, seconds))
+        found = target.at(version, batch=batch)
+        return float(found.head.lm_head[0, 0])
+
+    assert [then(v, 3.5) for v in (4, 5, 6, 7, 8)] == [3, 5, 6, 6, 8]
+    assert [then(v, 4.5) for v in (3, 5, 6, 7, 8)] == [3, 3, 3, 3, 8]
+    assert [then(v, 2.5) for v in (5, 6)] == [5, 6]
+
+
+def test_a_later_head_that_cannot_be_used_hides_none(bench: Bench) -> None:
+    target = Target.open(bench.layout, "default")
+    put(bench, 5, head(5.0))
+    os.utime(bench.layout.head("default", 5), ns=(10**9,) * 2)
+    put(bench, 3, head(float("nan")))
+    assert in_force(target, 6) == 5.0
+
+
+def test_forgetting_keeps_the_head_that_hides_the_abandoned_ones(bench: Bench) -> None:
+    target = Target.open(bench.layout, "default")
+    put_in_turn(bench, 1, 5, 3, 8)
+    target.forget_before(6, newest=8)
+    assert [in_force(target, v) for v in (6, 7, 8)] == [3, 3, 8]
+    assert not bench.layout.head("default", 1).exists()
+
+
 def test_strangers_among_the_heads_are_ignored(bench: Bench) -> None:
     (bench.layout.heads("default") / "notes.txt").write_text("not a head")
     (bench.layout.heads("default") / "v1.safetensors").write_text("not a version")
