@@ -164,10 +164,22 @@ def check_redis(url: str) -> None:
 
 
 def _redis_place(url: str) -> str:
+    """Where a Redis URL leads, without its secrets; ConfigurationError when no client can be made of it."""
+    import redis
+
     try:
-        return redis_place(url)
+        place = redis_place(url)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
+    try:
+        redis.Redis.from_url(url).connection_pool.make_connection()  # connects only when it is used
+    except (ValueError, TypeError, redis.RedisError) as error:
+        # Other errors than ValueError repeat what was given, which may be part of a password.
+        reason = str(error) if isinstance(error, ValueError) else "an option after its ? is unknown or has a bad value"
+        raise ConfigurationError(
+            f"redis_url {place} cannot be used: {reason.rstrip('.')}; correct or drop it"
+        ) from None
+    return place
 
 
 def unknown_variables() -> list[str]:

@@ -110,6 +110,26 @@ def test_a_part_that_cannot_read_its_redis_url_does_not_print_it(command: str, t
     assert "redis_url must begin with one of redis://, rediss://, unix://" in last_line(done.stderr)
 
 
+@pytest.mark.parametrize("command", ["up", "serve", "worker"])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("db=x", "Invalid value for 'db'"),
+        ("password=a&hunter3=b", "an option"),  # of a password whose & was not percent-encoded
+        ("protocol=9", "an option"),
+    ],
+)
+def test_a_redis_url_with_a_bad_option_ends_every_part_in_one_line(
+    command: str, options: str, named: str, tmp_path: Path
+) -> None:
+    done = run(command, cwd=tmp_path, DRAFTALIGN_REDIS_URL=f"redis://:hunter2@127.0.0.1:1/0?{options}")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "hunter" not in done.stderr + done.stdout, done.stderr
+    assert last_line(done.stderr).startswith("draftalign: redis_url redis://127.0.0.1:1/0 cannot be used: ")
+    assert named in last_line(done.stderr)
+
+
 @pytest.mark.parametrize(
     "url",
     [
