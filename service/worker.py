@@ -76,6 +76,7 @@ class Worker:
         self._refused: dict[str, tuple[float, FileId]] = {}  # run -> when to try it again, and its target's file
         self._files: dict[str, FileId] = {}  # run -> its target's file when it was opened
         self._failures: dict[str, int] = {}  # run -> unforeseen exceptions since it last worked
+        self._doubted: set[str] = set()  # runs whose recent rollouts may be to blame for that
         self._unproven: set[str] = set()  # runs that were opened, and have not worked since
         self._name = f"{_machine()}/{os.getpid()}/{uuid.uuid4().hex}"
         self._lost: set[str] = set()  # runs whose lease another worker took while this one was stopped
@@ -195,6 +196,7 @@ class Worker:
                     run,
                     holds_lease=functools.partial(self._lease, run),
                     stopping=lambda: self._stopping,
+                    doubted=self._doubted,
                 )
                 self._unproven.add(run)
                 log.info("serving run %s", run)
