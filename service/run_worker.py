@@ -39,7 +39,7 @@ from service.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.controller import DEFERRED, Action, Controller, Economy
 from service.errors import LatestMoved, ServiceError, WorkerError
 from service.journal import Journal
-from service.layout import Layout
+from service.layout import Layout, file_id
 from service.lineage import CANDIDATE, Lineage
 from service.promotion import Contest, contest
 from service.queue import MAX_DELIVERIES, EndState, Entry, RolloutQueue
@@ -70,6 +70,10 @@ class LeaseLost(WorkerError):  # noqa: N818 - reads as what happened
     """Another worker has this run now; what this one still holds of it must not be written down."""
 
 
+class RegisteredAnew(WorkerError):  # noqa: N818
+    """Another file has taken the place of the run's target; nothing of the old one may be written beside it."""
+
+
 class TrainingStopped(WorkerError):  # noqa: N818
     """Training ended half way: the candidate is of no use, and only the last checkpoint is without it."""
 
@@ -97,6 +101,7 @@ class RunWorker:
         self._settings = settings
         self._layout = layout
         self._queue = queue
+        self._target_file = file_id(layout.target(run))  # before it is read
         self._target = Target.open(layout, run, settings.device)
         self._lineage = Lineage(settings, layout, run, self._target)
         self._recent = self._empty_memory()
@@ -249,7 +254,7 @@ class RunWorker:
     def _drop_recent(self) -> None:
         """Forget the recent rollouts: training failed with them, and without them none of those in hand did."""
         self.save()  # it moves the newest out of the spool
-        self._keep_lease()
+        self._check_still_ours()
         log.warning("%s: the recent rollouts are dropped: training failed with them, and works without them", self.run)
         memory = self._empty_memory()
         memory.restore([], self._layout.spool(self.run), self._recent.first_prompts)  # deletes their files
@@ -528,7 +533,7 @@ class RunWorker:
         outcomes = contest(self._settings, self._lineage, evidence, policy.embed_tokens, versions, policy.head)
         winner = outcomes[0]
         if winner.verdict.promote:
-            self._keep_lease()
+            self._check_still_ours()
             if winner.version == CANDIDATE:
                 self.save()
             try:
@@ -570,7 +575,7 @@ class RunWorker:
         """Write a checkpoint and acknowledge what it holds."""
         if self._lineage.trainer is None:
             return
-        self._keep_lease()
+        self._check_still_ours()
         self._journal.send()  # first: what a checkpoint holds is not scored again
         done = {entry.batch_id for entry, _ in self._done}
         self._applied |= done
@@ -594,9 +599,12 @@ class RunWorker:
         self._last_checkpoint = time.monotonic()
         self._forget_heads()
 
-    def _keep_lease(self) -> None:
+    def _check_still_ours(self) -> None:
+        """Raise unless this worker may write: it holds the lease, and the run's target is the one that it opened."""
         if not self._holds_lease():
             raise LeaseLost("its lease is gone")
+        if file_id(self._layout.target(self.run)) != self._target_file:
+            raise RegisteredAnew(f"run {self.run} was registered anew")
 
     def _forget_heads(self) -> None:
         """Delete heads that neither a kept batch nor one still to come can need."""

@@ -85,6 +85,10 @@ class Store:
         with contextlib.suppress(OutOfMemoryError):
             self._redis.hset(self._keys.worker, mapping={k: json.dumps(v) for k, v in fields.items()})
 
+    def forget_refusal(self) -> None:
+        """Take back that the run's file was refused; by deletion, which works while Redis is full."""
+        self._redis.hdel(self._keys.worker, "refused")
+
     def worker(self) -> Record:
         """The worker's gauges; empty before its first sign of life."""
         return _gauges(self._redis.hgetall(self._keys.worker))
@@ -145,9 +149,9 @@ class AsyncStore:
         """The worker's gauges; empty before its first sign of life."""
         return _gauges(await self._redis.hgetall(self._keys.worker))
 
-    async def forget_error(self) -> None:
-        """Take back what the worker said of the run's trouble."""
-        await self._redis.hdel(self._keys.worker, "error")
+    async def forget_refusal(self) -> None:
+        """Take back what the worker said of a file that was replaced."""
+        await self._redis.hdel(self._keys.worker, "error", "refused")
 
     async def latest_head(self) -> int | None:
         """Highest policy version whose head was received."""

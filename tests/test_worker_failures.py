@@ -17,13 +17,15 @@ from worker_fixtures import Bench
 import service.run_worker
 import service.worker
 from drafter.checkpoint import export_config
-from drafter.errors import BatchRejected, DrafterError
+from drafter.errors import BatchRejected, CheckpointError, DrafterError
 from drafter.trainer import DrafterTrainer
 from service.errors import WorkerError
+from service.layout import file_id
 from service.lineage import Lineage
 from service.queue import MAX_DELIVERIES, RolloutQueue
 from service.recent import RecentRollouts
 from service.run_worker import LeaseLost, RunWorker
+from service.runs import untouched
 from service.store import Store
 from service.worker import Worker
 
@@ -122,6 +124,61 @@ def test_a_refused_run_that_is_registered_anew_is_tried_at_once(
         assert service.client.put("/runs/zz", content=good, headers=HEADERS).status_code == 200
     finally:
         service.stop()
+
+
+def test_only_a_file_that_the_worker_cannot_begin_with_is_refused_and_only_until_it_can(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> Any:
+        return Store(bench.redis, FIRST).worker().get("refused")
+
+    file = file_id(bench.layout.target(FIRST))
+    assert file is not None
+    damaged = CheckpointError("it cannot be read")
+    damaged.__cause__ = OSError(5, "Input/output error")
+    passing = [torch.OutOfMemoryError("no memory left"), OSError(28, "No space left"), KeyError("what"), damaged]
+    for error, told in [*((error, None) for error in passing), (DrafterError("holds NaN"), list(file))]:
+        with monkeypatch.context() as patch:
+            patch.setattr(Lineage, "begin", broken(error, lambda self: self._run == FIRST, Lineage.begin))
+            worker._refused.clear()
+            worker._turn()
+            assert error_of(bench)
+            assert refused() == told
+    worker._refused.clear()
+    worker._turn()
+    assert (error_of(bench), refused()) == (None, None)
+    batch = bench.post_file(bench.world.rollout_file("x", run=FIRST))
+    monkeypatch.setattr(RunWorker, "_train", broken(DrafterError("in training"), lambda *_: True, RunWorker._train))
+    worker._turn()
+    assert error_of(bench) == "in training"
+    assert refused() is None
+    assert RolloutQueue(bench.redis, FIRST).batch(batch)["state"] == "queued"  # type: ignore[index]
+
+
+def test_a_run_that_is_registered_anew_while_it_trains_gets_no_checkpoint_of_the_old_target(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.register(run="zz")  # from scratch: nothing is published
+    batch = bench.post_file(bench.world.rollout_file("z", run="zz"))
+    again = bench.layout.root / "again"
+    again.write_bytes(bench.layout.target("zz").read_bytes())
+    real = RunWorker._train
+
+    def replaced(self: RunWorker, *args: Any) -> float:
+        if again.exists():
+            again.replace(bench.layout.target("zz"))
+        return real(self, *args)
+
+    monkeypatch.setattr(RunWorker, "_train", replaced)
+    queue = RolloutQueue(bench.redis, "zz")
+    worker._turn()
+    assert not again.exists(), "it did train"
+    assert untouched(bench.layout, "zz")
+    assert queue.batch(batch)["state"] == "queued"  # type: ignore[index]
+    assert "run zz was registered anew" in caplog.text
+    for _ in range(2):
+        worker._turn()
+    assert queue.batch(batch)["state"] == "trained"  # type: ignore[index]
 
 
 def test_a_run_that_was_opened_and_is_registered_anew_is_opened_again(bench: Bench, worker: Worker) -> None:
