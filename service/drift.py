@@ -38,8 +38,8 @@ _STATE_FORMAT: Final = "draftalign.drift.v2"
 _CHANCE_SD: Final = 2.0
 #: Versions whose order is remembered: stragglers are not further behind.
 _OFFERED_VERSIONS: Final = 32
-#: Rollouts on which a drafter is compared with the one that it replaces: two ticks' worth.
-_COMPARED_ROLLOUTS: Final = 128
+#: Rollouts on which a drafter is compared with the one that it replaces, before its α is watched: one tick's worth.
+_COMPARED_ROLLOUTS: Final = 64
 #: How far above its limit a statistic may stand, so that a lane clears soon after the fall has been repaired.
 _HEADROOM_SD: Final = 5.0
 #: A batch length counts once it has given this many differences; fewer make the largest of several sds a lottery.
@@ -183,7 +183,7 @@ class DriftState:
     known_ticks: float = 0.0  # the baseline is known as well as a mean of so many ticks
     recent: float = 0.0  # exponentially weighted level of the last ticks
     shown: float = 0.0  # level of the very last ticks: what the drafter shows now
-    offset: float = 0.0  # sum of paired differences, as corrected since: takes publishes out of the sd
+    offset: float = 0.0  # how far hand-overs, as corrected since, moved the baseline: takes publishes out of the sd
     statistics: dict[str, float] = field(default_factory=dict)
     spreads: list[Spread] = field(default_factory=list)
     pending: list[tuple[str, float]] = field(default_factory=list)  # (stratum, α) of the tick being filled
@@ -278,15 +278,16 @@ class DriftMonitor:
         lanes = {} if sd is None else {n: LaneReading(s, self._limits[n]) for n, s in state.statistics.items()}
         return DriftReading(state.ticks, value, state.baseline if state.ticks else None, sd, lanes)
 
-    def hand_over(self, paired_difference: float, variance: float = 0.0) -> None:
+    def hand_over(self, paired_difference: float, variance: float = 0.0, *, decided: bool = True) -> None:
         """The served drafter changes: the new one's mean α minus the old one's, on the same recent rollouts.
 
         The difference is paired, so prompts and policy cancel. `variance` is that of the difference's error: the
         baseline is less well known by so much, and learns again from the ticks to come; infinite, it starts anew.
+        `decided`: somebody chose to serve it although it may be worse (a rollback). A new version that is proven to be
+        worse does not lower the baseline: a gate that publishes ever worse drafters is to be noticed.
         What of a gain only makes up for the loss since the baseline was set does not raise the baseline: the drafter
         is back where it was, and asking it to exceed that would be a false alarm after every retraining.
         What is not made up for stays lost and stays counted, so publishing often does not hide a slow fall.
-        A negative difference (a deliberate return to a lesser drafter) lowers the baseline: decided, not drifted.
         """
         if not math.isfinite(paired_difference) or not variance >= 0:
             raise DriftError(
@@ -295,26 +296,30 @@ class DriftMonitor:
         state = self.state
         if state.ticks == 0:
             return
-        # What may be chance moves the baseline up as readily as down. Taken for a gain, it would make up for losses
-        # that it did not make up for, and a drafter that is no better would end an alarm.
+        # What may be chance ends no alarm, or a drafter that is no better would.
         reach = _CHANCE_SD * math.sqrt(variance)
         chance = min(max(paired_difference, -reach), reach)
         proven = paired_difference - chance
         # Right after a fall the recent level is still that from before it.
         lost = max(0.0, state.baseline - min(state.recent, state.shown))
-        made_up = min(lost, max(0.0, proven))
+        made_up = min(lost, max(0.0, paired_difference))
         state.recent += paired_difference
         # A gain is never asked to lift the drafter above what it shows now: gains that each follow a fall of the
         # policy would otherwise add up to a level that was never seen.
         state.shown += paired_difference
         ceiling = max(state.baseline + chance, state.shown) if proven > 0 else math.inf
-        state.baseline = min(state.baseline + paired_difference - made_up, ceiling)
-        state.offset += paired_difference
+        counted = paired_difference if decided else max(paired_difference, chance)
+        before = state.baseline
+        state.baseline = min(state.baseline + counted - made_up, ceiling)
+        state.offset += state.baseline - before
         state.stratum_means = {name: mean + paired_difference for name, mean in state.stratum_means.items()}
         # The tick being filled was scored with the old drafter.
         state.pending = [(stratum, alpha + paired_difference) for stratum, alpha in state.pending]
         if lost > 0:
-            state.statistics = {name: s * (1 - made_up / lost) for name, s in state.statistics.items()}
+            repaired = min(lost, max(0.0, proven)) / lost
+            state.statistics = {name: s * (1 - repaired) for name, s in state.statistics.items()}
+        if math.isinf(variance):
+            self.acknowledge()  # they were about a level that is not known any more
         if variance > 0:
             sd = self._sd()
             doubt = variance / sd**2 if sd else math.inf
@@ -377,7 +382,8 @@ class Succession:
 
     watched: str | None = None  # the version whose α the monitor is fed
     offered: list[str] = field(default_factory=list)  # versions, by when each was last seen to become the latest
-    successor: str | None = None  # the version that is being compared with it
+    returned: list[str] = field(default_factory=list)  # those that were offered before, and then again
+    successor: str | None = None  # the version that is being compared with the watched one
     differences: dict[str, list[float]] = field(default_factory=dict)  # prompt -> [sum of differences of α, rollouts]
 
     def feed(
@@ -397,6 +403,7 @@ class Succession:
         (it was deleted), the monitor's baseline starts anew with the served one.
         """
         if latest is not None and self.offered[-1:] != [latest]:
+            self.returned = sorted({*self.returned, latest} & {*self.offered})
             self.offered = [*(v for v in self.offered if v != latest), latest][-_OFFERED_VERSIONS:]
         if self.watched is None:
             self.watched = served
@@ -404,6 +411,9 @@ class Succession:
             monitor.hand_over(0.0, math.inf)
             self._watch(served)
         elif self._is_newer(served):
+            if self.successor not in (None, served):  # versions follow each other faster than they can be compared
+                self._succeed(monitor)
+                return []  # this batch was not replayed with what is watched now
             self._compare(monitor, replays, prompts, served)
         tokens, rounds = replays[self.watched]
         return monitor.observe(tokens, rounds)
@@ -420,8 +430,7 @@ class Succession:
         prompts: Sequence[str],
         successor: str,
     ) -> None:
-        if self.successor != successor:
-            self.successor, self.differences = successor, {}
+        self.successor = successor
         tokens, before = replays[self.watched or successor]
         for prompt, token, old, new in zip(prompts, tokens, before, replays[successor][1], strict=True):
             if old > 0 and new > 0:
@@ -429,17 +438,24 @@ class Succession:
                 sums[0] += token / new - token / old
                 sums[1] += 1
         if sum(count for _, count in self.differences.values()) >= _COMPARED_ROLLOUTS:
-            monitor.hand_over(*self.difference())
-            self._watch(successor)
+            self._succeed(monitor)
 
-    def _watch(self, version: str) -> None:
+    def _succeed(self, monitor: DriftMonitor) -> None:
+        """Watch the successor from now on."""
+        mean, variance = self.difference()
+        monitor.hand_over(mean, variance, decided=self.successor in self.returned)
+        self._watch(self.successor)
+
+    def _watch(self, version: str | None) -> None:
         self.watched, self.successor, self.differences = version, None, {}
 
     def difference(self) -> tuple[float, float]:
         """Mean over rollouts of the successor's α minus the watched one's, and the variance of that mean.
 
-        Rollouts of one prompt are one observation; of a single prompt the variance is infinite.
+        Rollouts of one prompt are one observation; of fewer than two prompts the variance is infinite.
         """
+        if not self.differences:
+            return 0.0, math.inf
         n = math.fsum(count for _, count in self.differences.values())
         mean = math.fsum(total for total, _ in self.differences.values()) / n
         clusters = len(self.differences)

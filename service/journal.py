@@ -71,7 +71,7 @@ class Journal:
         self.totals = Totals(**state["totals"])
         try:
             self._drift = DriftMonitor(state=DriftState.from_json(state["drift"]))
-            self._succession = Succession(**state["succession"])
+            self._succession = Succession(**state.get("succession", {}))
         except DriftError as error:
             log.warning("%s: the drift monitor starts afresh: %s", self._run, error)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,9 @@ def contest(
             min_rollouts=min(settings.gate_rollouts, MIN_ROLLOUTS),
             groups=groups,
         )
+        if groups is None:
+            said = f"{verdict.reason}; rollouts were counted, for they answer {prompts} prompts only"
+            verdict = replace(verdict, reason=said)
         outcomes.append(Contest(version, verdict, challenger, incumbent, prompts, evidence.by_prompt))
     return sorted(outcomes, key=lambda c: (c.verdict.promote, c.verdict.low), reverse=True)
 

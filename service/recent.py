@@ -117,15 +117,22 @@ class RecentRollouts:
             (self._directory / name).unlink(missing_ok=True)
         self._dropped.clear()
 
-    def restore(self, names: Sequence[str], spool: Path, first_prompts: Sequence[str] = ()) -> None:
-        """Load what a checkpoint listed, from here or, if the crash came before `settle`, from the spool."""
-        self._first_prompts = dict.fromkeys(first_prompts)
+    def restore(self, names: Sequence[str], spool: Path, first_prompts: Sequence[str] | None) -> None:
+        """Load what a checkpoint listed, from here or, if the crash came before `settle`, from the spool.
+
+        `first_prompts`: as the checkpoint has them. None: it is of a version that split by rollout, so every prompt of
+        these batches may have been trained on.
+        """
+        self._first_prompts = dict.fromkeys(first_prompts or ())
         for name in names:
             path = next((p for p in (self._directory / name, spool / name) if p.exists()), None)
             if path is None:
                 continue
             try:
-                self._keep(name, load_batch(path))
+                batch = load_batch(path)
+                if first_prompts is None:
+                    self._first_prompts |= dict.fromkeys(prompt_hashes(batch))
+                self._keep(name, batch)
             except WireError as error:  # torn by loss of power; what was learnt from it is in the checkpoint
                 log.warning("%s is left out of the recent rollouts: %s", name, error)
                 continue
@@ -142,15 +149,17 @@ class RecentRollouts:
     def held_out(self, rollouts: int) -> HeldOut:
         """Held-out rollouts, the batch that came last first, until `rollouts` of `MIN_ROLLOUTS` prompts are together.
 
-        By prompt where that gives as many rollouts as asked for, else of groups too. By arrival and not by version: a
-        trainer that went back to an earlier checkpoint counts on from there.
+        By prompt where that gives as many rollouts, and as many prompts as can be had; else of groups too. By arrival
+        and not by version: a trainer that went back to an earlier checkpoint counts on from there.
         """
         newest_first = self._kept[::-1]
-        by_prompt = [(k.batch, k.held_out) for k in newest_first if k.held_out]
-        if sum(len(indices) for _, indices in by_prompt) >= rollouts:
-            return HeldOut(_enough(by_prompt, rollouts), by_prompt=True)
-        all_held = [(k.batch, sorted((*k.held_out, *k.held_out_groups))) for k in newest_first]
-        return HeldOut(_enough([(b, i) for b, i in all_held if i], rollouts), by_prompt=False)
+        by_prompt = _enough([(k.batch, k.held_out) for k in newest_first], rollouts)
+        of_all = _enough([(k.batch, sorted((*k.held_out, *k.held_out_groups))) for k in newest_first], rollouts)
+        prompts = len(_prompts(by_prompt))
+        as_many = prompts >= MIN_ROLLOUTS or prompts == len(_prompts(of_all))
+        if as_many and sum(batch.rollouts for batch in by_prompt) >= rollouts:
+            return HeldOut(by_prompt, by_prompt=True)
+        return HeldOut(of_all, by_prompt=False)
 
     def train_steps(
         self,
@@ -184,14 +193,17 @@ class RecentRollouts:
 def _enough(parts: Sequence[tuple[RolloutBatch, Sequence[int]]], rollouts: int) -> list[RolloutBatch]:
     """As many of the parts as hold `rollouts` rollouts of `MIN_ROLLOUTS` prompts together; all where they do not."""
     found: list[RolloutBatch] = []
-    prompts: set[str] = set()
     for batch, indices in parts:
-        if rollouts <= 0 and len(prompts) >= MIN_ROLLOUTS:
+        if rollouts <= 0 and len(_prompts(found)) >= MIN_ROLLOUTS:
             break
-        found.append(batch.select(indices))
-        prompts.update(prompt_hashes(found[-1]))
-        rollouts -= len(indices)
+        if indices:
+            found.append(batch.select(indices))
+            rollouts -= len(indices)
     return found
+
+
+def _prompts(batches: Sequence[RolloutBatch]) -> set[str]:
+    return {prompt for batch in batches for prompt in prompt_hashes(batch)}
 
 
 def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:

@@ -156,7 +156,7 @@ class RunWorker:
         self._applied = set(state["applied"])
         self._lineage.check_vocabulary()
         self._know_vocabulary()
-        self._recent.restore(state["recent"], self._layout.spool(self.run), state.get("first_prompts", ()))
+        self._recent.restore(state["recent"], self._layout.spool(self.run), state.get("first_prompts"))
         self._recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self._journal.totals.batches,
                  self._journal.totals.trained_tokens)  # fmt: skip

@@ -68,12 +68,12 @@ def drawn_prompts(memory: Memory, kept: Sequence[KeptBatch]) -> set[str]:
 def test_siblings_of_a_held_out_rollout_are_never_trained_on(tmp_path: Path) -> None:
     memory = Memory(tmp_path, capacity_tokens=100_000)
     memory.add("first", prompts=range(FIRST))
-    groups = [n for n in range(1000, 1040) for _ in range(4)]
+    groups = [n for n in range(1000, 1120) for _ in range(4)]
     again = [memory.add(f"epoch{i}", policy_version=i, prompts=groups) for i in range(3)]
     evidence = memory.recent.held_out(32)
     assert evidence.by_prompt
     tested = {prompt for batch in evidence.batches for prompt in prompt_hashes(batch)}
-    assert 4 < len(tested) < 20
+    assert 16 <= len(tested) < 60
     assert not tested & drawn_prompts(memory, again)
     assert [k.held_out for k in again] == [again[0].held_out] * 3, "the same prompts in every epoch"
     assert not any(k.held_out_groups for k in again)
@@ -101,6 +101,18 @@ def test_a_group_is_held_out_as_a_whole_while_prompts_are_few(memory: Memory) ->
     assert sum(batch.rollouts for batch in evidence.batches) >= 8
 
 
+def test_evidence_of_a_handful_of_prompts_is_not_taken_for_enough(tmp_path: Path) -> None:
+    """A few prompts beyond the first ones: groups give more of them, whatever number of siblings these few have."""
+    memory = Memory(tmp_path, capacity_tokens=1_000_000)
+    for n in range(4):
+        memory.add(f"b{n}", policy_version=n, prompts=[p for p in range(FIRST + 12) for _ in range(8)])
+    few = {prompt for k in memory.recent._kept for prompt in (prompt_hashes(k.batch)[i] for i in k.held_out)}
+    assert 0 < len(few) < MIN_ROLLOUTS
+    evidence = memory.recent.held_out(16)
+    assert not evidence.by_prompt
+    assert len({prompt for batch in evidence.batches for prompt in prompt_hashes(batch)}) >= MIN_ROLLOUTS
+
+
 def test_rollouts_without_a_prompt_are_split_by_batch(memory: Memory) -> None:
     kept = [memory.add(f"b{i}", prompts=[0] * 8) for i in range(24)]
     whole = [held(one) == set(range(8)) for one in kept]
@@ -120,6 +132,16 @@ def test_the_split_is_the_same_after_a_restart(tmp_path: Path) -> None:
     assert [(k.train, k.held_out, k.held_out_groups) for k in after] == [
         (k.train, k.held_out, k.held_out_groups) for k in before
     ]
+
+
+def test_prompts_of_a_checkpoint_that_split_by_rollout_are_no_evidence_by_prompt(tmp_path: Path) -> None:
+    memory = Memory(tmp_path, capacity_tokens=100_000)
+    memory.add("old", prompts=range(3 * FIRST))
+    memory.recent.settle()
+    again = Memory(tmp_path, capacity_tokens=100_000)
+    again.recent.restore(memory.recent.names(), again.spool, None)
+    assert not any(kept.held_out for kept in again.recent._kept)
+    assert not again.add("new", prompts=range(3 * FIRST)).held_out
 
 
 def test_what_the_sender_says_of_the_prompt_counts_where_its_first_rows_are_missing(tmp_path: Path) -> None:
@@ -180,7 +202,7 @@ def test_a_restart_finds_what_was_listed_wherever_it_lies_and_deletes_the_rest(t
     listed = memory.recent.names()
     (memory.directory / "stray.safetensors").write_bytes(b"left by a checkpoint that never was")
     again = Memory(tmp_path)
-    again.recent.restore([*listed, "lost.safetensors"], again.spool)
+    again.recent.restore([*listed, "lost.safetensors"], again.spool, memory.recent.first_prompts)
     assert again.recent.names() == listed
     again.recent.settle()
     assert (memory.files(memory.spool), memory.files(memory.directory)) == ([], ["settled", "unsettled"])
