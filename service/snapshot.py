@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Final
 
 from redis.exceptions import RedisError
@@ -85,9 +85,11 @@ def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFa
         queue_fill=max(queued / settings.queue_max_items, size / settings.queue_max_bytes),
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,
+        last_scored=max((_reported(r) for r in recent), default=None),
         longest_pause=_longest_pause(recent[-RECENT_BATCHES:]),
         recent_batches=len(ended),
         recent_dead=len(dead),
+        newest_dead=len(list(takewhile(lambda one: one[1] is not None, reversed(ended)))),
         dead_reason=dead[-1].get("reason") if dead else None,
         gathered=vocabulary.get("tokens"),
         wanted=vocabulary.get("wanted"),

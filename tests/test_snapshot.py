@@ -45,6 +45,15 @@ def test_batches_dead_and_scored_are_put_in_the_order_in_which_they_came() -> No
     assert (found.recent_batches, found.recent_dead, found.dead_reason) == (20, 2, "reason 30")
 
 
+def test_it_is_known_how_many_of_the_newest_batches_are_dead_and_when_one_was_scored_last() -> None:
+    def dead(*seconds: int) -> RunFacts:
+        letters = [{"entry_id": f"{n}000-0", "reason": "r"} for n in seconds]
+        return facts(scores=[scored(n) for n in range(10, 20)], dead_letters=letters)
+
+    assert [dead(*found).newest_dead for found in ((), (5, 6), (5, 20, 21), tuple(range(20, 50)))] == [0, 0, 2, 20]
+    assert (dead().last_scored, facts().last_scored) == (19.0, None)
+
+
 def test_an_engine_is_dead_by_its_last_rounds_and_while_it_reports() -> None:
     healthy, dead = counted(10_000, 20_000, NOW - 60), counted(300, 2, NOW - 5, policy_version=2)
     [found] = facts(scores=[scored(1)], acceptances=[healthy, dead]).dead_engines
