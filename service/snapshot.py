@@ -147,13 +147,24 @@ def _last_rounds(newest_first: Sequence[Mapping[str, Any]], wanted: int) -> tupl
 async def watch(context: ServiceContext) -> None:
     """Log each run's headline when it becomes another: a worker that is gone cannot say so itself."""
     said: dict[str, str] = {}
+    failed: set[tuple[str, type[Exception]]] = set()
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
-        for run in context.layout.run_names():
+        try:
+            runs = context.layout.run_names()
+        except OSError as error:
+            log.debug("the runs cannot be listed: %s", error)
+            continue
+        for run in runs:
             try:
                 found = await read_headline(context, run)
             except (RedisError, OSError, ServiceError, ValueError) as error:  # ValueError: a file that is no JSON
                 log.debug("run %s: its headline is not known: %s", run, error)
+                continue
+            except Exception as error:  # one run's trouble is not the others', and the next look may go well
+                if (run, type(error)) not in failed:
+                    failed.add((run, type(error)))
+                    log.exception("run %s: its headline cannot be made; this is said once", run)
                 continue
             if said.get(run) != found.state:
                 said[run] = found.state

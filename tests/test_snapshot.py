@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,9 @@ from service_fixtures import RunningService, rollout_file
 from worker_fixtures import Bench
 
 import service.snapshot
+from service.context import ServiceContext
 from service.dead_drafter import DeadRule
-from service.headline import ENGINE_SILENT_SECONDS, RunFacts
+from service.headline import ENGINE_SILENT_SECONDS, Headline, RunFacts
 from service.metrics import RunSnapshot
 from service.queue import RolloutQueue
 from service.settings import Settings
@@ -141,3 +143,29 @@ def test_a_run_that_cannot_be_read_hides_no_other(
         assert api.register(run).status_code == 201
     api.layout.latest("broken").write_text("{")
     bench.wait(lambda: "sound: Waiting for the first rollouts." in caplog.text)
+
+
+def test_a_run_whose_headline_fails_is_told_of_once_and_hides_no_other(
+    serve: Callable[..., RunningService],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench,
+) -> None:
+    real, looked = service.snapshot.read_headline, Counter[str]()
+
+    async def read(context: ServiceContext, run: str) -> Headline:
+        looked[run] += 1
+        if run == "broken":
+            raise KeyError("nobody foresaw it") if looked[run] < 3 else TypeError("nor this")
+        return await real(context, run)
+
+    monkeypatch.setattr(service.snapshot, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(service.snapshot, "read_headline", read)
+    caplog.set_level(logging.INFO, logger="draftalign.api")
+    api = serve()
+    for run in ("broken", "sound"):
+        assert api.register(run).status_code == 201
+    bench.wait(lambda: looked["broken"] > 5)
+    assert "sound: Waiting for the first rollouts." in caplog.text
+    told = [r.exc_info[0] for r in caplog.records if r.exc_info and "broken" in r.getMessage()]
+    assert told == [KeyError, TypeError]
