@@ -74,7 +74,10 @@ class Store:
 
     def acceptances(self) -> list[Record]:
         """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
-        return _acceptances(self._redis.hgetall(self._keys.acceptance), self._redis.hgetall(self._keys.live))
+        with self._redis.pipeline(transaction=True) as pipe:  # a report moves records from one to the other
+            pipe.hgetall(self._keys.acceptance)
+            pipe.hgetall(self._keys.live)
+            return _acceptances(*pipe.execute())
 
     def set_worker(self, gauges: Mapping[str, Any]) -> None:
         """Update some of the worker's gauges and its `heartbeat` (Unix seconds). Numbers and short text only.
@@ -137,9 +140,10 @@ class AsyncStore:
 
     async def acceptances(self) -> list[Record]:
         """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
-        return _acceptances(
-            await self._redis.hgetall(self._keys.acceptance), await self._redis.hgetall(self._keys.live)
-        )
+        async with self._redis.pipeline(transaction=True) as pipe:  # a report moves records from one to the other
+            pipe.hgetall(self._keys.acceptance)
+            pipe.hgetall(self._keys.live)
+            return _acceptances(*await pipe.execute())
 
     async def worker(self) -> Record:
         """The worker's gauges; empty before its first sign of life."""

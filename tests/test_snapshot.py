@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import redis.asyncio
 from redis import Redis
 from service_fixtures import RunningService, rollout_file
 from worker_fixtures import Bench
@@ -21,6 +25,7 @@ from service.metrics import RunSnapshot
 from service.queue import RolloutQueue
 from service.settings import Settings
 from service.snapshot import facts_of
+from service.store import AsyncStore, Store, StoreKeys
 
 NOW = 5000.0
 VERSION = "v000001-aaaaaaaa"
@@ -169,3 +174,38 @@ def test_a_run_whose_headline_fails_is_told_of_once_and_hides_no_other(
     assert "sound: Waiting for the first rollouts." in caplog.text
     told = [r.exc_info[0] for r in caplog.records if r.exc_info and "broken" in r.getMessage()]
     assert told == [KeyError, TypeError]
+
+
+def test_a_record_that_is_added_up_meanwhile_is_read_once(redis_url: str, redis_client: Redis) -> None:
+    keys, name = StoreKeys("default"), json.dumps(["drafter", VERSION, 1])
+    stop = threading.Event()
+
+    def fold_and_back() -> None:
+        with Redis.from_url(redis_url) as client:
+            while not stop.is_set():
+                for apart in (True, False):
+                    pipe = client.pipeline(transaction=True)
+                    pipe.delete(keys.live if apart else keys.acceptance)
+                    if apart:
+                        pipe.hset(keys.acceptance, "e/v/1", json.dumps(counted(7, 7, NOW)))
+                    else:
+                        pipe.hset(keys.live, mapping={f"{name}:rounds": 7, f"{name}:tokens": 14})
+                    pipe.execute()
+
+    async def read() -> list[list[dict[str, Any]]]:
+        client = redis.asyncio.Redis.from_url(redis_url)
+        try:
+            return [await AsyncStore(client, "default").acceptances() for _ in range(300)]
+        finally:
+            await client.aclose()
+
+    writer = threading.Thread(target=fold_and_back)
+    writer.start()
+    try:
+        while not redis_client.exists(keys.live, keys.acceptance):
+            pass
+        seen = asyncio.run(read()) + [Store(redis_client, "default").acceptances() for _ in range(300)]
+    finally:
+        stop.set()
+        writer.join()
+    assert [sum(record["rounds"] for record in records) for records in seen] == [7] * 600
