@@ -23,9 +23,10 @@ from service.dead_drafter import DeadRule
 from service.headline import ENGINE_SILENT_SECONDS, Headline, RunFacts
 from service.metrics import RunSnapshot
 from service.queue import RolloutQueue
+from service.registry import Registry
 from service.settings import Settings
 from service.snapshot import facts_of
-from service.store import AsyncStore, Store, StoreKeys
+from service.store import RECENT_SCORES, AsyncStore, Store, StoreKeys
 
 NOW = 5000.0
 VERSION = "v000001-aaaaaaaa"
@@ -174,6 +175,72 @@ def test_a_run_whose_headline_fails_is_told_of_once_and_hides_no_other(
     assert "sound: Waiting for the first rollouts." in caplog.text
     told = [r.exc_info[0] for r in caplog.records if r.exc_info and "broken" in r.getMessage()]
     assert told == [KeyError, TypeError]
+
+
+def test_what_a_headline_reads_does_not_grow_with_the_run(
+    service: RunningService, redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.snapshot._WATCH_SECONDS", 3600.0)
+    version, now = service.publish().version, time.time()
+
+    def grow(scores: range, silent: range) -> None:
+        store = Store(redis_client, "default")
+        for n in scores:
+            store.put_score(f"{n:032x}", scored(now - 10_000 + n) | {"drafter_version": version})
+        book(redis_url, [counted(500, 9, now - 5, drafter_version=version)])
+        book(redis_url, [counted(500, 900, now - 1000, reporter=f"silent {n}") for n in silent])
+
+    def read() -> tuple[dict[str, Any], int]:
+        before = redis_client.info("stats")["total_net_output_bytes"]
+        found: dict[str, Any] = service.client.get("/runs/default").raise_for_status().json()["headline"]
+        return found, redis_client.info("stats")["total_net_output_bytes"] - before
+
+    grow(range(300), range(10))
+    assert service.client.get("/alpha").json()["headline"] == read()[0]
+    whole: list[str] = []
+    real = Registry.history
+    monkeypatch.setattr(Registry, "history", lambda self, run: whole.append(run) or real(self, run))
+    found, size = read()
+    assert found["state"] == "engine_dead"
+    grow(range(300, 1200), range(10, 60))
+    assert read()[1] < 1.1 * size
+    assert whole == [], "the history grows too"
+
+
+def test_the_order_of_scores_from_before_so_many_were_kept_in_order_is_found_once(
+    service: RunningService, redis_client: Redis
+) -> None:
+    store, keys = Store(redis_client, "default"), StoreKeys("default")
+    for n in range(RECENT_SCORES + 50):
+        store.put_score(f"{n:032x}", scored(100 + n))
+    newest = redis_client.zrange(keys.recent_scores, 0, -1)
+    redis_client.zremrangebyrank(keys.recent_scores, 0, -65)
+    before = service.client.get("/alpha").json()["current"]
+    assert before["alpha_served"] == pytest.approx(3.0)
+    service.client.get("/runs/default").raise_for_status()
+    assert redis_client.zrange(keys.recent_scores, 0, -1) == newest
+    assert len(newest) == RECENT_SCORES
+
+
+def test_engines_that_fell_silent_are_told_of_by_when_the_last_one_reported(
+    service: RunningService, redis_url: str, redis_client: Redis
+) -> None:
+    Store(redis_client, "default").put_score("a" * 32, scored(time.time()))
+    book(redis_url, [counted(500, 900, time.time() - 7200)])
+    for document in (service.client.get("/runs/default").json(), service.client.get("/alpha").json()):
+        assert "No engine has reported for 2 h." in document["headline"]["also"]
+
+
+def book(url: str, reports: list[dict[str, Any]]) -> None:
+    async def main() -> None:
+        client = redis.asyncio.Redis.from_url(url)
+        try:
+            for report in reports:
+                await AsyncStore(client, "default").book(report)
+        finally:
+            await client.aclose()
+
+    asyncio.run(main())
 
 
 def test_a_record_that_is_added_up_meanwhile_is_read_once(redis_url: str, redis_client: Redis) -> None:
