@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from service.acceptance import OUR_DRAFTER
 from service.context import Context, RunQuery, ServiceContext
-from service.dead_drafter import Judgement, judge, pooled_replay_alpha
+from service.dead_drafter import REPLAYED_BATCHES, Judgement, judge, pooled_replay_alpha
 from service.registry import Manifest, canary_key
 from service.settings import Settings
 from service.snapshot import read_snapshot, run_document
@@ -115,11 +115,12 @@ async def _judge(context: ServiceContext, report: AcceptanceReport, rounds: int,
     # The rest is read only for a live α that is low: on most reports it is not.
     suspect = rule.suspects(rounds_since, accepted_since)
     latest = context.registry.latest(run) if suspect else None
+    replayed = await store.recent_scores(REPLAYED_BATCHES) if suspect else []
     judgement = judge(
         rule,
         rounds=rounds_since,
         accepted_tokens=accepted_since,
-        replay_alpha=pooled_replay_alpha(await store.recent_scores(), report.drafter_version) if suspect else None,
+        replay_alpha=pooled_replay_alpha(replayed, report.drafter_version),
         is_latest=latest is not None and latest.version == report.drafter_version,
         seconds_since_push=await asyncio.to_thread(_seconds_since_push, context, run) if suspect else None,
     )

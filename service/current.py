@@ -25,7 +25,7 @@ from service.alpha import DRAFTERS, RUNNING_TOTALS, pool_point, version
 #: Fewer live rounds than this say little: the page shows no live α that rests on fewer, and no engine is called dead.
 ENOUGH_ROUNDS: Final = 200
 #: Batches among which a figure that the newest lack is looked for.
-_LOOK_BACK: Final = 256
+LOOK_BACK: Final = 256
 #: Two machines' clocks may differ by so much; a report from further ahead was made before the clock was set back.
 _CLOCKS_DIFFER_SECONDS: Final = 5.0
 _ALONE: Final = ("regret", "best_version", "entropy", "reward", "action", *RUNNING_TOTALS)
@@ -50,7 +50,7 @@ def current(
     batches on which both were scored. `live`: `{alpha, rounds}` of the engines' last reports, of as many policy
     versions as it takes to have `ENOUGH_ROUNDS`; null below that. `now`: Unix seconds.
     """
-    records = sorted(scores.values() if isinstance(scores, Mapping) else scores, key=arrival)[-_LOOK_BACK:]
+    records = sorted(scores.values() if isinstance(scores, Mapping) else scores, key=arrival)[-LOOK_BACK:]
     spells = [list(found) for _, found in groupby((r for r in records if _policy(r) is not None), _policy)]
     reports = _reports(acceptances, spells, now)
     if not spells and not reports:

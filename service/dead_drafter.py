@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+#: Replay α of the last so many scored batches is what an engine's live α is compared with.
+REPLAYED_BATCHES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,10 @@ TRAINER_SILENT_SECONDS: Final = 600.0
 _LONGEST_PAUSES: Final = 3.0
 #: An engine that has reported nothing for so long is not spoken of.
 ENGINE_SILENT_SECONDS: Final = 600.0
+#: So many dead batches in a row, the newest, are a trouble however many before them were good.
+_DEAD_IN_A_ROW: Final = 3
+#: A worker that beats is called stuck where a batch has waited, and nothing was scored, for so long.
+_STUCK_SECONDS: Final = 600.0
 _QUEUE_NEARLY_FULL: Final = 0.8
 _BEHIND_SHARE: Final = 0.1  # of the served drafter's α: regret above it is worth a word
 _BETTER, _WORSE = 1.02, 0.98  # served over frozen: between them they are level
@@ -49,9 +53,10 @@ class DeadEngine:
 class RunFacts:
     """What is known of a run at one moment. Times are Unix seconds; None: never, or nobody knows.
 
-    `recent_batches`, `recent_dead`: of the batches that arrived last and have ended or were scored. `gathered`,
-    `wanted`: response tokens for the draft vocabulary, while it is not there yet. `current`: as in `GET /alpha`.
-    `longest_pause`: between batches that arrived of late, in seconds. `queue_fill`: of its bounds.
+    `recent_batches`, `recent_dead`: of the batches that arrived last and have ended or were scored; `newest_dead`: how
+    many of the newest of them, in a row, are dead. `gathered`, `wanted`: response tokens for the draft vocabulary,
+    while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
+    seconds. `queue_fill`: of its bounds.
     """
 
     now: float
@@ -65,8 +70,10 @@ class RunFacts:
     oldest_queued: float | None = None
     last_arrival: float | None = None
     longest_pause: float | None = None
+    last_scored: float | None = None
     recent_batches: int = 0
     recent_dead: int = 0
+    newest_dead: int = 0
     dead_reason: str | None = None
     gathered: int | None = None
     wanted: int | None = None
@@ -114,23 +121,22 @@ def _findings(facts: RunFacts) -> Iterator[Headline]:
     yield from _of_dead_batches(facts)
     yield from _of_engines(facts)
     yield from _of_queue(facts)
+    yield from _of_trainer(facts)
     alpha = _alpha(facts, "alpha_served")
     if alpha is not None:
         yield from _of_alpha(facts, alpha)
     else:
         yield from _before_the_first_score(facts)
-    yield from _of_trainer(facts)
 
 
 # --- worker, queue, trainer
 def _of_worker(facts: RunFacts) -> Iterator[Headline]:
-    waits = f"{_batches(facts.queued)} wait" if facts.queued > 1 else "1 batch waits" if facts.queued else ""
+    waits = _waits(facts.queued) if facts.queued else ""
     if facts.heartbeat is None:
         yield from _no_worker(facts, waits)
         return
-    age = facts.now - facts.heartbeat
-    silent = age > (_REFUSED_SECONDS if facts.worker_error else SILENT_SECONDS)
-    if silent:
+    age = abs(facts.now - facts.heartbeat)  # one from ahead of now was made before the clock was set back
+    if age > (_REFUSED_SECONDS if facts.worker_error else SILENT_SECONDS):
         nothing = "nothing is scored or trained"
         yield _found(
             "bad", "worker_silent", "Worker silent", f" for {duration(age)}: {nothing}{waits and '; ' + waits}."
@@ -138,6 +144,20 @@ def _of_worker(facts: RunFacts) -> Iterator[Headline]:
     if facts.worker_error:
         # What a silent worker said last is not the worst thing any more.
         yield _found("bad", "refused", "Refused by the worker", f": {_short(facts.worker_error)}")
+    elif age <= SILENT_SECONDS:
+        yield from _of_stuck_worker(facts)
+
+
+def _of_stuck_worker(facts: RunFacts) -> Iterator[Headline]:
+    """A worker beats in a thread of its own: that it is alive does not say that it gets on."""
+    if not facts.queued or facts.oldest_queued is None or facts.gathered is not None:
+        return  # while the draft vocabulary is gathered batches are to wait
+    waited = facts.now - facts.oldest_queued
+    unscored = None if facts.last_scored is None else abs(facts.now - facts.last_scored)
+    if waited > _STUCK_SECONDS and (unscored is None or unscored > _STUCK_SECONDS):
+        nothing = "nothing is scored" if unscored is None else f"nothing was scored for {duration(unscored)}"
+        for_long = f"{', the oldest' if facts.queued > 1 else ''} for {duration(waited)}"
+        yield _found("warn", "stuck", _waits(facts.queued), f"{for_long}; {nothing}.")
 
 
 def _no_worker(facts: RunFacts, waits: str) -> Iterator[Headline]:
@@ -160,8 +180,14 @@ def _of_dead_batches(facts: RunFacts) -> Iterator[Headline]:
     of = "the last " if facts.recent_batches >= RECENT_BATCHES else ""
     word = f"{facts.recent_dead} of {of}{_batches(facts.recent_batches)} dead"
     most = 2 * facts.recent_dead > facts.recent_batches
-    reason = _short(facts.dead_reason or "no reason", _REASON_CHARACTERS if most else _REASON_CHARACTERS // 3)
-    yield _found("bad" if most else "note", "batches_dead", word, f": {reason}")
+    in_a_row = facts.newest_dead >= _DEAD_IN_A_ROW
+    reason = _short(
+        facts.dead_reason or "no reason", _REASON_CHARACTERS if most or in_a_row else _REASON_CHARACTERS // 3
+    )
+    if most or not in_a_row:
+        yield _found("bad" if most else "note", "batches_dead", word, f": {reason}")
+    else:
+        yield _found("warn", "batches_dead", word, f", the newest {facts.newest_dead} among them: {reason}")
 
 
 def _of_queue(facts: RunFacts) -> Iterator[Headline]:
@@ -178,10 +204,14 @@ def _of_queue(facts: RunFacts) -> Iterator[Headline]:
 
 
 def _of_trainer(facts: RunFacts) -> Iterator[Headline]:
-    if facts.last_arrival is None or facts.gathered is not None:
+    if facts.last_arrival is None:
         return
+    gathering = facts.gathered is not None and facts.gathered < (facts.wanted or 0)  # its batches wait for others
+    if facts.gathered is not None and not gathering:
+        return  # the first drafter is being made
     age = facts.now - facts.last_arrival
-    if age > max(TRAINER_SILENT_SECONDS, _LONGEST_PAUSES * (facts.longest_pause or 0.0)) and not facts.queued:
+    late = age > max(TRAINER_SILENT_SECONDS, _LONGEST_PAUSES * (facts.longest_pause or 0.0))
+    if late and (gathering or not facts.queued):
         yield _found("wait", "trainer_silent", "No rollouts", f" for {duration(age)}.")
 
 
@@ -297,6 +327,10 @@ def _alpha(facts: RunFacts, name: str) -> float | None:
 
 def _batches(count: int) -> str:
     return f"{count:,} batch{'' if count == 1 else 'es'}"
+
+
+def _waits(count: int) -> str:
+    return "1 batch waits" if count == 1 else f"{_batches(count)} wait"
 
 
 def _short(text: str, characters: int = _REASON_CHARACTERS) -> str:

@@ -49,7 +49,9 @@ class RunSnapshot:
     `drift_level`: what the monitor compares · `vocabulary`: {"tokens", "wanted"} while it is gathered ·
     `error`: why the worker refused the run.
 
-    `dead_letters`: the newest ones. `oldest_queued`, `last_arrival`, `registered`: Unix seconds.
+    `published`, `last_report` (Unix seconds): for a headline, which is read without `history` and without the records
+    of engines that fell silent; None where those are here. `dead_letters`: the newest ones. `oldest_queued`,
+    `last_arrival`, `registered`: Unix seconds.
     """
 
     scores: Mapping[str, Table] | Sequence[Table] = ()
@@ -63,6 +65,8 @@ class RunSnapshot:
     oldest_queued: float | None = None
     last_arrival: float | None = None
     registered: float | None = None
+    published: int | None = None
+    last_report: float | None = None
 
 
 def render(stores: Mapping[str, RunSnapshot], *, queue_limit_bytes: int | None = None) -> bytes:

@@ -93,6 +93,8 @@ class HistoryDigest:
         self.pushed: float | None = None
         #: `canary_key` of the newest verdicts, oldest first.
         self.canaries: dict[tuple[str, ...], None] = {}
+        #: How many versions were published.
+        self.published = 0
         self.bytes_read = 0
 
     def read(self, file: BinaryIO) -> None:
@@ -102,7 +104,9 @@ class HistoryDigest:
         complete = text[: text.rfind(b"\n") + 1]
         self.bytes_read += len(complete)
         for event in _events(complete.splitlines()):
-            if event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
+            if event.get("event") == "published":
+                self.published += 1
+            elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
                 self.pushed = when
             elif str(event.get("event")).startswith("canary_"):
                 self.canaries[canary_key(event)] = None
@@ -172,7 +176,7 @@ class Registry:
         return list(_events(lines))
 
     def digest(self, run: str) -> HistoryDigest:
-        """What the history says of pushes and canaries; a line of it is read once."""
+        """What the history says of publishes, pushes and canaries; a line of it is read once."""
         with self._reading:
             digest = self._digests.setdefault(run, HistoryDigest())
             with contextlib.suppress(FileNotFoundError), self._layout.history(run).open("rb") as file:

@@ -7,9 +7,12 @@ Invariants
 * An exception while one batch is loaded, screened or scored is that batch's fault: it is a dead letter with the
   exception as its reason, and the others go on. One in training or at the gate cannot be laid to one batch: it leaves
   `cycle`, the worker opens the run again from its last checkpoint, and what was in hand has one more delivery, as after
-  a death of the process. On its third delivery a batch is worked on alone, and what is raised then is its fault: it
-  dies of that, after `MAX_DELIVERIES` tries at most. Redis, the disk, memory, the device, a lost lease and a drafter or
-  head that does not fit are never a batch's fault.
+  a death of the process. On its third delivery a batch is worked on alone: trained on nothing but itself, and without
+  the gate. What is raised then is its fault, and it dies of that, after `MAX_DELIVERIES` tries at most.
+* Where training or the gate failed, and then nothing that was in hand fails alone, the recent rollouts that are mixed
+  in are to blame. They are deleted: what was learnt from them stays, the held-out ones among them are gathered anew.
+* Redis, the disk, memory, a lost lease and a drafter or head that does not fit are never a batch's fault, however often
+  they fail: that delivery is not counted. A fault of the device ends the process, and counts as any death of it does.
 * What is served changes only through the gate, an archived version that proved better, or a person. A candidate is
   published after the checkpoint that holds it, or a redelivered batch would be scored by what was trained on it.
 """
@@ -21,7 +24,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,11 +35,11 @@ from drafter.device import ahead, is_device_fault, is_out_of_memory
 from drafter.errors import BatchRejected, DrafterError
 from drafter.kinds import Drafter, share
 from rl_hooks.wire import MappedFile, WireError
-from service.checkpoint import WorkerCheckpoint
+from service.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.controller import DEFERRED, Action, Controller, Economy
-from service.errors import LatestMoved, RegistryBusy, ServiceError, WorkerError
+from service.errors import LatestMoved, ServiceError, WorkerError
 from service.journal import Journal
-from service.layout import Layout
+from service.layout import Layout, file_id
 from service.lineage import CANDIDATE, Lineage
 from service.promotion import Contest, contest
 from service.queue import MAX_DELIVERIES, EndState, Entry, RolloutQueue
@@ -67,6 +70,10 @@ class LeaseLost(WorkerError):  # noqa: N818 - reads as what happened
     """Another worker has this run now; what this one still holds of it must not be written down."""
 
 
+class RegisteredAnew(WorkerError):  # noqa: N818
+    """Another file has taken the place of the run's target; nothing of the old one may be written beside it."""
+
+
 class TrainingStopped(WorkerError):  # noqa: N818
     """Training ended half way: the candidate is of no use, and only the last checkpoint is without it."""
 
@@ -84,20 +91,20 @@ class RunWorker:
         *,
         holds_lease: Callable[[], bool] = lambda: True,
         stopping: Callable[[], bool] = lambda: False,
+        doubted: set[str] | None = None,
     ) -> None:
+        """`doubted`: runs whose recent rollouts may be to blame for failures; outlives this object, which they end."""
         self.run = run
         self._holds_lease = holds_lease
         self._stopping = stopping
+        self._doubted = set() if doubted is None else doubted
         self._settings = settings
         self._layout = layout
         self._queue = queue
+        self._target_file = file_id(layout.target(run))  # before it is read
         self._target = Target.open(layout, run, settings.device)
         self._lineage = Lineage(settings, layout, run, self._target)
-        self._recent = RecentRollouts(
-            layout.worker(run) / "recent",
-            capacity_tokens=settings.recent_tokens,
-            holdout_one_in=settings.holdout_one_in,
-        )
+        self._recent = self._empty_memory()
         self._checkpoint = WorkerCheckpoint(layout.worker(run))
         self._economy = Economy(worker_cost=settings.worker_cost)
         self._controller = Controller()
@@ -123,6 +130,13 @@ class RunWorker:
             self._tell_gathered()
         else:
             self._journal.vocabulary_known()
+
+    def _empty_memory(self) -> RecentRollouts:
+        return RecentRollouts(
+            self._layout.worker(self.run) / "recent",
+            capacity_tokens=self._settings.recent_tokens,
+            holdout_one_in=self._settings.holdout_one_in,
+        )
 
     @property
     def pending(self) -> list[str]:
@@ -166,10 +180,13 @@ class RunWorker:
         except RedisError:
             self._look_again()
             raise
-        except (OSError, RegistryBusy, TrainingStopped):
-            self._look_again()
-            with contextlib.suppress(RedisError):
-                self._acquit()  # now: this worker may be dropped for the error
+        except (LeaseLost, CheckpointSuperseded):
+            raise  # what is in hand is another worker's now, and what it counts there must stay
+        except Exception as error:
+            if not _is_the_batchs(error) and not is_device_fault(error):
+                self._look_again()
+                with contextlib.suppress(RedisError):
+                    self._acquit()  # now: this worker may be dropped for the error
             raise
         finally:
             self._in_hand = []
@@ -199,11 +216,15 @@ class RunWorker:
         suspects = [pair for pair in fresh if pair[0].suspect]
         # A suspect is not left unacknowledged while others are worked on: its next death would count against them.
         for group in [[pair for pair in fresh if not pair[0].suspect], *([pair] for pair in suspects)]:
+            alone = bool(group) and group[0][0].suspect
             try:
-                self._learn_from(group)
+                self._learn_from(group, alone=alone)
             except Exception as error:
-                if len(group) == 1 and group[0][0].suspect and _is_the_batchs(error):
+                if _is_the_batchs(error) and alone:
+                    self._doubted.discard(self.run)
                     self._bury(group[0][0], f"failed its worker {MAX_DELIVERIES} times, at last alone: {_told(error)}")
+                elif _is_the_batchs(error):
+                    self._doubted.add(self.run)
                 raise
             if self._done and suspects:
                 self.save()
@@ -222,11 +243,23 @@ class RunWorker:
                 if self._blameless:
                     self._queue.release(CONSUMER, entries)
                 return entries
+            if self.run in self._doubted:
+                self._drop_recent()
             self._backlog = self._blameless = False
             self._applied.clear()  # each of them came again, and was acknowledged
         return self._queue.claim(
             CONSUMER, self._settings.claim_tokens, min_idle_seconds=self._settings.claim_idle_seconds
         )
+
+    def _drop_recent(self) -> None:
+        """Forget the recent rollouts: training failed with them, and without them none of those in hand did."""
+        self.save()  # it moves the newest out of the spool
+        self._check_still_ours()
+        log.warning("%s: the recent rollouts are dropped: training failed with them, and works without them", self.run)
+        memory = self._empty_memory()
+        memory.restore([], self._layout.spool(self.run), self._recent.first_prompts)  # deletes their files
+        self._recent = memory
+        self._doubted.discard(self.run)
 
     def _admit(self, entry: Entry) -> RolloutBatch | None:
         """Load and screen one entry; None when it ended here (duplicate effect, stale, dead), or was put off."""
@@ -318,10 +351,11 @@ class RunWorker:
         self._journal.gathered(int(self._counts.sum()), self._settings.vocab_min_tokens, len(self._waiting))
 
     # --- test, train, judge
-    def _learn_from(self, fresh: Sequence[tuple[Entry, RolloutBatch]]) -> None:
+    def _learn_from(self, fresh: Sequence[tuple[Entry, RolloutBatch]], *, alone: bool = False) -> None:
         """Score all; train on what the newest policy wrote, here or still in the queue. The rest joins the mix.
 
         A worker that is behind spends its time where it counts: not on updates towards policies that are gone.
+        `alone`: nothing else is mixed in, and nothing is judged, so that what is raised is the doing of `fresh`.
         """
         if not fresh:
             return
@@ -342,7 +376,8 @@ class RunWorker:
         decision = self._controller.decide(self._economy, scores.alpha("served"), warming_up=self._lineage.warming_up)
         trained = decision.action is not Action.IDLE
         try:
-            seconds = self._train(newest) if trained else 0.0
+            with self._without_recent() if alone else contextlib.nullcontext():
+                seconds = self._train(newest) if trained else 0.0
         except OSError as error:
             # Part of it is in the candidate now, which only the last checkpoint is without: go on from there.
             raise TrainingStopped(
@@ -352,8 +387,20 @@ class RunWorker:
         self._journal.record([(e, scores) for e, _, scores in tested], decision, seconds, latest=self._latest())
         best_version = scores.record["best_version"]
         cut_short = trained and self._stopping()
-        outcome = None if cut_short else self._judge(newest, best_version, trained=trained, train_seconds=seconds)
+        outcome = None
+        if not (cut_short or alone):
+            outcome = self._judge(newest, best_version, trained=trained, train_seconds=seconds)
+            if trained:
+                self._doubted.discard(self.run)  # the recent rollouts were mixed in
         self._journal.report(scores, decision, size, outcome)
+
+    @contextlib.contextmanager
+    def _without_recent(self) -> Iterator[None]:
+        recent, self._recent = self._recent, self._empty_memory()
+        try:
+            yield
+        finally:
+            self._recent = recent
 
     def _test_newest(
         self, fresh: Sequence[tuple[Entry, RolloutBatch]]
@@ -486,7 +533,7 @@ class RunWorker:
         outcomes = contest(self._settings, self._lineage, evidence, policy.embed_tokens, versions, policy.head)
         winner = outcomes[0]
         if winner.verdict.promote:
-            self._keep_lease()
+            self._check_still_ours()
             if winner.version == CANDIDATE:
                 self.save()
             try:
@@ -528,7 +575,7 @@ class RunWorker:
         """Write a checkpoint and acknowledge what it holds."""
         if self._lineage.trainer is None:
             return
-        self._keep_lease()
+        self._check_still_ours()
         self._journal.send()  # first: what a checkpoint holds is not scored again
         done = {entry.batch_id for entry, _ in self._done}
         self._applied |= done
@@ -552,9 +599,12 @@ class RunWorker:
         self._last_checkpoint = time.monotonic()
         self._forget_heads()
 
-    def _keep_lease(self) -> None:
+    def _check_still_ours(self) -> None:
+        """Raise unless this worker may write: it holds the lease, and the run's target is the one that it opened."""
         if not self._holds_lease():
             raise LeaseLost("its lease is gone")
+        if file_id(self._layout.target(self.run)) != self._target_file:
+            raise RegisteredAnew(f"run {self.run} was registered anew")
 
     def _forget_heads(self) -> None:
         """Delete heads that neither a kept batch nor one still to come can need."""
@@ -578,6 +628,8 @@ class RunWorker:
 
 def _is_the_batchs(error: Exception) -> bool:
     """Whether a batch that was worked on alone may be blamed for what was raised."""
+    if isinstance(error, BatchRejected):
+        return True
     elsewhere = isinstance(error, RedisError | OSError | ServiceError | DrafterError)
     return not elsewhere and not is_out_of_memory(error) and not is_device_fault(error)
 

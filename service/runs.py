@@ -29,7 +29,7 @@ from rl_hooks.wire import (
     target_fingerprint,
 )
 from service.errors import RunConflict, RunNotFound
-from service.layout import Layout
+from service.layout import FileId, Layout, file_id
 from service.nearness import differences
 from service.registry import locked
 from service.spool import Upload
@@ -203,20 +203,21 @@ def commit_run(
     upload: Upload,
     forget: Callable[[], object] = lambda: None,
     *,
-    anew: bool = False,
+    refused: FileId = None,
 ) -> bool:
     """Register a run durably, the target first and `run.json` last. False if it was registered meanwhile. Blocks.
 
     `forget` is to delete what an earlier run of this name left elsewhere. It is called only while the run does not
-    exist and nobody else can register it, so that it never meets anything of the run's own. `anew`: the worker has
-    refused what is registered, and this takes its place; what is queued stays, heads of the old target go.
+    exist and nobody else can register it, so that it never meets anything of the run's own. `refused`: the target's
+    file that the worker has refused. If it is still there, this one takes its place; what is queued stays, heads of the
+    old target go.
     """
     layout.make_run(record.run)
     upload.sync()
     with locked(layout, record.run):
         if not layout.run_json(record.run).exists():
             forget()
-        elif anew and untouched(layout, record.run):
+        elif refused is not None and refused == file_id(layout.target(record.run)) and untouched(layout, record.run):
             # Between the two files the run is not registered: no rollouts are taken for the one or the other target.
             layout.run_json(record.run).unlink()
             for head in layout.heads(record.run).glob("*.safetensors"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from typing import Any
 
@@ -11,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
 from service.context import Context, ServiceContext
-from service.layout import RUN_NAME
+from service.layout import RUN_NAME, FileId, file_id
 from service.nearness import check_finite, check_head, join_run
 from service.problems import Problem
 from service.runs import RunRecord, check_same, commit_run, read_head_header, read_run_header, untouched
@@ -33,16 +34,16 @@ router = APIRouter(tags=["runs"])
 async def put_run(run: str, request: Request, response: Response, context: Context) -> dict[str, Any]:
     """Register a run: its target's configuration, embedding, head and, optionally, a first drafter.
 
-    A run that exists is left as it is, unless the worker has refused it (`worker_error`) before anything was trained.
+    A run that exists is left as it is, unless the worker cannot begin with its file (`worker_error` says why).
     """
     if not RUN_NAME.fullmatch(run):
         raise Problem(422, "bad-run-name", "a run is named by 1 to 64 of A-Z a-z 0-9 . _ -", field="run")
     length = check_announcement(request, context.settings.max_run_bytes)
-    anew = await _is_refused(context, run)
+    refused = await _refused_file(context, run)
     records: list[RunRecord] = []
 
     async def on_header(header: Header) -> bool:
-        begins = anew or not context.layout.run_json(run).exists()
+        begins = refused is not None or not context.layout.run_json(run).exists()
         record = read_run_header(run, header, begins=begins)
         records.append(record)
         if not begins:
@@ -54,7 +55,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     with context.spool.reserve(length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
-        created = anew or not context.layout.run_json(run).exists()
+        created = refused is not None or not context.layout.run_json(run).exists()
         if created:
             loop = asyncio.get_running_loop()
 
@@ -62,9 +63,9 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
                 """What an earlier run of this name left in Redis; in the loop, to which the client belongs."""
                 asyncio.run_coroutine_threadsafe(context.store(run).forget(), loop).result()
 
-            created = await context.locking(commit_run, context.layout, records[0], upload, forget, anew=anew)
-            if created and anew:
-                await context.store(run).forget_error()  # it was of the file that was replaced
+            created = await context.locking(commit_run, context.layout, records[0], upload, forget, refused=refused)
+            if created and refused is not None:
+                await context.store(run).forget_refusal()  # it was of the file that was replaced
         if not created:
             warning = await _join(context, records[0], upload)
     await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
@@ -94,18 +95,25 @@ def _keep_head(context: ServiceContext, run: str, version: int, head: Upload, as
 
     Heads count by their files' times (`Target.at`). So what comes later gets a later one, the clock set back or not.
     """
-    received = [path.stat().st_mtime_ns for path in context.layout.heads(run).glob("*.safetensors")]
-    later = max(head.path.stat().st_mtime_ns, 1 + max(received, default=0))
+    later = head.path.stat().st_mtime_ns
+    for path in context.layout.heads(run).glob("*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):  # the worker deletes those that it needs no more
+            later = max(later, path.stat().st_mtime_ns + 1)
     time_ns = later if as_of_ns is None else as_of_ns
     os.utime(head.path, ns=(time_ns, time_ns))
     head.keep(context.layout.head(run, version))
 
 
-async def _is_refused(context: ServiceContext, run: str) -> bool:
-    """Whether a run is registered that the worker cannot begin with: the next file takes its place."""
+async def _refused_file(context: ServiceContext, run: str) -> FileId:
+    """The target's file of a run that the worker cannot begin with: the next one takes its place. None: there is none.
+
+    Not where the worker only failed: the run may be gathering its vocabulary, and have nothing else to show yet.
+    """
     if not context.layout.run_json(run).exists() or not untouched(context.layout, run):
-        return False
-    return bool((await context.store(run).worker()).get("error"))
+        return None
+    file = file_id(context.layout.target(run))
+    refused = (await context.store(run).worker()).get("refused")
+    return file if file is not None and refused == list(file) else None
 
 
 @router.get("/runs/{run}")

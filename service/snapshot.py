@@ -7,7 +7,8 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, takewhile
 from typing import Any, Final
 
 from redis.exceptions import RedisError
@@ -16,30 +17,37 @@ from service.acceptance import OUR_DRAFTER, live_sums, method_of, number
 from service.alpha import alpha_document
 from service.context import ServiceContext
 from service.current import arrival, current
-from service.dead_drafter import DeadRule, pooled_replay_alpha
+from service.dead_drafter import REPLAYED_BATCHES, DeadRule, pooled_replay_alpha
 from service.errors import ServiceError
 from service.headline import ENGINE_SILENT_SECONDS, RECENT_BATCHES, DeadEngine, Headline, RunFacts, headline
 from service.metrics import RunSnapshot
 from service.settings import Settings
+from service.store import NEWEST_REPORTS
 
 log = logging.getLogger("draftalign.api")
 
-#: Replay α of the last so many scored batches is what an engine's live α is compared with.
-_REPLAYED_BATCHES: Final = 64
 _WATCH_SECONDS: Final = 10.0
 
 
 async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
-    """Read a run."""
-    store, queue = context.store(run), context.queue(run)
-    latest = context.registry.latest(run)
-    arrivals = await queue.arrivals()
-    return RunSnapshot(
+    """Read all of a run."""
+    store = context.store(run)
+    return replace(
+        await _read_bounded(context, run),
         scores=await store.scores(),
         acceptances=await store.acceptances(),
         history=await asyncio.to_thread(context.registry.history, run),
+    )
+
+
+async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
+    """Read what is as small after a year as on the first day."""
+    queue = context.queue(run)
+    latest = context.registry.latest(run)
+    arrivals = await queue.arrivals()
+    return RunSnapshot(
         counters=await queue.counters(),
-        worker=await store.worker(),
+        worker=await context.store(run).worker(),
         latest_manifest=None if latest is None else latest.model_dump(),
         now=time.time(),
         dead_letters=await queue.dead_letters(RECENT_BATCHES),
@@ -50,20 +58,28 @@ async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
 
 
 async def read_headline(context: ServiceContext, run: str) -> Headline:
-    """Say how a run is."""
-    snapshot = await read_snapshot(context, run)
+    """Say how a run is. It is asked every 10 s for every run: what is read is bounded, however long a run lasts."""
+    store = context.store(run)
+    bounded = await _read_bounded(context, run)
+    snapshot = replace(
+        bounded,
+        scores=await store.recent_scores(),
+        acceptances=await store.newest_acceptances(bounded.now - ENGINE_SILENT_SECONDS),
+        published=await asyncio.to_thread(lambda: context.registry.digest(run).published),
+        last_report=await store.last_report(),
+    )
     return await asyncio.to_thread(lambda: headline(facts_of(snapshot, context.settings, context.dead_rule)))
 
 
 def run_document(run: str, snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> dict[str, Any]:
     """Build the answer of `GET /alpha`: the series, what is true now, and that in words."""
     document = alpha_document(run, snapshot.scores, snapshot.acceptances, snapshot.history, settings.depth)
-    facts = facts_of(snapshot, settings, rule)
-    return document | {"current": facts.current, "headline": headline(facts).as_json()}
+    now = current(snapshot.scores, snapshot.acceptances, snapshot.now)
+    return document | {"current": now, "headline": headline(facts_of(snapshot, settings, rule)).as_json()}
 
 
 def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFacts:
-    """Find out what the headline has to know."""
+    """Find out what the headline has to know: the same from all of a run as from what `read_headline` reads."""
     worker, counters = snapshot.worker, snapshot.counters
     scores = snapshot.scores.values() if isinstance(snapshot.scores, Mapping) else snapshot.scores
     recent = sorted(scores, key=arrival)
@@ -71,6 +87,10 @@ def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFa
     ended = sorted([*((arrival(r), None) for r in recent[-RECENT_BATCHES:]), *((arrival(r), r) for r in letters)],
                    key=lambda one: one[0])[-RECENT_BATCHES:]  # fmt: skip
     dead = [letter for _, letter in ended if letter is not None]
+    engines = _engines(snapshot)
+    published = snapshot.published
+    if published is None:
+        published = Counter(event.get("event") for event in snapshot.history)["published"]
     vocabulary = worker.get("vocabulary") or {}
     served = snapshot.latest_manifest
     queued, size = int(counters.get("items") or 0), int(counters.get("bytes") or 0)
@@ -85,20 +105,22 @@ def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFa
         queue_fill=max(queued / settings.queue_max_items, size / settings.queue_max_bytes),
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,
+        last_scored=max((_reported(r) for r in recent), default=None),
         longest_pause=_longest_pause(recent[-RECENT_BATCHES:]),
         recent_batches=len(ended),
         recent_dead=len(dead),
+        newest_dead=len(list(takewhile(lambda one: one[1] is not None, reversed(ended)))),
         dead_reason=dead[-1].get("reason") if dead else None,
         gathered=vocabulary.get("tokens"),
         wanted=vocabulary.get("wanted"),
         served_version=served.get("version") if served else None,
-        published=Counter(event.get("event") for event in snapshot.history)["published"],
-        current=current(recent, snapshot.acceptances, snapshot.now),
+        published=published,
+        current=current(recent, [r for reports in engines.values() for r in reports], snapshot.now),
         drift_alarm=any(_above(lane) for lane in (worker.get("drift") or {}).values()),
         drift_alpha=number(worker.get("drift_alpha")),
         drift_level=number(worker.get("drift_level")),
-        dead_engines=sorted(_dead_engines(snapshot, recent[-_REPLAYED_BATCHES:], rule), key=lambda e: e.reporter),
-        last_engine_report=max((_reported(r) for r in snapshot.acceptances), default=None),
+        dead_engines=sorted(_dead_engines(engines, recent[-REPLAYED_BATCHES:], rule), key=lambda e: e.reporter),
+        last_engine_report=max((_reported(r) for r in snapshot.acceptances), default=snapshot.last_report),
     )
 
 
@@ -117,16 +139,29 @@ def _reported(record: Mapping[str, Any]) -> float:
     return number(record.get("created")) or 0.0
 
 
-def _dead_engines(snapshot: RunSnapshot, scores: Sequence[Mapping[str, Any]], rule: DeadRule) -> Iterator[DeadEngine]:
-    """Engines that reported lately and whose last rounds the dead-drafter rule's limits call dead."""
+def _engines(snapshot: RunSnapshot) -> dict[str, list[Mapping[str, Any]]]:
+    """What engines that have reported lately counted with our drafters: the newest records of each, newest first."""
     reports: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for record in sorted(snapshot.acceptances, key=_reported, reverse=True):
-        if method_of(record) == OUR_DRAFTER:
-            reports[str(record.get("reporter"))].append(record)
-    for reporter, newest_first in reports.items():
+        if (reporter := record.get("reporter")) is not None and len(reports[str(reporter)]) < NEWEST_REPORTS:
+            reports[str(reporter)].append(record)
+    return {
+        reporter: [record for record in found if method_of(record) == OUR_DRAFTER]
+        for reporter, found in reports.items()
+        if snapshot.now - _reported(found[0]) <= ENGINE_SILENT_SECONDS
+    }
+
+
+def _dead_engines(
+    engines: Mapping[str, Sequence[Mapping[str, Any]]], scores: Sequence[Mapping[str, Any]], rule: DeadRule
+) -> Iterator[DeadEngine]:
+    """Engines whose last rounds the dead-drafter rule's limits call dead."""
+    for reporter, newest_first in engines.items():
+        if not newest_first:
+            continue
         drafter = newest_first[0].get("drafter_version")
         replayed = pooled_replay_alpha(scores, drafter)  # type: ignore[arg-type]  # None is the one of unnamed drafters
-        if snapshot.now - _reported(newest_first[0]) > ENGINE_SILENT_SECONDS or replayed is None:
+        if replayed is None:
             continue
         live = _last_rounds([r for r in newest_first if r.get("drafter_version") == drafter], rule.min_rounds)
         if live is not None and live[0] / live[1] <= rule.live_alpha and replayed > rule.replay_alpha:
@@ -145,13 +180,24 @@ def _last_rounds(newest_first: Sequence[Mapping[str, Any]], wanted: int) -> tupl
 async def watch(context: ServiceContext) -> None:
     """Log each run's headline when it becomes another: a worker that is gone cannot say so itself."""
     said: dict[str, str] = {}
+    failed: set[tuple[str, type[Exception]]] = set()
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
-        for run in context.layout.run_names():
+        try:
+            runs = context.layout.run_names()
+        except OSError as error:
+            log.debug("the runs cannot be listed: %s", error)
+            continue
+        for run in runs:
             try:
                 found = await read_headline(context, run)
             except (RedisError, OSError, ServiceError, ValueError) as error:  # ValueError: a file that is no JSON
                 log.debug("run %s: its headline is not known: %s", run, error)
+                continue
+            except Exception as error:  # one run's trouble is not the others', and the next look may go well
+                if (run, type(error)) not in failed:
+                    failed.add((run, type(error)))
+                    log.exception("run %s: its headline cannot be made; this is said once", run)
                 continue
             if said.get(run) != found.state:
                 said[run] = found.state

@@ -18,15 +18,17 @@ import redis.asyncio
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
-from service.current import arrival
-from service.engine_counts import EngineCounts, encoded, live_records
+from service.current import LOOK_BACK, arrival
+from service.engine_counts import Account, EngineCounts, acceptance_key, encoded, live_records
 from service.queue import Keys
 
 Record = dict[str, Any]
 #: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
 MAX_SCORES: Final = 4096
-#: Replay α of the last so many scored batches is what a live α is compared with.
-RECENT_SCORES: Final = 64
+#: The order in which so many of the last scored batches arrived is kept: all that a headline is made of.
+RECENT_SCORES: Final = LOOK_BACK
+#: Records of a reporter, its last used ones, that a headline looks at.
+NEWEST_REPORTS: Final = 8
 
 
 class StoreKeys:
@@ -74,7 +76,10 @@ class Store:
 
     def acceptances(self) -> list[Record]:
         """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
-        return _acceptances(self._redis.hgetall(self._keys.acceptance), self._redis.hgetall(self._keys.live))
+        with self._redis.pipeline(transaction=True) as pipe:  # a report moves records from one to the other
+            pipe.hgetall(self._keys.acceptance)
+            pipe.hgetall(self._keys.live)
+            return _acceptances(*pipe.execute())
 
     def set_worker(self, gauges: Mapping[str, Any]) -> None:
         """Update some of the worker's gauges and its `heartbeat` (Unix seconds). Numbers and short text only.
@@ -84,6 +89,10 @@ class Store:
         fields = {"heartbeat": time.time(), **gauges}
         with contextlib.suppress(OutOfMemoryError):
             self._redis.hset(self._keys.worker, mapping={k: json.dumps(v) for k, v in fields.items()})
+
+    def forget_refusal(self) -> None:
+        """Take back that the run's file was refused; by deletion, which works while Redis is full."""
+        self._redis.hdel(self._keys.worker, "refused")
 
     def worker(self) -> Record:
         """The worker's gauges; empty before its first sign of life."""
@@ -106,13 +115,21 @@ class AsyncStore:
         """Score records by batch id, oldest first."""
         return _scores(await self._redis.hgetall(self._keys.scores))
 
-    async def recent_scores(self) -> list[Record]:
-        """The score records of the `RECENT_SCORES` batches that arrived last, oldest first."""
-        newest = await self._redis.zrange(self._keys.recent_scores, 0, -1)
-        if len(newest) < min(RECENT_SCORES, await self._redis.hlen(self._keys.scores)):
-            return list((await self.scores()).values())[-RECENT_SCORES:]  # scored before their order was kept
+    async def recent_scores(self, count: int = RECENT_SCORES) -> list[Record]:
+        """The score records of the batches that arrived last, at most `RECENT_SCORES`, oldest first."""
+        newest = await self._redis.zrange(self._keys.recent_scores, -count, -1)
+        if len(newest) < min(count, await self._redis.hlen(self._keys.scores)):
+            return (await self._order_scores())[-count:]
         found = await self._redis.hmget(self._keys.scores, newest) if newest else []
         return [json.loads(value) for value in found if value is not None]
+
+    async def _order_scores(self) -> list[Record]:
+        """Keep the order of records that were scored before so many were kept in order, so that all are read once."""
+        newest = dict(list((await self.scores()).items())[-RECENT_SCORES:])
+        with contextlib.suppress(OutOfMemoryError):  # the next reader tries again
+            if newest:
+                await self._redis.zadd(self._keys.recent_scores, {i: arrival(r)[1] for i, r in newest.items()})
+        return list(newest.values())
 
     async def book(self, record: Mapping[str, Any]) -> tuple[int, int]:
         """Record an engine's cumulative counts; returns rounds and accepted tokens of its drafter over all policies.
@@ -137,17 +154,36 @@ class AsyncStore:
 
     async def acceptances(self) -> list[Record]:
         """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
-        return _acceptances(
-            await self._redis.hgetall(self._keys.acceptance), await self._redis.hgetall(self._keys.live)
-        )
+        async with self._redis.pipeline(transaction=True) as pipe:  # a report moves records from one to the other
+            pipe.hgetall(self._keys.acceptance)
+            pipe.hgetall(self._keys.live)
+            return _acceptances(*await pipe.execute())
+
+    async def newest_acceptances(self, since: float) -> list[Record]:
+        """The `NEWEST_REPORTS` last records of each reporter that has reported since then (Unix seconds)."""
+        reporters = [_text(name) for name in await self._redis.zrangebyscore(self._keys.reported, since, "+inf")]
+        accounts = await self._redis.hmget(self._keys.reporters, reporters) if reporters else []
+        names = [
+            acceptance_key({"reporter": reporter, "drafter_version": drafter, "policy_version": policy})
+            for reporter, account in zip(reporters, accounts, strict=True)
+            if account is not None
+            for drafter, policy in Account.read(account).apart[-NEWEST_REPORTS:]
+        ]
+        found = await self._redis.hmget(self._keys.acceptance, names) if names else []
+        return [json.loads(value) for value in found if value is not None]
+
+    async def last_report(self) -> float | None:
+        """When an engine reported last, in Unix seconds."""
+        newest = await self._redis.zrange(self._keys.reported, -1, -1, withscores=True)
+        return float(newest[0][1]) if newest else None
 
     async def worker(self) -> Record:
         """The worker's gauges; empty before its first sign of life."""
         return _gauges(await self._redis.hgetall(self._keys.worker))
 
-    async def forget_error(self) -> None:
-        """Take back what the worker said of the run's trouble."""
-        await self._redis.hdel(self._keys.worker, "error")
+    async def forget_refusal(self) -> None:
+        """Take back what the worker said of a file that was replaced."""
+        await self._redis.hdel(self._keys.worker, "error", "refused")
 
     async def latest_head(self) -> int | None:
         """Highest policy version whose head was received."""

@@ -31,10 +31,10 @@ from redis.retry import Retry
 from drafter.device import is_device_fault
 from drafter.errors import DrafterError
 from service.checkpoint import CheckpointSuperseded
-from service.errors import ConfigurationError, ServiceError
+from service.errors import ConfigurationError, ServiceError, WorkerError
 from service.layout import FileId, Layout, file_id
 from service.queue import Keys, RolloutQueue
-from service.run_worker import CONSUMER, LeaseLost, RunWorker
+from service.run_worker import CONSUMER, LeaseLost, RegisteredAnew, RunWorker
 from service.settings import Settings
 from service.store import Store
 
@@ -76,6 +76,7 @@ class Worker:
         self._refused: dict[str, tuple[float, FileId]] = {}  # run -> when to try it again, and its target's file
         self._files: dict[str, FileId] = {}  # run -> its target's file when it was opened
         self._failures: dict[str, int] = {}  # run -> unforeseen exceptions since it last worked
+        self._doubted: set[str] = set()  # runs whose recent rollouts may be to blame for that
         self._unproven: set[str] = set()  # runs that were opened, and have not worked since
         self._name = f"{_machine()}/{os.getpid()}/{uuid.uuid4().hex}"
         self._lost: set[str] = set()  # runs whose lease another worker took while this one was stopped
@@ -130,6 +131,9 @@ class Worker:
                 raise
             except (LeaseLost, CheckpointSuperseded) as error:
                 self._drop(run, str(error))
+            except RegisteredAnew as error:
+                log.warning("%s", error)
+                self._runs.pop(run)  # to be opened again at once
             except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
                 self._refuse(run, error)  # one run's trouble is not the others'
             except OSError as error:  # nor is that of its part of the disk
@@ -187,7 +191,7 @@ class Worker:
                 continue
             self._files[run] = file
             try:
-                self._runs[run] = RunWorker(
+                opened = RunWorker(
                     self._settings,
                     self._layout,
                     RolloutQueue(self._redis, run),
@@ -195,12 +199,17 @@ class Worker:
                     run,
                     holds_lease=functools.partial(self._lease, run),
                     stopping=lambda: self._stopping,
+                    doubted=self._doubted,
                 )
+                Store(self._redis, run).forget_refusal()
+                self._runs[run] = opened
                 self._unproven.add(run)
                 log.info("serving run %s", run)
             except RedisError:
                 raise
             except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
+                if _is_the_files(error):
+                    Store(self._redis, run).set_worker({"refused": file})
                 self._refuse(run, error)
             except OSError as error:
                 self._refuse(run, error, _DISK_SECONDS)
@@ -272,6 +281,11 @@ class Worker:
                     error,
                     exc_info=None if foreseen else error,
                 )
+
+
+def _is_the_files(error: Exception) -> bool:
+    """Whether a run could not be opened for what was registered, and not for a disk that could not read it now."""
+    return isinstance(error, DrafterError | WorkerError) and not isinstance(error.__cause__, OSError)
 
 
 def _machine() -> str:

@@ -37,7 +37,10 @@ from service_fixtures import (
 from drafter.checkpoint import export_config
 from rl_hooks import wire
 from rl_hooks.features import as_wire
+from service.layout import file_id
 from service.queue import Keys
+from service.runs import commit_run, read_run_header
+from service.spool import Spool
 from service.store import AsyncStore
 from service.target import Target
 
@@ -432,7 +435,9 @@ def test_what_a_second_registration_brings_in_vain_is_said(bare: RunningService)
 
 def refuse(service: RunningService, redis_client: Redis, run: str = "default") -> None:
     """As the worker says it."""
-    redis_client.hset(f"da:{{{run}}}:worker", "error", json.dumps("fc.weight holds NaN"))
+    refused = json.dumps(file_id(service.layout.target(run)))
+    told = {"error": json.dumps("fc.weight holds NaN"), "refused": refused}
+    redis_client.hset(f"da:{{{run}}}:worker", mapping=told)
     assert service.client.get(f"/runs/{run}").json()["worker_error"] == "fc.weight holds NaN"
 
 
@@ -448,6 +453,36 @@ def test_a_run_that_the_worker_refused_is_registered_anew_and_what_is_queued_sta
     assert service.client.get("/rollouts/a").json()["state"] == "queued"
     assert service.register().status_code == 200
     assert service.layout.target("default").read_bytes() == body, "it is not refused any more"
+
+
+@pytest.mark.parametrize("refused", [None, [0, 0]], ids=["a passing fault", "the file before this one"])
+def test_a_run_that_gathers_its_vocabulary_is_not_replaced_for_an_error_that_is_not_its_files(
+    bare: RunningService, redis_client: Redis, refused: Any
+) -> None:
+    """Nothing was trained yet, and memory ran out once: the same trainer's PUT and another policy's change nothing."""
+    mine, other = policy(weights(0), weights(1)), policy(weights(2), weights(3))
+    assert put_policy(bare, mine).status_code == 201
+    before = bare.layout.target("r").read_bytes()
+    head = bare.layout.head("r", 3)
+    assert put_head(bare, 3, {"lm_head": mine["lm_head"]}).status_code == 201
+    told = {"error": json.dumps("DefaultCPUAllocator: can't allocate memory"), "refused": json.dumps(refused)}
+    redis_client.hset("da:{r}:worker", mapping=told)
+    again = put_policy(bare, mine)
+    assert (again.status_code, again.json()["worker_error"]) == (200, "DefaultCPUAllocator: can't allocate memory")
+    assert put_policy(bare, other).status_code == 409
+    assert bare.layout.target("r").read_bytes() == before
+    assert head.exists()
+
+
+def test_a_run_whose_file_was_replaced_while_another_one_came_is_not_replaced_again(service: RunningService) -> None:
+    """Two trainers send a corrected file at once: the worker has refused neither of them."""
+    body = run_file(metadata={"draft_vocab_size": "20"})
+    record = read_run_header("default", wire.parse_header(body))
+    refused = file_id(service.layout.target("default"))
+    for expected in (True, False):
+        with Spool(service.layout).upload() as upload:
+            upload.write(body)
+            assert commit_run(service.layout, record, upload, refused=refused) is expected
 
 
 def test_a_refused_run_may_turn_out_to_be_of_another_target(service: RunningService, redis_client: Redis) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from redis import Redis
 from service_fixtures import RunningService
 
-from service.dead_drafter import DeadRule, judge, pooled_replay_alpha
-from service.store import RECENT_SCORES, Store, StoreKeys
+from service.dead_drafter import REPLAYED_BATCHES, DeadRule, judge, pooled_replay_alpha
+from service.store import Store, StoreKeys
 
 RULE = DeadRule()
 
@@ -273,7 +273,7 @@ def test_replay_alpha_is_of_the_newest_batches_in_whatever_order_they_were_score
 ) -> None:
     version, store = service.publish().version, Store(redis_client, "default")
     for number in random.Random(0).sample(range(200), 200):
-        served = {"tokens": 300.0 if number >= 200 - RECENT_SCORES else 0.0, "rounds": 100.0}
+        served = {"tokens": 300.0 if number >= 200 - REPLAYED_BATCHES else 0.0, "rounds": 100.0}
         record = {"drafter_version": version, "served": served, "created": float(number)}
         for _ in range(2):  # a redelivered batch is scored again
             store.put_score(f"{number:032x}", record)

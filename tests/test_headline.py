@@ -155,6 +155,22 @@ STATES = [
         facts(last_arrival=NOW - 1200),
         ("wait", "trainer_silent", "No rollouts for 20 min."),
     ),
+    (
+        new(gathered=27_648, wanted=50_000, accepted=12, queued=12, last_arrival=NOW - 5000),
+        ("wait", "trainer_silent", "No rollouts for 83 min."),
+    ),
+    (
+        facts(recent_dead=10, newest_dead=10, dead_reason=GAP),
+        ("warn", "batches_dead", f"10 of the last 20 batches dead, the newest 10 among them: {GAP}"),
+    ),
+    (
+        facts(queued=12, oldest_queued=NOW - 7200, last_scored=NOW - 7300),
+        ("warn", "stuck", "12 batches wait, the oldest for 2 h; nothing was scored for 2 h."),
+    ),
+    (
+        facts(queued=1, oldest_queued=NOW - 1200),
+        ("warn", "stuck", "1 batch waits for 20 min; nothing is scored."),
+    ),
     (new(), ("wait", "no_rollouts", "Waiting for the first rollouts.")),
     (new(accepted=2, queued=2), ("wait", "queued", "Waiting: 2 batches in the queue, none scored yet.")),
     (new(accepted=2), ("wait", "unscored", "Waiting: no rollout has been scored yet.")),
@@ -232,6 +248,30 @@ def test_what_is_no_trouble_is_said_beside_the_headline_only() -> None:
         "No engine reports what it accepts.",
         "Worker behind: 14 batches queued, of which the newest policy's are trained on.",
     )
+
+
+def test_three_dead_batches_in_a_row_are_a_trouble_and_two_are_not() -> None:
+    assert headline(facts(recent_dead=2, newest_dead=2)).level == "good"
+    assert headline(facts(recent_dead=3, newest_dead=3)).level == "warn"
+    assert headline(facts(recent_dead=9, newest_dead=2)).level == "good"
+    assert headline(new(accepted=5, recent_batches=5, recent_dead=3, newest_dead=3)).level == "bad", "most are dead"
+
+
+def test_a_worker_that_beats_but_scores_nothing_is_told_from_one_that_is_at_it() -> None:
+    old: dict[str, Any] = {"queued": 50, "oldest_queued": NOW - 7200}
+    assert headline(facts(**old)).state == "stuck"
+    assert headline(facts(**old, last_scored=NOW - 30)).level == "good", "it is behind"
+    assert headline(facts(**old | {"oldest_queued": NOW - 300})).level == "good"
+    assert headline(facts(**old, last_scored=NOW + 3600)).state == "stuck", "the clock was set back"
+    assert headline(facts(**old, heartbeat=NOW - 71)).also == (), "it is said already"
+    gathering: dict[str, Any] = {"gathered": 27_648, "wanted": 50_000, "last_arrival": NOW - 5}
+    assert headline(new(**old, **gathering)).state == "gathering", "those batches are to wait"
+
+
+def test_a_sign_of_life_from_ahead_of_the_clock_is_none() -> None:
+    found = headline(facts(heartbeat=NOW + 3600, queued=50))
+    assert said(found)[:2] == ("bad", "worker_silent")
+    assert headline(facts(heartbeat=NOW + 3)).level == "good", "clocks of two machines differ"
 
 
 def test_a_trainer_that_pauses_for_long_is_not_called_silent_for_that() -> None:

@@ -17,10 +17,15 @@ from worker_fixtures import Bench
 import service.run_worker
 import service.worker
 from drafter.checkpoint import export_config
+from drafter.errors import BatchRejected, CheckpointError, DrafterError
 from drafter.trainer import DrafterTrainer
+from service.errors import WorkerError
+from service.layout import file_id
 from service.lineage import Lineage
 from service.queue import MAX_DELIVERIES, RolloutQueue
-from service.run_worker import RunWorker
+from service.recent import RecentRollouts
+from service.run_worker import LeaseLost, RunWorker
+from service.runs import untouched
 from service.store import Store
 from service.worker import Worker
 
@@ -55,6 +60,10 @@ def broken(error: BaseException, when: Any, real: Any) -> Any:
 
 def error_of(bench: Bench, run: str = FIRST) -> Any:
     return Store(bench.redis, run).worker().get("error")
+
+
+def holds(recent: RecentRollouts, batch: str) -> bool:
+    return any(name.startswith(batch) for name in recent.names())
 
 
 def turns(worker: Worker, bench: Bench, ended: list[str], most: int = 40) -> int:
@@ -115,6 +124,61 @@ def test_a_refused_run_that_is_registered_anew_is_tried_at_once(
         assert service.client.put("/runs/zz", content=good, headers=HEADERS).status_code == 200
     finally:
         service.stop()
+
+
+def test_only_a_file_that_the_worker_cannot_begin_with_is_refused_and_only_until_it_can(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> Any:
+        return Store(bench.redis, FIRST).worker().get("refused")
+
+    file = file_id(bench.layout.target(FIRST))
+    assert file is not None
+    damaged = CheckpointError("it cannot be read")
+    damaged.__cause__ = OSError(5, "Input/output error")
+    passing = [torch.OutOfMemoryError("no memory left"), OSError(28, "No space left"), KeyError("what"), damaged]
+    for error, told in [*((error, None) for error in passing), (DrafterError("holds NaN"), list(file))]:
+        with monkeypatch.context() as patch:
+            patch.setattr(Lineage, "begin", broken(error, lambda self: self._run == FIRST, Lineage.begin))
+            worker._refused.clear()
+            worker._turn()
+            assert error_of(bench)
+            assert refused() == told
+    worker._refused.clear()
+    worker._turn()
+    assert (error_of(bench), refused()) == (None, None)
+    batch = bench.post_file(bench.world.rollout_file("x", run=FIRST))
+    monkeypatch.setattr(RunWorker, "_train", broken(DrafterError("in training"), lambda *_: True, RunWorker._train))
+    worker._turn()
+    assert error_of(bench) == "in training"
+    assert refused() is None
+    assert RolloutQueue(bench.redis, FIRST).batch(batch)["state"] == "queued"  # type: ignore[index]
+
+
+def test_a_run_that_is_registered_anew_while_it_trains_gets_no_checkpoint_of_the_old_target(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.register(run="zz")  # from scratch: nothing is published
+    batch = bench.post_file(bench.world.rollout_file("z", run="zz"))
+    again = bench.layout.root / "again"
+    again.write_bytes(bench.layout.target("zz").read_bytes())
+    real = RunWorker._train
+
+    def replaced(self: RunWorker, *args: Any) -> float:
+        if again.exists():
+            again.replace(bench.layout.target("zz"))
+        return real(self, *args)
+
+    monkeypatch.setattr(RunWorker, "_train", replaced)
+    queue = RolloutQueue(bench.redis, "zz")
+    worker._turn()
+    assert not again.exists(), "it did train"
+    assert untouched(bench.layout, "zz")
+    assert queue.batch(batch)["state"] == "queued"  # type: ignore[index]
+    assert "run zz was registered anew" in caplog.text
+    for _ in range(2):
+        worker._turn()
+    assert queue.batch(batch)["state"] == "trained"  # type: ignore[index]
 
 
 def test_a_run_that_was_opened_and_is_registered_anew_is_opened_again(bench: Bench, worker: Worker) -> None:
@@ -259,6 +323,112 @@ def test_memory_that_runs_out_is_not_laid_to_the_batch_at_once(
         worker._refused.clear()  # a minute later
         worker._turn()
     assert bench.state(batch) == "trained"
+
+
+@pytest.mark.parametrize("where", ["_train", "_judge"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        DrafterError("the archive is broken"),
+        WorkerError("the run cannot go on"),
+    ],
+    ids=["cuda", "cpu", "drafter", "service"],
+)
+def test_what_is_no_batchs_fault_kills_none_however_long_it_lasts(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+) -> None:
+    posted = [bench.post(name) for name in "abc"]
+    raised: list[int] = []
+
+    def always(*_: Any) -> bool:
+        raised.append(1)
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWorker, where, broken(error, always, getattr(RunWorker, where)))
+        for _ in range(4 * MAX_DELIVERIES):
+            worker._refused.clear()  # a minute later
+            worker._turn()
+    assert len(raised) > MAX_DELIVERIES
+    assert [bench.state(b) for b in posted] == ["queued"] * 3
+    worker._refused.clear()
+    turns(worker, bench, posted)
+    assert [bench.state(b) for b in posted] == ["trained"] * 3
+
+
+def test_rollouts_that_must_not_be_trained_on_are_the_batchs_fault_in_training_too(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = bench.post("a")
+    bad = broken(BatchRejected("not to be trained on"), lambda *_: True, RunWorker._train)
+    monkeypatch.setattr(RunWorker, "_train", bad)
+    for _ in range(2 * MAX_DELIVERIES):
+        worker._refused.clear()
+        worker._turn()
+    assert bench.reason(batch) == "failed its worker 3 times, at last alone: BatchRejected: not to be trained on"
+
+
+@pytest.mark.parametrize("where", ["_train", "_judge"])
+def test_a_kept_batch_with_which_nothing_can_be_trained_kills_no_later_one_and_is_dropped(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    first = bench.post("a")
+    turns(worker, bench, [first])
+
+    def mixed(self: RunWorker, newest: Any, *_: Any) -> bool:
+        return holds(self._recent, first) and not any(kept.name.startswith(first) for kept in newest)
+
+    monkeypatch.setattr(RunWorker, where, broken(RuntimeError("bad mix"), mixed, getattr(RunWorker, where)))
+    kept_first = [p for p in (bench.layout.worker("default") / "recent").iterdir() if p.name.startswith(first)]
+    posted = [bench.post(name) for name in "bcd"]
+    turns(worker, bench, posted)
+    assert [bench.state(b) for b in posted] == ["trained"] * 3
+    for _ in range(2):
+        worker._turn()
+    assert not any(path.exists() for path in kept_first)
+    assert "recent rollouts are dropped" in caplog.text
+    caplog.clear()
+    later = [bench.post(name) for name in "ef"]
+    turns(worker, bench, later)
+    assert [bench.state(b) for b in later] == ["trained"] * 2
+    assert "bad mix" not in caplog.text, "nothing fails any more"
+    assert error_of(bench, "default") is None
+    assert bench.totals()["batches"] == 6
+
+
+def test_the_recent_rollouts_stay_where_a_batch_was_found_guilty(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its neighbours were worked on alone as well, before it and after it."""
+    first = bench.post("a")
+    turns(worker, bench, [first])
+    posted = [bench.post(name) for name in "bcd"]
+
+    def trains(self: RunWorker, newest: Any) -> bool:
+        return any(kept.name.startswith(posted[1]) for kept in newest)
+
+    monkeypatch.setattr(RunWorker, "_train", broken(RuntimeError("mat1 and mat2"), trains, RunWorker._train))
+    turns(worker, bench, posted)
+    for _ in range(3):
+        worker._turn()
+    assert [bench.state(b) for b in posted] == ["trained", "dead", "trained"]
+    assert "recent rollouts are dropped" not in caplog.text
+    assert holds(worker._runs["default"]._recent, first)
+
+
+def test_what_is_in_hand_when_the_lease_is_lost_is_not_touched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the other worker's: to release it would take back a delivery that is counted against what it does there."""
+    bench.begin()
+    bench.post("a")
+    released: list[Any] = []
+    monkeypatch.setattr(RunWorker, "_train", broken(LeaseLost("its lease is gone"), lambda *_: True, RunWorker._train))
+    worker = bench.worker()
+    monkeypatch.setattr(RolloutQueue, "release", lambda *args: released.append(args[2]))
+    with pytest.raises(LeaseLost):
+        worker.cycle()
+    assert not any(released)
 
 
 def test_a_device_that_failed_ends_the_process_because_no_run_can_use_it_any_more(
