@@ -13,9 +13,10 @@ import redis.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis
+from redis.exceptions import RedisError
 from service_fixtures import RunningService
 
-from service import engine_counts
+from service import engine_counts, snapshot
 from service.acceptance import by_drafter, servers, since, total
 from service.alpha import alpha_document
 from service.engine_counts import KEPT_APART, Account, acceptance_key
@@ -336,7 +337,7 @@ def test_a_crash_between_reading_and_writing_leaves_the_report_to_be_sent_again(
 
 @pytest.fixture
 def commands(service: RunningService, redis_client: Redis) -> Iterator[list[tuple[str, ...]]]:
-    """Every command that the API sends, with its arguments."""
+    """Every command that the API sends, with its arguments; the watch that logs headlines now and then sends none."""
     client: Any = service.server.config.app.state.context.redis  # type: ignore[union-attr]
     sent: list[tuple[str, ...]] = []
     connection = client.connection_pool.connection_class
@@ -346,7 +347,11 @@ def commands(service: RunningService, redis_client: Redis) -> Iterator[list[tupl
         sent.append(tuple(str(part) for part in command))
         return plain(self, *command)
 
+    async def away(*_: Any) -> None:
+        raise RedisError("not now")
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "read_headline", away)
         patch.setattr(connection, "pack_command", pack)
         yield sent
 
