@@ -335,6 +335,31 @@ def rewards_of_another_count() -> Attack:
 
 
 @attack
+def prompt_hashes_of_another_count() -> Attack:
+    return Attack(422, "prompt_hashes", metadata(prompt_hashes=json.dumps(["0" * 16])))
+
+
+@attack
+def a_prompt_hash_that_is_no_text() -> Attack:
+    return Attack(422, "prompt_hashes", metadata(prompt_hashes=json.dumps(["0" * 16, 7])))
+
+
+@attack
+def a_prompt_hash_that_is_no_hexadecimal_number() -> Attack:
+    return Attack(422, "prompt_hashes", metadata(prompt_hashes=json.dumps(["0" * 16, "../../../latest/"])))
+
+
+@attack
+def a_prompt_hash_without_end() -> Attack:
+    return Attack(422, "prompt_hashes", metadata(prompt_hashes=json.dumps(["0" * 16, "0" * 5000])))
+
+
+@attack
+def prompt_hashes_that_are_no_list() -> Attack:
+    return Attack(422, "prompt_hashes", metadata(prompt_hashes='{"0000000000000000": 0}'))
+
+
+@attack
 def the_same_id_twice() -> Attack:
     return Attack(422, "appears twice", metadata(rollout_ids='["a", "a"]'))
 
