@@ -21,12 +21,12 @@ from torch import Tensor
 
 from drafter.batch import RolloutBatch
 from drafter.kinds import unroll_batch
-from drafter.loss import DraftLoss
-from drafter.model import Eagle3Drafter
-from drafter.plan import Plan
-from drafter.pointwise import rms_norm
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.model.pointwise import rms_norm
 from drafter.target import DraftTarget
-from drafter.trainer import DrafterTrainer
+from drafter.training.loss import DraftLoss
+from drafter.training.trainer import DrafterTrainer
+from drafter.unroll.plan import Plan
 
 Aim = Literal["", "rejected", "first rejected", "greedy", "only greedy"]
 #: What the drafter's logits are multiplied by to stand for its argmax.

@@ -36,9 +36,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from parity_fixtures import VOCAB, Case, _imported, case  # noqa: E402 - the path must be set first
 
-from drafter.checkpoint import StoredDrafter  # noqa: E402
-from drafter.formats import export_drafter, import_drafter  # noqa: E402
-from drafter.unroll import make_plan, unroll  # noqa: E402
+from drafter.files.checkpoint import StoredDrafter  # noqa: E402
+from drafter.files.formats import export_drafter, import_drafter  # noqa: E402
+from drafter.unroll.unroll import make_plan, unroll  # noqa: E402
 
 LIMIT = 1e-5
 EXPORT = "specforge export --to sglang"

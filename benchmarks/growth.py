@@ -31,9 +31,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from service_fixtures import HEADERS, publish, run_file  # noqa: E402 - after the path is set
 
-from service.layout import Layout  # noqa: E402
-from service.registry import Registry  # noqa: E402
-from service.valkey import EmbeddedValkey  # noqa: E402
+from service.cli.valkey import EmbeddedValkey  # noqa: E402
+from service.storage.layout import Layout  # noqa: E402
+from service.storage.registry import Registry  # noqa: E402
 
 
 def cpu_seconds(pid: int) -> float:

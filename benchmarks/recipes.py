@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks.aims import Aim
-from drafter.optimizer import Method
-from drafter.trainer import Loss
+from drafter.training.optimizer import Method
+from drafter.training.trainer import Loss
 from examples.initial_drafter import STEPS
 
 SERVING_DEPTH: Final = 4

@@ -31,7 +31,7 @@ from examples import demo, elicit
 from examples.features import batch_of
 from examples.policy import AUX_LAYERS, BASE_POLICY, load
 from rl_hooks import wire
-from rl_hooks.features import as_wire
+from rl_hooks.sending.features import as_wire
 
 _FORMAT: Final = "draftalign.recording.v1"
 _RUN: Final = "recording"

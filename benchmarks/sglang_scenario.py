@@ -1,4 +1,4 @@
-"""The life of a drafter in a real SGLang, on a machine with a GPU: the scenario of tests/test_sglang_swap.py.
+"""The life of a drafter in a real SGLang, on a GPU: the scenario of tests/rl_hooks/engines/test_sglang_swap.py.
 
     python -m benchmarks.sglang_scenario --policy Qwen/Qwen3-8B --good DRAFTER --worse DRAFTER [--depth 3]
 
@@ -33,9 +33,9 @@ import httpx
 import numpy as np
 
 from rl_hooks import wire
-from rl_hooks.agent_errors import EngineError, SwapRefusedError
-from rl_hooks.download import strip_shared
-from rl_hooks.engines.sglang import LOADER, SGLangEngine
+from rl_hooks.agent.download import strip_shared
+from rl_hooks.engines.sglang.adapter import LOADER, SGLangEngine
+from rl_hooks.errors import EngineError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
 
 PROMPTS = [f"Count from {n} to {n + 30}, with commas:" for n in range(8)] + [

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.step_peers import AUX, SIZES, Size
 from drafter.batch import RolloutBatch
-from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
 from drafter.target import DraftTarget
-from drafter.trainer import DrafterTrainer, Loss, TrainConfig
-from drafter.unroll import make_plan
-from drafter.vocabulary import DraftVocabulary
+from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
+from drafter.unroll.unroll import make_plan
 
 GIB = 1 << 30
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.loss import draft_loss
-from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
 from drafter.target import TargetHead, draft_target
-from drafter.trainer import DrafterTrainer, TrainConfig
-from drafter.unroll import make_plan, unroll
-from drafter.vocabulary import DraftVocabulary
+from drafter.training.loss import draft_loss
+from drafter.training.trainer import DrafterTrainer, TrainConfig
+from drafter.unroll.unroll import make_plan, unroll
 
 Step = Callable[..., dict[str, Tensor]]
 STEP_DECAY = 0.8

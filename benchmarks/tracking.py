@@ -36,14 +36,14 @@ from benchmarks.aims import AimedTrainer
 from benchmarks.recipes import FROZEN, NAMED, RECIPES, REFERENCE, REFERENCES, REPEATED, SERVING_DEPTH, Recipe
 from benchmarks.recording import Recording, open_recording, record
 from drafter.batch import RolloutBatch
-from drafter.checkpoint import read_drafter
-from drafter.model import Eagle3Drafter
-from drafter.replay import replay
+from drafter.files.checkpoint import read_drafter
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.replay.replay import replay
 from drafter.target import TargetHead
-from drafter.trainer import DrafterTrainer, Loss, TrainConfig
+from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
 from examples.initial_drafter import LEARNING_RATE, SEQUENCES_PER_STEP, save_drafter, train_initial_drafter
-from rl_hooks.features import to_e4m3
-from service.recent import RecentRollouts
+from rl_hooks.sending.features import to_e4m3
+from service.worker.recent import RecentRollouts
 
 HOLDOUT_ONE_IN: Final = 4  # as the demo's worker: these are scored, never trained on
 BLOCK_VERSIONS: Final = 2

@@ -9,7 +9,7 @@ DrafterError
 
 from __future__ import annotations
 
-from rl_hooks.drafter_files import CheckpointError, DrafterError
+from rl_hooks.format.eagle3 import CheckpointError, DrafterError
 
 __all__ = ["BatchRejected", "CheckpointError", "DrafterError", "TargetHeadError", "VocabularyError"]
 

@@ -13,16 +13,22 @@ import torch
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.checkpoint import CONFIG_FILE, FileDigest, read_config, read_drafter, write_drafter
 from drafter.device import working_dtype
 from drafter.errors import BatchRejected, TargetHeadError
-from drafter.model import Eagle3Drafter
-from drafter.mtp import MtpDrafter, unroll_mtp
-from drafter.mtp_checkpoint import read_mtp, write_mtp
-from drafter.plan import Plan, make_plan
+from drafter.files.checkpoint import (
+    CONFIG_FILE,
+    FileDigest,
+    read_config,
+    read_drafter,
+    write_drafter,
+)
+from drafter.files.mtp import read_mtp, write_mtp
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.mtp.module import MtpDrafter, unroll_mtp
 from drafter.target import TargetHead
-from drafter.unroll import Unrolled, unroll
-from rl_hooks.run_check import kind_of
+from drafter.unroll.plan import Plan, make_plan
+from drafter.unroll.unroll import Unrolled, unroll
+from rl_hooks.format.run import kind_of
 
 Drafter = Eagle3Drafter | MtpDrafter
 

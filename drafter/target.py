@@ -19,9 +19,9 @@ from torch import Tensor
 from drafter.batch import RolloutBatch
 from drafter.device import to_device
 from drafter.errors import TargetHeadError
-from drafter.matmul import times_wide
-from drafter.plan import Plan
-from drafter.vocabulary import DraftVocabulary
+from drafter.model.matmul import times_wide
+from drafter.model.vocabulary import DraftVocabulary
+from drafter.unroll.plan import Plan
 from rl_hooks.wire import LogitMap
 
 _GAP_CHUNK_ROWS = 4096

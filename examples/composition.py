@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from drafter.model import Eagle3Drafter
-from drafter.replay import replay
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.replay.replay import replay
 from examples.elicit import is_worked
 from examples.features import Rollout, batch_of
 

@@ -32,9 +32,9 @@ from examples import elicit
 from examples.demo_report import StepRow, write_report
 from examples.features import Rollout
 from examples.vllm_engine import VllmClient, check_installed, vllm_server
-from service.cli import check_redis, port_is_free
+from service.cli.checks import check_redis, port_is_free
+from service.cli.supervisor import spawn, stop
 from service.errors import ConfigurationError
-from service.supervisor import spawn, stop
 
 log = logging.getLogger("draftalign.demo")
 console = Console()
@@ -92,7 +92,7 @@ class LiveCount:
         """95 % interval of α: ratio of sums, clustered by rollout."""
         import numpy as np
 
-        from drafter.acceptance import log_ratio
+        from drafter.replay.acceptance import log_ratio
 
         if not self.per_rollout:
             return None, None
@@ -447,7 +447,7 @@ def forget_run(redis_url: str) -> None:
     """Leave nothing of the demo's run in a Redis that is not its own."""
     import redis
 
-    from service.queue import Keys
+    from service.storage.queue import Keys
 
     client = redis.Redis.from_url(redis_url)
     for key in client.scan_iter(match=f"{Keys(RUN).prefix}*"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from drafter.decoders import NODES, Prompt, compare_decoders
+from drafter.reference.decoders import NODES, Prompt, compare_decoders
 from examples import elicit
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def write_report(session: Session, rows: Sequence[StepRow], events: Sequence[dic
 
 
 def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, float | None], str]:
-    from drafter.checkpoint import read_drafter
+    from drafter.files.checkpoint import read_drafter
     from examples.composition import explain, take_apart
     from examples.policy import load
 
@@ -129,10 +129,10 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
 
 def _decoders(session: Session) -> dict[str, Any]:
     """The served drafter on the last policy, by chain and by tree."""
-    from drafter.checkpoint import read_drafter
+    from drafter.files.checkpoint import read_drafter
     from examples.demo import RUN
-    from service.layout import Layout
-    from service.registry import Registry
+    from service.storage.layout import Layout
+    from service.storage.registry import Registry
 
     layout = Layout(session.state_dir)
     served = Registry(layout).latest(RUN)

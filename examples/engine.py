@@ -31,8 +31,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from drafter.checkpoint import config_fingerprint, read_drafter
-from drafter.model import Eagle3Drafter
+from drafter.files.checkpoint import config_fingerprint, read_drafter
+from drafter.model.eagle3 import Eagle3Drafter
 from examples.engine_cache import Target
 from examples.engine_drafting import Draft, Drafting, DraftingMode, draw, log_law, token_logprobs, verify
 from examples.engine_sequences import Completion, CompletionGroup, Counters, RunningSequence, Sampling

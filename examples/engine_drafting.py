@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from drafter.decode import verify_chain
-from drafter.model import Eagle3Drafter
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.reference.decode import verify_chain
 
 DraftingMode = Literal["probabilistic", "greedy"]
 

@@ -42,8 +42,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from starlette.exceptions import HTTPException
 
-from drafter.checkpoint import config_fingerprint
 from drafter.errors import DrafterError
+from drafter.files.checkpoint import config_fingerprint
 from examples.engine import Engine, EngineError, EngineStoppedError
 from examples.engine_sequences import Sampling
 from examples.policy import AUX_LAYERS

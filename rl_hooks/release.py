@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rl_hooks.agent_errors import ManifestError
+from rl_hooks.errors import ManifestError
 
 #: A plain name: starts with a letter or digit, so neither a path, nor hidden, nor `..`.
 PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

@@ -19,8 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 
 from rl_hooks import wire
-from rl_hooks.agent import AgentConfig, SwapAgent
-from rl_hooks.download import REQUIRED_IN_MTP, REQUIRED_TENSORS
+from rl_hooks.agent.agent import AgentConfig, SwapAgent
+from rl_hooks.agent.download import REQUIRED_IN_MTP, REQUIRED_TENSORS
 
 HIDDEN = 8
 

@@ -16,7 +16,7 @@ from redis import Redis
 from service_fixtures import RunningService
 from worker_fixtures import Bench
 
-from service.valkey import EmbeddedValkey
+from service.cli.valkey import EmbeddedValkey
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from drafter.batch import RolloutBatch
-from drafter.decode import Generation
-from drafter.model import DrafterConfig, Eagle3Drafter
-from drafter.unroll import make_plan, unroll
-from drafter.vocabulary import DraftVocabulary
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
+from drafter.reference.decode import Generation
+from drafter.unroll.unroll import make_plan, unroll
 
 AUX_LAYERS = (1, 2, 3)
 #: A token that the default target emits within 20 in about 40 % of responses, greedy or sampled.

@@ -9,11 +9,11 @@ from drafter_reference import reference_steps
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.loss import DraftLoss, draft_loss
-from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
 from drafter.target import TargetHead, draft_target
-from drafter.unroll import make_plan, unroll
-from drafter.vocabulary import DraftVocabulary
+from drafter.training.loss import DraftLoss, draft_loss
+from drafter.unroll.unroll import make_plan, unroll
 
 HIDDEN, VOCAB = 12, 17
 AUX = (1, 2, 3)

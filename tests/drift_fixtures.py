@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from service.drift import DriftConfig, DriftMonitor
+from service.monitor.drift import DriftConfig, DriftMonitor
 
 DEPTH = 5
 STRATA = ("easy", "middle", "hard")

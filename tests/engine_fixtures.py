@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from drafter.checkpoint import write_drafter
-from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.files.checkpoint import write_drafter
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
 from drafter.target import TargetHead
-from drafter.trainer import DrafterTrainer, TrainConfig
-from drafter.vocabulary import DraftVocabulary
+from drafter.training.trainer import DrafterTrainer, TrainConfig
 from examples import elicit, policy
 from examples.engine import Engine
 from examples.engine_sequences import Completion, Sampling

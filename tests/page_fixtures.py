@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from service.alpha import drafter_sums
-from service.dead_drafter import DeadRule
-from service.metrics import CONTENT_TYPE, RunSnapshot, render
+from service.api.snapshot import run_document
+from service.monitor.alpha import drafter_sums
+from service.monitor.dead_drafter import DeadRule
+from service.monitor.metrics import CONTENT_TYPE, RunSnapshot, render
 from service.settings import Settings
-from service.snapshot import run_document
 
-PAGE = Path(__file__).resolve().parents[1] / "service" / "page.html"
+PAGE = Path(__file__).resolve().parents[1] / "service" / "api" / "page.html"
 
 
 def sample_run(

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.loss import draft_loss
-from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
 from drafter.target import TargetHead, draft_target
-from drafter.unroll import make_plan, unroll
-from drafter.vocabulary import DraftVocabulary
+from drafter.training.loss import draft_loss
+from drafter.unroll.unroll import make_plan, unroll
 
 AUX = (1, 2, 3)
 VOCAB, HIDDEN, DECAY = 61, 32, 0.8

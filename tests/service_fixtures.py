@@ -14,10 +14,10 @@ import httpx
 import numpy as np
 
 from rl_hooks import wire
-from service.api import make_server
-from service.layout import Layout
-from service.registry import Manifest, Registry
+from service.api.app import make_server
 from service.settings import Settings
+from service.storage.layout import Layout
+from service.storage.registry import Manifest, Registry
 
 VOCAB, HIDDEN, LAYERS = 50, 8, (2, 4, 5)
 CONFIG: dict[str, Any] = {

@@ -151,7 +151,7 @@ class SGLangServer(Peer):
             "speculative_num_draft_tokens": 4,
             "dp_size": 1,
             "tp_size": ranks,
-            "custom_weight_loader": ["rl_hooks.engines.sglang_loader.load_drafter"],
+            "custom_weight_loader": ["rl_hooks.engines.sglang.loader.load_drafter"],
         }
         self.weight_version = "default"
         self.calls: list[tuple[str, dict[str, Any]]] = []

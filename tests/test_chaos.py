@@ -20,8 +20,8 @@ from test_worker_restarts import final_state, states
 from torch import Tensor
 from worker_fixtures import Bench, Nest, World, alive, nest, wait_until_gone
 
-from service.queue import AsyncRolloutQueue, Batch, Enqueued
-from service.valkey import EmbeddedValkey
+from service.cli.valkey import EmbeddedValkey
+from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued
 
 KILLS = int(os.environ.get("DRAFTALIGN_CHAOS_KILLS", "12"))
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))

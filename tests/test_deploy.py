@@ -14,9 +14,9 @@ import typer.main
 import yaml
 from prometheus_client import generate_latest
 
-from rl_hooks.agent_metrics import AgentMetrics
-from service.auth import PUBLIC
-from service.cli import app
+from rl_hooks.agent.metrics import AgentMetrics
+from service.api.auth import PUBLIC
+from service.cli.main import app
 from service.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,18 +15,18 @@ import typer
 from fastapi import FastAPI
 from pydantic import SecretStr
 
-from rl_hooks.agent import AgentConfig
-from rl_hooks.agent_metrics import AgentMetrics
-from rl_hooks.canary import CanaryRule
-from service.acceptance_api import AcceptanceReport
-from service.alpha import drafter_sums
-from service.api import create_app
-from service.auth import allowed_scopes
-from service.cli import app as command_line
-from service.layout import Layout
-from service.queue import COUNTERS, Keys
+from rl_hooks.agent.agent import AgentConfig
+from rl_hooks.agent.canary import CanaryRule
+from rl_hooks.agent.metrics import AgentMetrics
+from service.api.acceptance import AcceptanceReport
+from service.api.app import create_app
+from service.api.auth import allowed_scopes
+from service.cli.main import app as command_line
+from service.monitor.alpha import drafter_sums
 from service.settings import Settings
-from service.store import StoreKeys
+from service.storage.layout import Layout
+from service.storage.queue import COUNTERS, Keys
+from service.storage.reports import StoreKeys
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("drafter", "rl_hooks", "service")
@@ -246,11 +246,11 @@ def test_every_counter_and_field_that_is_stored_is_documented() -> None:
     assert missing_words(COUNTERS, document) == []
     assert missing_words(AcceptanceReport.model_fields, document) == []
     assert missing_words(drafter_sums([], []), document) == []
-    assert missing_words(dict_keys("service/scoring.py", "score"), document) == []
-    written = {"run_worker": ("_test", "save"), "journal": ("state", "record", "_set_gauges")}
+    assert missing_words(dict_keys("service/worker/scoring.py", "score"), document) == []
+    written = {"loop": ("_test", "save"), "journal": ("state", "record", "_set_gauges")}
     for module, function in ((module, name) for module, names in written.items() for name in names):
         # statistic and limit are one level deeper; docs/metrics.md has them.
-        stored = dict_keys(f"service/{module}.py", function) - {"statistic", "limit"}
+        stored = dict_keys(f"service/worker/{module}.py", function) - {"statistic", "limit"}
         assert missing_words(stored, document) == [], function
 
 

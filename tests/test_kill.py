@@ -17,13 +17,13 @@ import pytest
 from redis import Redis
 from service_fixtures import HEADERS, rollout_file, run_file
 
-from service.layout import Layout
-from service.queue import RolloutQueue
-from service.valkey import EmbeddedValkey
+from service.cli.valkey import EmbeddedValkey
+from service.storage.layout import Layout
+from service.storage.queue import RolloutQueue
 
 API = """
 import sys
-from service.api import run_api
+from service.api.app import run_api
 from service.settings import Settings
 run_api(Settings(state_dir=sys.argv[1], redis_url=sys.argv[2], port=int(sys.argv[3])))
 """

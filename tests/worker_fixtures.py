@@ -30,20 +30,20 @@ from redis import Redis
 from torch import Tensor
 
 from drafter.batch import load_batch
-from drafter.checkpoint import export_config
-from drafter.model import DrafterConfig, Eagle3Drafter
+from drafter.files.checkpoint import export_config
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
 from drafter.target import TargetHead
-from drafter.trainer import DrafterTrainer, TrainConfig
-from drafter.vocabulary import DraftVocabulary
+from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
-from rl_hooks.features import as_wire
-from service.layout import Layout
-from service.queue import AsyncRolloutQueue, Batch, RolloutQueue
-from service.run_worker import RunWorker
-from service.runs import commit_run, read_run_header
+from rl_hooks.sending.features import as_wire
 from service.settings import Settings
-from service.spool import Spool
-from service.store import Store
+from service.storage.layout import Layout
+from service.storage.queue import AsyncRolloutQueue, Batch, RolloutQueue
+from service.storage.reports import Store
+from service.storage.runs import commit_run, read_run_header
+from service.storage.spool import Spool
+from service.worker.loop import RunWorker
 
 VOCAB, HIDDEN, DRAFT, LAYERS = 40, 16, 32, (2, 4, 5)
 CONFIG: dict[str, Any] = {
@@ -256,7 +256,7 @@ class Bench:
     def register(self, body: bytes | None = None, run: str = "default", *, checked: bool = True) -> None:
         """`checked=False`: as a service did that did not ask yet whether the worker can begin the run."""
         body = self.world.run_file() if body is None else body
-        with contextlib.nullcontext() if checked else mock.patch("service.runs._check_for_worker"):
+        with contextlib.nullcontext() if checked else mock.patch("service.storage.runs._check_for_worker"):
             record = read_run_header(run, wire.parse_header(body))
         with self.spool.upload() as upload:
             upload.write(body)
@@ -420,7 +420,7 @@ def wait_until_gone(pid: int, seconds: float = 20.0) -> None:
 
 def _nest() -> None:
     """Fork a worker for every line of options on standard input; answer with its process id."""
-    import service.worker  # noqa: F401 - imported once, before the forks
+    import service.worker.process  # noqa: F401 - imported once, before the forks
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
@@ -458,18 +458,18 @@ def _become_worker(
     import resource
 
     import drafter.batch
-    import service.run_worker
-    import service.worker
+    import service.worker.loop
+    import service.worker.process
 
     logging.basicConfig(
         level="INFO", stream=sys.stderr, format=f"{os.getpid()} %(levelname)s %(message)s (%(asctime)s)", force=True
     )
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    service.worker._LEASE_SECONDS = lease_seconds
-    service.worker._BEAT_SECONDS = beat_seconds
-    service.worker._LOOK_FOR_RUNS_SECONDS = 0.05
-    service.worker._RETRY_SECONDS = 0.05
-    service.worker._DISK_SECONDS = 0.5
+    service.worker.process._LEASE_SECONDS = lease_seconds
+    service.worker.process._BEAT_SECONDS = beat_seconds
+    service.worker.process._LOOK_FOR_RUNS_SECONDS = 0.05
+    service.worker.process._RETRY_SECONDS = 0.05
+    service.worker.process._DISK_SECONDS = 0.5
     if dies_of:
         admitted = drafter.batch.screen
 
@@ -478,7 +478,7 @@ def _become_worker(
                 os.kill(os.getpid(), signal.SIGKILL)
             admitted(batch)
 
-        vars(service.run_worker)["screen"] = screen
+        vars(service.worker.loop)["screen"] = screen
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
 
@@ -488,7 +488,7 @@ def _become_worker(
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
         threading.Thread(target=lift, daemon=True).start()
-    service.worker.run_worker(Settings(**settings))
+    service.worker.process.run_worker(Settings(**settings))
 
 
 @contextlib.contextmanager

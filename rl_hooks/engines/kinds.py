@@ -8,7 +8,7 @@ from typing import Literal
 import httpx
 
 from rl_hooks.engines.protocol import Engine, SwapEngine
-from rl_hooks.engines.sglang import SGLangEngine
+from rl_hooks.engines.sglang.adapter import SGLangEngine
 
 #: `protocol`: anything with draftalign's two calls. `vllm`: that, from the plugin. `sglang`: SGLang's own calls.
 EngineKind = Literal["protocol", "vllm", "sglang"]

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import httpx
 
-from rl_hooks.agent_errors import EngineError, SwapRefusedError
-from rl_hooks.counters import Snapshot
+from rl_hooks.engines.counters import Snapshot
+from rl_hooks.errors import EngineError, SwapRefusedError
 from rl_hooks.release import Release
 
 #: vLLM's methods that have nothing to accept: its drafts are a way to store states.

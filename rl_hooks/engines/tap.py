@@ -1,6 +1,6 @@
 """Features of live requests, collected step by step inside an inference engine, and sent as rollout files.
 
-Engine-independent: an adapter (`rl_hooks.engines.vllm_tap`) describes each step as a `Step`, and says when requests
+Engine-independent: an adapter (`rl_hooks.engines.vllm.tap`) describes each step as a `Step`, and says when requests
 begin and end. Everything that a step's rows need is taken from the device in that step, without waiting for it: which
 drafts were rejected is known there and nowhere else until later. Rows are put together when their request has ended.
 
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from rl_hooks import wire
 from rl_hooks.engines.policy_watch import WeightSample, recorded, start_copy
-from rl_hooks.features import as_wire
+from rl_hooks.sending.features import as_wire
 
 log = logging.getLogger("draftalign.tap")
 

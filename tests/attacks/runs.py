@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from service_fixtures import CONFIG, LAYERS, f32, run_file
 
-from drafter.checkpoint import export_config
-from drafter.model import DrafterConfig
+from drafter.files.checkpoint import export_config
+from drafter.model.eagle3 import DrafterConfig
 from rl_hooks import wire
-from rl_hooks.drafter_files import tensor_shapes
+from rl_hooks.format.eagle3 import tensor_shapes
 
 #: A drafter that fits the target of service_fixtures.
 SIZES: Final = DrafterConfig.from_target(CONFIG, LAYERS, 20)

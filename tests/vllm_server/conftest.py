@@ -9,7 +9,7 @@ import pytest
 from engine_fixtures import base_policy, random_drafter, trained_drafter, write
 from vllm_process import PYTHON, VllmServer
 
-from drafter.model import Eagle3Drafter
+from drafter.model.eagle3 import Eagle3Drafter
 
 if not PYTHON.exists():
     collect_ignore_glob = ["test_vllm_server_*.py"]

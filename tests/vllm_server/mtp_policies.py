@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.mtp import MtpConfig, MtpDrafter
-from drafter.mtp_checkpoint import write_mtp
-from drafter.pointwise import rms_norm
+from drafter.files.mtp import write_mtp
+from drafter.model.pointwise import rms_norm
+from drafter.mtp.module import MtpConfig, MtpDrafter
 from examples.policy import BASE_POLICY
 
 HIDDEN, VOCABULARY, HEADS = 64, 105, 2

@@ -14,11 +14,16 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from drafter.checkpoint import config_fingerprint, export_config, tensor_shapes
-from drafter.model import DrafterConfig
-from drafter.vocabulary import DraftVocabulary
-from rl_hooks.engines.vllm_draft import _shared_modules
-from rl_hooks.engines.vllm_layout import DrafterRefusedError, DraftLayout, read_candidate, vocabulary_digest
+from drafter.files.checkpoint import config_fingerprint, export_config, tensor_shapes
+from drafter.model.eagle3 import DrafterConfig
+from drafter.model.vocabulary import DraftVocabulary
+from rl_hooks.engines.vllm.draft import _shared_modules
+from rl_hooks.engines.vllm.layout import (
+    DrafterRefusedError,
+    DraftLayout,
+    read_candidate,
+    vocabulary_digest,
+)
 
 CONFIG = DrafterConfig(
     hidden_size=16,

@@ -11,10 +11,10 @@ import torch
 from mtp_policies import CONFIGS, embedding_and_head, module, write_module, write_policy
 from safetensors.torch import load_file, save, save_file
 
-from drafter.mtp import MtpConfig, MtpDrafter
-from drafter.mtp_checkpoint import export_mtp_config
-from rl_hooks.engines.vllm_layout import DrafterRefusedError, read_candidate
-from rl_hooks.engines.vllm_mtp_layout import MtpLayout, read_own_module
+from drafter.files.mtp import export_mtp_config
+from drafter.mtp.module import MtpConfig, MtpDrafter
+from rl_hooks.engines.vllm.layout import DrafterRefusedError, read_candidate
+from rl_hooks.engines.vllm.mtp_layout import MtpLayout, read_own_module
 
 FAMILIES = sorted(CONFIGS)
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0}

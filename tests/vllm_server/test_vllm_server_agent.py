@@ -18,16 +18,16 @@ from torch import Tensor
 from vllm_load import Load, alpha, edited
 from vllm_process import DEPTH, VllmServer
 
-from drafter.checkpoint import config_fingerprint
-from drafter.model import Eagle3Drafter
-from drafter.replay import replay
-from drafter.vocabulary import DraftVocabulary
+from drafter.files.checkpoint import config_fingerprint
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
+from drafter.replay.replay import replay
 from examples.features import batch_of
-from rl_hooks.agent import SwapAgent
-from rl_hooks.canary import CanaryRule
-from rl_hooks.counters import Snapshot
-from rl_hooks.follower import EngineFollower
-from service.store import Store
+from rl_hooks.agent.agent import SwapAgent
+from rl_hooks.agent.canary import CanaryRule
+from rl_hooks.agent.follower import EngineFollower
+from rl_hooks.engines.counters import Snapshot
+from service.storage.reports import Store
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm_process import DEPTH, VllmServer
 
-from drafter.checkpoint import read_drafter
-from drafter.model import Eagle3Drafter
-from drafter.replay import replay
+from drafter.files.checkpoint import read_drafter
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.replay.replay import replay
 from examples.features import Rollout, batch_of
 from examples.policy import AUX_LAYERS
 

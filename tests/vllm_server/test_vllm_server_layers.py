@@ -12,7 +12,7 @@ from engine_fixtures import base_policy, random_drafter, write
 from test_vllm_server_conformance import check_conformance
 from vllm_process import VllmServer
 
-from drafter.model import Eagle3Drafter
+from drafter.model.eagle3 import Eagle3Drafter
 
 pytestmark = pytest.mark.timeout(600)
 

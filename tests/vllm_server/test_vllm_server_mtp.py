@@ -22,8 +22,8 @@ from torch import Tensor
 from vllm_process import VllmServer
 
 from examples.policy import BASE_POLICY
-from rl_hooks.follower import EngineFollower
-from service.store import Store
+from rl_hooks.agent.follower import EngineFollower
+from service.storage.reports import Store
 
 pytestmark = pytest.mark.timeout(600)
 HIDDEN, MIDDLE, VOCABULARY, HEADS = 64, 128, 105, 2

@@ -25,12 +25,12 @@ from torch import Tensor
 from vllm_load import Load
 from vllm_process import DEPTH, V2_RUNNER, VllmServer
 
-from drafter.checkpoint import config_fingerprint
-from drafter.mtp import MtpDrafter
-from drafter.pointwise import rms_norm
-from drafter.replay import replay
-from rl_hooks.counters import Counts
-from rl_hooks.follower import EngineFollower
+from drafter.files.checkpoint import config_fingerprint
+from drafter.model.pointwise import rms_norm
+from drafter.mtp.module import MtpDrafter
+from drafter.replay.replay import replay
+from rl_hooks.agent.follower import EngineFollower
+from rl_hooks.engines.counters import Counts
 
 pytestmark = pytest.mark.timeout(600)
 PROMPTS = [[2 + i, 5, 7 + i] for i in range(24)]

@@ -14,10 +14,10 @@ from service_fixtures import RunningService
 from test_vllm_server_conformance import logged
 from vllm_process import DEPTH, VllmServer
 
-from drafter.ngram import ngram_replay
+from drafter.replay.ngram import ngram_replay
 from examples.features import batch_of
-from rl_hooks.follower import EngineFollower
-from service.store import Store
+from rl_hooks.agent.follower import EngineFollower
+from service.storage.reports import Store
 
 pytestmark = pytest.mark.timeout(600)
 

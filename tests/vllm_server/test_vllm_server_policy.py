@@ -12,10 +12,10 @@ import torch
 from engine_fixtures import EOS_ID, base_policy, elicit_prompts, trained_drafter, write
 from hooks_fixtures import free_port
 
-from drafter.replay import replay
+from drafter.replay.replay import replay
 from examples.features import Rollout, batch_of
 from examples.vllm_engine import VllmClient, vllm_server
-from rl_hooks.counters import Snapshot
+from rl_hooks.engines.counters import Snapshot
 
 pytestmark = pytest.mark.timeout(600)
 DEPTH = 4

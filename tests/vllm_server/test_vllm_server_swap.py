@@ -13,8 +13,8 @@ from torch import Tensor
 from vllm_load import PROMPTS, Load, alpha, edited
 from vllm_process import DEPTH, VllmServer
 
-from drafter.checkpoint import config_fingerprint, read_drafter
-from drafter.model import Eagle3Drafter
+from drafter.files.checkpoint import config_fingerprint, read_drafter
+from drafter.model.eagle3 import Eagle3Drafter
 
 pytestmark = pytest.mark.timeout(600)
 

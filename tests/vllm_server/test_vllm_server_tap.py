@@ -20,10 +20,10 @@ from vllm_process import DEPTH, V2_RUNNER, VllmServer
 
 from drafter.batch import load_batch
 from examples.policy import AUX_LAYERS
-from service.layout import Layout
-from service.queue import RolloutQueue
-from service.run_worker import RunWorker
-from service.store import Store
+from service.storage.layout import Layout
+from service.storage.queue import RolloutQueue
+from service.storage.reports import Store
+from service.worker.loop import RunWorker
 
 pytestmark = pytest.mark.timeout(900)
 TOLERANCE = 1e-4

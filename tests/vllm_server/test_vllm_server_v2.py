@@ -10,8 +10,8 @@ from engine_fixtures import base_policy, elicit_prompts
 from test_vllm_server_conformance import check_conformance, logged
 from vllm_process import DEPTH, V2_RUNNER, VllmServer
 
-from drafter.model import Eagle3Drafter
-from drafter.replay import replay
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.replay.replay import replay
 from examples.features import batch_of
 
 pytestmark = pytest.mark.timeout(600)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_hooks.engines.vllm import DrafterEndpoints, Swapper, SwapProblem
-from rl_hooks.engines.vllm_draft import RunningDraft
-from rl_hooks.engines.vllm_worker import DrafterSwap
+from rl_hooks.engines.vllm.draft import RunningDraft
+from rl_hooks.engines.vllm.plugin import DrafterEndpoints, Swapper, SwapProblem
+from rl_hooks.engines.vllm.worker import DrafterSwap
 
 
 class Client:

@@ -17,7 +17,7 @@ from engine_fixtures import EOS_ID
 from hooks_fixtures import free_port
 
 from examples.policy import BASE_POLICY
-from rl_hooks.counters import Snapshot
+from rl_hooks.engines.counters import Snapshot
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("DRAFTALIGN_VLLM_PYTHON", REPOSITORY / ".venv-vllm/bin/python"))

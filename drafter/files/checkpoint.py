@@ -1,0 +1,277 @@
+"""A drafter on disk, in the layout that SGLang and vLLM load as it stands: model.safetensors and config.json.
+
+Reading is strict, because engines are not: a missing lm_head or d2t, a wrong layer id or an old embedding loads there
+without an error and only shows as a poor α, or worse, as a changed policy. Whatever does not fit raises
+`CheckpointError`. `embed_tokens` is never written and never accepted: engines that share it with the target would
+overwrite the policy's own embedding. A drafter over the target's whole vocabulary has no `d2t` and `t2d`: vLLM refuses
+to start with them, and they would say nothing.
+
+Not here: other projects' layouts (`drafter.files.formats`), and publishing a directory atomically (the registry does
+that). Files are complete and synced when `write_drafter` returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafter.errors import CheckpointError, DrafterError, VocabularyError
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
+from drafter.mtp.module import MtpConfig
+from rl_hooks.durable import sync
+from rl_hooks.format.eagle3 import (
+    FIXED,
+    MAPS,
+    SIZES,
+    check_header,
+    parse_config,
+    tensor_shapes,
+)
+
+MODEL_FILE: Final = "model.safetensors"
+CONFIG_FILE: Final = "config.json"
+INDEX_FILE: Final = "model.safetensors.index.json"
+#: Of the fixed fields, what an export states. The others are newer switches, which are off where they are absent.
+_STATED: Final = ("norm_output", "attention_bias", "bias", "tie_word_embeddings")
+_STORAGE: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_MAX_CONFIG_BYTES: Final = 1 << 20
+_MAX_INDEX_BYTES: Final = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """What a written file must be when it is read elsewhere."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredDrafter:
+    """A drafter as files hold it: weights [canonical name] in one dtype, without maps and embedding."""
+
+    config: DrafterConfig
+    vocabulary: DraftVocabulary
+    weights: Mapping[str, Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Storage of the weights."""
+        return next(iter(self.weights.values())).dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the canonical layout, `d2t` and `t2d` included where the vocabulary is reduced."""
+        if len(self.vocabulary) == self.vocabulary.vocab_size:
+            return dict(self.weights)
+        return {**self.weights, "d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}
+
+
+def write_drafter(
+    directory: Path, drafter: Eagle3Drafter, *, dtype: torch.dtype = torch.float32
+) -> dict[str, FileDigest]:
+    """Write model.safetensors and config.json into an existing `directory`, synced to disk; return their digests.
+
+    `dtype` is the storage of the weights. Refuses a drafter with weights that are not finite, also once rounded.
+    """
+    if dtype not in _STORAGE.values():
+        raise CheckpointError(f"weights are stored as float32, bfloat16 or float16, got {dtype}")
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in drafter.named_parameters()}
+    return write_stored(directory, StoredDrafter(drafter.config, drafter.vocabulary, weights))
+
+
+def write_stored(directory: Path, stored: StoredDrafter) -> dict[str, FileDigest]:
+    """`write_drafter` for a drafter that needs no embedding because it is not run."""
+    tensors = stored.tensors()
+    check_tensors(tensors, stored.config)
+    save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
+    document = export_config(stored.config, stored.dtype)
+    (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
+    return finish_files(directory)
+
+
+def finish_files(directory: Path) -> dict[str, FileDigest]:
+    """Sync both files and their directory to the disk; return what they must be when they are read elsewhere."""
+    digests = {name: _sync_and_digest(directory / name) for name in (MODEL_FILE, CONFIG_FILE)}
+    sync(directory)
+    return digests
+
+
+def check_tensors(tensors: Mapping[str, Tensor], config: DrafterConfig) -> None:
+    """Raise `CheckpointError` unless names and shapes are the config's, in one dtype, and every value is finite."""
+    expected = tensor_shapes(config)
+    for name in expected.keys() | tensors.keys():
+        shape = tuple(tensors[name].shape) if name in tensors else None
+        if shape != expected.get(name):
+            raise CheckpointError(f"{name} of this drafter is {shape}, its config says {expected.get(name)}")
+    dtypes = {tensor.dtype for name, tensor in tensors.items() if name not in MAPS}
+    if len(dtypes) != 1 or not dtypes <= set(_STORAGE.values()):
+        raise CheckpointError(
+            f"weights must share one dtype of float32, bfloat16 and float16, got {', '.join(sorted(map(str, dtypes)))}"
+        )
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"{name} is not finite as {tensor.dtype}; go back to the last good weights, do not publish"
+            )
+
+
+def read_drafter(directory: Path, embed_tokens: Tensor, *, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
+    """Read what `write_drafter` wrote, or another's export in the same layout, with weights as `dtype` on the CPU.
+
+    embed_tokens [V, H] is the target's. Raises `CheckpointError`: names, shapes, dtypes, vocabulary, values.
+    """
+    try:
+        return build_drafter(read_stored(directory), embed_tokens, dtype=dtype)
+    except CheckpointError:
+        raise
+    except DrafterError as error:
+        raise CheckpointError(f"{directory} does not fit this target: {error}") from error
+
+
+def read_stored(directory: Path) -> StoredDrafter:
+    """Read the files of a drafter without building it. Raises `CheckpointError`."""
+    config = parse_config(read_config(directory / CONFIG_FILE))
+    tensors = _read_tensors(directory / MODEL_FILE, config)
+    vocabulary = read_vocabulary(tensors, config)
+    return StoredDrafter(config, vocabulary, {n: t for n, t in tensors.items() if n not in MAPS})
+
+
+def build_drafter(stored: StoredDrafter, embed_tokens: Tensor, *, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
+    """Make the model of stored weights, in `dtype` on the CPU, over the target's embed_tokens [V, H]."""
+    # The constructor draws initial weights; a reader must not advance the caller's random numbers.
+    with torch.random.fork_rng(devices=[]):
+        # The embedding is only looked at: `to` would copy it, large as it is.
+        drafter = Eagle3Drafter(stored.config, stored.vocabulary, embed_tokens.to("meta"))
+    drafter.to(dtype)
+    drafter.embed_tokens = embed_tokens.detach()
+    maps = {"d2t": stored.vocabulary.d2t, "t2d": stored.vocabulary.t2d}
+    drafter.load_state_dict({**{name: t.to(dtype) for name, t in stored.weights.items()}, **maps})
+    return drafter
+
+
+def export_config(config: DrafterConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The engines' config.json. vLLM reads the top-level layer ids ("entering"); SGLang adds 1 to eagle_config's."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "target_model_type": config.model_type,
+        "hidden_act": "silu",
+        **{name: getattr(config, name) for name in SIZES},
+        "target_hidden_size": config.target_hidden_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "norm_before_residual": config.norm_before_residual,
+        "num_hidden_layers": config.num_hidden_layers,
+        **{name: FIXED[name] for name in _STATED},
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in config.aux_layers],
+        },
+    }
+
+
+def config_fingerprint(config: DrafterConfig | MtpConfig, vocabulary: DraftVocabulary) -> str:
+    """Identity (32 hexadecimal digits) of all that an engine cannot swap along with the weights.
+
+    Sizes, layers, rotary base, norm epsilon and the draft vocabulary. `max_position_embeddings` is left out: it is a
+    limit, not a meaning.
+    """
+    fields = {name: value for name, value in config.identity().items() if name != "max_position_embeddings"}
+    text = json.dumps({**fields, "d2t": vocabulary.digest}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Read a JSON object of bounded size. Raises `CheckpointError`."""
+    try:
+        return _read_object(path, _MAX_CONFIG_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"a drafter needs {CONFIG_FILE} beside {MODEL_FILE}: {error}") from error
+
+
+def read_index(directory: Path) -> dict[str, str] | None:
+    """Read which file of `directory` holds each tensor of a sharded model; None where there is no index.
+
+    Raises `CheckpointError` for one that cannot be read or names a file elsewhere. The files may be absent.
+    """
+    path = directory / INDEX_FILE
+    if not path.exists():
+        return None
+    try:
+        files = _read_object(path, _MAX_INDEX_BYTES).get("weight_map")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path}: weight_map must be an object of tensors and their files, got {files!r:.80}")
+    for file in files.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{path} names a file outside its directory: {file!r}")
+    return files
+
+
+def _read_object(path: Path, limit: int) -> dict[str, Any]:
+    size = path.stat().st_size
+    if size > limit:
+        raise CheckpointError(f"{path} has {size} bytes; at most {limit} are read")
+    try:
+        document = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(document).__name__}")
+    return document
+
+
+def _read_tensors(path: Path, config: DrafterConfig) -> dict[str, Tensor]:
+    """Load a file after its header has been compared with the config. Values are checked to be finite."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            check_header({n: (tuple(s.get_shape()), s.get_dtype()) for n, s in found.items()}, config)
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in found}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{name} holds NaN or infinity; this drafter must not be served")
+    return tensors
+
+
+def read_vocabulary(tensors: Mapping[str, Tensor], config: DrafterConfig) -> DraftVocabulary:
+    """The draft vocabulary that d2t gives, held against t2d; without them the target's whole one."""
+    if "d2t" not in tensors and "t2d" not in tensors and config.draft_vocab_size == config.vocab_size:
+        return DraftVocabulary.full(config.vocab_size)
+    if "d2t" not in tensors:
+        raise CheckpointError("d2t is missing: without it engines take the first draft tokens for the target's")
+    try:
+        vocabulary = DraftVocabulary.from_d2t(tensors["d2t"], config.vocab_size)
+    except VocabularyError as error:
+        raise CheckpointError(str(error)) from error
+    if "t2d" not in tensors:
+        return vocabulary
+    wrong = torch.nonzero(vocabulary.t2d != tensors["t2d"]).flatten()
+    if wrong.numel():
+        raise CheckpointError(
+            f"d2t and t2d disagree on {wrong.numel()} tokens, first on {int(wrong[0])}: they come from two exports"
+        )
+    return vocabulary
+
+
+def _sync_and_digest(path: Path) -> FileDigest:
+    sync(path)
+    with path.open("rb") as file:
+        return FileDigest(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())

@@ -1,0 +1,454 @@
+"""Drafters in the layouts of other projects: read into ours (`drafter.files.checkpoint`), and written back.
+
+    sglang       flat config, `midlayer.*`: SafeAILab EAGLE, SGLang, TorchSpec, and what draftalign itself publishes
+    specforge    the same, as SpecForge's own trainer reads it: `d2t` and `t2d` always, no `norm_output`
+    speculators  nested config with a verifier, `layers.0.*`
+
+Weights are never converted: an import and an export give the same bits. What changes are names, the config, and what
+must not travel (`embed_tokens`, the verifier's head). What another project computes differently is refused by name.
+
+Weights come as safetensors. Pickles, `pytorch_model.bin` (SafeAILab publishes those) and SpecForge's
+`training_state.pt`, are read where the caller asks for it, which only `draftalign convert --pickle` does: a person says
+so there. torch's restricted unpickler builds tensors from them and runs no code of theirs. The service and the agent
+read safetensors alone, by other functions.
+
+Facts on layouts: vLLM 0.33, SGLang 0.5.23, SpecForge 0.2.0, speculators 0.9.0, as read in their sources.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafter.errors import CheckpointError
+from drafter.files.checkpoint import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MODEL_FILE,
+    FileDigest,
+    StoredDrafter,
+    check_tensors,
+    export_config,
+    finish_files,
+    read_config,
+    read_vocabulary,
+    write_stored,
+)
+from drafter.files.pickles import STATE_DICT, TRAINING_STATE, tensors_of
+from drafter.model.eagle3 import DrafterConfig
+from rl_hooks.format.eagle3 import parse_config, tensor_shapes
+
+Layout = Literal["sglang", "speculators", "specforge"]
+LAYOUTS: Final[tuple[Layout, ...]] = get_args(Layout)
+
+_PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+#: Of the target: engines share them with the policy or build them anew, and a trainer reads them from the target.
+_TARGETS_OWN: Final = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+_LLAMA_ROPE_THETA: Final = 10_000.0
+_LLAMA_POSITIONS: Final = 2048
+#: What a speculators config proposes where nobody said otherwise.
+_SPECULATIVE_TOKENS: Final = 3
+#: Switches that none of our layers has, in any layout; absent means off.
+_OFF: Final = ("use_aux_norm", "embed_requires_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """The target as a speculators config names it."""
+
+    name_or_path: str | None = None
+    architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Imported:
+    """A drafter that was read, the layout that it came in, and what a person should know about it."""
+
+    stored: StoredDrafter
+    layout: Layout
+    notes: tuple[str, ...]
+    verifier: Verifier
+    speculative_tokens: int  # drafted per round, as a speculators config proposes
+
+
+def import_drafter(
+    directory: Path,
+    *,
+    layout: Layout | None = None,
+    aux_layers: Sequence[int] | None = None,
+    norm_before_residual: bool | None = None,
+    config_file: Path | None = None,
+    pickles: bool = False,
+) -> Imported:
+    """Read model.safetensors and config.json in any layout (default: found out). Raises `CheckpointError`.
+
+    `aux_layers` ("entering" ids) and `norm_before_residual` say what the config leaves open, and must agree with what
+    it does say. `config_file` stands for a config.json that `directory` lacks. With `pickles`, pytorch_model.bin or
+    SpecForge's training_state.pt is read where there is no model.safetensors; without, they are refused unread.
+    """
+    path = _weights_file(directory, pickles=pickles)
+    document = read_config(_config_path(directory, config_file))
+    if is_mtp(document):
+        raise CheckpointError(
+            f"{directory} holds an MTP module, which has one layout in every project (DeepSeek-V3's): "
+            "`draftalign convert --to mtp` takes it out of a policy's checkpoint"
+        )
+    nested = "speculators_model_type" in document or "transformer_layer_config" in document
+    if layout is None:
+        layout = "speculators" if nested else "specforge" if path.name == TRAINING_STATE else "sglang"
+    elif (layout == "speculators") != nested:
+        raise CheckpointError(f"{directory} is not in the {layout} layout; leave the layout out to have it found")
+    notes: list[str] = []
+    flat = _flatten(document) if nested else dict(document)
+    _settle_norms(flat, layout, norm_before_residual, notes)
+    _settle_aux_layers(flat, aux_layers)
+    _settle_defaults(flat, notes)
+    config = parse_config(flat)
+    tensors = _read_tensors(path, config, notes)
+    _order_vocabulary(tensors, notes)
+    vocabulary = read_vocabulary(tensors, config)
+    weights = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
+    stored = StoredDrafter(config, vocabulary, weights)
+    check_tensors(stored.tensors(), config)
+    stated = document.get("speculators_config") or {}
+    if not isinstance(stated, Mapping):
+        raise CheckpointError(f"config.json: speculators_config must be an object, got {stated!r}")
+    return Imported(stored, layout, (*notes, *engine_limits(config)), _verifier(stated), _speculative_tokens(stated))
+
+
+def export_drafter(
+    directory: Path,
+    stored: StoredDrafter,
+    layout: Layout,
+    *,
+    verifier: Verifier | None = None,
+    speculative_tokens: int = _SPECULATIVE_TOKENS,
+) -> dict[str, FileDigest]:
+    """Write a drafter into an existing `directory` in one of `LAYOUTS`, synced to disk; return the files' digests.
+
+    `verifier` names the target in a speculators config, `speculative_tokens` is what that proposes to draft per round;
+    the other layouts have no place for them. Raises `CheckpointError` for a drafter that the layout's readers would
+    silently compute otherwise.
+    """
+    if layout not in LAYOUTS:
+        raise CheckpointError(f"a layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if layout != "speculators" and stored.config.norm_before_residual:
+        raise CheckpointError(
+            f"norm_before_residual is true, which readers of the {layout} layout do not know: they would compute "
+            "another function without an error. Export it as speculators (for vLLM), or train one without"
+        )
+    if layout == "specforge" and stored.config.num_hidden_layers > 1:
+        raise CheckpointError(
+            f"the drafter has {stored.config.num_hidden_layers} layers, and SpecForge's model has one: it would leave "
+            "the others out without an error. Export it as sglang (its names are those that vLLM reads) or speculators"
+        )
+    if layout == "sglang":
+        return write_stored(directory, stored)
+    check_tensors(stored.tensors(), stored.config)
+    if layout == "specforge":
+        maps = {"d2t": stored.vocabulary.d2t, "t2d": stored.vocabulary.t2d}
+        tensors, document = {**stored.weights, **maps}, _specforge_config(stored)
+    else:
+        renamed = {name.replace("midlayer.", "layers.0."): t for name, t in stored.tensors().items()}
+        tensors, document = renamed, _speculators_config(stored, verifier or Verifier(), speculative_tokens)
+    save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
+    (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
+    return finish_files(directory)
+
+
+def is_mtp(document: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an MTP module (`drafter.files.mtp`) or of a policy that has one."""
+    own = document.get("draftalign")
+    return bool(document.get("num_nextn_predict_layers")) or (isinstance(own, Mapping) and own.get("kind") == "mtp")
+
+
+def engine_limits(config: DrafterConfig) -> tuple[str, ...]:
+    """What engines cannot do with such a drafter, a sentence each."""
+    limits = []
+    if config.norm_before_residual:
+        limits.append(
+            "norm_before_residual is true: SGLang (as of 0.5.23) cannot serve it, it would compute another function "
+            "without an error; vLLM serves it, but draftalign's vLLM plugin does not hot-swap it"
+        )
+    if config.num_hidden_layers > 1:
+        limits.append(
+            f"it has {config.num_hidden_layers} layers: SGLang (as of 0.5.23) serves only drafters of one layer"
+        )
+    return tuple(limits)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def _weights_file(directory: Path, *, pickles: bool) -> Path:
+    """The file that holds the weights. Refuses, by what is there, a directory that has none which may be read."""
+    if (directory / MODEL_FILE).is_file():
+        return directory / MODEL_FILE
+    names = sorted(path.name for path in directory.iterdir() if path.is_file()) if directory.is_dir() else []
+    found = [name for name in (STATE_DICT, TRAINING_STATE) if name in names]
+    if found and not pickles:
+        raise CheckpointError(
+            f"{directory / found[0]} is a pickle, and only safetensors is read; `draftalign convert --pickle` makes "
+            "it one"
+        )
+    if len(found) > 1:
+        raise CheckpointError(f"{directory} holds {' and '.join(found)}; leave only the one that is the drafter")
+    if found:
+        return directory / found[0]
+    others = [name for name in names if name.endswith(_PICKLES)]
+    if others:
+        raise CheckpointError(
+            f"{directory / others[0]} is a pickle of unknown content; expected {MODEL_FILE}, {STATE_DICT} (tensors by "
+            f"name) or SpecForge's {TRAINING_STATE}. Name it so if it is one of them"
+        )
+    if INDEX_FILE in names:
+        raise CheckpointError(f"{directory} holds a sharded checkpoint; save the drafter as one {MODEL_FILE}")
+    raise CheckpointError(f"{directory} has no {MODEL_FILE}; expected it beside {CONFIG_FILE}")
+
+
+def _config_path(directory: Path, given: Path | None) -> Path:
+    beside = directory / CONFIG_FILE
+    if given is None:
+        if not beside.is_file():
+            raise CheckpointError(
+                f"{directory} has no {CONFIG_FILE}; put it there (or name it: convert --draft-config FILE)"
+            )
+        return beside
+    if beside.exists():
+        raise CheckpointError(f"{directory} has its own {CONFIG_FILE}, and you name {given}; leave out one of them")
+    if not given.is_file():
+        raise CheckpointError(f"{given} is no file; name the drafter's {CONFIG_FILE}")
+    return given
+
+
+def _flatten(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A speculators config as a flat one."""
+    kind = document.get("speculators_model_type")
+    if kind != "eagle3":
+        raise CheckpointError(f"speculators_model_type must be eagle3, got {kind!r}; other kinds are not EAGLE-3")
+    layer = document.get("transformer_layer_config")
+    if not isinstance(layer, Mapping):
+        raise CheckpointError("config.json: a speculators config needs transformer_layer_config")
+    own = {name: value for name, value in document.items() if name not in ("transformer_layer_config", "model_type")}
+    return {**layer, "architectures": None, **own}  # the layer's are the policy's
+
+
+def _settle_norms(flat: dict[str, Any], layout: Layout, given: bool | None, notes: list[str]) -> None:
+    """Two switches whose absence or value means different things to different readers."""
+    stated = flat.get("norm_before_residual")
+    if given is not None and stated is not None and stated != given:
+        raise CheckpointError(f"config.json says norm_before_residual {stated!r}, you say {given}; which is right?")
+    if stated is None:
+        if layout == "speculators" and given is None:
+            raise CheckpointError(
+                "config.json does not say norm_before_residual: vLLM takes that for true, speculators for false. Say "
+                "which the drafter was trained with (--norm-before-residual or --no-norm-before-residual)"
+            )
+        flat["norm_before_residual"] = bool(given)
+    if layout == "specforge":
+        if flat.pop("norm_output", True) is not True:
+            raise CheckpointError("norm_output is false, which in SpecForge leaves out the norm before lm_head")
+    elif flat.get("norm_output"):
+        raise CheckpointError(
+            "norm_output is true, which to engines feeds normed states back (EAGLE 3.1; not supported) and to "
+            "SpecForge 0.2 only means the usual norm before lm_head. If SpecForge wrote this, say so (--from specforge)"
+        )
+    for name in _OFF:
+        if flat.get(name):
+            raise CheckpointError(f"config.json: {name} must be false, got {flat[name]!r}")
+    # HF writes null for what is off.
+    for name in [name for name, value in flat.items() if value is None]:
+        del flat[name]
+    if flat.get("norm_before_residual") and layout == "specforge":
+        notes.append("SpecForge itself has no norm_before_residual for EAGLE-3; make sure the config is this drafter's")
+
+
+def _settle_aux_layers(flat: dict[str, Any], given: Sequence[int] | None) -> None:
+    """Put "entering" ids at the top level, from eagle_config's output ids or from the caller where they are missing."""
+    nested = flat.get("eagle_config")
+    outputs = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, Mapping) else None
+    if "eagle_aux_hidden_state_layer_ids" not in flat:
+        if isinstance(outputs, list) and all(type(i) is int for i in outputs):
+            flat["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in outputs]
+        elif given is not None:
+            flat["eagle_aux_hidden_state_layer_ids"] = list(given)
+        else:
+            raise CheckpointError(
+                "config.json does not name the layers whose states the drafter reads. Engines then capture those "
+                "entering layers 2, L//2 and L-3 of a target with L; say them (--aux-layers 2,18,33 for L = 36)"
+            )
+    if given is not None and flat["eagle_aux_hidden_state_layer_ids"] != list(given):
+        raise CheckpointError(
+            f"config.json names layers {flat['eagle_aux_hidden_state_layer_ids']} (entering), you say {list(given)}"
+        )
+
+
+def _settle_defaults(flat: dict[str, Any], notes: list[str]) -> None:
+    """What transformers' LlamaConfig assumes where a config is silent."""
+    heads, hidden = flat.get("num_attention_heads"), flat.get("hidden_size")
+    if type(heads) is int and type(hidden) is int and heads > 0:
+        flat.setdefault("head_dim", hidden // heads)
+        flat.setdefault("num_key_value_heads", heads)
+    flat.setdefault("max_position_embeddings", _LLAMA_POSITIONS)
+    if "vocab_size" in flat:
+        flat.setdefault("draft_vocab_size", flat["vocab_size"])
+    rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
+    if "rope_theta" not in flat and not (isinstance(rope, Mapping) and "rope_theta" in rope):
+        flat["rope_theta"] = _LLAMA_ROPE_THETA
+        notes.append(f"config.json gives no rope_theta: {_LLAMA_ROPE_THETA:g} is assumed, as transformers does")
+
+
+def _read_tensors(path: Path, config: DrafterConfig, notes: list[str]) -> dict[str, Tensor]:
+    """Tensors by canonical name, without those of the target, those that the config knows of its sizes.
+
+    The maps, where there are any, as int64 and bool.
+    """
+    tensors = _read_safetensors(path, notes) if path.name == MODEL_FILE else _read_pickle(path, notes)
+    sizes = {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,), **tensor_shapes(config)}
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != sizes.get(name, tuple(tensor.shape)):
+            raise CheckpointError(f"{path}: {name} is {tuple(tensor.shape)}, its config says {sizes[name]}")
+    for name, kinds, wanted in (
+        ("d2t", (torch.int64, torch.int32), torch.int64),
+        ("t2d", (torch.bool, torch.uint8), torch.bool),
+    ):
+        if name in tensors:
+            if tensors[name].dtype not in kinds:
+                raise CheckpointError(f"{name} must be {wanted}, got {tensors[name].dtype}")
+            tensors[name] = tensors[name].to(wanted)
+    return tensors
+
+
+def _read_safetensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            names = _canonical_names(file.keys(), path, notes)
+            return {ours: file.get_tensor(theirs) for ours, theirs in names.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+
+
+def _read_pickle(path: Path, notes: list[str]) -> dict[str, Tensor]:
+    """Copies, each of its own: what torch maps may overlap, repeat itself and change with the file."""
+    found = tensors_of(path)
+    tensors = {ours: found[theirs] for ours, theirs in _canonical_names(found, path, notes).items()}
+    # One element may stand for many (a stride of 0): a small file must not ask for any amount of memory.
+    needed, there = sum(tensor.nbytes for tensor in tensors.values()), path.stat().st_size
+    if needed > there:
+        raise CheckpointError(
+            f"{path} has {there} bytes, and its tensors would take {needed}: some share their elements. Save "
+            f"contiguous ones as {MODEL_FILE}"
+        )
+    return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
+
+
+def _canonical_names(names: Iterable[str], path: Path, notes: list[str]) -> dict[str, str]:
+    """The file's name of each tensor by its canonical one, without the target's."""
+    found: dict[str, str] = {}
+    for name in names:
+        if name.removeprefix("model.") in _TARGETS_OWN:
+            notes.append(f"{name} is left out: it is the target's, and engines would overwrite the policy's")
+            continue
+        canonical = name.replace("layers.0.", "midlayer.", 1)
+        if canonical in found:
+            raise CheckpointError(
+                f"{path} holds both midlayer.* and layers.0.* ({canonical} twice), which are two names of one layer: "
+                "leave out those that are not the drafter's"
+            )
+        found[canonical] = name
+    return found
+
+
+def _order_vocabulary(tensors: dict[str, Tensor], notes: list[str]) -> None:
+    """Sort the draft vocabulary of a file whose draft ids do not follow the target's; the drafter computes the same.
+
+    Only where t2d names the same tokens: otherwise the maps are damaged, and `read_vocabulary` says how.
+    """
+    if "d2t" not in tensors or "t2d" not in tensors or "lm_head.weight" not in tensors:
+        return
+    places = torch.arange(tensors["d2t"].numel())
+    ids = tensors["d2t"] + places
+    if bool((ids[1:] > ids[:-1]).all()) or len(tensors["lm_head.weight"]) != ids.numel():
+        return
+    order = ids.argsort()
+    if not torch.equal(ids[order], torch.nonzero(tensors["t2d"]).flatten()):
+        return
+    tensors["d2t"] = ids[order] - places
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order].contiguous()
+    notes.append(
+        "the draft vocabulary was not in the order of the target's: its rows were sorted (the same drafter). Engines "
+        "keep d2t for their life: one that serves the original file must be restarted with this one"
+    )
+
+
+def _verifier(stated: Mapping[str, Any]) -> Verifier:
+    verifier = stated.get("verifier") or {}
+    names = verifier.get("architectures") or [] if isinstance(verifier, Mapping) else None
+    if not isinstance(verifier, Mapping) or not isinstance(names, list):
+        raise CheckpointError(
+            f"config.json: verifier must be an object with a list of architectures, got {verifier!r:.200}"
+        )
+    name = verifier.get("name_or_path")
+    return Verifier(None if name is None else str(name), tuple(str(a) for a in names))
+
+
+def _speculative_tokens(stated: Mapping[str, Any]) -> int:
+    """What the default method proposes, or the first one where the default is not among them."""
+    methods = stated.get("proposal_methods") or []
+    if not isinstance(methods, list) or not all(isinstance(method, Mapping) for method in methods):
+        raise CheckpointError(f"config.json: proposal_methods must be a list of objects, got {methods!r:.200}")
+    default = stated.get("default_proposal_method")
+    chosen = [method for method in methods if method.get("proposal_type") == default] or methods
+    tokens = chosen[0].get("speculative_tokens", _SPECULATIVE_TOKENS) if chosen else _SPECULATIVE_TOKENS
+    if type(tokens) is not int or tokens < 1:
+        raise CheckpointError(f"config.json: speculative_tokens must be a positive integer, got {tokens!r}")
+    return tokens
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def _specforge_config(stored: StoredDrafter) -> dict[str, Any]:
+    """The flat config without `norm_output`: false would make SpecForge leave out the norm before lm_head."""
+    document = export_config(stored.config, stored.dtype)
+    del document["norm_output"]
+    return document
+
+
+def _speculators_config(stored: StoredDrafter, verifier: Verifier, speculative_tokens: int) -> dict[str, Any]:
+    """The nested config. Its aux ids are "entering" ones, as vLLM reads them; it has no second field for SGLang."""
+    flat = export_config(stored.config, stored.dtype)
+    layer = (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("num_hidden_layers", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
+        *("rope_theta", "rope_parameters", "attention_bias", "tie_word_embeddings", "model_type"),
+    )
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        **{name: flat[name] for name in ("draft_vocab_size", "target_hidden_size", "norm_before_residual")},
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+        "eagle_aux_hidden_state_layer_ids": flat["eagle_aux_hidden_state_layer_ids"],
+        "target_model_type": flat["target_model_type"],
+        "tie_word_embeddings": False,
+        "torch_dtype": flat["torch_dtype"],
+        "transformer_layer_config": {**{name: flat[name] for name in layer}, "mlp_bias": False},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": speculative_tokens}],
+            "verifier": {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)},
+        },
+    }

@@ -1,0 +1,261 @@
+"""The EAGLE-3 drafter: a Llama-style decoder layer whose attention reads token embeddings and the target's features.
+
+    r   = fc(features)                            step 0; later steps: r = `pre` of the step before, un-normed
+    x   = cat(input_layernorm(e(token)), hidden_norm(r))
+    h1  = r + attention(x);   pre = h1 + mlp(post_attention_layernorm(h1))
+    q   = softmax(lm_head(norm(pre)))             over the draft vocabulary
+
+With `norm_before_residual` (an option of speculators; not every engine has it) h1 = hidden_norm(r) + attention(x).
+With several layers, plain Llama layers follow (x = input_layernorm(pre), H wide), and the last one's `pre` is what the
+head and the next step read: as vLLM serves them and speculators trains them.
+
+Legend: A aux layers, H hidden, V target vocabulary, D draft vocabulary, N query heads, G key-value heads, hd head size.
+Parameter names are those of the published checkpoints; `embed_tokens` is the target's, frozen, never in the state dict.
+Training runs through `drafter.unroll.unroll`; `Eagle3Drafter.attend` is the same layer with a key-value cache, for
+decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor, nn
+
+from drafter.errors import DrafterError
+from drafter.model.matmul import linear
+from drafter.model.pointwise import (
+    rms_norm,
+    rotary,
+    rotate,
+    swiglu,
+)
+from drafter.model.vocabulary import DraftVocabulary
+from rl_hooks.format.eagle3 import DrafterConfig
+
+__all__ = ["DrafterConfig", "Eagle3Drafter", "LaterWeights", "LayerWeights"]
+
+
+class LaterWeights(NamedTuple):
+    """A plain layer's weights in the dtype to compute in, projections that read the same input stacked."""
+
+    input_norm: Tensor  # [H]
+    qkv: Tensor  # [(N+2G)*hd, H]
+    o: Tensor  # [H, N*hd]
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [2I, H]
+    down: Tensor  # [H, I]
+
+
+class LayerWeights(NamedTuple):
+    """The weights in the dtype to compute in, projections that read the same input stacked into one matrix."""
+
+    fc: Tensor  # [H, A*Ht]
+    hidden_norm: Tensor  # [H]
+    input_norm: Tensor  # [H]
+    qkv: Tensor  # [(N+2G)*hd, 2H], columns: embedding half, then hidden half
+    o: Tensor  # [H, N*hd]
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [2I, H]
+    down: Tensor  # [H, I]
+    norm: Tensor  # [H]
+    lm_head: Tensor  # [D, H]
+    later: tuple[LaterWeights, ...] = ()  # layers after the first
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: DrafterConfig, width: int) -> None:
+        super().__init__()
+        hd = config.head_dim
+        self.q_proj = nn.Linear(width, config.num_attention_heads * hd, bias=False)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * hd, bias=False)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * hd, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * hd, config.hidden_size, bias=False)
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.self_attn = _Attention(config, 2 * size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = _MLP(config)
+
+
+class _LaterLayer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.self_attn = _Attention(config, size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = _MLP(config)
+
+
+class Eagle3Drafter(nn.Module):
+    """The drafter of one target. `embed_tokens` [V, H] is the target's own: not copied, not trained, not saved."""
+
+    d2t: Tensor
+    t2d: Tensor
+    embed_tokens: Tensor
+
+    def __init__(self, config: DrafterConfig, vocabulary: DraftVocabulary, embed_tokens: Tensor) -> None:
+        super().__init__()
+        expected = (config.vocab_size, config.hidden_size)
+        if tuple(embed_tokens.shape) != expected:
+            raise DrafterError(f"embed_tokens must be {expected}, got {tuple(embed_tokens.shape)}")
+        if (len(vocabulary), vocabulary.vocab_size) != (config.draft_vocab_size, config.vocab_size):
+            raise DrafterError(
+                f"the config wants {config.draft_vocab_size} draft of {config.vocab_size} target tokens, "
+                f"the vocabulary has {len(vocabulary)} of {vocabulary.vocab_size}"
+            )
+        self.config = config
+        self.vocabulary = vocabulary
+        self.fc = nn.Linear(len(config.aux_layers) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = _Layer(config)
+        #: The others, under the numbers by which checkpoints name them.
+        self.layers = nn.ModuleDict({str(i): _LaterLayer(config) for i in range(1, config.num_hidden_layers)})
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", vocabulary.d2t)
+        self.register_buffer("t2d", vocabulary.t2d)
+        self.register_buffer("embed_tokens", embed_tokens.detach(), persistent=False)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def init_from_target(self, lm_head_rows: Tensor) -> None:
+        """Start lm_head from the target's own rows [D, H] of the draft vocabulary."""
+        if lm_head_rows.shape != self.lm_head.weight.shape:
+            raise DrafterError(
+                f"expected lm_head rows {tuple(self.lm_head.weight.shape)}, got {tuple(lm_head_rows.shape)}"
+            )
+        with torch.no_grad():
+            self.lm_head.weight.copy_(lm_head_rows)
+
+    def weights(self, dtype: torch.dtype | None = None) -> LayerWeights:
+        """The layer's weights in `dtype` (default: as stored), cast and stacked once for many uses; gradients flow."""
+        cast = dtype or self.fc.weight.dtype
+        return LayerWeights(
+            fc=self.fc.weight.to(cast),
+            hidden_norm=self.midlayer.hidden_norm.weight.to(cast),
+            **_own_weights(self.midlayer, cast)._asdict(),
+            norm=self.norm.weight.to(cast),
+            lm_head=self.lm_head.weight.to(cast),
+            later=tuple(_own_weights(layer, cast) for layer in self.layers.values()),
+        )
+
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [.., N, hd], keys and values [.., G, hd] from the stacked projection [.., (N+2G)*hd]."""
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        x = qkv.view(*qkv.shape[:-1], heads + 2 * kv_heads, self.config.head_dim)
+        q, k, v = torch.split(x, [heads, kv_heads, kv_heads], dim=-2)
+        return q, k, v
+
+    def finish(self, r: Tensor, attended: Tensor, weights: LayerWeights | LaterWeights) -> Tensor:
+        """Compute a layer's `pre` [.., H] from the residual r [.., H] and the attention output [.., N*hd]."""
+        h1 = r + linear(attended, weights.o)
+        gate_up = linear(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps), weights.gate_up)
+        return h1 + linear(swiglu(gate_up), weights.down)
+
+    # --- incremental decoding ---------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [.., H] of target token ids [..], in the parameters' dtype."""
+        return F.embedding(tokens, self.embed_tokens).to(self.fc.weight.dtype)
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """Compute r [.., H] from the target's features aux [.., A*Ht]."""
+        return F.linear(aux.to(self.fc.weight.dtype), self.fc.weight)
+
+    def attend(
+        self,
+        embedding: Tensor,
+        r: Tensor,
+        positions: Tensor,
+        past_k: Tensor | None = None,
+        past_v: Tensor | None = None,
+        mask: Tensor | None = None,
+        weights: LayerWeights | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One pass over B sequences of L new positions, with a cache of S earlier ones.
+
+        embedding, r [B, L, H]; positions int64[B, L] (rotary); past_k, past_v [B, G, S, hd], already rotated (several
+        layers: the heads of all of them, one layer after another, so `cache_heads` in the place of G); mask
+        bool[B, L, S+L], True where a query may look (each query must see at least one key), default: everything in the
+        cache and causal among the new. Returns pre [B, L, H] and the new keys and values [B, G, L, hd] to append.
+        """
+        c, w = self.config, weights if weights is not None else self.weights()
+        L = r.shape[1]
+        if mask is None:
+            S = 0 if past_k is None else past_k.shape[2]
+            mask = torch.ones(L, S + L, dtype=torch.bool, device=r.device).tril(S).expand(r.shape[0], L, S + L)
+        turn = rotary(positions, c.head_dim, c.rope_theta, r.dtype)
+        layers = c.num_hidden_layers
+        earlier = zip(_by_layer(past_k, layers), _by_layer(past_v, layers), strict=True)
+        normed = rms_norm(r, w.hidden_norm, c.rms_norm_eps)
+        x = torch.cat([rms_norm(embedding, w.input_norm, c.rms_norm_eps), normed], dim=-1)
+        attended, k, v = self._attended(F.linear(x, w.qkv), turn, next(earlier), mask)
+        pre, keys, values = self.finish(normed if c.norm_before_residual else r, attended, w), [k], [v]
+        for layer, past in zip(w.later, earlier, strict=True):
+            x = rms_norm(pre, layer.input_norm, c.rms_norm_eps)
+            attended, k, v = self._attended(F.linear(x, layer.qkv), turn, past, mask)
+            pre = self.finish(pre, attended, layer)
+            keys.append(k)
+            values.append(v)
+        return (pre, k, v) if layers == 1 else (pre, torch.cat(keys, dim=1), torch.cat(values, dim=1))
+
+    @property
+    def cache_heads(self) -> int:
+        """Key-value heads of a cache, those of all layers."""
+        return self.config.num_hidden_layers * self.config.num_key_value_heads
+
+    def _attended(
+        self, qkv: Tensor, turn: tuple[Tensor, Tensor], past: tuple[Tensor | None, Tensor | None], mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention output [B, L, N*hd], and the new keys and values [B, G, L, hd], of one layer's projections."""
+        q, k, v = self.split_heads(qkv)
+        q, k, v = rotate(q, *turn).transpose(1, 2), rotate(k, *turn).transpose(1, 2), v.transpose(1, 2)
+        keys = k if past[0] is None else torch.cat([past[0], k], dim=2)
+        values = v if past[1] is None else torch.cat([past[1], v], dim=2)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[:, None], enable_gqa=True)
+        return out.transpose(1, 2).flatten(2), k, v
+
+    def logits(self, pre: Tensor) -> Tensor:
+        """Logits [.., D] over the draft vocabulary from `pre` [.., H]."""
+        return F.linear(self.norm(pre), self.lm_head.weight)
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Target token ids of draft ids (d2t is an offset)."""
+        return draft_ids + self.d2t[draft_ids]
+
+
+def _own_weights(layer: Any, cast: torch.dtype) -> LaterWeights:
+    """What every layer has, the first one among them."""
+    attention, mlp = layer.self_attn, layer.mlp
+    stacked = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    return LaterWeights(
+        input_norm=layer.input_layernorm.weight.to(cast),
+        qkv=torch.cat([w.to(cast) for w in stacked]),
+        o=attention.o_proj.weight.to(cast),
+        post_norm=layer.post_attention_layernorm.weight.to(cast),
+        gate_up=torch.cat([mlp.gate_proj.weight.to(cast), mlp.up_proj.weight.to(cast)]),
+        down=mlp.down_proj.weight.to(cast),
+    )
+
+
+def _by_layer(past: Tensor | None, layers: int) -> Sequence[Tensor | None]:
+    """A cache [B, layers*G, S, hd], layer by layer."""
+    return [None] * layers if past is None else past.chunk(layers, dim=1)

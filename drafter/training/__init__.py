@@ -1,0 +1,1 @@
+"""Losses, optimizer and trainer."""

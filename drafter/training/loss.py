@@ -1,0 +1,322 @@
+"""Distance from drafter to target over all steps, fused with lm_head, in chunks of target rows.
+
+Per supervised entry (row t, step j), with p the target's *true* probabilities on the draft vocabulary, m = sum p its
+mass there and q = softmax(lm_head(norm(pre)) / tau):
+
+    kl = sum_v p log(p / (m q)) = m KL(p/m || q) >= 0      d kl / d logits = (m q - p) / tau
+    a = sum_v min(p, q)                                    d a / d logits = q (b - sum b q) / tau, b = [q < p]
+
+a is the probability that rejection sampling keeps the draft, 1 - a the total variation where m = 1. What is minimised:
+
+    "kl"     kl
+    "lk"     w kl + (1 - w) (1 - a), w = exp(-3 a) held constant: KL while the two are far apart, total variation near
+    "nla"    -log a: the gradient of total variation, divided by a where it would otherwise vanish
+    "alpha"  the chain as a whole: `drafter.training.chain_loss`
+
+Targets from top entries say nothing of single tokens outside them, only what all of those have together: the *tail*,
+r = 1 - sum p over the entries sent. It is compared with what the drafter gives to its tokens outside the entries
+together, in all formulas above, as if they were one token: equal to p_v = r q_v / sum_tail q for each of them, held
+constant. So a drafter that equals the target has no slope. Where the tail lies outside the draft vocabulary this asks
+too much of the drafter's; what part does cannot be told.
+
+"lk" and "nla" are the hybrid and the plain objective of LK losses (arXiv 2602.23881; per entry, as in speculators 0.9).
+The loss is sum_j step_decay**j sum_entries value / denominator, where the *caller's* denominator is the number of
+response tokens in the whole optimizer window, across ranks. Peers divide by other counts, so learning rates do not
+transfer.
+
+Neither [E, D] nor [T, V] is ever held: chunks walk the target rows, one target softmax serves every step that looks at
+it, and the gradients for hidden states and lm_head are formed in the forward pass.
+
+In half precision, what is rounded to it is: norm(pre) and lm_head before their product, the slopes before theirs with
+lm_head and norm(pre), and the gradients for hidden states and, once all chunks are summed, for lm_head. Logits,
+probabilities, the loss and sums over entries, over chunks and (the masters' own gradients) over batches are float32. A
+CPU's products hand out half precision: there the drafter's logits and each chunk's share of lm_head's gradient are
+rounded once more.
+
+Legend: E entries (all steps), U target rows, D draft vocabulary, H hidden, K steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Final, Literal, get_args
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+
+from drafter.device import has_triton, to_device
+from drafter.errors import DrafterError
+from drafter.kinds import Drafter
+from drafter.model.matmul import times, times_wide
+from drafter.model.pointwise import rms_norm, take_rows
+from drafter.target import DraftTarget
+from drafter.unroll.plan import Plan
+from drafter.unroll.unroll import Unrolled
+
+#: Logits held at once on a CPU: 4 MiB of float32. Twice as many would save 1 % of the time and cost 10 MiB.
+CHUNK_ELEMENTS = 1 << 20
+#: Elsewhere 512 MiB of float32: some 4000 rows of 32k logits, so that each product fills a GPU.
+_DEVICE_CHUNK_ELEMENTS = 1 << 27
+#: Logits passed over together on a CPU: 256 KiB of float32, so that the passes stay within its second cache.
+_BLOCK_ELEMENTS = 1 << 16
+#: Stands for log 0 where it is multiplied by that 0.
+_LEAST_LOG: Final = -1e30
+#: Losses per entry. "alpha" couples the steps of a row and has a module of its own.
+EntryLoss = Literal["kl", "lk", "nla"]
+#: How soon "lk" turns from KL to total variation: the authors' best setting.
+_LK_ETA: Final = 3.0
+#: Acceptance below which "nla" stops growing: float32 cannot tell it from no overlap at all.
+_LEAST_ACCEPTANCE: Final = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class DraftLoss:
+    """A loss to call backward on, and sums per step to pool over batches before dividing by `entries`."""
+
+    loss: Tensor  # scalar
+    kl_sums: Tensor  # [K], detached
+    acceptance_sums: Tensor  # [K], detached
+    entries: tuple[int, ...]  # K
+
+
+def draft_loss(
+    drafter: Drafter,
+    unrolled: Unrolled,
+    target: DraftTarget,
+    *,
+    denominator: float,
+    step_decay: float = 1.0,
+    kind: EntryLoss = "kl",
+    chunk_elements: int | None = None,
+) -> DraftLoss:
+    """Weighted loss over every entry of the unroll. Gradients reach `pre`, norm and, unless it is frozen, lm_head.
+
+    Holds logits of at most `chunk_elements` (default: what suits the device) or of one target row's entries. Never
+    waits for the device.
+    """
+    if kind not in get_args(EntryLoss):
+        raise DrafterError(f"a loss per entry is one of {', '.join(get_args(EntryLoss))}, got {kind!r}")
+    weights, plan = unrolled.weights, unrolled.plan
+    wide = torch.promote_types(weights.lm_head.dtype, torch.float32)
+    device = weights.lm_head.device
+    step_weights = torch.full((plan.steps,), step_decay, dtype=wide, device=device)
+    step_weights = step_weights.pow_(torch.arange(plan.steps, device=device)).div_(denominator)
+    ordered = take_rows(torch.cat(unrolled.pre), plan.order)
+    hidden = rms_norm(ordered, weights.norm, drafter.config.rms_norm_eps)
+    loss, kl_sums, acceptance_sums = _FusedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden,
+        weights.lm_head,
+        target,
+        plan,
+        step_weights,
+        kind,
+        chunk_elements or chunk_size(device, plan.order.numel() * weights.lm_head.shape[0]),
+        torch.is_grad_enabled(),
+    )
+    return DraftLoss(loss, kl_sums, acceptance_sums, plan.entries)
+
+
+def chunk_size(device: torch.device, elements: int | None = None) -> int:
+    """Logits to hold at once on a device, of `elements` in all: short batches on a CPU make do with half."""
+    if device.type != "cpu":
+        return _DEVICE_CHUNK_ELEMENTS
+    return CHUNK_ELEMENTS if elements is None else min(CHUNK_ELEMENTS, max(CHUNK_ELEMENTS // 2, elements // 8))
+
+
+def kernels(x: Tensor, target: DraftTarget) -> ModuleType | None:
+    """The Triton kernels, for tensors on CUDA where Triton is installed; they know no tail. None: torch does it all."""
+    return import_module("drafter.training.triton_loss") if target.tail is None and x.is_cuda and has_triton() else None
+
+
+def _chunks(plan: Plan, size: int, chunk_elements: int) -> Iterator[tuple[int, int]]:
+    """Ranges of target rows whose entries' logits fit in `chunk_elements`; at least one row each."""
+    starts, limit = plan.target_starts, max(1, chunk_elements // size)
+    begin = 0
+    for end in range(1, len(starts)):
+        last = end == len(starts) - 1
+        if last or starts[end + 1] - starts[begin] > limit:
+            yield begin, end
+            begin = end
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        target: DraftTarget,
+        plan: Plan,
+        step_weights: Tensor,
+        kind: EntryLoss,
+        chunk_elements: int,
+        grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = step_weights.dtype
+        want_hidden = grad_enabled and ctx.needs_input_grad[0]
+        want_head = grad_enabled and ctx.needs_input_grad[1]
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_head = torch.zeros_like(lm_head, dtype=wide) if want_head else None
+        kl = hidden.new_zeros(hidden.shape[0], dtype=wide)
+        acceptance, value = torch.zeros_like(kl), torch.zeros_like(kl)
+        row_weights = step_weights.index_select(0, plan.entry_step)
+        fused = kernels(hidden, target)
+        for begin, end in _chunks(plan, lm_head.shape[0], chunk_elements):
+            entries = slice(plan.target_starts[begin], plan.target_starts[end])
+            p, mass, own = target_of(target, begin, end, wide)
+            tail = None if target.tail is None else target.tail[begin:end]
+            pick = plan.target_index[entries] - begin
+            h = hidden[entries]
+            logits = times_wide(h, lm_head)
+            scale = row_weights[entries] / target.divisor
+            if fused is not None:
+                found = fused.measure(logits, p, own, pick, target.divisor)
+                kl[entries], acceptance[entries] = found.kl, found.acceptance
+                value[entries], by_kl, by_acceptance = _value(kind, found.kl, found.acceptance)
+                if not grad_enabled:
+                    continue
+                by_acceptance = torch.zeros_like(by_kl) if by_acceptance is None else by_acceptance * scale
+                slope = fused.slope(logits, p, mass, pick, found, by_kl * scale, by_acceptance, target.divisor, h.dtype)
+            else:
+                if target.divisor != 1:
+                    logits.div_(target.divisor)
+                for rows in _blocks(logits):
+                    at = slice(entries.start + rows.start, entries.start + rows.stop)
+                    kl[at], acceptance[at], value[at] = _fold(
+                        kind, logits[rows], p, mass, own, tail, pick[rows], scale[rows] if grad_enabled else None
+                    )
+                slope = logits.to(h.dtype)
+            if grad_hidden is not None:
+                grad_hidden[entries] = times(slope, lm_head.t())
+            if grad_head is not None:
+                grad_head += times_wide(slope.t(), h.t())
+        ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(lm_head.dtype))
+        sums = torch.zeros_like(step_weights)
+        kl_sums = sums.index_add(0, plan.entry_step, kl)
+        acceptance_sums = sums.index_add(0, plan.entry_step, acceptance)
+        ctx.mark_non_differentiable(kl_sums, acceptance_sums)
+        return (value * row_weights).sum(), kl_sums, acceptance_sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        scaled = [None if g is None else g * grads[0].to(g.dtype) for g in (grad_hidden, grad_head)]
+        return (*scaled, None, None, None, None, None, None)
+
+
+def target_of(target: DraftTarget, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Give p [n, D] of the target rows [begin, end), its mass m [n] and sum p log p - m log m [n]."""
+    logp = target.logprobs(begin, end, dtype)
+    if (fused := kernels(logp, target)) is not None:
+        p = logp.contiguous()
+        return p, *fused.target(p)
+    logp.clamp_(min=_LEAST_LOG)
+    p = logp.exp()
+    mass = p.sum(-1)
+    return p, mass, torch.special.entr(mass) + torch.linalg.vecdot(p, logp)
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Ranges of rows to pass over together: on a CPU what its second cache holds, elsewhere all."""
+    n = logits.shape[0]
+    size = max(1, _BLOCK_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else max(n, 1)
+    return (slice(begin, min(begin + size, n)) for begin in range(0, n, size))
+
+
+def spread_tail(p: Tensor, logq: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give tokens that no top entry names their share of the tail: r q / (sum of q over them).
+
+    p, log q [e, D], tail r [e]. Returns p with those shares, its mass m [e] and sum p log p - m log m [e], as
+    `target_of`. By logarithms, as q may be too small for a float where the drafter is sure and wrong.
+    """
+    outside = p == 0
+    log_share = tail.log() - torch.where(outside, logq, -torch.inf).logsumexp(-1)
+    p = torch.where(outside, (logq + log_share[:, None]).exp(), p)
+    mass = p.sum(-1)
+    return p, mass, torch.special.entr(mass) - torch.special.entr(p).sum(-1)
+
+
+def _fold(
+    kind: EntryLoss,
+    logits: Tensor,
+    p: Tensor,
+    mass: Tensor,
+    own: Tensor,
+    tail: Tensor | None,
+    pick: Tensor,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kl, acceptance and loss [e] of entries with these tempered logits [e, D], whose targets are rows `pick` of p.
+
+    Unless `scale` [e] is None, the logits are overwritten by the derivative of the loss by them, times `scale`.
+    """
+    p, mass, own = p.index_select(0, pick), mass.index_select(0, pick), own.index_select(0, pick)
+    q = F.log_softmax(logits, dim=-1)
+    if tail is not None:
+        p, mass, own = spread_tail(p, q, tail.index_select(0, pick))
+    kl = own - torch.linalg.vecdot(p, q)
+    q.exp_()
+    acceptance = torch.minimum(p, q).sum(-1)
+    value, by_kl, by_acceptance = _value(kind, kl, acceptance)
+    if scale is not None:
+        by_kl = (by_kl * scale)[:, None]
+        torch.mul(q, by_kl * mass[:, None], out=logits).addcmul_(p, by_kl, value=-1)
+        if by_acceptance is not None:
+            logits.addcmul_(acceptance_slope(p, q), (by_acceptance * scale)[:, None])
+    return kl, acceptance, value
+
+
+def _value(kind: EntryLoss, kl: Tensor, acceptance: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss of entries [E], and its derivatives by their kl and acceptance (None: it has none)."""
+    if kind == "lk":
+        weight = torch.exp(-_LK_ETA * acceptance)
+        return weight * kl + (1 - weight) * (1 - acceptance), weight, weight - 1
+    if kind == "nla":
+        floor = acceptance.clamp(min=_LEAST_ACCEPTANCE)
+        return -floor.log(), torch.zeros_like(kl), -1 / floor
+    return kl, torch.ones_like(kl), None
+
+
+def acceptance_slope(p: Tensor, q: Tensor) -> Tensor:
+    """Derivative of sum_v min(p, q) by the drafter's tempered logits, [E, D]."""
+    below = torch.where(q < p, q, 0)
+    return below.addcmul_(q, below.sum(-1, keepdim=True), value=-1)
+
+
+@torch.no_grad()
+def token_logprobs(
+    drafter: Drafter,
+    unrolled: Unrolled,
+    input_ids: Tensor,
+    temperature: float,
+    *,
+    chunk_elements: int | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Per step, for every active row: log q of the emitted token x[row+2+j], and the target id of the drafter's argmax.
+
+    log q is at `temperature` (0 counts as 1), in at least float32, -inf outside the draft vocabulary. No gradients.
+    Holds logits of at most `chunk_elements` (default: what suits the device).
+    """
+    weights, divisor = unrolled.weights, temperature or 1.0
+    wide = torch.promote_types(weights.lm_head.dtype, torch.float32)
+    to_draft = to_device(drafter.vocabulary.to_draft, input_ids.device)
+    limit = max(1, (chunk_elements or chunk_size(input_ids.device)) // weights.lm_head.shape[0])
+    results = []
+    for step, (rows, pre) in enumerate(zip(unrolled.rows, unrolled.pre, strict=True)):
+        drafted = to_draft[input_ids[rows + 2 + step]]
+        logq = torch.full(rows.shape, -torch.inf, dtype=wide, device=pre.device)
+        best = torch.zeros_like(rows)
+        for begin in range(0, rows.numel(), limit):
+            part = slice(begin, begin + limit)
+            h = rms_norm(pre[part], weights.norm, drafter.config.rms_norm_eps)
+            logits = F.linear(h, weights.lm_head).to(wide).div_(divisor)
+            ids = drafted[part]
+            chosen = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0] - logits.logsumexp(-1)
+            logq[part] = torch.where(ids < 0, -torch.inf, chosen)
+            best[part] = drafter.to_target(logits.argmax(-1))
+        results.append((logq, best))
+    return results

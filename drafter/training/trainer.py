@@ -1,0 +1,384 @@
+"""The drafter's trainer: float32 masters, one global denominator per optimizer step, exact resume.
+
+One `step` is one optimizer window: gradients of all its batches are summed and divided by the response tokens of the
+whole window, so how rollouts are cut into batches changes nothing. A window whose loss or gradient is not finite
+changes no parameter and no optimizer state; the report says so.
+
+State on disk is safetensors and JSON, committed by one rename. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from drafter.batch import RolloutBatch
+from drafter.errors import CheckpointError, DrafterError
+from drafter.kinds import Drafter, plan_batch, unroll_batch
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.target import DraftTarget, TargetHead, draft_target
+from drafter.training.chain_loss import chain_loss
+from drafter.training.loss import DraftLoss, draft_loss
+from drafter.training.optimizer import Method, Optimizer
+from drafter.unroll.plan import Plan
+from rl_hooks.durable import sync
+
+if TYPE_CHECKING:  # a type variable's default is newer than Python 3.11
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    _D = TypeVarWithDefault("_D", bound=Drafter, default=Drafter)
+else:
+    _D = TypeVar("_D", bound=Drafter)
+
+#: What training minimises; `drafter.training.loss` and `drafter.training.chain_loss` give the formulas.
+Loss = Literal["kl", "lk", "nla", "alpha"]
+
+log = logging.getLogger("draftalign.drafter")
+
+_FORMAT = "draftalign.trainer.v1"
+_POINTER = "trainer.json"
+_COUNTERS = ("windows", "warm_windows", "skipped_windows", "tokens_trained")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train. The learning rate is per optimizer window; the loss is per response token of that window."""
+
+    steps_ahead: int = 4  # K
+    learning_rate: float = 1e-4
+    warmup_windows: int = 0  # learning rate rises linearly over these
+    weight_decay: float = 0.0  # on matrices only
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    epsilon: float = 1e-8
+    grad_clip: float = 0.5  # total norm; 0 turns clipping off
+    step_decay: float = 0.8  # step j weighs step_decay**j; "alpha" has its own weights
+    loss: Loss = "kl"
+    optimizer: Method = "muon"  # of matrices; `drafter.training.optimizer`
+    train_lm_head: bool = True
+    compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.steps_ahead < 1:
+            raise DrafterError(f"steps_ahead must be at least 1, got {self.steps_ahead}")
+        if self.loss not in get_args(Loss):
+            raise DrafterError(f"loss must be one of {', '.join(get_args(Loss))}, got {self.loss!r}")
+        if self.optimizer not in get_args(Method):
+            raise DrafterError(f"optimizer must be one of {', '.join(get_args(Method))}, got {self.optimizer!r}")
+        if self.compute_dtype not in ("float32", "bfloat16", "float64"):
+            raise DrafterError(f"compute_dtype must be float32, bfloat16 or float64, got {self.compute_dtype!r}")
+        for name in ("learning_rate", "step_decay", "epsilon"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise DrafterError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        for name in ("weight_decay", "grad_clip", "warmup_windows"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise DrafterError(f"{name} must be zero or more and finite, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer window did. Per-step figures are means over that step's supervised rows (nan: none)."""
+
+    loss: float  # what was minimised, per response token of the window; "kl": weighted, in nats
+    loss_per_step: tuple[float, ...]  # KL in nats, whichever loss was minimised
+    acceptance_per_step: tuple[float, ...]  # sum_v min(p, q) with the target's true p
+    entries_per_step: tuple[int, ...]
+    response_tokens: int
+    tokens: int
+    grad_norm: float  # before clipping
+    learning_rate: float
+    seconds: float
+    skipped: str | None  # why parameters were left alone; None: they moved
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a step needs of a batch before the device is asked for anything; `DrafterTrainer.prepare` makes it."""
+
+    batch: RolloutBatch  # towards CUDA in pinned memory
+    plan: Plan  # on the host
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a window's gradients, and its figures as read from the device."""
+
+    skipped: str | None
+    loss: float
+    grad_norm: float
+    kl_sums: Sequence[float]  # K
+    acceptance_sums: Sequence[float]  # K
+
+
+class DrafterTrainer(Generic[_D]):
+    """Trains `drafter` in place; its parameters become the float32 (or float64) masters."""
+
+    def __init__(self, drafter: _D, config: TrainConfig) -> None:
+        self.drafter = drafter
+        self.config = config
+        self.windows = 0  # optimizer steps taken
+        self.warm_windows = 0  # of them since the optimizer began without moments
+        self.skipped_windows = 0
+        self.tokens_trained = 0  # response tokens
+        self._dtype: torch.dtype = getattr(torch, config.compute_dtype)
+        for parameter in drafter.parameters():
+            parameter.data = parameter.data.to(torch.promote_types(self._dtype, torch.float32))
+        if isinstance(drafter, Eagle3Drafter):  # an MTP module has no head of its own
+            drafter.lm_head.weight.requires_grad_(config.train_lm_head)
+        self._named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+        self._optimizer = Optimizer(
+            self._named,
+            config.optimizer,
+            weight_decay=config.weight_decay,
+            betas=config.betas,
+            epsilon=config.epsilon,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the drafter lives."""
+        return next(self.drafter.parameters()).device
+
+    def prepare(self, batch: RolloutBatch) -> Prepared:
+        """Do the host's share of a step, which another thread may do while the device is busy with the step before.
+
+        Raises `BatchRejected` where the batch does not fit the drafter.
+        """
+        plan = plan_batch(self.drafter, batch, self.config.steps_ahead)
+        return Prepared(batch.pinned() if self.device.type == "cuda" else batch, plan)
+
+    def step(
+        self,
+        batches: RolloutBatch | Sequence[RolloutBatch | Prepared],
+        head: TargetHead | Sequence[TargetHead] | None,
+    ) -> StepReport:
+        """One optimizer step on all the batches together, prepared ahead or not.
+
+        `head`: the policy's head as of each batch's policy version, one per batch, or one for all. It may be None only
+        if all batches carry top entries.
+        """
+        started = time.perf_counter()
+        sent = [batches] if isinstance(batches, RolloutBatch) else batches
+        prepared = [self.prepare(b) if isinstance(b, RolloutBatch) else b for b in sent]
+        window = [p.batch for p in prepared]
+        heads = list(head) if isinstance(head, Sequence) else [head] * len(window)
+        if len(heads) != len(window):
+            raise DrafterError(f"expected one head for all or one per batch ({len(window)}), got {len(heads)}")
+        response_tokens = sum(b.response_tokens for b in window)
+        self._optimizer.forget_gradients()
+        results = [
+            result
+            for p, h in zip(prepared, heads, strict=True)
+            if (result := self._accumulate(p, h, max(response_tokens, 1))) is not None
+        ]
+        learning_rate = self._learning_rate()
+        entries = [sum(r.entries[j] for r in results) for j in range(self.config.steps_ahead)]
+        outcome = self._update(results, learning_rate)
+        if outcome.skipped is None:
+            self.windows += 1
+            self.warm_windows += 1
+            self.tokens_trained += response_tokens
+        else:
+            self.skipped_windows += 1
+        self._optimizer.forget_gradients()
+        return StepReport(
+            loss=outcome.loss,
+            loss_per_step=_means(outcome.kl_sums, entries),
+            acceptance_per_step=_means(outcome.acceptance_sums, entries),
+            entries_per_step=tuple(entries),
+            response_tokens=response_tokens,
+            tokens=sum(b.tokens for b in window),
+            grad_norm=outcome.grad_norm,
+            learning_rate=learning_rate,
+            seconds=time.perf_counter() - started,
+            skipped=outcome.skipped,
+        )
+
+    def evaluate(self, batch: RolloutBatch, head: TargetHead | None) -> DraftLoss | None:
+        """The loss of one batch without gradients, per its own response tokens; None when nothing is supervised."""
+        with torch.no_grad():
+            return self._loss(self.prepare(batch), head, max(batch.response_tokens, 1))
+
+    def _loss(self, prepared: Prepared, head: TargetHead | None, denominator: int) -> DraftLoss | None:
+        if not any(prepared.plan.entries):
+            return None
+        plan, batch = prepared.plan.to(self.device), prepared.batch.to(self.device)
+        # A GPU's matrix units sum half-precision products in float32; a CPU's do not hand such sums out.
+        product = torch.promote_types(self._dtype, torch.float32) if self.device.type == "cpu" else self._dtype
+        target = draft_target(batch, plan, self.drafter.vocabulary, head, product)
+        return self.loss_of(plan, batch, target, denominator)
+
+    def loss_of(self, plan: Plan, batch: RolloutBatch, target: DraftTarget, denominator: float) -> DraftLoss:
+        """Give the loss of a plan, its batch and its target, all on the drafter's device. Never waits for it."""
+        unrolled = unroll_batch(self.drafter, plan, batch, dtype=self._dtype)
+        if self.config.loss == "alpha":
+            return chain_loss(self.drafter, unrolled, target, denominator=denominator)
+        return draft_loss(
+            self.drafter,
+            unrolled,
+            target,
+            denominator=denominator,
+            step_decay=self.config.step_decay,
+            kind=self.config.loss,
+        )
+
+    def _accumulate(self, prepared: Prepared, head: TargetHead | None, denominator: int) -> DraftLoss | None:
+        result = self._loss(prepared, head, denominator)
+        if result is not None:
+            torch.autograd.backward(result.loss)
+            result = DraftLoss(result.loss.detach(), result.kl_sums, result.acceptance_sums, result.entries)
+        return result
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the learning rate is still rising."""
+        return self.warm_windows < self.config.warmup_windows
+
+    def _learning_rate(self) -> float:
+        if not self.warming_up:
+            return self.config.learning_rate
+        return self.config.learning_rate * (self.warm_windows + 1) / self.config.warmup_windows
+
+    def _update(self, results: Sequence[DraftLoss], learning_rate: float) -> _Outcome:
+        """Clip and step, unless something is not finite.
+
+        The window's only wait for the device is here: one copy of all its figures, once everything is queued.
+        """
+        if not results:
+            return _Outcome("no supervised row: no batches, or responses are too short", math.nan, math.nan, [], [])
+        parameters, steps = list(self._named.values()), self.config.steps_ahead
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        losses = torch.stack([r.loss.double() for r in results]).sum()
+        sums = [torch.stack([getattr(r, n) for r in results]).double().sum(0) for n in ("kl_sums", "acceptance_sums")]
+        figures = torch.cat([losses[None], total.double()[None], *sums]).tolist()
+        loss, norm, kl_sums, acceptance_sums = figures[0], figures[1], figures[2 : 2 + steps], figures[2 + steps :]
+        skipped = None
+        if not math.isfinite(loss):
+            skipped = f"the loss is {loss}"
+        elif not math.isfinite(norm):
+            skipped = f"the gradient norm is {norm}"
+        else:
+            if self.config.grad_clip:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, total)
+            self._optimizer.step(learning_rate)
+        return _Outcome(skipped, loss, norm, kl_sums, acceptance_sums)
+
+    # --- state on disk ----------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> None:
+        """Write parameters, moments and counters. A crash at any point leaves the state before or the state after."""
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {f"parameter.{n}": p.detach().cpu().contiguous() for n, p in self.drafter.named_parameters()}
+        tensors |= self._optimizer.state()
+        old = self._pointer(directory) if (directory / _POINTER).exists() else {}
+        # A new name each time: the file that the pointer names is never written over.
+        file = f"state-{'b' if str(old.get('file', '')).startswith('state-a') else 'a'}.safetensors"
+        save_file(tensors, directory / file)
+        sync(directory / file)
+        pointer = {
+            "format": _FORMAT,
+            "file": file,
+            "drafter": self._identity(),
+            "config": asdict(self.config),
+            **{name: getattr(self, name) for name in _COUNTERS},
+        }
+        temporary = directory / f"{_POINTER}.tmp"
+        temporary.write_text(json.dumps(pointer, indent=1))
+        sync(temporary)
+        temporary.replace(directory / _POINTER)
+        sync(directory)
+
+    def load(self, directory: Path) -> None:
+        """Continue from a saved state; hyperparameters stay those of this trainer.
+
+        Moments of another optimizer are left out, with a warning: the learning rate then rises again.
+        Raises `CheckpointError` before anything is changed: another drafter, other shapes, numbers that are not finite.
+        """
+        pointer = self._pointer(directory)
+        theirs, ours = pointer["drafter"], self._identity()
+        if theirs != ours:
+            differing = {
+                name: (theirs.get(name, "absent"), ours.get(name, "absent"))
+                for name in sorted(theirs.keys() | ours.keys())
+                if (name in theirs, theirs.get(name)) != (name in ours, ours.get(name))
+            }
+            if differing.keys() == {"vocabulary"}:
+                raise CheckpointError(
+                    f"{directory} holds the state of a drafter with another draft vocabulary "
+                    f"({differing['vocabulary'][0]}, expected {differing['vocabulary'][1]}): the rows of its lm_head "
+                    "stand for other tokens. Resume with the drafter that was saved beside it"
+                )
+            raise CheckpointError(f"{directory} holds the state of another drafter; (stored, expected): {differing}")
+        path = directory / pointer["file"]
+        try:
+            tensors = load_file(path)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        parameters = dict(self.drafter.named_parameters())
+        expected = {f"parameter.{n}": p.shape for n, p in parameters.items()} | self._optimizer.expected(tensors)
+        wrong = [n for n, s in expected.items() if n not in tensors or tensors[n].shape != s]
+        if wrong:
+            raise CheckpointError(f"{path}: {len(wrong)} tensors are missing or misshapen, first {wrong[0]!r}")
+        for name in expected:
+            kind, _, whose = name.partition(".")
+            # Checked as what it becomes: a float64 can be infinite as float32.
+            tensors[name] = tensors[name].to(torch.float32 if kind == "step" else parameters[whose].dtype)
+            if not bool(torch.isfinite(tensors[name]).all()):
+                raise CheckpointError(f"{path}: {name} holds NaN or infinity; go back to a copy with finite numbers")
+            if kind in ("exp_avg_sq", "step") and bool((tensors[name] < 0).any()):
+                raise CheckpointError(f"{path}: {name} is negative, which no step leaves; go back to a copy")
+        # Nothing is refused from here on.
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors[f"parameter.{name}"])
+        self._optimizer.load(tensors)
+        for name in _COUNTERS:
+            setattr(self, name, pointer[name])
+        if strays := tensors.keys() - expected.keys():
+            log.warning(
+                "%s holds %d moments of another optimizer: they are left out, and the learning rate rises again",
+                path,
+                len(strays),
+            )
+            self.warm_windows = 0
+
+    def _identity(self) -> dict[str, Any]:
+        """What a state must agree on to be loaded, as JSON gives it back."""
+        return self.drafter.config.identity() | {"vocabulary": self.drafter.vocabulary.digest}
+
+    @staticmethod
+    def _pointer(directory: Path) -> dict[str, Any]:
+        """trainer.json, its fields checked. Raises `CheckpointError`."""
+        path = directory / _POINTER
+        try:
+            pointer = json.loads(path.read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if isinstance(pointer, dict) and "windows" in pointer:
+            pointer.setdefault("warm_windows", pointer["windows"])  # states written before it was counted
+        keys = {"format", "file", "drafter", *_COUNTERS}
+        if not isinstance(pointer, dict) or not keys <= pointer.keys() or pointer["format"] != _FORMAT:
+            raise CheckpointError(f"{path} is not a {_FORMAT} pointer with {sorted(keys)}")
+        if Path(str(pointer["file"])).name != pointer["file"]:
+            raise CheckpointError(f"{path} names a file outside its directory: {pointer['file']!r}")
+        if not isinstance(pointer["drafter"], dict):
+            raise CheckpointError(f"{path}: drafter must be an object, got {pointer['drafter']!r}")
+        for name in _COUNTERS:
+            if type(pointer[name]) is not int or pointer[name] < 0:
+                raise CheckpointError(f"{path}: {name} must be a count, got {pointer[name]!r}")
+        return pointer
+
+
+def _means(sums: Sequence[float], entries: Sequence[int]) -> tuple[float, ...]:
+    if not sums:
+        return tuple(math.nan for _ in entries)
+    return tuple(total / count if count else math.nan for total, count in zip(sums, entries, strict=True))

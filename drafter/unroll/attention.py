@@ -1,0 +1,137 @@
+"""Attention of the unroll: step-0 keys of earlier rows, and the row's own keys of later steps, in one softmax.
+
+Two disjoint sets of keys per query: those of step 0 in its document (rows up to its own) and the *diagonal* (the row's
+own keys of steps 1..j). The first goes through a fused kernel, the second is a few dot products per row; outputs are
+merged by log-sum-exp. The backward pass hands the kernel the *merged* output and log-sum-exp: with
+P = exp(S - lse) and dS = P (dO.V - dO.O) that is exactly the gradient of the joint softmax, with no recomputation.
+
+Kernels: `drafter.unroll.padded` on CPUs, `drafter.unroll.packed` elsewhere, as the plan's layout says.
+
+Legend: N heads, G key-value heads, hd head size, n rows of this step, M rows with step-0 keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.device import fused_on_cuda
+from drafter.unroll import packed as packed_attention
+from drafter.unroll import padded as padded_attention
+from drafter.unroll.layout import Layout, Packed
+from drafter.unroll.plan import Plan
+
+
+def gather_keys(plan: Plan, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Lay step-0 keys and values [M, G, hd] out for the kernel, once for all steps."""
+    layout = plan.layout
+    if isinstance(layout, Packed):
+        return packed_attention.gather(layout, k, v)
+    return padded_attention.gather(layout, k, v)
+
+
+def attend(
+    plan: Plan, step: int, q: Tensor, keys: Sequence[Tensor], diagonal: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Attention output [n, N, hd] of queries q [n, N, hd] (rotated) at `step`.
+
+    `keys` are `gather_keys`'s, `diagonal` holds one (k, v) [n, G, hd] for each of steps 1..step.
+    """
+    own = [t for pair in diagonal for t in pair]
+    out: Tensor = _Attend.apply(plan.layout, step, len(keys), q, *keys, *own)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _forward(layout: Layout, q: Tensor, keys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    if isinstance(layout, Packed):
+        return packed_attention.forward(layout, q, keys)
+    return padded_attention.forward(layout, q, keys)
+
+
+def _backward(
+    layout: Layout, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, keys: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    if isinstance(layout, Packed):
+        return packed_attention.backward(layout, grad, q, out, lse, keys)
+    return padded_attention.backward(layout, grad, q, out, lse, keys)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, step: int, shared: int, q: Tensor, *flat: Tensor) -> Tensor:
+        slot = layout.slot[: q.shape[0]]
+        keys, diagonal = flat[:shared], _pairs(flat[shared:])
+        out, lse = _forward(layout, q.index_select(0, layout.slot_row[step]), keys)
+        out, lse = out.index_select(0, slot), lse.index_select(0, slot)
+        if diagonal:
+            out, lse = _merge_diagonal(q, out, lse, diagonal)
+        ctx.layout, ctx.step, ctx.shared = layout, step, shared
+        ctx.save_for_backward(q, out, lse, *flat)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layout: Layout = ctx.layout
+        q, out, lse, *flat = ctx.saved_tensors
+        grad = grads[0]
+        keys, diagonal = flat[: ctx.shared], _pairs(flat[ctx.shared :])
+        slot, slot_row = layout.slot[: q.shape[0]], layout.slot_row[ctx.step]
+        # Slots without a row repeat an arbitrary one. A zero gradient takes them out of every sum, and an infinite
+        # log-sum-exp makes their weights 0: with another row's they could overflow, and 0 times infinity is NaN.
+        slots = slot_row.numel()
+        slot_grad = grad.new_zeros(slots, *grad.shape[1:]).index_copy_(0, slot, grad)
+        slot_lse = lse.new_full((slots, lse.shape[1]), math.inf).index_copy_(0, slot, lse)
+        slot_q, slot_out = q.index_select(0, slot_row), out.index_select(0, slot_row)
+        grad_q, grad_flat = _backward(layout, slot_grad, slot_q, slot_out, slot_lse, keys)
+        grad_q = grad_q.index_select(0, slot)
+        if diagonal:
+            extra, grad_diagonal = _backward_diagonal(grad, q, out, lse, diagonal)
+            grad_q = grad_q + extra
+            grad_flat += grad_diagonal
+        return None, None, None, grad_q, *grad_flat
+
+
+def _pairs(flat: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(flat[0::2], flat[1::2], strict=True))
+
+
+def _group(x: Tensor, kv_heads: int) -> Tensor:
+    """[n, N, ...] -> [n, G, N/G, ...]: query heads beside the key-value head that they share."""
+    return x.view(x.shape[0], kv_heads, -1, *x.shape[2:])
+
+
+@fused_on_cuda
+def _merge_diagonal(
+    q: Tensor, out: Tensor, lse: Tensor, diagonal: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    kv_heads, scale = diagonal[0][0].shape[1], 1 / math.sqrt(q.shape[-1])
+    grouped, wide = _group(q, kv_heads), lse.dtype
+    scores = [(grouped * k[:, :, None]).sum(-1, dtype=wide) * scale for k, _ in diagonal]  # each [n, G, N/G]
+    grouped_lse = _group(lse, kv_heads)
+    merged = torch.logsumexp(torch.stack([grouped_lse, *scores]), dim=0)
+    total = _group(out, kv_heads) * (grouped_lse - merged).exp()[..., None].to(out.dtype)
+    for score, (_, v) in zip(scores, diagonal, strict=True):
+        total = total + (score - merged).exp()[..., None].to(out.dtype) * v[:, :, None]
+    return total.view_as(out), merged.view_as(lse)
+
+
+@fused_on_cuda
+def _backward_diagonal(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, diagonal: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, list[Tensor]]:
+    kv_heads, scale = diagonal[0][0].shape[1], 1 / math.sqrt(q.shape[-1])
+    grouped, grouped_grad, wide = _group(q, kv_heads), _group(grad, kv_heads), lse.dtype
+    grouped_lse = _group(lse, kv_heads)
+    delta = (grouped_grad * _group(out, kv_heads)).sum(-1, dtype=wide)
+    grad_q, grad_diagonal = torch.zeros_like(grouped), []
+    for k, v in diagonal:
+        score = (grouped * k[:, :, None]).sum(-1, dtype=wide) * scale
+        p = (score - grouped_lse).exp()
+        slope = (p * ((grouped_grad * v[:, :, None]).sum(-1, dtype=wide) - delta) * scale)[..., None].to(q.dtype)
+        grad_q = grad_q + slope * k[:, :, None]
+        grad_diagonal += [(slope * grouped).sum(2), (p[..., None].to(q.dtype) * grouped_grad).sum(2)]
+    return grad_q.view_as(q), grad_diagonal

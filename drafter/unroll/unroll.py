@@ -1,0 +1,170 @@
+"""The test-time-training unroll: K draft steps on the true path, over packed ragged documents, exact and lean.
+
+Step 0 at row t reads token x[t+1] and the target's features of row t, and predicts x[t+2]. Step j reads x[t+1+j] and
+the un-normed `pre` of the step before, predicts x[t+2+j], and attends to the step-0 keys of rows <= t of its document
+and to its own row's keys of steps 1..j. Rotary position: t+j, counted from the document's start. Which rows are
+computed at which step: `drafter.unroll.plan`. The embedding halves of the query, key and value projections do not
+depend on the step, so they are computed once per position and read shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+
+from drafter.errors import DrafterError
+from drafter.model.eagle3 import Eagle3Drafter, LaterWeights
+from drafter.model.matmul import linear
+from drafter.model.pointwise import (
+    rms_norm,
+    rotary,
+    rotate,
+    take_rows,
+)
+from drafter.unroll.attention import attend, gather_keys
+from drafter.unroll.plan import Plan, make_plan
+
+__all__ = ["Plan", "Unrolled", "make_plan", "unroll"]
+
+
+class HeadWeights(Protocol):
+    """What loss and replay apply to `pre`, of either kind of drafter."""
+
+    @property
+    def norm(self) -> Tensor:
+        """[H]."""
+
+    @property
+    def lm_head(self) -> Tensor:
+        """[D, H]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unrolled:
+    """Result of an unroll. Entry i of step j is row `rows[j][i]`, whose draft is compared with x[row+2+j]."""
+
+    plan: Plan
+    rows: tuple[Tensor, ...]  # per step: int64[rows_j] in [0, T)
+    pre: tuple[Tensor, ...]  # per step: [rows_j, H], before the final norm
+    weights: HeadWeights  # in the dtype that `pre` was computed in
+
+    @property
+    def steps(self) -> int:
+        """K."""
+        return len(self.pre)
+
+
+def unroll(
+    drafter: Eagle3Drafter,
+    plan: Plan,
+    input_ids: Tensor,
+    aux_hidden: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Unrolled:
+    """Run every step of `plan` (already on the drafter's device) over input_ids int64[T], aux_hidden [T, A*Ht].
+
+    Computes in `dtype` (default: the parameters' own). Gradients flow to all parameters but lm_head and norm, which the
+    loss applies. Raises `DrafterError` when the tensors do not fit the plan or the drafter.
+    """
+    _check(drafter, plan, input_ids, aux_hidden)
+    config, weights = drafter.config, drafter.weights(dtype)
+    hd, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    eps, cast, half = config.rms_norm_eps, weights.fc.dtype, config.hidden_size
+    split = heads * hd
+    if not plan.computed[0]:
+        empty = weights.fc.new_zeros(0, half)
+        return Unrolled(plan, plan.rows, tuple(empty for _ in range(plan.steps)), weights)
+
+    tokens = input_ids.index_select(0, plan.read_rows)
+    embedded = rms_norm(F.embedding(tokens, drafter.embed_tokens).to(cast), weights.input_norm, eps)
+    by_token, by_state = weights.qkv[:, :half].contiguous(), weights.qkv[:, half:].contiguous()
+    embedded_q = linear(embedded[: plan.read_by_queries], by_token[:split])
+    embedded_kv = linear(embedded, by_token[split:])
+
+    def project_qkv(x: Tensor, step: int) -> Tensor:
+        read = plan.read_index[step][: x.shape[0]]
+        shared = torch.cat([take_rows(embedded_q, read), take_rows(embedded_kv, read)], dim=-1)
+        return linear(x, by_state) + shared
+
+    r = linear(aux_hidden.index_select(0, plan.kv_rows).to(cast), weights.fc)
+    x = rms_norm(r, weights.hidden_norm, eps)
+    n = plan.computed[0]
+    qkv = project_qkv(x[:n], 0)
+    kv = qkv[:, split:]
+    if n < x.shape[0]:  # context rows: keys and values only
+        context_kv = linear(x[n:], by_state[split:]) + take_rows(embedded_kv, plan.read_index[0][n:])
+        kv = torch.cat([kv, context_kv])
+    k, v = kv.view(-1, 2 * kv_heads, hd).chunk(2, dim=1)
+    cos, sin = rotary(plan.positions, hd, config.rope_theta, cast)
+    keys = gather_keys(plan, rotate(k, cos, sin), v)
+
+    later = [_Later(drafter, layer, plan) for layer in weights.later]
+    r = r[:n]
+    pres: list[Tensor] = []
+    diagonal: list[tuple[Tensor, Tensor]] = []
+    for step, n in enumerate(plan.computed):
+        if not n:  # no response reaches this deep
+            pres.append(r[:0])
+            continue
+        if step:
+            r = r[:n]
+            x = rms_norm(r, weights.hidden_norm, eps)
+            qkv = project_qkv(x, step)
+        turn = rotary(plan.positions[:n] + step, hd, config.rope_theta, cast) if step else (cos[:n], sin[:n])
+        if step:
+            turned, v = torch.split(qkv.view(n, -1, hd), [heads + kv_heads, kv_heads], dim=1)
+            q, k = torch.split(rotate(turned, *turn), [heads, kv_heads], dim=1)
+            diagonal = [(old_k[:n], old_v[:n]) for old_k, old_v in diagonal]
+            diagonal.append((k, v))
+        else:
+            q = rotate(qkv[:, :split].view(n, heads, hd), *turn)
+        attended = attend(plan, step, q, keys, diagonal)
+        r = drafter.finish(x[:n] if config.norm_before_residual else r, attended.flatten(1), weights)
+        for layer in later:
+            r = layer.run(step, r, turn)
+        chosen = plan.active[step]
+        pres.append(r if chosen is None else take_rows(r, chosen))
+    return Unrolled(plan, plan.rows, tuple(pres), weights)
+
+
+class _Later:
+    """A layer after the first, over the steps of one unroll: its own step-0 keys, its own diagonal."""
+
+    def __init__(self, drafter: Eagle3Drafter, weights: LaterWeights, plan: Plan) -> None:
+        self._drafter, self._weights, self._plan = drafter, weights, plan
+        self._keys: Sequence[Tensor] = ()
+        self._diagonal: list[tuple[Tensor, Tensor]] = []
+
+    def run(self, step: int, r: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute the layer's `pre` [n, H] from that of the one before; `turn` is cos and sin of the positions."""
+        n, config, weights = r.shape[0], self._drafter.config, self._weights
+        sizes = [config.num_attention_heads + config.num_key_value_heads, config.num_key_value_heads]
+        qkv = linear(rms_norm(r, weights.input_norm, config.rms_norm_eps), weights.qkv)
+        turned, v = torch.split(qkv.view(n, -1, config.head_dim), sizes, dim=1)
+        q, k = torch.split(rotate(turned, *turn), [config.num_attention_heads, config.num_key_value_heads], dim=1)
+        if step:
+            self._diagonal = [(old_k[:n], old_v[:n]) for old_k, old_v in self._diagonal]
+            self._diagonal.append((k, v))
+        else:
+            self._keys = gather_keys(self._plan, k, v)
+        attended = attend(self._plan, step, q, self._keys, self._diagonal)
+        return self._drafter.finish(r, attended.flatten(1), weights)
+
+
+def _check(drafter: Eagle3Drafter, plan: Plan, input_ids: Tensor, aux_hidden: Tensor) -> None:
+    width = drafter.fc.in_features
+    if input_ids.shape != (plan.tokens,):
+        raise DrafterError(f"the plan is for {plan.tokens} tokens, input_ids has shape {tuple(input_ids.shape)}")
+    if drafter.config.num_hidden_layers > 1 and plan.computed[0] != plan.kv_rows.numel():
+        raise DrafterError("a drafter of several layers needs a plan of every row: `drafter.kinds.plan_batch` makes it")
+    if aux_hidden.shape != (plan.tokens, width):
+        raise DrafterError(
+            f"aux_hidden must be ({plan.tokens}, {width}) for aux layers {drafter.config.aux_layers}, "
+            f"got {tuple(aux_hidden.shape)}"
+        )

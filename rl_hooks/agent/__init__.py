@@ -1,0 +1,1 @@
+"""The swap agent: brings the service's newest drafter into engines, and their counters back."""

@@ -1,0 +1,389 @@
+"""The swap agent: brings the service's newest drafter into inference engines, and their acceptance back.
+
+    run_agent(AgentConfig(service_url="http://127.0.0.1:8400", engine_urls=("http://127.0.0.1:8000",)))
+
+It runs beside the engines (their file system must hold `cache_dir` under the same path) and needs no torch. One task
+follows the service, one follows each engine, one reports. None of them ends on an error: the service and the engines
+may restart in any order. Reports are cumulative, so a lost one is made good by the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import random
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import httpx
+
+from rl_hooks.agent.canary import CanaryRule
+from rl_hooks.agent.download import fetch_release, prune_cache
+from rl_hooks.agent.follower import EngineFollower
+from rl_hooks.agent.metrics import AgentMetrics, MetricsServer
+from rl_hooks.engines.counters import Bucket
+from rl_hooks.engines.kinds import EngineKind, connect
+from rl_hooks.errors import AgentError, ManifestError, ReportError
+from rl_hooks.release import PLAIN_NAME, Manifest, Release, parse_manifest
+
+log = logging.getLogger("draftalign.agent")
+
+_SERVICE: Final = "service"
+#: A long poll that came back empty sooner than this was not one; do not hammer the service.
+_MIN_POLL_SECONDS: Final = 0.5
+#: Answers to a report that will not change when it is sent again.
+_UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
+#: vLLM and SGLang close a connection that was idle for 5 seconds, which is also how often they are asked: a request
+#: that goes out just then fails, though the engine is well. Not reused so late, none does.
+_LIMITS: Final = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """Everything that an agent is told.
+
+    AgentConfig("http://service:8400", ("http://127.0.0.1:8000",))          one engine, run "default"
+    AgentConfig(..., canary=CanaryRule(rounds=0))                           never swap back by itself
+    AgentConfig(..., metrics_port=9105)                                     serve own metrics on loopback
+    AgentConfig(..., engine_kind="sglang")                                  which adapter speaks with the engines
+
+    `token` is the service's and is sent to nobody else; `engine_token` is the engines'.
+    """
+
+    service_url: str
+    engine_urls: tuple[str, ...]
+    run: str = "default"
+    cache_dir: Path = Path(".draftalign/agent")
+    agent_id: str = field(default_factory=socket.gethostname)
+    token: str | None = field(default=None, repr=False)
+    engine_kind: EngineKind = "protocol"
+    engine_token: str | None = field(default=None, repr=False)
+    signing_key: str | None = field(default=None, repr=False)
+    wait_seconds: float = 30.0
+    report_seconds: float = 5.0
+    request_timeout_seconds: float = 10.0
+    swap_timeout_seconds: float = 120.0
+    max_backoff_seconds: float = 30.0
+    canary: CanaryRule = field(default_factory=CanaryRule)
+    keep_versions: int = 3
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        for url in (self.service_url, *self.engine_urls):
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is not an http:// or https:// address")
+        if not self.engine_urls or len(set(self.engine_urls)) != len(self.engine_urls):
+            raise ValueError(f"engine_urls: expected at least one engine, each named once, got {self.engine_urls}")
+        if not PLAIN_NAME.fullmatch(self.run):
+            raise ValueError(f"run: {self.run!r} is not a plain name of letters, digits, '.', '_' and '-'")
+        if self.engine_kind not in get_args(EngineKind):
+            raise ValueError(f"engine_kind: expected one of {get_args(EngineKind)}, got {self.engine_kind!r}")
+        if not 0 < len(self.agent_id) <= 100 or not self.agent_id.isprintable() or self.agent_id[0] in " /":
+            raise ValueError(f"agent_id: expected 1 to 100 printable characters, got {self.agent_id!r}")
+        if not 0 <= self.wait_seconds <= 60 or self.report_seconds <= 0:
+            raise ValueError(
+                f"expected wait_seconds of 0 to 60 and report_seconds above 0, got {self.wait_seconds} and "
+                f"{self.report_seconds}"
+            )
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Growing pauses with jitter, so that a fleet of agents does not return all at once."""
+
+    limit_seconds: float
+    first_seconds: float = 0.25
+    failures: int = 0
+
+    def next_seconds(self) -> float:
+        """How long to pause after one more failure: up to twice the last pause, never beyond the limit."""
+        ceiling = min(self.limit_seconds, self.first_seconds * 2.0 ** min(self.failures, 30))
+        self.failures += 1
+        return ceiling * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
+
+    def reset(self) -> None:
+        """After a success."""
+        self.failures = 0
+
+
+class SwapAgent:
+    """One agent for one run and any number of engines. `await run()` returns only after `stop()`."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self.metrics = AgentMetrics()
+        self.metrics_port: int | None = None
+        self.offer: Release | None = None
+        self.followers: dict[str, EngineFollower] = {}
+        self._stopped = threading.Event()  # the download thread looks at it too
+        self._wake_stop: Callable[[], None] = lambda: None
+        self._offered: dict[str, asyncio.Event] = {}
+        self._counted = asyncio.Event()
+        self._etag = ""
+        self._recent: list[str] = []  # versions offered, oldest first
+        self._warned: dict[str, str] = {}  # engine -> what the service last had to say about its reports
+
+    def stop(self) -> None:
+        """End `run` soon. Safe from any thread and from signal handlers."""
+        self._stopped.set()
+        self._wake_stop()
+
+    async def run(self) -> None:
+        """Follow the service and the engines until stopped."""
+        config, stopping, loop = self.config, asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
+                loop.call_soon_threadsafe(stopping.set)
+
+        self._wake_stop = wake
+        if self._stopped.is_set():
+            return
+        server = None
+        if config.metrics_port is not None:
+            server = MetricsServer(self.metrics, config.metrics_port, config.metrics_host)
+            self.metrics_port = server.port
+        timeout = httpx.Timeout(config.request_timeout_seconds)
+        # trust_env: the environment's proxy leads to the internet, not to the machines of this cluster.
+        # Two clients: an engine never sees the service's token.
+        async with (
+            httpx.AsyncClient(
+                base_url=config.service_url,
+                headers=_authorization(config),
+                timeout=timeout,
+                trust_env=False,
+                verify=_tls(),
+            ) as service,
+            httpx.AsyncClient(timeout=timeout, limits=_LIMITS, trust_env=False, verify=_tls()) as engines,
+        ):
+            tasks = [asyncio.create_task(steps) for steps in self._loops(service, engines)]
+            try:
+                await stopping.wait()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                if server is not None:
+                    server.close()
+            with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
+                await asyncio.wait_for(self._report_all(service), timeout=2.0)
+
+    def _loops(self, service: httpx.AsyncClient, engines: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
+        config = self.config
+        loops = [
+            self._for_ever(_SERVICE, functools.partial(self._follow_service, service), config.max_backoff_seconds),
+            self._for_ever("report", functools.partial(self._report, service), config.max_backoff_seconds),
+        ]
+        for url in config.engine_urls:
+            follower, event = self._follower(url, engines), self._offered[url]
+            # An engine is near and must not be left without a drafter: look again soon.
+            limit = min(config.max_backoff_seconds, 2 * config.report_seconds + 1)
+            loops.append(self._for_ever(url, functools.partial(self._follow_engine, follower, event), limit))
+        return loops
+
+    def _follower(self, url: str, client: httpx.AsyncClient) -> EngineFollower:
+        cache = self.config.cache_dir.absolute() / self.config.run
+        engine = connect(
+            self.config.engine_kind,
+            url,
+            client,
+            cache=cache,
+            token=self.config.engine_token,
+            swap_timeout_seconds=self.config.swap_timeout_seconds,
+        )
+        follower = EngineFollower(engine, self.config.canary, self.metrics, cache, time.monotonic, self._download)
+        self.followers[url] = follower
+        self._offered[url] = asyncio.Event()
+        return follower
+
+    async def _for_ever(self, peer: str, step: Callable[[], Awaitable[None]], limit_seconds: float) -> None:
+        """Repeat `step`, whatever happens to it."""
+        backoff = Backoff(limit_seconds)
+        while True:
+            try:
+                await step()
+                backoff.reset()
+            except (AgentError, httpx.HTTPError, OSError) as error:
+                self._note(peer, error)
+                await asyncio.sleep(backoff.next_seconds())
+            except Exception as error:  # a bug met with one answer must not leave engines without an agent
+                self._note(peer, error)
+                log.exception("%s: unexpected", peer)
+                await asyncio.sleep(backoff.next_seconds())
+
+    def _note(self, peer: str, error: Exception) -> None:
+        self.metrics.error(peer, type(error).__name__)
+        log.warning("%s: %s", peer, str(error) or repr(error))
+
+    # --- the service
+    async def _follow_service(self, client: httpx.AsyncClient) -> None:
+        """One long poll, and the download of what it brings."""
+        config, began = self.config, time.monotonic()
+        headers = {"If-None-Match": self._etag} if self._etag else {}
+        response = await client.get(
+            "/drafter/latest",
+            params={"run": config.run, "wait": config.wait_seconds},
+            headers=headers,
+            timeout=config.request_timeout_seconds + config.wait_seconds,
+        )
+        if response.status_code in (304, 404):
+            self.metrics.contact(_SERVICE)
+            if response.status_code == 404 and self.offer is None:
+                log.debug("no drafter yet: %s", response.text[:200])
+            await asyncio.to_thread(self._prune)
+            pause = _MIN_POLL_SECONDS - (time.monotonic() - began)
+            await asyncio.sleep(max(0.0, pause))
+            return
+        if response.status_code != 200:
+            raise ManifestError(f"GET /drafter/latest answered {response.status_code}: {response.text[:300]}")
+        self.metrics.contact(_SERVICE)
+        await self._take(response)
+
+    async def _take(self, response: httpx.Response) -> None:
+        try:
+            document = response.json()
+        except ValueError as error:
+            raise ManifestError(f"GET /drafter/latest did not answer JSON: {response.text[:200]!r}") from error
+        manifest = parse_manifest(document, self.config.run, self.config.signing_key)
+        loaded = max((follower.sequence for follower in self.followers.values()), default=-1)
+        if manifest.sequence < loaded:
+            raise ManifestError(
+                f"sequence {manifest.sequence} is older than {loaded}, which is loaded already; latest never goes back "
+                "(was the service's state directory replaced? then restart the agent with an empty cache)"
+            )
+        if self.offer is not None and manifest.sequence <= self.offer.sequence:
+            if manifest.sequence == self.offer.sequence and manifest.version == self.offer.version:
+                await asyncio.sleep(_MIN_POLL_SECONDS)  # the service does not honour If-None-Match
+                return
+            raise ManifestError(
+                f"sequence went from {self.offer.sequence} to {manifest.sequence}; latest never goes back "
+                "(was the service's state directory replaced? then restart the agent with an empty cache)"
+            )
+        release = await asyncio.to_thread(self._download, manifest)
+        log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
+        version = release.version
+        self._recent = [*(v for v in self._recent if v != version), version][-max(self.config.keep_versions, 1) :]
+        self.offer, self._etag = release, response.headers.get("ETag", "")
+        for event in self._offered.values():
+            event.set()
+
+    def _download(self, manifest: Manifest, anew: bool = False) -> Release:
+        config = self.config
+        with httpx.Client(
+            base_url=config.service_url,
+            headers=_authorization(config),
+            timeout=config.request_timeout_seconds,
+            trust_env=False,
+            verify=_tls(),
+        ) as client:
+            return fetch_release(client, manifest, config.cache_dir, anew=anew, stopped=self._stopped.is_set)
+
+    def _prune(self) -> None:
+        """Once the engines had time to take the newest version, delete what nobody needs."""
+        if self.offer is None:
+            return
+        in_use = set(self._recent).union(*(f.versions_in_use() for f in self.followers.values()))
+        prune_cache(self.config.cache_dir, self.config.run, in_use)
+
+    # --- the engines
+    async def _follow_engine(self, follower: EngineFollower, offered: asyncio.Event) -> None:
+        """One tick, then a pause that a new offer cuts short."""
+        offered.clear()
+        try:
+            await follower.tick(self.offer)
+        finally:
+            self._counted.set()  # what was counted is reported, whether or not the swap after it went well
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(offered.wait(), self.config.report_seconds)
+
+    # --- the reports
+    async def _report(self, client: httpx.AsyncClient) -> None:
+        await self._counted.wait()
+        self._counted.clear()
+        try:
+            await self._report_all(client)
+        except (httpx.HTTPError, AgentError):
+            self._counted.set()  # what was not taken stays to be reported
+            raise
+
+    async def _report_all(self, client: httpx.AsyncClient) -> None:
+        for follower in list(self.followers.values()):
+            while follower.verdicts:
+                verdict, sequence = follower.verdicts[0]
+                judged = [b for b in follower.ledger.buckets() if b.drafter_version == verdict.version]
+                if judged:
+                    await self._post(
+                        client, follower, judged[-1], {"canary": verdict.document() | {"sequence": sequence}}
+                    )
+                follower.verdicts.pop(0)
+            for bucket in follower.ledger.buckets():
+                if bucket.reported != (bucket.counts.rounds, follower.is_loaded(bucket)):
+                    await self._post(client, follower, bucket, {})
+
+    async def _post(
+        self, client: httpx.AsyncClient, follower: EngineFollower, bucket: Bucket, more: dict[str, Any]
+    ) -> None:
+        """Send one bucket's cumulative counts. Idempotent: the newest report of a bucket replaces the one before."""
+        mark = (bucket.counts.rounds, follower.is_loaded(bucket))
+        document = {
+            "run": self.config.run,
+            "reporter": f"{self.config.agent_id} {follower.url}",
+            "engine": follower.url,
+            "method": bucket.method,
+            "drafter_version": bucket.drafter_version,
+            "policy_version": bucket.policy_version,
+            **asdict(bucket.counts),
+            "depth": follower.depth,
+            "drafting": follower.drafting,
+            "final": not mark[1],
+            **more,
+        }
+        response = await client.post("/acceptance", json=document)
+        if response.status_code in _UNACCEPTABLE:
+            # The same report would be refused again; the counts go on, and the next one may be taken.
+            self._note(
+                "report", ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
+            )
+        elif not response.is_success:
+            raise ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
+        else:
+            self._warn(follower.url, response)
+        bucket.reported = mark
+        self.metrics.contact(_SERVICE)
+
+    def _warn(self, engine: str, response: httpx.Response) -> None:
+        """Log what the service has to say about a report, once."""
+        with contextlib.suppress(ValueError, AttributeError):
+            warning = response.json().get("warning")
+            if isinstance(warning, str) and self._warned.get(engine) != warning:
+                log.warning("%s: %s", engine, warning)
+                self._warned[engine] = warning
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """One for all clients: reading the certificates takes longer than most downloads of a small drafter."""
+    return httpx.create_ssl_context()
+
+
+def _authorization(config: AgentConfig) -> dict[str, str]:
+    return {"Authorization": f"Bearer {config.token}"} if config.token else {}
+
+
+def run_agent(config: AgentConfig) -> None:
+    """Run an agent until SIGINT or SIGTERM (when called from the main thread), else for ever."""
+    agent = SwapAgent(config)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: agent.stop())
+    asyncio.run(agent.run())

@@ -1,0 +1,223 @@
+"""Whether a new drafter does worse in this engine than the one that it replaced.
+
+Only a comparison on the same traffic counts, so the old version's α is that of its last rounds here, not of its life,
+and a baseline that is too old gives no verdict.
+
+Rounds of one prompt are alike, so they are not that many independent observations: 200 rounds of ten prompts say as
+much as ten. Both sides are therefore kept in blocks (differences between two scrapes, joined to an eighth of the
+trial), and the standard error of log α is that of a ratio of sums over blocks. A version is sent back when its α is
+below `ratio` of the old one's *and* is certain to be below it at all; a trial that cannot tell goes on, up to
+`patience` times its rounds, and then passes.
+
+Pure: times are passed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from rl_hooks.engines.counters import Counts
+
+#: Blocks that a side is cut into; fewer than half as many tell nothing about their spread.
+_BLOCKS: Final = 8
+#: Variance of clustered rounds over that of independent ones, where there are too few blocks to measure it.
+_DESIGN_EFFECT: Final = 4.0
+#: One-sided 99 % quantile of the normal distribution.
+_CERTAIN: Final = 2.326
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryRule:
+    """After `rounds` rounds of the new version, α below `ratio` x the old one's sends it back. 0 rounds: never.
+
+    2000 rounds are about 100 answers of 20 rounds each: the spread of α over answers is near a third of α, so that a
+    drop of a tenth is then 2 to 3 standard errors, which is what a verdict needs.
+    """
+
+    rounds: int = 2000
+    ratio: float = 0.9
+    baseline_max_age_seconds: float = 300.0
+    #: A trial without a certain verdict goes on up to so many times `rounds`.
+    patience: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the canary found, as it is reported to the service."""
+
+    version: str
+    previous: str
+    alpha: float
+    previous_alpha: float
+    rounds: int
+    previous_rounds: int
+    passed: bool
+
+    def document(self) -> dict[str, Any]:
+        """The `canary` field of an acceptance report."""
+        return {
+            "version": self.version,
+            "previous": self.previous,
+            "alpha": self.alpha,
+            "previous_alpha": self.previous_alpha,
+            "rounds": self.rounds,
+            "previous_rounds": self.previous_rounds,
+            "outcome": "passed" if self.passed else "rolled_back",
+        }
+
+
+class Canary:
+    """Watches one engine. During the trial of a version, `good` stays the one before it."""
+
+    def __init__(self, rule: CanaryRule) -> None:
+        self.rule = rule
+        self.good: str | None = None
+        self.trial: str | None = None
+        self._recent: deque[Counts] = deque()
+        self._recent_at = 0.0
+        self._trial: list[Counts] = []
+        self._trial_at: float | None = None  # when its first counts came
+        self._replayed: float | None = None
+
+    def loaded(self, version: str, *, exempt: bool, replayed: float | None = None) -> None:
+        """A version was just swapped in. `exempt`: a person insists on it, or it was restored after a restart.
+
+        `replayed`: α that the gate's replay gave the version *before* it, on rollouts of the newest policy. The engine
+        counted that version while the policy was an older one; where RL has lowered α since, a new version is not to
+        be blamed for it, so no more than the replayed α is asked of it.
+        """
+        if version == self.trial:
+            return  # loaded anew: its trial goes on
+        self._replayed, self._trial_at = replayed, None
+        if version == self.good:
+            self.trial = None
+        elif exempt or self.good is None or self.rule.rounds <= 0 or self._baseline().rounds < self.rule.rounds:
+            self._accept(version)
+        else:
+            self.trial, self._trial = version, []
+
+    def interrupted(self) -> None:
+        """The engine restarted or was swapped by somebody else: a running trial has lost its footing."""
+        self.trial = None
+
+    def count(self, version: str, counts: Counts, now: float) -> Verdict | None:
+        """Take in counts of the loaded version; a verdict comes once, when the trial has seen enough rounds."""
+        if version == self.good:
+            self._remember(counts, now)
+            return None
+        if version != self.trial or self.good is None:
+            return None
+        if self._trial_at is None:
+            self._trial_at = now
+            if now - self._recent_at > self.rule.baseline_max_age_seconds:  # nothing to compare with
+                self._accept(version)
+                self._remember(counts, now)
+                return None
+        if counts.rounds:
+            self._trial.append(counts)
+        trial, baseline, good = sum(self._trial, Counts()), self._baseline(), self.good
+        if trial.rounds < self.rule.rounds:
+            return None
+        passed = self._holds(trial, baseline)
+        if passed is None:
+            if trial.rounds < self.rule.patience * self.rule.rounds:
+                return None
+            passed = True
+        verdict = Verdict(version, good, trial.alpha, self._asked(baseline), trial.rounds, baseline.rounds, passed)
+        if passed:
+            kept = self._trial
+            self._accept(version)
+            for part in kept:
+                self._remember(part, now)
+        self.trial = None
+        return verdict
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """What an agent's restart must not lose, as JSON takes it."""
+        return {
+            "good": self.good,
+            "trial": self.trial,
+            "baseline": [asdict(counts) for counts in self._recent],
+            "baseline_age_seconds": now - self._recent_at,
+            "counts": [asdict(counts) for counts in self._trial],
+            "begun": self._trial_at is not None,
+            "replayed": self._replayed,
+        }
+
+    def restore(self, document: Mapping[str, Any], now: float) -> None:
+        """Inverse of `dump`; raises KeyError, TypeError or ValueError for anything else."""
+        recent, trial = ([Counts.load(c) for c in document[name]] for name in ("baseline", "counts"))
+        self.good, self.trial, self._replayed = document["good"], document["trial"], document["replayed"]
+        self._recent, self._trial = deque(recent), trial
+        self._recent_at = now - float(document["baseline_age_seconds"])
+        self._trial_at = now if document["begun"] else None
+
+    def _asked(self, baseline: Counts) -> float:
+        return baseline.alpha if self._replayed is None else min(baseline.alpha, self._replayed)
+
+    def _holds(self, trial: Counts, baseline: Counts) -> bool | None:
+        """Whether the trial holds its own; None if it looks worse, but might not be."""
+        asked = self._asked(baseline)
+        if trial.alpha >= self.rule.ratio * asked:
+            return True
+        size = max(self.rule.rounds // _BLOCKS, 1)
+        variance = log_alpha_variance(blocks(self._trial, size)) + log_alpha_variance(blocks(self._recent, size))
+        certain = math.log(trial.alpha / asked) + _CERTAIN * math.sqrt(variance) < 0
+        return False if certain else None
+
+    def _accept(self, version: str) -> None:
+        self.good, self.trial = version, None
+        self._recent.clear()
+
+    def _baseline(self) -> Counts:
+        return sum(self._recent, Counts())
+
+    def _remember(self, counts: Counts, now: float) -> None:
+        """Keep the newest differences that together have enough rounds."""
+        if counts.rounds == 0:
+            return
+        self._recent.append(counts)
+        self._recent_at = now
+        while sum(c.rounds for c in self._recent) - self._recent[0].rounds >= max(self.rule.rounds, 1):
+            self._recent.popleft()
+
+
+def blocks(parts: Sequence[Counts] | deque[Counts], rounds: int) -> list[Counts]:
+    """Join neighbouring differences until each has `rounds` rounds; what is left over joins the last."""
+    joined: list[Counts] = []
+    open_block = Counts()
+    for part in parts:
+        open_block += part
+        if open_block.rounds >= rounds:
+            joined.append(open_block)
+            open_block = Counts()
+    if open_block.rounds:
+        joined = [*joined[:-1], joined[-1] + open_block] if joined else [open_block]
+    return joined
+
+
+def log_alpha_variance(sides: Sequence[Counts]) -> float:
+    """Variance of log α by the delta method: of a ratio of sums over blocks, never below that of independent rounds."""
+    total = sum(sides, Counts())
+    if not total.rounds:
+        return math.inf
+    independent = _round_variance(total) / (total.rounds * total.alpha**2)
+    if len(sides) < _BLOCKS // 2:
+        return independent * _DESIGN_EFFECT
+    residuals = sum(((part.accepted_tokens + part.rounds) - total.alpha * part.rounds) ** 2 for part in sides)
+    clustered = len(sides) / (len(sides) - 1) * residuals / (total.alpha * total.rounds) ** 2
+    return max(clustered, independent)
+
+
+def _round_variance(counts: Counts) -> float:
+    """Variance of the accepted tokens of a round: E[a^2] = Σ (2i + 1) p_i, p_i the share of rounds past position i."""
+    mean = counts.accepted_tokens / counts.rounds
+    if sum(counts.accepted_per_position) != counts.accepted_tokens:  # not counted: the largest that there can be
+        depth = counts.drafted_tokens / counts.rounds
+        return max(mean * (depth - mean), 0.0)
+    square = sum((2 * i + 1) * n for i, n in enumerate(counts.accepted_per_position)) / counts.rounds
+    return max(square - mean * mean, 0.0)

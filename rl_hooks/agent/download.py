@@ -1,0 +1,273 @@
+"""Brings a drafter version from the service to this disk, verified, and safe to show to an engine.
+
+    <cache>/<run>/<version>/          complete: verified against the manifest, stripped, fsynced, then renamed here
+    <cache>/<run>/<version>.part/     under way: `<file>.part` grows and is resumed with Range after any interruption
+
+Invariant: a directory without `.part` is complete, because the rename is the last step (atomic on one filesystem).
+Synchronous on purpose: it runs in a thread, where hashing and writing do not delay the engines' loops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from rl_hooks import wire
+from rl_hooks.durable import sync, write_synced
+from rl_hooks.errors import CheckpointError, DigestError, DownloadError
+from rl_hooks.lock import LockHeld, exclusive
+from rl_hooks.release import Manifest, OfferedFile, Release
+
+#: So long is another agent's download into the same cache waited for.
+LOCK_SECONDS: Final = 120.0
+MODEL_FILE: Final = "model.safetensors"
+#: Written last into a complete directory: what was verified, and the digests after stripping.
+RECEIPT: Final = "draftalign-receipt.json"
+CONFIG_FILE: Final = "config.json"
+#: A drafter without one of these loads silently wrong in some engines, so it is refused before any engine sees it.
+REQUIRED_TENSORS: Final = frozenset(
+    [
+        "fc.weight",
+        "norm.weight",
+        "lm_head.weight",
+        "midlayer.hidden_norm.weight",
+        "midlayer.input_layernorm.weight",
+        "midlayer.post_attention_layernorm.weight",
+        *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
+        *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    ]
+)
+
+
+#: The same for an MTP module, after `model.layers.N.`; what attention and experts need, the engine itself knows.
+REQUIRED_IN_MTP: Final = frozenset(f"{n}.weight" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+
+
+def fetch_release(
+    client: httpx.Client,
+    manifest: Manifest,
+    cache: Path,
+    *,
+    anew: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Release:
+    """Return the manifest's version from the cache, downloading what is missing.
+
+    A cached version that is not what was downloaded is deleted first; with `anew`, whatever is cached.
+
+    Raises DownloadError (try again), DigestError or CheckpointError (the version is bad). In every case the cache is
+    left so that the next call goes on where this one stopped.
+    """
+    home = cache.absolute() / manifest.run
+    home.mkdir(parents=True, exist_ok=True)
+    final, staging = home / manifest.version, home / f"{manifest.version}.part"
+    try:
+        with exclusive(home / ".lock", LOCK_SECONDS, stopped):
+            if final.exists():
+                cached = cached_release(manifest, final)
+                if is_intact(cached) and not anew:
+                    return cached
+                shutil.rmtree(final)
+            staging.mkdir(exist_ok=True)
+            for file in manifest.files:
+                _fetch_file(client, manifest, file, staging, stopped)
+            _make_safe(staging, manifest.kind)
+            receipt = {
+                "digest": manifest.digest,
+                "sha256": {file.name: _sha256(staging / file.name) for file in manifest.files},
+            }
+            write_synced(staging / RECEIPT, json.dumps(receipt).encode())
+            staging.rename(final)
+            sync(home)
+    except LockHeld as held:
+        raise DownloadError(f"{held}, which shares this cache: still downloading, or stopped?") from None
+    return cached_release(manifest, final)
+
+
+def cached_release(manifest: Manifest, path: Path) -> Release:
+    """The release whose complete directory is `path`, as its receipt describes it; nothing is verified here."""
+    return Release(manifest, path, _receipt(path, manifest).get(MODEL_FILE))
+
+
+def is_intact(release: Release) -> bool:
+    """Whether the release's directory still holds what was verified when it was downloaded, byte for byte."""
+    receipt = _receipt(release.path, release.manifest)
+    names = {file.name for file in release.manifest.files}
+    try:
+        return receipt.keys() == names and all(_sha256(release.path / name) == receipt[name] for name in names)
+    except OSError:
+        return False
+
+
+def prune_cache(cache: Path, run: str, keep: set[str]) -> list[str]:
+    """Delete the complete and partial versions of `run` that are not in `keep`; returns the names that went.
+
+    None where another agent that shares the cache is at work in it: there is a next time.
+    """
+    home = cache.absolute() / run
+    gone: list[str] = []
+    with contextlib.suppress(LockHeld), exclusive(home / ".lock", 0.0):
+        for path in sorted(home.iterdir()):
+            if path.is_dir() and path.name.removesuffix(".part") not in keep and path.name != "engines":
+                shutil.rmtree(path)
+                gone.append(path.name)
+    return gone
+
+
+def strip_shared(path: Path) -> list[str]:
+    """Remove embeddings, and heads of MTP modules, from a safetensors file, rewriting it only if there are any.
+
+    Engines share these modules of the policy with the drafter, so loading such a tensor overwrites the *policy*.
+    Returns the names removed; raises WireError if the file is not safetensors.
+    """
+    source = wire.MappedFile(path)
+    infos = source.header.tensors
+    poison = sorted(
+        name
+        for name in infos
+        if any(part.startswith("embed_tokens") for part in name.split(".")) or "shared_head.head." in name
+    )
+    if poison:
+        kept = {
+            name: wire.Tensor.of(source.array(name), info.dtype) for name, info in infos.items() if name not in poison
+        }
+        stripped = path.with_name(f"{path.name}.stripped")
+        with stripped.open("wb") as out:
+            for piece in wire.encode(kept, source.header.metadata):
+                out.write(piece)
+            out.flush()
+            os.fsync(out.fileno())
+        stripped.replace(path)
+    return poison
+
+
+def _make_safe(directory: Path, kind: str) -> None:
+    """Strip the checkpoint and verify that it holds what a drafter needs."""
+    path = directory / MODEL_FILE
+    if not path.is_file():
+        raise CheckpointError(f"the version has no {MODEL_FILE}; publish drafters as one safetensors file")
+    try:
+        strip_shared(path)
+        names = wire.MappedFile(path).header.tensors.keys()
+    except wire.WireError as error:
+        raise CheckpointError(f"{MODEL_FILE} is not a usable safetensors file: {error}") from error
+    if kind == "mtp":
+        missing = REQUIRED_IN_MTP - {re.sub(r"^model\.layers\.\d+\.", "", name) for name in names}
+    else:
+        missing = REQUIRED_TENSORS - names
+        if "d2t" not in names and not _has_whole_vocabulary(directory / CONFIG_FILE):
+            missing |= {"d2t"}
+    if missing:
+        raise CheckpointError(f"{MODEL_FILE} lacks {sorted(missing)}; engines would keep old weights in their place")
+
+
+def _has_whole_vocabulary(path: Path) -> bool:
+    """Whether the drafter proposes every token of the target: then it has no `d2t`, and vLLM refuses one."""
+    try:
+        document = json.loads(path.read_text())
+        return bool(document["draft_vocab_size"] == document["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _fetch_file(
+    client: httpx.Client, manifest: Manifest, file: OfferedFile, staging: Path, stopped: Callable[[], bool]
+) -> None:
+    """Download one file into `staging`, resuming what is there, and verify it before it takes its name."""
+    done, part = staging / file.name, staging / f"{file.name}.part"
+    if done.exists():
+        if _matches(done, file):
+            return
+        done.unlink()  # for instance stripped, then interrupted
+    resumed = part.exists() and part.stat().st_size > 0
+    _receive(client, manifest, file, part, stopped)
+    if not _matches(part, file) and resumed:
+        # The leftover may be of an interrupted write: only a download from the first byte proves the service wrong.
+        part.unlink()
+        _receive(client, manifest, file, part, stopped)
+    if not _matches(part, file):
+        found = f"{part.stat().st_size} bytes, sha256 {_sha256(part)}"
+        part.unlink()
+        raise DigestError(
+            f"{manifest.version}/{file.name}: expected {file.bytes} bytes, sha256 {file.sha256}, got {found}; "
+            "nothing was swapped"
+        )
+    part.replace(done)
+
+
+def _receive(
+    client: httpx.Client, manifest: Manifest, file: OfferedFile, part: Path, stopped: Callable[[], bool]
+) -> None:
+    """Append to `part` until it has the file's size. A broken connection is taken up again while it brings bytes."""
+    while (have := part.stat().st_size if part.exists() else 0) != file.bytes or not part.exists():
+        if have > file.bytes:
+            part.unlink()
+            have = 0
+        try:
+            _receive_once(client, manifest, file, part, have, stopped)
+        except httpx.HTTPError as error:
+            now = part.stat().st_size if part.exists() else 0
+            if now <= have:
+                raise DownloadError(f"{manifest.version}/{file.name} stopped at byte {now}: {error!r}") from error
+        else:
+            return
+
+
+def _receive_once(
+    client: httpx.Client,
+    manifest: Manifest,
+    file: OfferedFile,
+    part: Path,
+    have: int,
+    stopped: Callable[[], bool],
+) -> None:
+    # identity: a compressed answer would make offsets and sizes those of another byte string.
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+    url = f"/drafter/{manifest.version}/{file.name}"
+    with client.stream("GET", url, params={"run": manifest.run}, headers=headers) as response:
+        if response.status_code == 200:
+            have = 0  # the whole file comes, whatever was asked for
+        elif response.status_code != 206 or not have:
+            response.read()
+            raise DownloadError(f"GET {url} answered {response.status_code}: {response.text[:300]}")
+        elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            raise DownloadError(f"GET {url} from byte {have} answered {response.headers.get('Content-Range')!r}")
+        with part.open("r+b" if have else "wb") as out:
+            out.seek(have)
+            # Raw, as it arrives: a re-chunking iterator would lose what it holds when the connection breaks.
+            for chunk in response.iter_raw():
+                out.write(chunk)
+                have += len(chunk)
+                if have > file.bytes:
+                    raise DigestError(f"{manifest.version}/{file.name} is longer than its {file.bytes} bytes")
+                if stopped():
+                    raise DownloadError(f"stopped at byte {have} of {file.name}; the next start resumes it")
+            out.flush()
+            os.fsync(out.fileno())
+
+
+def _receipt(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """SHA-256 by file name, as written when the files were verified against this manifest's digest; else nothing."""
+    try:
+        receipt = json.loads((directory / RECEIPT).read_bytes())
+        return {str(n): str(d) for n, d in receipt["sha256"].items()} if receipt["digest"] == manifest.digest else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _matches(path: Path, file: OfferedFile) -> bool:
+    return path.stat().st_size == file.bytes and _sha256(path) == file.sha256
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,282 @@
+"""The engine's speculative-decoding counters, and whose work they count.
+
+Engines count rounds without saying which drafter proposed them. `Ledger` therefore takes snapshots and books each
+difference under the drafter version that was loaded during all of it; what cannot be attributed (the moment of a swap,
+somebody else's swap) is counted as such and never guessed.
+
+Pure: no clock, no network. α = 1 + accepted / rounds, the bonus token included; vLLM counts accepted tokens *before*
+trimming at EOS, so `emitted_tokens` is what compares with replay α.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from rl_hooks.errors import MetricsError
+
+ROUNDS: Final = "vllm:spec_decode_num_drafts_total"
+DRAFTED: Final = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens_total"
+ACCEPTED_PER_POSITION: Final = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+#: What compares with replay α, from engines that count it; else it follows from the next three.
+EMITTED: Final = "draftalign:spec_decode_emitted_tokens_total"
+GENERATED: Final = "vllm:generation_tokens_total"
+#: Counts a request when its first token leaves; preferred to the next, which counts it when it has finished.
+STARTED: Final = "vllm:time_to_first_token_seconds_count"
+FINISHED: Final = "vllm:request_success_total"
+POLICY_VERSION: Final = "draftalign_policy_version"
+
+_NAMES: Final = (
+    ROUNDS,
+    DRAFTED,
+    ACCEPTED,
+    ACCEPTED_PER_POSITION,
+    EMITTED,
+    GENERATED,
+    STARTED,
+    FINISHED,
+    POLICY_VERSION,
+)
+_MAX_POSITIONS: Final = 64
+#: Method of counts that were made with a published drafter.
+OUR_DRAFTER: Final = "drafter"
+#: Buckets kept per engine; older ones have been reported as final.
+MAX_BUCKETS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Speculation over some stretch of time."""
+
+    rounds: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    #: Tokens that rounds emitted, after trimming; None where the engine does not count them.
+    emitted_tokens: int | None = 0
+    window_seconds: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        emitted = (
+            None
+            if self.emitted_tokens is None or other.emitted_tokens is None
+            else self.emitted_tokens + other.emitted_tokens
+        )
+        longest, shortest = sorted((self.accepted_per_position, other.accepted_per_position), key=len, reverse=True)
+        positions = tuple(a + (shortest[i] if i < len(shortest) else 0) for i, a in enumerate(longest))
+        return Counts(
+            self.rounds + other.rounds,
+            self.drafted_tokens + other.drafted_tokens,
+            self.accepted_tokens + other.accepted_tokens,
+            positions,
+            emitted,
+            self.window_seconds + other.window_seconds,
+        )
+
+    @classmethod
+    def load(cls, document: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict` after a trip through JSON."""
+        return cls(**{**document, "accepted_per_position": tuple(document["accepted_per_position"])})
+
+    @property
+    def alpha(self) -> float:
+        """Acceptance length, bonus included; nan before the first round."""
+        return 1.0 + self.accepted_tokens / self.rounds if self.rounds else math.nan
+
+    def with_rounds_without_drafts(self) -> Counts:
+        """The same, with the rounds in which nothing was proposed: they emit one token each.
+
+        vLLM counts a round only if it had drafts. An EAGLE-3 drafter always has some; n-gram drafting mostly has none,
+        and α over its drafted rounds alone would be that of another quantity.
+        """
+        if self.emitted_tokens is None:
+            return self
+        return replace(self, rounds=max(self.rounds, self.emitted_tokens - self.accepted_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The engine's counters at one moment. `policy_version` is None where the engine has no such gauge."""
+
+    rounds: int
+    drafted_tokens: int
+    accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+    emitted_tokens: int | None
+    policy_version: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a /metrics page. Raises MetricsError naming a missing counter: absent is not zero."""
+        samples = _samples(text)
+        rounds, drafted, accepted = (_total(samples, name) for name in (ROUNDS, DRAFTED, ACCEPTED))
+        return cls(
+            rounds=rounds,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
+            accepted_per_position=_per_position(samples),
+            emitted_tokens=_emitted(samples),
+            policy_version=_gauge(samples, POLICY_VERSION),
+        )
+
+    @classmethod
+    def zero(cls, like: Snapshot) -> Self:
+        """Counters of an engine that has just started and exposes what `like` exposes."""
+        return cls(
+            0,
+            0,
+            0,
+            tuple(0 for _ in like.accepted_per_position),
+            None if like.emitted_tokens is None else 0,
+            like.policy_version,
+        )
+
+    @classmethod
+    def load(cls, document: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict` after a trip through JSON."""
+        return cls(**{**document, "accepted_per_position": tuple(document["accepted_per_position"])})
+
+    def has_fallen(self, since: Snapshot) -> bool:
+        """Whether a counter is below its earlier value: the engine has restarted."""
+        pairs = [(self.rounds, since.rounds), (self.accepted_tokens, since.accepted_tokens)]
+        pairs += [(self.drafted_tokens, since.drafted_tokens)]
+        return any(now < before for now, before in pairs)
+
+    def since(self, earlier: Snapshot, seconds: float) -> Counts:
+        """What happened between two snapshots of one engine process, `seconds` apart."""
+        positions = earlier.accepted_per_position
+        return Counts(
+            rounds=self.rounds - earlier.rounds,
+            drafted_tokens=self.drafted_tokens - earlier.drafted_tokens,
+            accepted_tokens=self.accepted_tokens - earlier.accepted_tokens,
+            accepted_per_position=tuple(
+                now - (positions[i] if i < len(positions) else 0) for i, now in enumerate(self.accepted_per_position)
+            ),
+            emitted_tokens=None
+            if self.emitted_tokens is None or earlier.emitted_tokens is None
+            else self.emitted_tokens - earlier.emitted_tokens,
+            window_seconds=seconds,
+        )
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Everything counted for one drafter version under one policy version."""
+
+    drafter_version: str
+    policy_version: int | None
+    counts: Counts = field(default_factory=Counts)
+    #: How the engine speculated: with a drafter of ours, or as it names it ("ngram", "mtp").
+    method: str = OUR_DRAFTER
+    #: The counts, and whether the drafter was still loaded, as the service last acknowledged them.
+    reported: tuple[int, bool] | None = None
+
+
+class Ledger:
+    """Cumulative counts of one engine per (drafter version, policy version)."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[tuple[str, int | None], Bucket] = {}
+        self.unattributed_rounds = 0
+
+    def book(self, version: str, policy_version: int | None, counts: Counts, method: str = OUR_DRAFTER) -> None:
+        """Add counts that were made with `version` loaded throughout.
+
+        A difference across a policy update is booked under the newer policy: with synchronous RL, rounds resume only
+        after the update; with asynchronous RL at most one scrape interval is misplaced.
+        """
+        key = (version, policy_version)
+        if counts.rounds == 0 and key not in self._buckets:
+            return
+        bucket = self._buckets.pop(key, None) or Bucket(version, policy_version, method=method)
+        bucket.counts += counts
+        self._buckets[key] = bucket  # last in order: most recently used
+        while len(self._buckets) > MAX_BUCKETS:
+            del self._buckets[next(iter(self._buckets))]
+
+    def set_aside(self, rounds: int) -> None:
+        """Count rounds that no single version can be credited with."""
+        self.unattributed_rounds += max(rounds, 0)
+
+    def buckets(self) -> list[Bucket]:
+        """Every bucket, least recently used first."""
+        return list(self._buckets.values())
+
+    def version_counts(self, version: str) -> Counts:
+        """Sum over policy versions."""
+        return sum((b.counts for b in self._buckets.values() if b.drafter_version == version), Counts())
+
+    def dump(self) -> list[dict[str, Any]]:
+        """JSON form, so that cumulative counts survive a restart of the agent."""
+        return [asdict(bucket) for bucket in self._buckets.values()]
+
+    def restore(self, documents: Iterable[Mapping[str, Any]]) -> None:
+        """Inverse of `dump`; raises KeyError or TypeError on anything else. Everything counts as unreported."""
+        for document in documents:
+            counts = Counts(
+                **{**document["counts"], "accepted_per_position": tuple(document["counts"]["accepted_per_position"])}
+            )
+            method = str(document.get("method", OUR_DRAFTER))
+            bucket = Bucket(str(document["drafter_version"]), document["policy_version"], counts, method)
+            self._buckets[bucket.drafter_version, bucket.policy_version] = bucket
+
+
+def _samples(text: str) -> dict[str, list[Sample]]:
+    # An engine's page has thousands of lines and is read every second or so: parse only the ones that matter.
+    lines = [line for line in text.splitlines() if line.startswith(_NAMES)]
+    samples: dict[str, list[Sample]] = {}
+    try:
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+            for sample in family.samples:
+                samples.setdefault(sample.name, []).append(sample)
+    except (ValueError, IndexError) as error:
+        raise MetricsError(f"/metrics is not in the Prometheus text format: {error}") from error
+    return samples
+
+
+def _whole(name: str, value: float) -> int:
+    if not math.isfinite(value) or value < 0:
+        raise MetricsError(f"{name} is {value}; expected a non-negative number")
+    return int(value)
+
+
+def _total(samples: Mapping[str, list[Sample]], name: str) -> int:
+    """Sum of a counter over its labels (data-parallel ranks, models)."""
+    if name not in samples:
+        raise MetricsError(
+            f"the engine's /metrics has no {name}; start it with speculative decoding, or check that its version "
+            "still uses this name (a missing counter is never read as 0)"
+        )
+    return sum(_whole(name, sample.value) for sample in samples[name])
+
+
+def _emitted(samples: Mapping[str, list[Sample]]) -> int | None:
+    if EMITTED in samples:
+        return _total(samples, EMITTED)
+    first = STARTED if STARTED in samples else FINISHED
+    if GENERATED not in samples or first not in samples:
+        return None
+    # A request's first token comes from its prefill and belongs to no round.
+    return _total(samples, GENERATED) - _total(samples, first)
+
+
+def _gauge(samples: Mapping[str, list[Sample]], name: str) -> int | None:
+    return max(_whole(name, sample.value) for sample in samples[name]) if name in samples else None
+
+
+def _per_position(samples: Mapping[str, list[Sample]]) -> tuple[int, ...]:
+    name = ACCEPTED_PER_POSITION
+    _total(samples, name)
+    table: dict[int, int] = {}
+    for sample in samples[name]:
+        position = sample.labels.get("position", "")
+        if not position.isdecimal() or int(position) >= _MAX_POSITIONS:
+            raise MetricsError(f"{name}: label position is {position!r}; expected 0 to {_MAX_POSITIONS - 1}")
+        table[int(position)] = table.get(int(position), 0) + _whole(name, sample.value)
+    return tuple(table.get(position, 0) for position in range(max(table) + 1))

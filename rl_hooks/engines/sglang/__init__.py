@@ -1,0 +1,1 @@
+"""SGLang: the agent's adapter, and the loader that runs inside the engine."""

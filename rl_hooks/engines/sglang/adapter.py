@@ -1,0 +1,365 @@
+"""SGLang: swap the drafter of a running server through its own weight-update calls, and read its counters.
+
+    pause_generation(in_place) -> begin_weight_update(draft) -> update_weights_from_tensor(draft, no flush)
+    -> end_weight_update -> continue_generation
+
+`in_place` keeps requests and KV cache; without a pause each call would wait until every running request has ended. The
+weights themselves do not travel: `rl_hooks.engines.sglang.loader`, named by `--custom-weight-loader`, reads them from
+the disk that agent and server share, and says through a file what it made of them. Never used:
+`/update_weights_from_disk`, which has no selector and would load the drafter into the policy.
+
+`weight_version` is left alone. It is one slot for the whole server, and the trainer keeps its policy version there; a
+whole number in it is taken as that. What is loaded is therefore remembered here, for as long as it is the same process.
+
+Written against 0.5.23; tests/sglang_contract.py checks every call as that version does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import struct
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from rl_hooks import wire
+from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.protocol import EngineState, counting_only
+from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
+from rl_hooks.release import Release
+
+#: `--custom-weight-loader` of the server, and `load_format` of the update.
+LOADER: Final = "rl_hooks.engines.sglang.loader.load_drafter"
+_REQUEST: Final = "draftalign.request"
+ROUNDS: Final = "sglang:spec_verify_calls_total"
+GENERATED: Final = "sglang:generation_tokens_total"
+REQUESTS: Final = "sglang:num_requests_total"
+_SESSION_OPEN: Final = "already open"
+_NO_SESSION: Final = "no weight-update session is open"
+_SESSION_RETRY_SECONDS: Final = 0.5
+_END_ATTEMPTS: Final = 4
+
+
+class SGLangEngine:
+    """One SGLang server. `token` is its `--admin-api-key` (or `--api-key` where there is no other)."""
+
+    def __init__(
+        self,
+        url: str,
+        client: httpx.AsyncClient,
+        *,
+        token: str | None = None,
+        swap_timeout_seconds: float = 120.0,
+        session_timeout_seconds: float = 600.0,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._client = client
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._swap_timeout_seconds = swap_timeout_seconds
+        self._session_timeout_seconds = session_timeout_seconds
+        self._loaded: tuple[str, str, int] | None = None  # identity of the process, version, swaps
+        self._memory: Path | None = None
+        self._left: str | None = None  # what an interrupted swap left behind: "paused", or a "session" as well
+        self._depth = 0
+
+    # --- what the follower asks
+    async def state(self) -> EngineState:
+        """What is loaded now, as far as anybody can know: what was swapped in since the server started."""
+        if self._left is not None:
+            await self._tidy()
+        info, model = await self._get("/server_info"), await self._get("/model_info")
+        self._depth = max(int(info.get("speculative_num_draft_tokens") or 1) - 1, 0)
+        policy = model.get("weight_version")
+        version = int(policy) if isinstance(policy, str) and policy.isdecimal() and len(policy) < 16 else None
+        algorithm = info.get("speculative_algorithm")
+        if str(algorithm).upper() != "EAGLE3":
+            return counting_only(None if algorithm is None else str(algorithm).lower(), version)
+        started, loaded = process_identity(info), self._recall()
+        steps = info.get("speculative_num_steps")
+        depth = steps if type(steps) is int else None
+        if loaded is None or loaded[0] != started:
+            return EngineState(None, False, 0, policy_version=version, depth=depth)
+        return EngineState(loaded[1], True, loaded[2], policy_version=version, depth=depth)
+
+    async def snapshot(self) -> Snapshot:
+        """Counters. SGLang counts a request when it has finished, so a round of α 1 counts as one emitted token.
+
+        Accepted tokens are counted after trimming, other than vLLM's; there are none by position.
+        """
+        response = await self._call("GET", "/metrics")
+        totals = _totals(response.text)
+        rounds, emitted = totals[ROUNDS], totals[GENERATED] - totals[REQUESTS]
+        accepted = max(emitted - rounds, 0)
+        return Snapshot(rounds, max(rounds * self._depth, accepted), accepted, (), emitted, None)
+
+    async def swap(self, release: Release) -> str | None:
+        """Swap, or raise SwapRefusedError (never) or EngineError (not now) with the old drafter still in place.
+
+        Returns the SHA-256 that the loader of every rank says it read.
+        """
+        info = await self._get("/server_info")
+        check_server(info)
+        check_release(release, info)
+        outcome = release.path.parent / "engines" / f"swap-{uuid.uuid4().hex}"
+        outcome.mkdir(parents=True)
+        try:
+            await self._update(release, outcome, int(info.get("tp_size") or 1))
+            sha256 = self._judge(release, outcome, int(info.get("tp_size") or 1))
+        finally:
+            for path in outcome.iterdir():
+                path.unlink()
+            outcome.rmdir()
+        before = self._recall()
+        swaps = before[2] + 1 if before is not None and before[0] == process_identity(info) else 1
+        self._remember(release, (process_identity(info), release.version, swaps))
+        return sha256
+
+    # --- the sequence
+    async def _update(self, release: Release, outcome: Path, ranks: int) -> None:
+        engines = release.path.parent / "engines"
+        try:
+            self._mark(engines, "paused")  # before the call: an agent that is killed now leaves word of it
+            await self._post("/pause_generation", {"mode": "in_place"})
+            await self._begin()
+            try:
+                self._mark(engines, "session")
+                request = {"path": str(release.path), "version": release.version, "outcome": str(outcome)}
+                body = {
+                    "serialized_named_tensors": [request_payload(request)] * ranks,
+                    "load_format": LOADER,
+                    "selector": "draft",
+                    # True would be refused while requests run, and the answer would look like a failure.
+                    "flush_cache": False,
+                }
+                await self._post("/update_weights_from_tensor", body, timeout=self._swap_timeout_seconds)
+            finally:
+                await self._end()
+                self._mark(engines, "paused")
+        finally:
+            # Inside a session of ours that would not end, too: it holds the drafter only, no text depends on it.
+            await self._post("/continue_generation", {"torch_empty_cache": False})
+            if self._left != "session":
+                self._mark(engines, None)
+
+    async def _begin(self) -> None:
+        """Open a session. Another one, of the trainer that brings a policy, is waited for.
+
+        Generation must not go on while somebody writes the policy, so the wait is long; what outlasts it was forgotten
+        by its owner, and the drafter is given up rather than the server paused again and again.
+        """
+        deadline = time.monotonic() + self._session_timeout_seconds
+        while True:
+            try:
+                await self._post("/begin_weight_update", {"selector": "draft"})
+            except EngineError as error:
+                if _SESSION_OPEN not in str(error):
+                    raise
+                if time.monotonic() > deadline:
+                    raise SwapRefusedError(
+                        f"{self.url}: a weight-update session of somebody else was open for "
+                        f"{self._session_timeout_seconds:.0f} s; if its owner is gone, POST /end_weight_update"
+                    ) from error
+                await asyncio.sleep(_SESSION_RETRY_SECONDS)
+            else:
+                # If one was waited for, its owner has since let generation go on.
+                await self._post("/pause_generation", {"mode": "in_place"})
+                return
+
+    async def _end(self) -> None:
+        """Close our session; a call that fails is repeated, for an open session shuts the trainer out."""
+        for attempt in range(_END_ATTEMPTS):
+            try:
+                await self._post("/end_weight_update", {})
+            except EngineError as error:
+                if _NO_SESSION in str(error):  # an earlier try did it, and its answer was lost
+                    return
+                if attempt == _END_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(_SESSION_RETRY_SECONDS)
+            else:
+                return
+
+    async def _tidy(self) -> None:
+        """Undo what a swap left behind that was killed, or whose session would not end."""
+        if self._left == "session":
+            await self._end()
+        await self._post("/continue_generation", {"torch_empty_cache": False})
+        if self._memory is not None:
+            self._mark(self._memory.parent, None)
+
+    def _mark(self, engines: Path, left: str | None) -> None:
+        """Write down what would be left if the agent died now."""
+        self._left = left
+        self._write(engines)
+
+    def _judge(self, release: Release, outcome: Path, ranks: int) -> str:
+        """Believe only what the loader of every rank has written down."""
+        said = [json.loads(path.read_text()) for path in sorted(outcome.glob("*.json"))]
+        refused = [one["refused"] for one in said if one.get("refused")]
+        if refused:
+            raise SwapRefusedError(f"{self.url} refused {release.version}: {refused[0]}")
+        failed = [one["failed"] for one in said if one.get("failed")]
+        if failed or len(said) < ranks or not all(one.get("ok") for one in said):
+            silent = (
+                f"{len(said)} of {ranks} ranks told what became of it; see the server's log, and whether its "
+                f"DRAFTALIGN_DRAFTER_DIR holds {release.path}"
+            )
+            reason = failed[0] if failed else silent
+            raise EngineError(f"{self.url} did not load {release.version}: {reason}")
+        if len({one["sha256"] for one in said}) != 1:
+            raise EngineError(f"{self.url}: its ranks read different files for {release.version}")
+        return str(said[0]["sha256"])
+
+    # --- memory: SGLang does not know the name of its drafter
+    def _recall(self) -> tuple[str, str, int] | None:
+        return self._loaded
+
+    def _remember(self, release: Release, loaded: tuple[str, str, int]) -> None:
+        self._loaded = loaded
+        self._write(release.path.parent / "engines")
+
+    def _write(self, engines: Path) -> None:
+        engines.mkdir(parents=True, exist_ok=True)
+        path = engines / f"sglang-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"engine": self.url, "loaded": self._loaded, "left": self._left}))
+        os.replace(temporary, path)  # noqa: PTH105 - atomic
+        self._memory = path
+
+    def remember_from(self, cache: Path) -> None:
+        """Take up what an agent before this one has loaded; `cache` is the directory of the run."""
+        path = cache / "engines" / f"sglang-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
+        self._memory = path
+        try:
+            document = json.loads(path.read_text())
+            self._left = document.get("left")
+            started, version, swaps = document["loaded"]
+            self._loaded = (str(started), str(version), int(swaps))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self._loaded = None  # then the newest drafter is loaded once more
+
+    # --- HTTP
+    async def _get(self, path: str) -> dict[str, Any]:
+        document = (await self._call("GET", path)).json()
+        if not isinstance(document, dict):
+            raise EngineError(f"{self.url}{path}: expected a JSON object, got {str(document)[:200]}")
+        return document
+
+    async def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> None:
+        response = await self._call("POST", path, json=dict(body), **options)
+        try:
+            document = response.json()
+        except ValueError as error:
+            raise EngineError(f"{self.url}{path} did not answer JSON: {response.text[:200]!r}") from error
+        if isinstance(document, dict) and document.get("success") is False:
+            raise EngineError(f"{self.url}{path}: {str(document.get('message'))[:300]}")
+
+    async def _call(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            response = await self._client.request(method, self.url + path, headers=self._headers, **options)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{method} {self.url}{path}: {error!r}") from error
+        if response.status_code != 200:
+            raise EngineError(f"{method} {self.url}{path} answered {response.status_code}: {response.text[:400]}")
+        return response
+
+
+def check_server(info: Mapping[str, Any]) -> None:
+    """Refuse servers whose drafter cannot be swapped this way; the message says how to start one whose can."""
+    faults = []
+    if str(info.get("speculative_algorithm")).upper() != "EAGLE3":
+        faults.append(f"it runs speculative algorithm {info.get('speculative_algorithm')!r}, not EAGLE3")
+    if int(info.get("dp_size") or 1) != 1:
+        faults.append("SGLang takes weights only with --dp-size 1; run one server per replica")
+    if LOADER not in (info.get("custom_weight_loader") or []):
+        faults.append(f"start it with --custom-weight-loader {LOADER}")
+    if faults:
+        raise SwapRefusedError("this SGLang server cannot take drafters: " + "; ".join(faults))
+
+
+def check_release(release: Release, info: Mapping[str, Any]) -> None:
+    """Refuse drafters that SGLang cannot serve, before the server is paused."""
+    config = _json(release.path / "config.json")
+    if config.get("norm_before_residual"):
+        raise SwapRefusedError(
+            f"{release.version}: norm_before_residual is true, and SGLang has no such drafter: it would serve it "
+            "without, at a fraction of its acceptance. Train with norm_before_residual false"
+        )
+    # SGLang keeps the draft vocabulary that it started with, whatever is loaded later.
+    first = Path(str(info.get("speculative_draft_model_path") or "")) / "model.safetensors"
+    if not first.is_file():
+        return  # not on this disk; the loader compares with what the server has
+    try:
+        started, offered = (wire.MappedFile(path) for path in (first, release.path / "model.safetensors"))
+    except wire.WireError:
+        return  # with dtypes of its own, say; the loader compares in any case
+    if "d2t" in started and "d2t" in offered and not np.array_equal(started.array("d2t"), offered.array("d2t")):
+        raise SwapRefusedError(
+            f"{release.version}: d2t differs from that of {first.parent}, with which the server was started; SGLang "
+            "reads the draft vocabulary once, at its start. Restart it with this drafter"
+        )
+
+
+def request_payload(request: Mapping[str, str]) -> str:
+    """`[(name, torch.ByteTensor([...]))]` as SGLang's serializer would write it, in base64; made without torch.
+
+    SGLang unpickles with an allow-list of classes, which has `torch.ByteTensor`. The tensor's bytes are JSON.
+    """
+    data = json.dumps(dict(request)).encode()
+    name = _REQUEST.encode()
+    numbers = b"".join(b"K" + bytes([value]) for value in data)  # BININT1
+    opcodes = [
+        b"\x80\x02]",  # protocol 2, the outer list
+        b"X" + struct.pack("<I", len(name)) + name,
+        b"ctorch\nByteTensor\n",
+        b"](" + numbers + b"e",  # a list of its bytes
+        b"\x85R",  # as the only argument
+        b"\x86a.",  # the pair, appended; stop
+    ]
+    return base64.b64encode(b"".join(opcodes)).decode()
+
+
+def _totals(text: str) -> dict[str, int]:
+    """The three counters, each summed over its labels. Raises MetricsError naming what is missing."""
+    wanted = (ROUNDS, GENERATED, REQUESTS)
+    lines = [line for line in text.splitlines() if line.startswith(wanted)]
+    totals: dict[str, float] = {}
+    try:
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+            for sample in family.samples:
+                if sample.name in wanted:
+                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    except (ValueError, IndexError) as error:
+        raise MetricsError(f"/metrics is not in the Prometheus text format: {error}") from error
+    if GENERATED not in totals:
+        raise MetricsError(f"the engine's /metrics has no {GENERATED}; start SGLang with --enable-metrics")
+    # These two appear with the first request that has something to count.
+    return {name: int(totals.get(name, 0.0)) for name in wanted}
+
+
+def process_identity(info: Mapping[str, Any]) -> str:
+    """Tells one start of a server from the next: SGLang measures how long each start took, and draws a seed for it."""
+    if not isinstance(info.get("startup_time"), dict):
+        raise EngineError(f"/server_info has no startup_time (got {info.get('startup_time')!r}); SGLang 0.5.23 has one")
+    facts = [info.get(name) for name in ("startup_time", "random_seed", "launch_command")]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SwapRefusedError(f"{path}: {error}") from error
+    if not isinstance(document, dict):
+        raise SwapRefusedError(f"{path} must hold a JSON object")
+    return document

@@ -1,0 +1,219 @@
+"""SGLang's side of a swap: a custom weight loader that reads a drafter from disk, and checks it before it copies.
+
+    python -m sglang.launch_server ... --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER \
+        --custom-weight-loader rl_hooks.engines.sglang.loader.load_drafter          (with DRAFTALIGN_DRAFTER_DIR set)
+
+SGLang calls `load_drafter(model, named_tensors)` in every rank's scheduler process, between `begin_weight_update` and
+`end_weight_update`, and passes what the agent sent: one byte tensor that holds a JSON request. It ignores what the
+loader returns, and an exception would end the scheduler and with it the server. So nothing is raised here: what
+happened is written to `<outcome>/<process id>.json`, where the agent reads it.
+
+All or nothing: the drafter's parameters are copied to the host first, and put back when loading fails half-way. They
+are changed in place, so CUDA graphs stay valid. Written against SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from rl_hooks.engines.vllm.layout import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    DrafterRefusedError,
+    DraftLayout,
+    read_candidate,
+)
+
+log = logging.getLogger("draftalign.sglang")
+
+#: Name of the one tensor that carries the request.
+REQUEST: Final = "draftalign.request"
+#: What `--custom-weight-loader` and `load_format` must say.
+LOADER: Final = "rl_hooks.engines.sglang.loader.load_drafter"
+_MAX_CONFIG_BYTES: Final = 1 << 20
+
+
+def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Load the drafter that the request names into SGLang's draft model. Never raises."""
+    outcome: dict[str, Any] = {"ok": False, "refused": None, "failed": None}
+    directory = None
+    try:
+        request = parse_request(named_tensors)
+        home = _home()
+        directory = _inside(home, request["outcome"])
+        outcome |= {"version": request["version"]}
+        outcome |= _load(model, _inside(home, request["path"])) | {"ok": True}
+    except DrafterRefusedError as error:
+        outcome["refused"] = str(error)
+    except Exception as error:  # an exception would end the scheduler and abort every request
+        log.exception("draftalign: the drafter was not loaded")
+        outcome["failed"] = f"{type(error).__name__}: {error}"
+    if directory is not None:
+        _write(directory / f"{os.getpid()}.json", outcome)
+
+
+def parse_request(named_tensors: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
+    """The JSON request inside the tensors; ValueError when it is something else, such as somebody's weights."""
+    if len(named_tensors) != 1 or named_tensors[0][0] != REQUEST:
+        names = [name for name, _ in named_tensors][:3]
+        raise ValueError(f"expected one tensor called {REQUEST}, got {names}; this loader takes requests, not weights")
+    document = json.loads(bytes(named_tensors[0][1].to("cpu", torch.uint8).tolist()))
+    if not isinstance(document, dict) or not all(
+        isinstance(document.get(k), str) for k in ("path", "version", "outcome")
+    ):
+        raise ValueError("the request must name path, version and outcome")
+    return document
+
+
+def _home() -> Path:
+    home = os.environ.get("DRAFTALIGN_DRAFTER_DIR")
+    if not home:
+        raise ValueError("set DRAFTALIGN_DRAFTER_DIR to the directory that drafters come from, and restart the server")
+    return Path(home).resolve()
+
+
+def _inside(home: Path, path: str) -> Path:
+    resolved = (home / path).resolve()
+    if not resolved.is_relative_to(home) or resolved == home:
+        raise ValueError(f"{path} is not under DRAFTALIGN_DRAFTER_DIR")
+    return resolved
+
+
+def _load(model: nn.Module, directory: Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    layout, d2t = running_layout(model), running_d2t(model)
+    check_config(directory, layout)
+    body = (directory / MODEL_FILE).read_bytes()
+    weights = read_candidate(body, layout, d2t, _dtype(model))
+    own = _own_parameters(model)
+    kept = {name: parameter.detach().to("cpu", copy=True) for name, parameter in own.items()}
+    checked = time.perf_counter()
+    try:
+        with torch.no_grad():
+            model.load_weights(iter(weights.items()))  # type: ignore[operator]
+        _check_arrived(own, weights)
+    except Exception:
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(kept[name])
+        raise
+    done = time.perf_counter()
+    return {
+        "sha256": hashlib.sha256(body).hexdigest(),
+        "read_seconds": checked - began,
+        "load_seconds": done - checked,
+    }
+
+
+def running_layout(model: nn.Module) -> DraftLayout:
+    """The layout of SGLang's draft model, from the configuration that it was built with."""
+    config = _attributes(getattr(model, "config", None))
+    if getattr(model, "load_lm_head_from_target", False) or config.get("tie_word_embeddings"):
+        raise DrafterRefusedError(
+            "this server's drafter shares its lm_head with the policy or with the embedding, which a swap would "
+            "overwrite. Start the server with a drafter that brings its own lm_head and names draft_vocab_size"
+        )
+    layers = entered_layers(config)
+    return replace(DraftLayout.read(config, layers), aux_layers=layers)
+
+
+def entered_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Captured layers as SGLang reads them: `eagle_config` names the layers whose *output* is taken, one less."""
+    nested = config.get("eagle_config") or {}
+    layers = nested.get("eagle_aux_hidden_state_layer_ids")
+    if not isinstance(layers, list | tuple) or not layers or not all(type(i) is int for i in layers):
+        raise DrafterRefusedError(
+            "eagle_config.eagle_aux_hidden_state_layer_ids is missing, so nobody can tell which layers SGLang captures "
+            "for this drafter; start the server with a drafter that names them"
+        )
+    return tuple(layer + 1 for layer in layers)
+
+
+def running_d2t(model: nn.Module) -> Tensor:
+    """Offsets int64[D] that SGLang has cached at its start; it never reads them again, whatever is loaded later."""
+    hot: Any = getattr(model, "hot_token_id", None)
+    if hot is None:
+        raise DrafterRefusedError("this server's drafter has no d2t; start the server with one that has")
+    ids = hot.detach().to("cpu", torch.int64)
+    return ids - torch.arange(ids.numel())  # type: ignore[no-any-return]
+
+
+def check_config(directory: Path, layout: DraftLayout) -> None:
+    """Refuse what SGLang would load without a word and serve wrongly."""
+    text = (directory / CONFIG_FILE).read_bytes()
+    if len(text) > _MAX_CONFIG_BYTES:
+        raise DrafterRefusedError(f"{CONFIG_FILE} is larger than {_MAX_CONFIG_BYTES} bytes")
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise DrafterRefusedError(f"{CONFIG_FILE} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise DrafterRefusedError(f"{CONFIG_FILE} must hold an object, got {type(config).__name__}")
+    if reason := unservable(config):
+        raise DrafterRefusedError(reason)
+    layers = entered_layers(config)
+    found = replace(DraftLayout.read(config, layers), aux_layers=layers)
+    if differences := found.differences(layout):
+        raise DrafterRefusedError("restart the server to change " + "; ".join(differences))
+
+
+def unservable(config: Mapping[str, Any]) -> str | None:
+    """Why SGLang can never serve a drafter of this configuration; None if it can."""
+    if config.get("norm_before_residual"):
+        return (
+            "norm_before_residual is true, and SGLang has no such drafter: it would serve it without, at a fraction of "
+            "its acceptance. Train with norm_before_residual false"
+        )
+    if config.get("draft_vocab_size") is None:
+        return "draft_vocab_size is missing: SGLang would share the policy's lm_head with the drafter"
+    return None
+
+
+def _attributes(config: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(config).items() if not name.startswith("_")} if config else {}
+
+
+def _own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All but the embedding, whose parameter is the policy's own."""
+    return {name: p for name, p in model.named_parameters() if "embed_tokens" not in name}
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(iter(_own_parameters(model).values())).dtype
+
+
+def _check_arrived(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
+    """SGLang skips names that it does not know. Whatever is neither stacked nor sharded must hold what was sent."""
+    arrived = 0
+    for name, weight in weights.items():
+        theirs = (
+            own.get("model." + name.replace("midlayer.", "layers.0.")) if name != "lm_head.weight" else own.get(name)
+        )
+        if theirs is None or theirs.shape != weight.shape:
+            continue
+        if not torch.equal(theirs.detach().cpu(), weight.to(theirs.dtype)):
+            raise RuntimeError(f"{name} did not arrive; this SGLang is unknown to the loader")
+        arrived += 1
+    if arrived < 4:  # fc and three norms are never stacked nor sharded
+        raise RuntimeError(f"only {arrived} weights can be recognised in this draft model; it is of another family")
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(document))
+        temporary.replace(path)
+    except OSError:
+        log.exception("draftalign: the agent cannot be told what became of its drafter")

@@ -1,0 +1,329 @@
+"""Feature capture in a vLLM that speculates with EAGLE-3: live traffic trains the drafter, without a trainer.
+
+    DRAFTALIGN_TAP_URL=http://service:8400 DRAFTALIGN_TAP_FRACTION=0.05 VLLM_PLUGINS=draftalign vllm serve ...
+
+The target already hands its auxiliary states to the drafter at every step, and its final states too: the tap looks at
+what the drafter is given (`propose_draft_token_ids` in the V1 model runner, `speculator.propose` in V2), takes the rows
+of the requests that it samples, and reads their tokens from the same step. It registers the run, with the policy's
+embedding and head and the drafter that the server was started with. The policy must not change: when its weights are
+loaded again the tap stops, and says why. With RL, use the trainer's hook.
+
+What it sends is your users' text, as token ids and hidden states: sample with their consent.
+
+V1 and V2 are tested on a CPU (tests/vllm_server/test_vllm_server_tap.py). Asynchronous scheduling on GPUs is written
+from vLLM's source (0.32, 0.33) and was not run. One rank only: with tensor parallelism the head is sharded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rl_hooks.engines.policy_watch import WeightSample, on_reload
+from rl_hooks.engines.tap import (
+    POLICY_MOVED,
+    Batcher,
+    Collected,
+    FeatureTap,
+    Head,
+    Request,
+    Sampling,
+    Step,
+    rollout_file,
+)
+from rl_hooks.sending.registration import RunRegistration, head_weight
+from rl_hooks.sending.sender import Job, RolloutSender
+
+log = logging.getLogger("vllm.draftalign")
+
+#: Sampling parameters that change what a token was drawn from, and the value of each that does not.
+_PLAIN: Final[Mapping[str, Any]] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_p": 0.0,
+    "min_tokens": 0,
+}
+_ABSENT: Final = ("logit_bias", "allowed_token_ids", "structured_outputs", "bad_words", "logits_processors")
+
+
+#: What the tap reads, by the name of the parameter, so that vLLM may add and reorder others.
+V1_ARGUMENTS: Final = ("scheduler_output", "sampled_token_ids", "hidden_states", "aux_hidden_states")
+V2_ARGUMENTS: Final = ("input_batch", "last_hidden_states", "aux_hidden_states", "num_rejected", "last_sampled")
+
+
+class TapUnsupportedError(Exception):
+    """Features cannot be captured in this server; the message says why."""
+
+
+def named_arguments(function: Callable[..., Any], wanted: Sequence[str]) -> Callable[..., dict[str, Any]]:
+    """What turns a call's arguments into a dict by parameter name; raises TapUnsupportedError if a name is missing."""
+    signature = inspect.signature(function)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if missing := [one for one in wanted if one not in signature.parameters]:
+        raise TapUnsupportedError(
+            f"{name} has no parameter {', '.join(missing)} in this vLLM; it takes {', '.join(signature.parameters)}. "
+            "The tap knows vLLM 0.32 and 0.33"
+        )
+    return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments
+
+
+_Named = Callable[..., dict[str, Any]]
+_Read = Callable[[Any, Mapping[str, Any]], Step | None]
+
+
+@dataclass(frozen=True, slots=True)
+class TapSettings:
+    """Where features go, and how many of them. Read from DRAFTALIGN_TAP_* variables."""
+
+    url: str
+    run: str = "default"
+    token: str | None = None
+    fraction: float = 0.05
+    tokens_per_minute: int = 60_000
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> TapSettings | None:
+        """None where DRAFTALIGN_TAP_URL is unset; ValueError for nonsense."""
+        url = environment.get("DRAFTALIGN_TAP_URL")
+        if not url:
+            return None
+        fraction = float(environment.get("DRAFTALIGN_TAP_FRACTION", "0.05"))
+        budget = int(environment.get("DRAFTALIGN_TAP_TOKENS_PER_MINUTE", "60000"))
+        if not 0.0 < fraction <= 1.0 or budget < 1:
+            raise ValueError("DRAFTALIGN_TAP_FRACTION must be in (0, 1], DRAFTALIGN_TAP_TOKENS_PER_MINUTE above 0")
+        run = environment.get("DRAFTALIGN_TAP_RUN", "default")
+        return cls(url, run, environment.get("DRAFTALIGN_TAP_TOKEN"), fraction, budget)
+
+
+class Policy(nn.Module):
+    """The served model as the registration sees a trainer's: its transformers config, embedding and head."""
+
+    def __init__(self, config: Any, model: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        rows = int(config.vocab_size)  # vLLM pads both to a multiple of 64
+        embedding, head = _module(model, "model.embed_tokens"), _module(model, "lm_head")
+        self.embedding = _weight(embedding, rows)
+        self.head = self.embedding if config.tie_word_embeddings else _weight(head, rows)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Module whose weight is [V, H]."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Module whose weight is [V, H]."""
+        return self.head
+
+
+def policy_of(config: Any, model: nn.Module) -> Policy:
+    """A `Policy` by the name of its architecture, from which the registration knows what it does to its logits."""
+    architectures = getattr(config, "architectures", None) or [type(model).__name__]
+    named: type[Policy] = type(str(architectures[0]), (Policy,), {})
+    return named(config, model)
+
+
+class VllmTap:
+    """The tap of one worker: wraps its model runner, and sends what is collected."""
+
+    def __init__(self, worker: Any, settings: TapSettings, aux_layers: Sequence[int]) -> None:
+        self._check(worker)
+        runner, config = worker.model_runner, worker.vllm_config
+        policy = policy_of(config.model_config.hf_text_config, runner.get_model())
+        draft = Path(config.speculative_config.draft_model_config.model)
+        registration = RunRegistration(
+            policy, aux_layers=aux_layers, initial_drafter=draft if (draft / "model.safetensors").is_file() else None
+        )
+        self.settings, self._aux_layers, self._fingerprint = settings, tuple(aux_layers), registration.fingerprint
+        self.sender = RolloutSender(settings.url, run=settings.run, token=settings.token)
+        size = sum(tensor.data.nbytes for tensor in registration.tensors.values())
+        path = f"/runs/{quote(settings.run, safe='')}"
+        self.sender.submit_job(Job("PUT", path, registration.encode, size, keep=True))
+        self.batcher = Batcher(self._send)
+        self.tap = FeatureTap(
+            Head(head_weight(policy), registration.logit_map),
+            self.batcher.add,
+            fraction=settings.fraction,
+            tokens_per_minute=settings.tokens_per_minute,
+            weights=WeightSample(runner.get_model()),
+        )
+        self._wrap(runner)
+        on_reload(worker, lambda what: self.tap.stop(POLICY_MOVED.format(what)))
+
+    @staticmethod
+    def _check(worker: Any) -> None:
+        parallel = worker.vllm_config.parallel_config
+        if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+            raise TapUnsupportedError("the tap needs the whole head on one rank: no tensor or pipeline parallelism")
+        speculative = worker.vllm_config.speculative_config
+        if speculative is None or speculative.method != "eagle3":
+            raise TapUnsupportedError("this server does not speculate with EAGLE-3, so no states reach a drafter")
+
+    def _wrap(self, runner: Any) -> None:
+        # Every name is looked for before anything is wrapped: a tap is whole, or it is not there.
+        scheduled = named_arguments(runner.execute_model, ("scheduler_output",))
+        owner, method, read, wanted = self._place(runner)
+        propose = getattr(owner, method)
+        setattr(owner, method, self._tapped(runner, propose, read, named_arguments(propose, wanted)))
+        execute = runner.execute_model
+
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            self._watch(scheduled, args, kwargs)
+            return execute(*args, **kwargs)
+
+        runner.execute_model = execute_model
+
+    @staticmethod
+    def _place(runner: Any) -> tuple[Any, str, _Read, tuple[str, ...]]:
+        """Where the target's states are handed over: the object, its method, and how to read that."""
+        if hasattr(runner, "propose_draft_token_ids"):
+            return runner, "propose_draft_token_ids", step_v1, V1_ARGUMENTS
+        if hasattr(getattr(runner, "speculator", None), "propose"):
+            return runner.speculator, "propose", step_v2, V2_ARGUMENTS
+        raise TapUnsupportedError(f"{type(runner).__name__} hands nothing to a drafter that the tap knows")
+
+    def _watch(self, named: _Named, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        try:
+            scheduler_output = named(*args, **kwargs)["scheduler_output"]
+            # Ended in the step before; a name may be taken up again in this one.
+            self.tap.end(scheduler_output.finished_req_ids)
+            for new in scheduler_output.scheduled_new_reqs:
+                if (request := request_of(new)) is not None:
+                    self.tap.begin(request)
+            if scheduler_output.num_scheduled_tokens:  # an empty step may come while the engine sleeps
+                self.tap.release()
+        except Exception as error:  # noqa: BLE001 - the engine must not feel this
+            self.tap.note("reading what was scheduled", error)
+
+    def _tapped(self, runner: Any, propose: Callable[..., Any], read: _Read, named: _Named) -> Callable[..., Any]:
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            try:
+                given = named(*args, **kwargs)
+                # V2 rehearses with empty batches while it warms up.
+                if not given.get("dummy_run") and (step := read(runner, given)) is not None:
+                    self.tap.step(step)
+            except Exception as error:  # noqa: BLE001 - the engine must not feel this
+                self.tap.note("reading a step", error)
+            return propose(*args, **kwargs)
+
+        return tapped
+
+    def _send(self, batch: Sequence[Collected]) -> None:
+        parts, batch_id = rollout_file(
+            batch,
+            run=self.settings.run,
+            policy_version=0,
+            target_fingerprint=self._fingerprint,
+            aux_layers=self._aux_layers,
+        )
+        self.sender.submit(parts, batch_id=batch_id, policy_version=0)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the tap and of its sender, and why the tap has stopped, if it has."""
+        sender = {f"sender_{name}": value for name, value in self.sender.stats().items()}
+        return {**self.tap.counts, **sender, "stopped": self.tap.stopped}
+
+
+def request_of(new: Any) -> Request | None:
+    """A request of the scheduler's, if its tokens are drawn from the policy's plain distribution."""
+    params = new.sampling_params
+    if params is None or not new.prompt_token_ids or new.mm_features or new.lora_request is not None:
+        return None
+    if getattr(new, "prompt_embeds", None) is not None:
+        return None
+    plain = all(getattr(params, name, value) == value for name, value in _PLAIN.items())
+    if not plain or any(getattr(params, name, None) for name in _ABSENT):
+        return None
+    stop = frozenset(params.stop_token_ids or ()) if params.ignore_eos else frozenset(params.all_stop_token_ids)
+    if not params.ignore_eos and params.eos_token_id is not None:
+        stop |= {params.eos_token_id}
+    sampling = Sampling(float(params.temperature), float(params.top_p), max(0, int(params.top_k)))
+    return Request(new.req_id, new.prompt_token_ids, sampling, stop, params.max_tokens)
+
+
+def step_v1(runner: Any, given: Mapping[str, Any]) -> Step | None:
+    """Read a step from V1_ARGUMENTS of `propose_draft_token_ids`.
+
+    sampled_token_ids is a tensor [requests, drafts + 1] padded with -1, or a list of lists.
+    """
+    scheduled, sampled, hidden, aux = (given[name] for name in V1_ARGUMENTS)
+    if aux is None:
+        return None
+    names = list(runner.input_batch.req_ids)
+    counts = np.array([scheduled.num_scheduled_tokens[name] for name in names], dtype=np.int64)
+    device = hidden.device
+    if not isinstance(sampled, Tensor):
+        width = max((len(tokens) for tokens in sampled), default=0) or 1
+        sampled = torch.tensor([[*tokens, *[-1] * (width - len(tokens))] for tokens in sampled], device=device)
+    sampled = sampled[: len(names)].long()
+    drafts = [len(scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in names]
+    drafted = torch.tensor(drafts, device=device)
+    accepted = (sampled != -1).sum(dim=1)
+    return Step(
+        request_ids=names,
+        first_rows=np.cumsum([0, *counts[:-1]], dtype=np.int64),
+        row_counts=counts,
+        input_ids=getattr(runner.input_ids, "gpu", runner.input_ids),
+        positions=getattr(runner.positions, "gpu", runner.positions),
+        aux=aux,
+        last=hidden,
+        # Without drafts (a prefill) nothing was rejected, whatever stands in the sampled tokens.
+        rejected=torch.where(drafted > 0, drafted + 1 - accepted, torch.zeros_like(drafted)),
+        last_sampled=sampled.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0],
+    )
+
+
+def step_v2(_: Any, given: Mapping[str, Any]) -> Step | None:
+    """Read a step from V2_ARGUMENTS of `speculator.propose`; last_sampled is by request state."""
+    batch, hidden, aux, rejected, last_sampled = (given[name] for name in V2_ARGUMENTS)
+    if aux is None:
+        return None
+    counts = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1]).astype(np.int64)
+    return Step(
+        request_ids=batch.req_ids[: batch.num_reqs],
+        first_rows=batch.query_start_loc_np[: batch.num_reqs].astype(np.int64),
+        row_counts=counts,
+        input_ids=batch.input_ids,
+        positions=batch.positions,
+        aux=aux,
+        last=hidden,
+        rejected=rejected[: batch.num_reqs].long(),
+        last_sampled=last_sampled[batch.idx_mapping[: batch.num_reqs]].reshape(batch.num_reqs).long(),
+    )
+
+
+def _module(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise TapUnsupportedError(f"{type(model).__name__} has no {path}") from error
+
+
+def _weight(module: nn.Module, rows: int) -> nn.Module:
+    weight: Any = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.shape[0] < rows or not weight.is_floating_point():
+        raise TapUnsupportedError("the policy's embedding or head is quantised or packed, and cannot be read")
+    holder = nn.Module()
+    # A view, on the device: the policy's own memory. A plain attribute, so that nobody takes it for ours.
+    holder.weight = weight.detach()[:rows]
+    return holder
+
+
+def start_tap(worker: Any, aux_layers: Sequence[int]) -> VllmTap | None:
+    """Start the tap that the environment asks for; None without DRAFTALIGN_TAP_URL, or where it cannot be."""
+    try:
+        settings = TapSettings.read(os.environ)
+        return None if settings is None else VllmTap(worker, settings, aux_layers)
+    except Exception as error:  # noqa: BLE001 - a server without features is better than none
+        log.error("draftalign: no features will be captured: %s", error)
+        return None

@@ -1,0 +1,382 @@
+"""The part of the vLLM plugin inside each worker: stage a drafter beside the engine, then swap it in one call.
+
+A swap is two RPCs. `draftalign_stage` starts a thread that reads and checks the file while the engine goes on;
+`draftalign_apply` is the only moment in which the engine stands still, between two steps, and it is all or nothing:
+if applying fails, the drafter that was served before is put back. Both are called on every worker, so that one rank
+that cannot read its copy stops the swap on all of them.
+
+Reads only what V1 and V2 model runners share (`get_model`, `get_draft_model`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from rl_hooks.engines.vllm.draft import RunningDraft
+from rl_hooks.engines.vllm.layout import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    DrafterRefusedError,
+    DraftLayout,
+    Layout,
+    read_candidate,
+    vocabulary_digest,
+)
+from rl_hooks.engines.vllm.mtp_layout import MtpLayout, read_own_module
+from rl_hooks.engines.vllm.tap import VllmTap, start_tap
+
+log = logging.getLogger("vllm.draftalign")
+
+#: Prefix of an exception's text by which the API process, which only sees texts, knows a refusal.
+REFUSED = "draftalign refused: "
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Staged:
+    """A candidate on its way: filled in by the staging thread."""
+
+    path: str
+    version: str
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    sha256: str = ""
+    refused: str | None = None
+    failed: str | None = None
+    read_seconds: float = 0.0
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is loaded. The tensors stay in host memory, to be put back if the next swap fails half-way."""
+
+    version: str | None
+    sha256: str | None
+    tensors: dict[str, Tensor] | None
+
+
+class DrafterSwap:
+    """The drafter of one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._staged: Staged | None = None
+        self._served = Served(None, None, None)
+        #: What vLLM itself loaded at its start, once it was read.
+        self._initial: dict[str, Tensor] | None = None
+        self._swaps = 0
+        self._stall_seconds = 0.0
+        self._broken: str | None = None
+        self._marks: str | None = None
+        self.tap: VllmTap | None = None
+        self.tap_tried = False
+        has_draft = worker.model_runner.get_draft_model() is not None
+        self.draft = RunningDraft(worker) if has_draft else None
+        if self.draft is not None:
+            self._marks = self.draft.fingerprint()
+
+    # --- what is asked from outside
+    def stage(self, path: str, version: str) -> None:
+        """Begin to read and check; `staged` tells when it is done. A later call replaces an earlier one."""
+        staged = Staged(path, version)
+        self._staged = staged
+        threading.Thread(target=self._read, args=(staged,), name="draftalign-stage", daemon=True).start()
+
+    def staged(self) -> dict[str, Any]:
+        """Where the last `stage` stands."""
+        staged = self._staged
+        if staged is None:
+            return {"path": None, "done": True, "refused": None, "failed": "nothing is staged", "sha256": ""}
+        return {
+            "path": staged.path,
+            "version": staged.version,
+            "done": staged.done.is_set(),
+            "refused": staged.refused,
+            "failed": staged.failed,
+            "sha256": staged.sha256,
+        }
+
+    def apply(self, version: str, sha256: str) -> dict[str, Any]:
+        """Swap in what was staged: anew too if it is served already, for weights can be dead without looking so."""
+        staged = self._staged
+        if staged is None or staged.version != version:
+            raise RuntimeError(f"{version} is not staged here; another swap came between. Ask again")
+        if not staged.done.is_set():  # staged again since, through another API process; the engine waits for no disk
+            raise RuntimeError(f"{version} is still being read here; ask again")
+        if staged.refused is not None:
+            raise DrafterRefusedError(staged.refused)
+        if staged.failed is not None:
+            raise RuntimeError(staged.failed)
+        if self.draft is not None and staged.sha256 != sha256:
+            raise RuntimeError(f"this worker read {staged.sha256} for {version}, another one read {sha256}")
+        previous, self._staged = self._served, None
+        self._replace(Served(version, sha256, staged.tensors))
+        log.info("draftalign: drafter %s for %s in %.4f s", version, previous.version, self._stall_seconds)
+        return {"previous": previous.version, "version": version}
+
+    def state(self) -> dict[str, Any]:
+        """What is loaded, and whether it is still what was loaded."""
+        config = self._worker.vllm_config.speculative_config
+        document: dict[str, Any] = {
+            "version": self._served.version,
+            "loaded": self.draft is not None and self._intact(),
+            "swaps": self._swaps,
+            "depth": getattr(config, "num_speculative_tokens", 0) or 0,
+            "drafting": str(getattr(config, "draft_sample_method", None) or "greedy"),
+            "method": getattr(config, "method", None),
+            "sha256": self._served.sha256,
+            "last_stall_seconds": self._stall_seconds,
+            "problem": self._broken,
+            "tap": None if self.tap is None else self.tap.tap.stopped or "collecting",
+            "takes": None,
+        }
+        if self.draft is not None:
+            document["shared_modules"] = sorted(self.draft.shared)
+            try:
+                self._check_method()
+                self._check_engine()
+                layout, d2t = self._layout(), self._d2t()
+            except DrafterRefusedError as error:
+                document["problem"] = document["problem"] or f"cannot be swapped: {error}"
+            else:
+                document["takes"] = "mtp" if isinstance(layout, MtpLayout) else "eagle3"
+                document["config_fingerprint"] = layout.fingerprint(d2t)
+                document["d2t_sha256"] = vocabulary_digest(d2t, layout.vocab_size)
+                document["aux_layers"] = list(layout.aux_layers)
+        return document
+
+    def start_tap(self) -> None:
+        """Start feature capture, once, where the environment asks for it."""
+        self.tap_tried = True
+        if self.draft is None:
+            return
+        try:
+            layers = _captured_layers(self._worker.model_runner.get_model())
+        except DrafterRefusedError as error:  # a server must start without its tap rather than not at all
+            log.error("draftalign: no features are captured: %s", error)
+            return
+        self.tap = start_tap(self._worker, layers)
+
+    # --- staging
+    def _read(self, staged: Staged) -> None:
+        began = time.perf_counter()
+        try:
+            self._check_method()
+            if self.draft is not None:  # on other pipeline ranks there is nothing to read for
+                self._check_engine()
+                layout, d2t = self._layout(), self._d2t()
+                _check_config(Path(staged.path), layout)
+                body = _read_bounded(Path(staged.path) / MODEL_FILE, layout)
+                staged.sha256 = hashlib.sha256(body).hexdigest()
+                staged.tensors = read_candidate(body, layout, d2t, self._dtype())
+                if self._initial is None and self._served.version is None:
+                    self._initial = self._read_initial(layout, d2t)
+        except DrafterRefusedError as error:
+            staged.refused = str(error)
+        except Exception as error:  # noqa: BLE001 - a thread's exception would reach nobody; the caller asks for it
+            staged.failed = f"{type(error).__name__}: {error}"
+        finally:
+            staged.read_seconds = time.perf_counter() - began
+            staged.done.set()
+
+    def _read_initial(self, layout: Layout, d2t: Tensor) -> dict[str, Tensor] | None:
+        """Read the drafter that vLLM started with, so that there is something to put back from the first swap on."""
+        directory = Path(self._worker.vllm_config.speculative_config.draft_model_config.model)
+        try:
+            if isinstance(layout, MtpLayout):
+                return read_own_module(directory, layout, self._dtype())
+            return read_candidate(_read_bounded(directory / MODEL_FILE, layout), layout, d2t, self._dtype())
+        except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
+            log.info("draftalign: %s cannot be kept to go back to: %s", directory, error)
+            return None
+
+    def _layout(self) -> Layout:
+        """The running drafter's layout; of an EAGLE-3 drafter with the layers that the target really captures."""
+        speculative = self._worker.vllm_config.speculative_config
+        config = _attributes(speculative.draft_model_config.hf_config)
+        if speculative.method == "mtp":
+            return MtpLayout.read(config)
+        captured = _captured_layers(self._worker.model_runner.get_model())
+        return replace(DraftLayout.read(config, captured), aux_layers=captured)
+
+    def _d2t(self) -> Tensor:
+        """Offsets int64[D] that the engine started with; zeros where it drafts over the whole vocabulary."""
+        offsets = None if self.draft is None else self.draft.offsets()
+        return torch.zeros(self._layout().draft_vocab_size, dtype=torch.int64) if offsets is None else offsets
+
+    def _dtype(self) -> torch.dtype:
+        dtype = self._worker.vllm_config.speculative_config.draft_model_config.dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"the draft model's dtype is {dtype!r}; this vLLM is unknown to the plugin")
+        return dtype
+
+    def _check_method(self) -> None:
+        """Refuse servers that draft by n-grams or not at all, and MTP modules whose weights are quantised."""
+        speculative = self._worker.vllm_config.speculative_config
+        method = getattr(speculative, "method", None)
+        if method not in ("eagle3", "mtp"):
+            raise DrafterRefusedError(
+                f"this server speculates with {method or 'nothing'}; a drafter can be swapped only where the "
+                'server was started with method "eagle3" or "mtp"'
+            )
+        if method != "mtp":
+            return
+        if (quantised := speculative.draft_model_config.quantization) is not None:
+            raise DrafterRefusedError(f"this server's MTP module is quantised ({quantised}); serve it unquantised")
+        if getattr(self._worker.vllm_config.parallel_config, "enable_eplb", False):
+            raise DrafterRefusedError("this server moves the module's experts between GPUs (EPLB); turn it off")
+
+    def _check_engine(self) -> None:
+        """Refuse engines whose drafter shares a head with the policy, or is built otherwise than the layout says."""
+        assert self.draft is not None  # noqa: S101 - the caller looked
+        layout = self._layout()
+        others = sorted(set(self.draft.shared) - layout.shared)
+        if others:
+            raise DrafterRefusedError(
+                f"this server's drafter shares {', '.join(others)} with the policy, which a swap would overwrite. "
+                "Start the server with a drafter that brings its own lm_head, not equal to the policy's"
+            )
+        if self._worker.vllm_config.parallel_config.tensor_parallel_size > 1:
+            return  # shards and padding differ by rank; names and shapes were checked against the configuration
+        expected = layout.module_elements()
+        built = self.draft.built_elements(expected)
+        if built.keys() != expected.keys():
+            odd = sorted(built.keys() ^ expected.keys())
+            raise DrafterRefusedError(f"this server's drafter is built of other modules than expected: {odd}")
+        for name, count in expected.items():
+            # The head's rows are padded to a multiple of 64.
+            if built[name] != count and not (name == "lm_head" and built[name] > count):
+                raise DrafterRefusedError(f"the engine holds {built[name]} elements in {name}, expected {count}")
+
+    # --- the swap itself
+    def _replace(self, wanted: Served) -> None:
+        """Load `wanted`; on any failure put back what was there."""
+        if self.draft is None:
+            self._served = wanted
+            self._swaps += 1
+            return
+        began = time.perf_counter()
+        before = self._served
+        try:
+            self.draft.load(wanted.tensors or {}, self._layout().unread())
+        except Exception as error:
+            self._put_back(before, error)
+            raise
+        self._served, self._broken, self._initial = wanted, None, None
+        self._swaps += 1
+        self._marks = self.draft.fingerprint()
+        self._stall_seconds = time.perf_counter() - began
+
+    def _put_back(self, before: Served, error: Exception) -> None:
+        """Restore after a failed load. The policy's output is right in any case: it verifies every draft."""
+        assert self.draft is not None  # noqa: S101 - something was just loaded into it
+        log.exception("draftalign: loading failed; putting %s back", before.version or "the initial drafter")
+        tensors = before.tensors or self._initial
+        try:
+            if tensors is None:
+                raise RuntimeError("no copy of it was kept")  # noqa: TRY301 - one way out for both
+            self.draft.load(tensors, self._layout().unread())
+            self._marks = self.draft.fingerprint()
+        except Exception as second:  # noqa: BLE001 - reported in the state; the engine must go on
+            self._broken = f"loading failed ({error}), putting back failed ({second}); push a drafter again"
+            self._served, self._marks = Served(None, None, None), None
+
+    # --- is it still alive?
+    def _intact(self) -> bool:
+        """False when the weights changed since they were loaded: sleep and wake, a refit, a weight sync did that."""
+        return self.draft is None or (self._marks is not None and self._marks == self.draft.fingerprint())
+
+
+def _captured_layers(target: nn.Module) -> tuple[int, ...]:
+    """The layers whose input the target hands to the drafter, as it was told at start."""
+    for module in target.modules():
+        layers = getattr(module, "aux_hidden_state_layers", None)
+        if isinstance(layers, list | tuple) and layers:
+            return tuple(int(layer) for layer in layers)
+    raise DrafterRefusedError("the target hands no layers to a drafter: this server does not run EAGLE-3")
+
+
+def _attributes(config: Any) -> dict[str, Any]:
+    """A transformers configuration as the mapping that `DraftLayout.read` takes."""
+    return {name: value for name, value in vars(config).items() if not name.startswith("_")}
+
+
+def _check_config(directory: Path, layout: Layout) -> None:
+    """Refuse a drafter of other sizes or other meaning: same-shaped ones load without a word and only cost α."""
+    path = directory / CONFIG_FILE
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise DrafterRefusedError(f"{CONFIG_FILE} is larger than {_MAX_CONFIG_BYTES} bytes")
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise DrafterRefusedError(f"{CONFIG_FILE} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise DrafterRefusedError(f"{CONFIG_FILE} must hold an object, got {type(document).__name__}")
+    if differences := layout.of(document).differences(layout):
+        raise DrafterRefusedError("restart the server to change " + "; ".join(differences))
+
+
+def _read_bounded(path: Path, layout: Layout) -> bytes:
+    """The whole file, unless it is far larger than the layout could need."""
+    elements = sum(layout.module_elements().values()) + 2 * layout.draft_vocab_size + layout.vocab_size
+    limit = 8 * elements + (1 << 20)
+    with path.open("rb") as file:
+        body = file.read(limit + 1)
+    if len(body) > limit:
+        raise DrafterRefusedError(f"{MODEL_FILE} has more than {limit} bytes, which this engine's drafter cannot need")
+    return body
+
+
+# --- RPC methods, set on vLLM's WorkerBase by the general plugin
+
+
+def _of(worker: Any) -> DrafterSwap:
+    swap = getattr(worker, "_draftalign_swap", None)
+    if swap is None:
+        swap = worker._draftalign_swap = DrafterSwap(worker)
+    return swap
+
+
+def draftalign_stage(self: Any, path: str, version: str) -> None:
+    """RPC: begin to read the drafter in `path`."""
+    _of(self).stage(path, version)
+
+
+def draftalign_staged(self: Any) -> dict[str, Any]:
+    """RPC: how far that is."""
+    return _of(self).staged()
+
+
+def draftalign_apply(self: Any, version: str, sha256: str) -> dict[str, Any]:
+    """RPC: the swap, between two steps."""
+    try:
+        return _of(self).apply(version, sha256)
+    except DrafterRefusedError as error:
+        raise RuntimeError(REFUSED + str(error)) from error
+
+
+def draftalign_state(self: Any) -> dict[str, Any]:
+    """RPC: what is loaded."""
+    return _of(self).state()
+
+
+def draftalign_tap(self: Any) -> dict[str, Any] | None:
+    """RPC: start the feature tap if the environment asks for one and it is not running; what it counted."""
+    swap = _of(self)
+    if not swap.tap_tried:
+        swap.start_tap()
+    return None if swap.tap is None else swap.tap.stats()
+
+
+RPC_METHODS = (draftalign_stage, draftalign_staged, draftalign_apply, draftalign_state, draftalign_tap)

@@ -1,0 +1,81 @@
+"""Whether the worker can open a run: what PUT /runs asks of its body, and the worker of the file that was kept.
+
+One verdict for both. It reads headers and JSON, no values: what only those show (NaN, a draft vocabulary that
+contradicts itself) the worker refuses when it opens the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rl_hooks.format.eagle3 import (
+    STORED,
+    CheckpointError,
+    DrafterConfig,
+    Found,
+    check_header,
+    parse_config,
+    with_layers,
+)
+from rl_hooks.format.mtp import (
+    MtpConfig,
+    check_mtp_header,
+    of_module,
+    parse_mtp_config,
+)
+
+_ADVICE: Final = (
+    "`draftalign convert DRAFTER NEW --to sglang` rewrites a drafter of another project's layout (`--to mtp` takes the "
+    "MTP module out of a policy's checkpoint). Without a drafter the run begins from scratch"
+)
+
+
+def check_run(
+    config: Mapping[str, Any],
+    aux_layers: Sequence[int],
+    drafter_config: Mapping[str, Any] | None,
+    drafter_tensors: Found,
+) -> None:
+    """Raise `DrafterError` unless the worker can begin this run.
+
+    config: the target's; aux_layers: what the run captures; the other two: of the drafter that came along, if one did.
+    """
+    if drafter_config is None:
+        DrafterConfig.from_target(config, aux_layers, 1)  # a drafter from scratch takes its sizes from the target
+        return
+    # The worker publishes all of them as float32.
+    found = {n: (shape, "F32" if dtype in STORED else dtype) for n, (shape, dtype) in drafter_tensors.items()}
+    try:
+        if kind_of(drafter_config) == "mtp":
+            sizes: DrafterConfig | MtpConfig = _check_mtp(drafter_config, found)
+        else:
+            sizes = parse_config(with_layers(drafter_config, aux_layers))
+            check_header(found, sizes)
+    except CheckpointError as error:
+        raise CheckpointError(f"the drafter cannot be served: {str(error)[:300]}. {_ADVICE}") from error
+    for name in ("vocab_size", "hidden_size"):
+        if getattr(sizes, name) != config[name]:
+            raise CheckpointError(
+                f"the drafter is of another target: its {name} is {getattr(sizes, name)}, the run's {config[name]}"
+            )
+    if isinstance(sizes, DrafterConfig) and sizes.aux_layers != tuple(aux_layers):
+        raise CheckpointError(
+            f"the drafter reads layers {list(sizes.aux_layers)!s:.80} (entering), the run captures {list(aux_layers)}; "
+            "register the run with the drafter's layers"
+        )
+
+
+def kind_of(drafter_config: Mapping[str, Any]) -> str:
+    """`eagle3` or `mtp`, by a drafter's config.json. Raises `CheckpointError` for another kind."""
+    own = drafter_config.get("draftalign") or {}
+    kind = own.get("kind", "eagle3") if isinstance(own, Mapping) else own
+    if kind not in ("eagle3", "mtp"):
+        raise CheckpointError(f"config.json: draftalign.kind must be eagle3 or mtp, got {kind!r:.80}")
+    return str(kind)
+
+
+def _check_mtp(drafter_config: Mapping[str, Any], found: Found) -> MtpConfig:
+    sizes = parse_mtp_config(drafter_config)
+    check_mtp_header({short: found[name] for short, name in of_module(found, sizes).items()}, sizes)
+    return sizes

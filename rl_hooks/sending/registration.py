@@ -1,0 +1,257 @@
+"""What a run tells the service about its policy: first config, embedding and head; later the head, once it has moved.
+
+`PUT /runs/{run}` and `PUT /runs/{run}/head` carry safetensors files (`wire.RUN_FORMAT`, `wire.HEAD_FORMAT`). The
+tensors are copied to the host here, because the trainer goes on changing them; the copies live until they are sent.
+
+The service recomputes log p from `logit_map(last_hidden @ lm_head^T) / temperature`. What a known model does to its
+logits (a scale, a soft cap) goes along as a `wire.LogitMap`; a head with anything more in it (a bias, LoRA factors) is
+refused, and a sharded one (FSDP's DTensor, ZeRO-3) cannot be read: gathering it is a collective, which a hook on one
+rank must never start.
+
+The embedding goes as the table itself, without the factor that Gemma and Granite multiply it by: an engine's drafter
+shares the table and not the factor (docs/targets.md).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rl_hooks import wire
+from rl_hooks.errors import UnsupportedModelError
+from rl_hooks.sending.features import as_wire
+
+#: Heads up to this size travel in their own precision; larger float32 ones as bfloat16.
+_EXACT_BYTES: Final = 64 << 20
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The causal language model inside DDP (`.module`), `torch.compile` (`._orig_mod`) and PEFT wrappers."""
+    for _ in range(8):
+        inner: Any = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        if inner is None and hasattr(model, "peft_config"):
+            base: Any = getattr(model, "get_base_model", None)
+            inner = base() if callable(base) else None
+        if not isinstance(inner, nn.Module) or inner is model:
+            break
+        model = inner
+    return model
+
+
+class _LogitRule(NamedTuple):
+    """How models of these classes read a config field; others may carry it and read it otherwise, or not at all."""
+
+    field: str
+    neutral: float  # the value that leaves logits alone
+    operation: Literal["softcap", "multiply", "divide"] | None = None
+    classes: tuple[str, ...] = ()
+
+
+#: By the class that computes the logits: Gemma3ForConditionalGeneration ignores the field that Gemma3ForCausalLM reads.
+_LOGIT_RULES: Final = (
+    _LogitRule(
+        "final_logit_softcapping",
+        0.0,
+        "softcap",
+        (
+            "Gemma2ForCausalLM",
+            "Gemma3ForCausalLM",
+            "Gemma4ForCausalLM",
+            "Gemma4ForConditionalGeneration",
+            "VaultGemmaForCausalLM",
+            "NanoChatForCausalLM",
+        ),
+    ),
+    _LogitRule("logit_scale", 1.0, "multiply", ("CohereForCausalLM", "Cohere2ForCausalLM", "Cohere2MoeForCausalLM")),
+    _LogitRule(
+        "logits_scaling",
+        1.0,
+        "divide",
+        (
+            "GraniteForCausalLM",
+            "GraniteMoeForCausalLM",
+            "GraniteMoeSharedForCausalLM",
+            "GraniteMoeHybridForCausalLM",
+            "MiniCPM3ForCausalLM",
+        ),
+    ),
+    _LogitRule("logits_scaling", 1.0, "multiply", ("HyperCLOVAXForCausalLM",)),
+    _LogitRule("lm_head_multiplier", 1.0, "multiply", ("FalconH1ForCausalLM",)),
+    _LogitRule("output_multiplier", 1.0),
+    _LogitRule("logits_mup_width_multiplier", 1.0),
+)
+
+
+def known_logit_map(model: nn.Module, config: Mapping[str, Any]) -> wire.LogitMap:
+    """What the model, whose text config this is, does to its logits after lm_head.
+
+    Raises `UnsupportedModelError` for a field that may change them in a class that we have not read.
+    """
+    scale, softcap = 1.0, None
+    classes = {kind.__name__ for kind in type(unwrap(model)).__mro__}
+    for field in dict.fromkeys(rule.field for rule in _LOGIT_RULES):
+        rules = [rule for rule in _LOGIT_RULES if rule.field == field]
+        value = config.get(field)
+        if value is None or float(value) == rules[0].neutral:
+            continue
+        operation = next((rule.operation for rule in rules if classes & set(rule.classes)), None)
+        if operation is None:
+            raise UnsupportedModelError(
+                f"the config says {field} = {value}, and what a {type(unwrap(model)).__name__} does with it is not "
+                "known here; a wrong guess would give the drafter a wrong target. Say it: "
+                "logit_map=LogitMap(scale=..., softcap=...), LogitMap() for nothing (rl_hooks.wire)"
+            )
+        if operation == "softcap":
+            softcap = float(value)
+        else:
+            scale *= float(value) if operation == "multiply" else 1.0 / float(value)
+    return wire.LogitMap(scale, softcap)
+
+
+def target_config(model: nn.Module) -> dict[str, Any]:
+    """The language model's transformers config as plain JSON values (the text part of a vision-language model's)."""
+    config: Any = getattr(unwrap(model), "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        raise UnsupportedModelError(f"{type(unwrap(model)).__name__} has no transformers config to register")
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    plain = json.loads(json.dumps(config.to_dict(), default=str))
+    missing = [k for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size") if plain.get(k) is None]
+    if missing:
+        raise UnsupportedModelError(f"the model's config lacks {', '.join(missing)}, which the service needs")
+    return dict(plain)
+
+
+def head_weight(model: nn.Module) -> Tensor:
+    """The policy's `lm_head` [V, H] as it is now, detached. Raises `UnsupportedModelError` where it is not plain."""
+    inner: Any = unwrap(model)
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    # PEFT keeps a trained copy of a whole module beside the original.
+    trained = getattr(head, "modules_to_save", None)
+    if isinstance(trained, nn.ModuleDict) and len(trained):
+        head = next(iter(trained.values()))
+    if head is None:
+        raise UnsupportedModelError(f"{type(inner).__name__} has no output embedding (lm_head)")
+    if hasattr(head, "lora_A") and len(head.lora_A):
+        raise UnsupportedModelError("lm_head carries LoRA factors; leave it out of the adapter's target modules")
+    if getattr(head, "bias", None) is not None:
+        raise UnsupportedModelError("lm_head has a bias, which the rollout file cannot describe")
+    weight = head.weight
+    if not isinstance(weight, Tensor) or (weight.ndim != 2 and not is_sharded(weight)):
+        raise UnsupportedModelError(f"lm_head.weight must be a [V, H] tensor, got {type(weight).__name__}")
+    return weight.detach()
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether this rank holds only a part: a DTensor (FSDP2, tensor parallel), or what ZeRO-3 leaves, an empty one."""
+    return hasattr(weight, "to_local") or weight.numel() == 0
+
+
+def snapshot(weight: Tensor) -> Tensor:
+    """A contiguous copy on the host that later training steps cannot change."""
+    dtype = weight.dtype
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedModelError(f"weights must be float32, float16 or bfloat16, got {dtype}")
+    if dtype == torch.float32 and weight.numel() * 4 > _EXACT_BYTES:
+        dtype = torch.bfloat16
+    return weight.detach().to("cpu", dtype, copy=True).contiguous()
+
+
+class RunRegistration:
+    """Body of `PUT /runs/{run}`, snapshotted when this is made.
+
+    `logit_map`: what the model does to its logits after lm_head, where its type is not known here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        aux_layers: Sequence[int],
+        policy_version: int = 0,
+        draft_vocab_size: int | None = None,
+        initial_drafter: Path | str | None = None,
+        logit_map: wire.LogitMap | None = None,
+    ) -> None:
+        inner: Any = unwrap(model)
+        self.config = target_config(model)
+        self.logit_map = known_logit_map(model, self.config) if logit_map is None else logit_map
+        self.fingerprint = wire.target_fingerprint(self.config, aux_layers)
+        self.metadata = {
+            "format": wire.RUN_FORMAT,
+            "config": json.dumps(self.config),
+            "aux_layers": json.dumps({"convention": wire.AUX_CONVENTION, "layers": list(aux_layers)}),
+            "target_fingerprint": self.fingerprint,
+            "policy_version": str(policy_version),
+            **self.logit_map.metadata(),
+        }
+        if draft_vocab_size is not None:
+            self.metadata["draft_vocab_size"] = str(draft_vocab_size)
+        head, embedding = head_weight(model), inner.get_input_embeddings().weight.detach()
+        if is_sharded(head) or is_sharded(embedding):
+            raise UnsupportedModelError(
+                "the embedding or lm_head is sharded over ranks; attach before the trainer shards the model, "
+                "or use data parallelism that keeps whole parameters (DDP, ZeRO-1, ZeRO-2)"
+            )
+        self.tensors = {"embed_tokens": as_wire(snapshot(embedding))}
+        if head.data_ptr() != embedding.data_ptr():
+            self.tensors["lm_head"] = as_wire(snapshot(head))
+        if initial_drafter is not None:
+            self._embed_drafter(Path(initial_drafter))
+
+    def _embed_drafter(self, directory: Path) -> None:
+        weights, config = directory / "model.safetensors", directory / "config.json"
+        for path in (weights, config):
+            if not path.is_file():
+                raise FileNotFoundError(f"initial_drafter must hold model.safetensors and config.json; no {path}")
+        file = wire.MappedFile(weights)
+        for name, info in file.header.tensors.items():
+            self.tensors[f"drafter.{name}"] = wire.Tensor.of(file.array(name), info.dtype)
+        self.metadata["drafter_config"] = json.dumps(json.loads(config.read_text(encoding="utf-8")))
+
+    def encode(self) -> list[bytes | memoryview]:
+        """The request body, as parts."""
+        return wire.encode(self.tensors, self.metadata)
+
+
+def head_body(weight: Tensor, policy_version: int) -> Callable[[], list[bytes | memoryview]]:
+    """Snapshot `lm_head` now; the returned function lays out the body of `PUT /runs/{run}/head` later."""
+    tensors = {"lm_head": as_wire(snapshot(weight))}
+    metadata = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version)}
+    return lambda: wire.encode(tensors, metadata)
+
+
+class HeadWatch:
+    """Tells when the head has moved by more than `tolerance` since it was last sent.
+
+    Moved: |W' - W| / |W|, Frobenius, over at most 256 rows spread evenly over the vocabulary.
+    """
+
+    ROWS: Final = 256
+
+    def __init__(self, weight: Tensor, tolerance: float) -> None:
+        self.tolerance = tolerance
+        V = weight.shape[0]
+        self._rows = torch.linspace(0, V - 1, min(self.ROWS, V), dtype=torch.float64).long()
+        self._sent = self._sample(weight)
+
+    def _sample(self, weight: Tensor) -> Tensor:
+        return weight.detach()[self._rows.to(weight.device)].float().cpu()
+
+    def change(self, weight: Tensor) -> float:
+        """Relative change since `mark` (or the construction)."""
+        now = self._sample(weight)
+        return float((now - self._sent).norm() / self._sent.norm().clamp_min(1e-30))
+
+    def moved(self, weight: Tensor) -> bool:
+        """Whether the head is worth sending again."""
+        return self.change(weight) > self.tolerance
+
+    def mark(self, weight: Tensor) -> None:
+        """Remember this head as the one that the service has."""
+        self._sent = self._sample(weight)

@@ -1,0 +1,1 @@
+"""Captures hidden states in a trainer's own forward."""

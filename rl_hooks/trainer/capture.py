@@ -1,0 +1,216 @@
+"""Hidden states out of a forward that runs anyway: the states *entering* chosen decoder layers, and the last one.
+
+An auxiliary state is the residual stream entering layer `i` (0-based), residual added and before the layer's own norm:
+`output_hidden_states`' `hidden_states[i]`. The last state is the output of the final norm, which is what `lm_head`
+multiplies. Both come from module hooks, so the model need not return them, and no other layer is kept alive.
+
+Invariants
+- Nothing is captured unless armed: generation, evaluation and reference forwards run through the same modules.
+- The first firing of a hook in an armed forward counts. Activation checkpointing of some frameworks runs a module
+  again in the backward pass; such a second firing is ignored.
+- Hooks never raise into the forward. What goes wrong in one is raised by `pop`.
+- Register before `torch.compile`: a hook added to a model that was already compiled never fires (and `pop` says so).
+
+Data parallelism only: under tensor, sequence or pipeline parallelism a rank holds part of a state, and `pop` finds a
+shape that does not fit.
+
+Legend: B batch, S padded length, N selected rows, H hidden size, A auxiliary layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rl_hooks.errors import AuxLayersError, CaptureMissedError, RolloutError, UnsupportedModelError
+from rl_hooks.sending.features import Captured
+from rl_hooks.sending.registration import unwrap
+from rl_hooks.trainer.packing import boundaries_among
+
+#: Where causal language models keep their decoder layers and final norm, tried in order.
+DECODER_PATHS: Final[tuple[tuple[str, str], ...]] = (
+    ("model.layers", "model.norm"),  # Llama, Qwen, Mistral, Gemma, DeepSeek, ...
+    ("model.language_model.layers", "model.language_model.norm"),  # vision-language models, transformers 5
+    ("language_model.model.layers", "language_model.model.norm"),  # vision-language models, transformers 4
+    ("layers", "norm"),  # a bare backbone
+    ("transformer.h", "transformer.ln_f"),  # GPT-2, Falcon
+    ("gpt_neox.layers", "gpt_neox.final_layer_norm"),
+)
+
+
+def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's default: the states entering layers 2, L//2 and L-3, as vLLM and SGLang take them."""
+    low, middle, high = 2, num_layers // 2, num_layers - 3
+    if not low < middle < high:
+        raise AuxLayersError(
+            f"aux_layers='eagle3' means the layers entered at (2, L//2, L-3), which for L = {num_layers} is "
+            f"{(low, middle, high)}: they must ascend and differ. Name three layers yourself, for example "
+            f"aux_layers={tuple(sorted({0, num_layers // 2, num_layers - 1}))}."
+        )
+    return low, middle, high
+
+
+def find_decoder(
+    model: nn.Module, layers_path: str | None = None, norm_path: str | None = None
+) -> tuple[nn.ModuleList, nn.Module]:
+    """Find the decoder layers and the final norm, by explicit dotted paths or at the places known to us."""
+    root = unwrap(model)
+    if (layers_path is None) != (norm_path is None):
+        raise UnsupportedModelError("give both layers_path and norm_path, or neither")
+    known = DECODER_PATHS if layers_path is None or norm_path is None else ((layers_path, norm_path),)
+    for layers_name, norm_name in known:
+        layers, norm = _at(root, layers_name), _at(root, norm_name)
+        if isinstance(layers, nn.ModuleList) and len(layers) and norm is not None:
+            return layers, norm
+    tried = ", ".join(f"({a}, {b})" for a, b in known)
+    raise UnsupportedModelError(
+        f"no decoder layers and final norm in {type(root).__name__}: looked for {tried}. Pass layers_path= and "
+        f"norm_path=, dotted paths from {type(root).__name__} to its nn.ModuleList of layers and to its final norm."
+    )
+
+
+def _at(root: nn.Module, path: str) -> nn.Module | None:
+    here = root
+    for name in path.split("."):
+        child: Any = getattr(here, name, None)
+        if not isinstance(child, nn.Module):
+            return None
+        here = child
+    return here
+
+
+class FeatureCapture:
+    """Captures the states entering `aux_layers` and the final norm's output, in forwards run inside `armed`.
+
+    >>> capture = FeatureCapture(model, aux_layers=(1, 2, 3))
+    >>> with capture.armed():
+    ...     model(input_ids=input_ids, attention_mask=attention_mask)
+    >>> features = capture.pop()  # features.aux[i]: [B * S, H]; features.last: [B * S, H]
+
+    Raises `AuxLayersError` for layers that do not exist and `UnsupportedModelError` for an unknown architecture.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        aux_layers: Sequence[int] | Literal["eagle3"] = "eagle3",
+        *,
+        layers_path: str | None = None,
+        norm_path: str | None = None,
+    ) -> None:
+        layers, norm = find_decoder(model, layers_path, norm_path)
+        self.aux_layers: tuple[int, ...] = _check_layers(aux_layers, len(layers))
+        self.firings = 0
+        #: Time spent inside the hooks, that is, copying the selected rows.
+        self.hook_seconds = 0.0
+        self._armed = False
+        self._shape: tuple[int, ...] | None = None
+        self._rows: Tensor | None = None
+        self._states: dict[str, Tensor] = {}
+        self._boundaries: dict[str, Tensor] = {}
+        self._error: Exception | None = None
+        self._handles: list[RemovableHandle] = [
+            layers[index].register_forward_pre_hook(partial(self._entering, f"layer {index}"), with_kwargs=True)
+            for index in self.aux_layers
+        ]
+        self._handles.append(norm.register_forward_hook(self._normed))
+
+    @contextmanager
+    def armed(self, *, rows: Tensor | None = None, shape: tuple[int, ...] | None = None) -> Iterator[FeatureCapture]:
+        """Capture the next forward.
+
+        `rows`: int64 [N], which rows of the flattened [B * S] token axis to copy; without it, all are referenced
+        without a copy. `shape`: the [B, S] that the states must have; another one is an error that `pop` raises.
+        """
+        self._rows, self._shape = rows, shape
+        self._states, self._boundaries, self._error = {}, {}, None
+        self._armed = True
+        try:
+            yield self
+        finally:
+            self._armed = False
+            self._rows = None
+
+    def pop(self) -> Captured:
+        """What the last armed forward left. Raises `CaptureMissedError` if any hook did not fire."""
+        states, self._states = self._states, {}
+        boundaries, self._boundaries = self._boundaries, {}
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        wanted = [f"layer {index}" for index in self.aux_layers]
+        missed = [name for name in [*wanted, "norm"] if name not in states]
+        if missed:
+            raise CaptureMissedError(
+                f"no hidden state came from {', '.join(missed)} in the armed forward. Either no forward ran, or the "
+                "model was compiled before the hooks were registered (attach before torch.compile), or the modules "
+                "were replaced afterwards."
+            )
+        return Captured(tuple(states[name] for name in wanted), states["norm"], boundaries)
+
+    def close(self) -> None:
+        """Remove the hooks. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _entering(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._armed and name not in self._states:
+            if not self._states:  # the first layer speaks for all
+                self._boundaries = boundaries_among(kwargs)
+            self._take(name, args[0] if args else kwargs.get("hidden_states"))
+
+    def _normed(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if self._armed and "norm" not in self._states:
+            self._take("norm", output)
+
+    def _take(self, name: str, state: Any) -> None:
+        # Dynamo traces through hooks and would break the graph at a clock.
+        compiling = torch.compiler.is_compiling()
+        started = 0.0 if compiling else time.perf_counter()
+        try:
+            flat = _flatten(name, state, self._shape)
+            self._states[name] = flat if self._rows is None else flat.index_select(0, self._rows)
+            self.firings += 1
+        except Exception as error:  # noqa: BLE001 - a hook must never raise into the trainer's forward; pop raises it
+            self._error = self._error or error
+        if not compiling:
+            self.hook_seconds += time.perf_counter() - started
+
+
+def _flatten(name: str, state: Any, shape: tuple[int, ...] | None) -> Tensor:
+    """The state as detached rows [B * S, H], if it is one and fits [B, S]."""
+    if not isinstance(state, Tensor) or state.ndim < 2:
+        raise RolloutError(f"{name} was given {type(state).__name__}; expected a hidden state [B, S, H]")
+    if state.ndim > 3:
+        raise UnsupportedModelError(
+            f"the hidden state of {name} is {list(state.shape)}: several residual streams (AltUp, hyper-connections). "
+            "A drafter reads one [B, S, H]; such models are not supported"
+        )
+    if shape is not None and tuple(state.shape[:-1]) != shape:
+        raise RolloutError(
+            f"the hidden state of {name} is {list(state.shape)}, but input_ids are {list(shape)}. Tensor, sequence "
+            "and pipeline parallelism, and forwards that pack (padding-free) or cut the batch, are not supported."
+        )
+    return state.detach().reshape(-1, state.shape[-1])
+
+
+def _check_layers(aux_layers: Sequence[int] | str, num_layers: int) -> tuple[int, ...]:
+    if isinstance(aux_layers, str):
+        if aux_layers != "eagle3":
+            raise AuxLayersError(f"aux_layers must be 'eagle3' or a sequence of layer numbers, got {aux_layers!r}")
+        return eagle3_layers(num_layers)
+    chosen = tuple(int(index) for index in aux_layers)
+    if not chosen or list(chosen) != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] >= num_layers:
+        raise AuxLayersError(
+            f"aux_layers must be ascending, distinct and from 0 to {num_layers - 1} (the state entering that layer), "
+            f"got {chosen}"
+        )
+    return chosen

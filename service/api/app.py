@@ -1,0 +1,164 @@
+"""The HTTP API: one FastAPI application over a state directory and a Redis. No torch in this process.
+
+create_app(Settings(state_dir=..., redis_url=...))     the application
+run_api(settings)                                       serve it with uvicorn until SIGTERM
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import FrameType
+
+import redis.asyncio
+import uvicorn
+from fastapi import APIRouter, FastAPI, Response
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import RedisError
+from starlette.responses import HTMLResponse
+
+from service.api import acceptance as acceptance_api
+from service.api import drafters as drafters_api
+from service.api import problems
+from service.api import rollouts as rollouts_api
+from service.api import runs as runs_api
+from service.api.auth import Guard, check_binding
+from service.api.connections import BoundedProtocol, Places
+from service.api.context import Context, ServiceContext
+from service.api.problems import Problem
+from service.api.snapshot import read_snapshot, watch
+from service.errors import ConfigurationError
+from service.monitor import metrics
+from service.settings import Settings
+
+log = logging.getLogger("draftalign.api")
+router = APIRouter(tags=["operations"])
+
+_PAGE = Path(__file__).with_name("page.html")
+_REAP_SECONDS = 300.0
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """Build the application; raises ConfigurationError without a Redis, or when it would be open to the network."""
+    check_binding(settings)
+    if settings.redis_url is None:
+        raise ConfigurationError("the API needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
+    client = redis.asyncio.Redis.from_url(
+        settings.redis_url.get_secret_value(),
+        socket_timeout=5.0,
+        socket_connect_timeout=2.0,
+        retry=Retry(ExponentialBackoff(cap=0.2, base=0.05), 2),
+    )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(work(app.state.context)) for work in (_reap, watch)]
+        yield
+        for task in tasks:
+            task.cancel()
+        app.state.context.close()
+        await client.aclose()
+
+    app = FastAPI(
+        title="draftalign",
+        description="Keeps a speculative-decoding drafter in step with a policy that RL keeps changing.",
+        lifespan=lifespan,
+        redoc_url=None,
+    )
+    app.state.context = ServiceContext(settings, client)
+    app.add_middleware(Guard, settings=settings)
+    problems.install(app, settings.retry_after_seconds)
+    for part in (runs_api, rollouts_api, drafters_api, acceptance_api):
+        app.include_router(part.router)
+    app.include_router(router)
+    return app
+
+
+async def _reap(context: ServiceContext) -> None:
+    while True:
+        try:
+            gone = await context.reap()
+            if gone:
+                log.info("removed %d spooled files that no queue entry names", gone)
+        except (RedisError, OSError) as error:
+            log.debug("the spool was not swept: %s", error)
+        await asyncio.sleep(_REAP_SECONDS)
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """Answer while the process lives."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz")
+async def readyz(context: Context) -> dict[str, str]:
+    """Answer while rollouts can be taken: Redis replies and the spool has room."""
+    await context.redis.ping()
+    if context.spool.free_bytes() < context.settings.spool_min_free_bytes:
+        raise Problem(503, "spool-low", "the spool's disk is nearly full", headers={"Retry-After": "10"})
+    return {"status": "ready"}
+
+
+@router.get("/metrics")
+async def get_metrics(context: Context) -> Response:
+    """Read the metrics, in Prometheus' text format."""
+    snapshots = {run: await read_snapshot(context, run) for run in context.layout.run_names()}
+    text = await asyncio.to_thread(metrics.render, snapshots, queue_limit_bytes=context.settings.queue_max_bytes)
+    return Response(text, media_type=metrics.CONTENT_TYPE)
+
+
+@router.get("/", response_class=HTMLResponse)
+async def page() -> HTMLResponse:
+    """Show the page that draws α live."""
+    return HTMLResponse(await asyncio.to_thread(_PAGE.read_text, "utf-8"))
+
+
+class Server(uvicorn.Server):
+    """uvicorn that ends long polls when it is asked to stop, instead of waiting for them."""
+
+    def __init__(self, config: uvicorn.Config, context: ServiceContext) -> None:
+        super().__init__(config)
+        self._context = context
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop."""
+        self._context.stopping.set()
+        super().handle_exit(sig, frame)
+
+
+def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
+    """An unstarted server."""
+    app = app or create_app(settings)
+    places = Places()
+    config = uvicorn.Config(
+        app,
+        http=functools.partial(BoundedProtocol, places=places),  # type: ignore[arg-type]
+        ws="none",
+        backlog=places.backlog,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # Longer than clients and proxies keep an idle connection (httpx 5 s, nginx 60 s): whoever closes first must be
+        # the side that sends next, or a request now and then meets a connection that is just being closed.
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=15,
+    )
+    return Server(config, app.state.context)
+
+
+def run_api(settings: Settings) -> None:
+    """Serve in this process until SIGTERM or SIGINT."""
+    server = make_server(settings)
+    log.info("process %d serves http://%s:%d/", os.getpid(), settings.host, settings.port)
+    server.run()
+    if not server.started:
+        raise ConfigurationError(f"could not listen on {settings.host}:{settings.port}; is the port taken?")

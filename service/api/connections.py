@@ -1,0 +1,211 @@
+"""What a connection may take before anybody has shown a token: bytes and seconds of a header, and its place.
+
+uvicorn's httptools protocol has no such bounds: one connection's headers could fill the memory, and silent connections
+could use up the process's descriptors. Its other protocol (h11) bounds the header's bytes only, and costs 1.2 times the
+CPU seconds for an upload. What has a token is not bounded here: uploads, downloads and long polls last as long as they
+have to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from http import HTTPStatus
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from service.api.problems import REFUSED
+
+#: Request line and header fields together; fields after a chunked body likewise.
+MAX_HEADER_BYTES: Final = 32 << 10
+MAX_HEADER_FIELDS: Final = 128
+#: From a request's first byte, or from the connection's beginning, to the end of the header.
+HEADER_SECONDS: Final = 10.0
+#: Requests that wait while the one before them is answered.
+MAX_PIPELINED: Final = 16
+#: With the memory that a header may take, this bounds what strangers can make the process use.
+MAX_CONNECTIONS: Final = 4096
+_TOO_LARGE: Final = (
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    f"a header may have {MAX_HEADER_BYTES} bytes in {MAX_HEADER_FIELDS} fields",
+)
+
+
+class Places:
+    """The connections of one server: how many there may be, and which of them wait for a request, longest first."""
+
+    def __init__(self, descriptors: int | None = None) -> None:
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if descriptors is None else descriptors
+        unlimited = soft == resource.RLIM_INFINITY
+        #: Descriptors left for spooled files, Redis, and connections accepted at the same moment.
+        reserve = 1024 if unlimited else min(1024, soft // 4)
+        self.limit = MAX_CONNECTIONS if unlimited else max(1, min(MAX_CONNECTIONS, soft - reserve))
+        #: Accepted in one go at most, before any of them can be closed again.
+        self.backlog = max(1, reserve // 2)
+        self.waiting: dict[BoundedProtocol, None] = {}
+
+    def make_room(self, connections: set[Any]) -> bool:
+        """Close the connection that has waited longest, else one whose request was refused. False: all are at work."""
+        found = next(iter(self.waiting), None)
+        if found is None:
+            found = next((c for c in connections if isinstance(c, BoundedProtocol) and c.gives_way), None)
+        if found is None:
+            return False
+        found.give_up()
+        return True
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 protocol within the bounds above."""
+
+    def __init__(self, *args: Any, places: Places, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._places = places
+        self._given_up = False
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._refusal: tuple[HTTPStatus, str] | None = None
+        self._in_header = self._in_message = False
+        self._header_bytes = 0
+        self._idle_bytes = 0  # came since a header or a part of a body was complete
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether its requests are of no account: refused, or sent without waiting for answers."""
+        refused = self.cycle is not None and bool(self.cycle.scope.get(REFUSED))
+        return not self._given_up and (refused or bool(self.pipeline) or self.transport.is_closing())
+
+    def give_up(self) -> None:
+        """Close at once; what was not sent yet is lost."""
+        self._given_up = True
+        self._works()
+        self.transport.abort()
+
+    # --- the connection
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a place, and wait for a request."""
+        super().connection_made(transport)
+        crowded = len(self.connections) > self._places.limit
+        if crowded and not self._places.make_room(self.connections - {self}):
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "all connections are in use")
+            return
+        self._waits()
+        self._begin_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Leave the place to others."""
+        self._works()
+        self._end_header_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; refuse it where no end of a header is in sight."""
+        self._idle_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._idle_bytes > MAX_HEADER_BYTES:
+            self._refuse(*_TOO_LARGE)
+            return
+        idle = self.cycle is None or self.cycle.response_complete
+        if self._in_header or (idle and (self._in_message or self._idle_bytes)):
+            self._begin_header_timer()
+        elif idle and self.timeout_keep_alive_task is None:  # the end of a body that nobody read
+            self._end_header_timer()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        """Begin with the next request that came already, or wait for one."""
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._waits()
+
+    # --- the parser
+    def on_message_begin(self) -> None:
+        """Count anew."""
+        super().on_message_begin()
+        self._header_bytes = 0
+        self._in_header = self._in_message = True
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the request's line."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a field."""
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        if len(self.headers) >= MAX_HEADER_FIELDS:
+            raise self._refused(*_TOO_LARGE)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer."""
+        self._idle_bytes = 0
+        self._in_header = False
+        self._end_header_timer()
+        self._works()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise self._refused(HTTPStatus.TOO_MANY_REQUESTS, f"at most {MAX_PIPELINED} requests may wait for answers")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
+        self._idle_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request has come."""
+        self._idle_bytes = 0
+        self._in_message = False
+        super().on_message_complete()
+
+    # --- inside
+    def _waits(self) -> None:
+        self._places.waiting[self] = None
+
+    def _works(self) -> None:
+        self._places.waiting.pop(self, None)
+
+    def _begin_header_timer(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._header_is_late)
+
+    def _end_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _header_is_late(self) -> None:
+        if self._in_header:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"the header took more than {HEADER_SECONDS:.0f} s")
+        else:
+            self.transport.close()
+
+    def _count(self, more: int) -> None:
+        self._header_bytes += more
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise self._refused(*_TOO_LARGE)
+
+    def _refused(self, status: HTTPStatus, said: str) -> ValueError:
+        """For the parser, which takes any exception for a fault of the request."""
+        self._refusal = status, said
+        return ValueError(said)
+
+    def _refuse(self, status: HTTPStatus, said: str) -> None:
+        self._refusal = status, said
+        self.send_400_response(said)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser or a bound refused, where no other answer is under way, and close."""
+        answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not answering and not self.pipeline:
+            status, said = self._refusal or (HTTPStatus.BAD_REQUEST, msg)
+            head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[status] + head % len(said) + said.encode())
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: `Upgrade` (h2c, WebSocket) is ignored, as HTTP allows, and strangers may ask for it often."""

@@ -1,0 +1,104 @@
+"""What the API's handlers share: one object per process, reached through `Context`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Final, ParamSpec, TypeVar
+
+import redis.asyncio
+from fastapi import Depends, Query, Request
+
+from service.monitor.dead_drafter import DeadRule
+from service.settings import Settings
+from service.storage.layout import FileId, Layout, file_id
+from service.storage.queue import AsyncRolloutQueue
+from service.storage.registry import Registry
+from service.storage.reports import AsyncStore
+from service.storage.runs import RunRecord, load_run
+from service.storage.spool import Spool
+
+P = ParamSpec("P")
+T = TypeVar("T")
+#: So many requests at a time may wait for locks of registries.
+_LOCKING_THREADS: Final = 4
+
+
+class ServiceContext:
+    """Settings, state directory and Redis of the API process."""
+
+    def __init__(self, settings: Settings, client: redis.asyncio.Redis) -> None:
+        self.settings = settings
+        self.redis: Any = client
+        self.layout = Layout(settings.state_dir)
+        self.registry = Registry(self.layout)
+        self.spool = Spool(self.layout)
+        #: Set when the server is asked to stop, so that long polls end at once.
+        self.stopping = asyncio.Event()
+        self.dead_rule = DeadRule(
+            min_rounds=settings.dead_min_rounds,
+            live_alpha=settings.dead_live_alpha,
+            replay_alpha=settings.dead_replay_alpha,
+            push_again_seconds=settings.push_again_seconds,
+        )
+        #: Runs for which this process has accepted a batch: the log says the first of each.
+        self.accepted_for: set[str] = set()
+        self._runs: dict[str, tuple[FileId, RunRecord]] = {}  # with the file that it was read from
+        self._queues: dict[str, AsyncRolloutQueue] = {}
+        self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
+
+    def run(self, run: str) -> RunRecord:
+        """The record of a registered run; raises RunNotFound. It is read once, and again when it is registered anew."""
+        file = file_id(self.layout.run_json(run))
+        if run not in self._runs or self._runs[run][0] != file:
+            self._runs[run] = file, load_run(self.layout, run)
+        return self._runs[run][1]
+
+    def queue(self, run: str) -> AsyncRolloutQueue:
+        """The queue of a run."""
+        if run not in self._queues:
+            self._queues[run] = AsyncRolloutQueue(self.redis, run)
+        return self._queues[run]
+
+    def store(self, run: str) -> AsyncStore:
+        """The store of a run."""
+        return AsyncStore(self.redis, run)
+
+    async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Do in a thread what takes the lock of a run's registry.
+
+        Not in asyncio's own threads: while somebody keeps that lock, those who wait for it would take all of them, and
+        uploads need some.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._locking, functools.partial(work, *args, **named))
+
+    def close(self) -> None:
+        """Let nobody wait for locks any more."""
+        self._locking.shutdown(wait=False, cancel_futures=True)
+
+    async def reap(self) -> int:
+        """Delete spooled files that no entry will ever name; returns how many.
+
+        They come from a crash between rename and enqueue, or between acknowledgement and deletion.
+        """
+        age = self.settings.orphan_age_seconds
+        gone = await asyncio.to_thread(self.spool.reap_uploads, age)
+        for run in self.layout.run_names():
+            for blob in await asyncio.to_thread(self.spool.old_blobs, run, age):
+                # Asked and given up in one step: an API process that was stopped before its enqueue may go on now.
+                if await self.queue(run).disown(blob.partition(".")[0], blob):
+                    self.spool.delete(run, blob)
+                    gone += 1
+        return gone
+
+
+def _context(request: Request) -> ServiceContext:
+    context: ServiceContext = request.app.state.context
+    return context
+
+
+Context = Annotated[ServiceContext, Depends(_context)]
+RunQuery = Annotated[str, Query(description="Name of the run.")]

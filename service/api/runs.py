@@ -1,0 +1,195 @@
+"""`PUT /runs/{run}`, `GET /runs/{run}`, `PUT /runs/{run}/head`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
+from service.api.context import Context, ServiceContext
+from service.api.problems import Problem
+from service.api.snapshot import read_headline
+from service.api.uploads import check_announcement, receive_file
+from service.storage.layout import RUN_NAME, FileId, file_id
+from service.storage.nearness import check_finite, check_head, join_run
+from service.storage.runs import (
+    RunRecord,
+    check_same,
+    commit_run,
+    read_head_header,
+    read_run_header,
+    untouched,
+)
+from service.storage.spool import Upload
+
+router = APIRouter(tags=["runs"])
+
+
+@router.put(
+    "/runs/{run}",
+    status_code=201,
+    responses={
+        200: {"description": "The same target is registered already. `warning` says what was ignored."},
+        409: {"description": "The run is another target's, or another policy's."},
+    },
+)
+async def put_run(run: str, request: Request, response: Response, context: Context) -> dict[str, Any]:
+    """Register a run: its target's configuration, embedding, head and, optionally, a first drafter.
+
+    A run that exists is left as it is, unless the worker cannot begin with its file (`worker_error` says why).
+    """
+    if not RUN_NAME.fullmatch(run):
+        raise Problem(422, "bad-run-name", "a run is named by 1 to 64 of A-Z a-z 0-9 . _ -", field="run")
+    length = check_announcement(request, context.settings.max_run_bytes)
+    refused = await _refused_file(context, run)
+    records: list[RunRecord] = []
+
+    async def on_header(header: Header) -> bool:
+        begins = refused is not None or not context.layout.run_json(run).exists()
+        record = read_run_header(run, header, begins=begins)
+        records.append(record)
+        if not begins:
+            check_same(context.layout, context.run(run), record, header)
+        return True  # of a run that exists, the weights are compared
+
+    warning: str | None = None
+    check_room(context, length)
+    with context.spool.reserve(length), context.spool.upload() as upload:
+        await receive_file(request, upload, length, context.settings, on_header)
+        await asyncio.to_thread(check_finite, upload.path)
+        created = refused is not None or not context.layout.run_json(run).exists()
+        if created:
+            loop = asyncio.get_running_loop()
+
+            def forget() -> None:
+                """What an earlier run of this name left in Redis; in the loop, to which the client belongs."""
+                asyncio.run_coroutine_threadsafe(context.store(run).forget(), loop).result()
+
+            created = await context.locking(commit_run, context.layout, records[0], upload, forget, refused=refused)
+            if created and refused is not None:
+                await context.store(run).forget_refusal()  # it was of the file that was replaced
+        if not created:
+            warning = await _join(context, records[0], upload)
+    await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
+    response.status_code = 201 if created else 200
+    return await describe(context, run) | ({} if warning is None else {"warning": warning})
+
+
+async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> str | None:
+    """Let a trainer into the run that exists, if it is of the run's policy; returns what it must be told, if anything.
+
+    For a run that is kept as it is. Its head may become the run's at that policy version: `join_run` has the rule.
+    """
+    joined = await asyncio.to_thread(join_run, context.layout, record.run, upload.path)
+    if joined.new_head is not None:
+        size = parts_bytes(joined.new_head)
+        check_room(context, size)
+        with context.spool.reserve(size), context.spool.upload() as head:
+            for part in joined.new_head:
+                await asyncio.to_thread(head.write, part)
+            _keep_head(context, record.run, record.policy_version, head, joined.as_of_ns)
+        await context.store(record.run).raise_latest_head(record.policy_version)
+    return joined.warning
+
+
+def _keep_head(context: ServiceContext, run: str, version: int, head: Upload, as_of_ns: int | None = None) -> None:
+    """Keep an uploaded head as received now, or as of an earlier time.
+
+    Heads count by their files' times (`Target.at`). So what comes later gets a later one, the clock set back or not.
+    """
+    later = head.path.stat().st_mtime_ns
+    for path in context.layout.heads(run).glob("*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):  # the worker deletes those that it needs no more
+            later = max(later, path.stat().st_mtime_ns + 1)
+    time_ns = later if as_of_ns is None else as_of_ns
+    os.utime(head.path, ns=(time_ns, time_ns))
+    head.keep(context.layout.head(run, version))
+
+
+async def _refused_file(context: ServiceContext, run: str) -> FileId:
+    """The target's file of a run that the worker cannot begin with: the next one takes its place. None: there is none.
+
+    Not where the worker only failed: the run may be gathering its vocabulary, and have nothing else to show yet.
+    """
+    if not context.layout.run_json(run).exists() or not untouched(context.layout, run):
+        return None
+    file = file_id(context.layout.target(run))
+    refused = (await context.store(run).worker()).get("refused")
+    return file if file is not None and refused == list(file) else None
+
+
+@router.get("/runs/{run}")
+async def get_run(run: str, context: Context) -> dict[str, Any]:
+    """Read what is registered, how far the run's drafter and head have come, and the worst thing that is true of it."""
+    return await describe(context, run)
+
+
+async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
+    """Describe a run as GET /runs/{run} answers it."""
+    record = context.run(run)
+    latest = context.registry.latest(run)
+    versions = context.registry.versions(run)
+    worker = await context.store(run).worker()
+    return record.model_dump() | {
+        "drafter": None if latest is None else latest.version,
+        "reference_version": versions[0] if versions else None,
+        "latest_head": await context.store(run).latest_head(),
+        "worker_error": worker.get("error"),
+        # What the drafters in use can propose, and the share of the newest scored tokens that this is.
+        "draft_vocab_size": worker.get("draft_vocab_size") or record.draft_vocab_size,
+        "draft_coverage": worker.get("draft_coverage"),
+        "headline": (await read_headline(context, run)).as_json(),
+    }
+
+
+@router.put(
+    "/runs/{run}/head",
+    status_code=201,
+    responses={409: {"description": "The head is another policy's: it is near none that the run has known."}},
+)
+async def put_head(run: str, request: Request, context: Context) -> dict[str, Any]:
+    """Take the policy's head rows again, when the head has moved."""
+    record = context.run(run)
+    length = check_announcement(request, context.settings.max_run_bytes)
+    versions: list[int] = []
+
+    async def on_header(header: Header) -> bool:
+        versions.append(read_head_header(record, header))
+        return True
+
+    check_room(context, length)
+    with context.spool.reserve(length), context.spool.upload() as upload:
+        await receive_file(request, upload, length, context.settings, on_header)
+        await asyncio.to_thread(_check_ids, upload, record.vocab_size)
+        await asyncio.to_thread(check_finite, upload.path)
+        await asyncio.to_thread(check_head, context.layout, run, upload.path)
+        _keep_head(context, run, versions[0], upload)
+    latest = await context.store(run).raise_latest_head(versions[0])
+    return {"run": run, "policy_version": versions[0], "latest_head": latest}
+
+
+def _check_ids(upload: Upload, vocab_size: int) -> None:
+    file = MappedFile(upload.path)
+    if "ids" not in file:
+        return
+    ids = file.array("ids")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or np.unique(ids).size != ids.size:
+        raise WireError("ids", f"must be distinct token ids from 0 to {vocab_size - 1}")
+
+
+def check_room(context: ServiceContext, length: int) -> None:
+    """Refuse an upload that the spool's disk has no room for."""
+    free = context.spool.free_bytes() - length
+    if free < context.settings.spool_min_free_bytes:
+        raise Problem(
+            429,
+            "spool-low",
+            f"{length} bytes would leave {max(free, 0)} free in the spool; at least "
+            f"{context.settings.spool_min_free_bytes} must stay free. Try again when the worker has caught up",
+            headers={"Retry-After": str(context.settings.retry_after_seconds)},
+        )

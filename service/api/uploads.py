@@ -1,0 +1,147 @@
+"""Receives a safetensors file into the spool: refused as early as it can be, never held in memory, never half kept.
+
+What is known before a byte of the body is read (its length, its type) is checked by `check_announcement`; the rest by
+`receive_file`, which hands the header to its caller the moment it is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from rl_hooks.wire import CONTENT_TYPE, Header, WireError, header_size, parse_header
+from service.api.problems import BODY_STATE, Problem
+from service.settings import Settings
+from service.storage.spool import Upload
+
+Model = TypeVar("Model", bound=BaseModel)
+OnHeader = Callable[[Header], Awaitable[bool]]
+#: A body slower than this on average is not an upload but a way to hold a connection.
+_MIN_BYTES_PER_SECOND: Final = 4096
+
+
+def check_announcement(request: Request, max_bytes: int) -> int:
+    """Check what the request says of its body, before any of it is read; returns its length in bytes."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise Problem(415, "content-encoding", f"send the file as it is, not {encoding[:40]!r}-encoded")
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != CONTENT_TYPE:
+        raise Problem(415, "content-type", f"expected {CONTENT_TYPE}, got {media_type[:80]!r}", field="Content-Type")
+    text = request.headers.get("content-length")
+    if text is None or "transfer-encoding" in request.headers:
+        raise Problem(411, "length-required", "send Content-Length; a chunked body has no length to admit it by")
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
+        raise Problem(400, "bad-length", f"Content-Length must be a number of bytes, got {text[:40]!r}")
+    length = int(text)
+    if length > max_bytes:
+        raise Problem(413, "too-large", f"the body has {length} bytes, the limit is {max_bytes}; send smaller batches")
+    return length
+
+
+async def receive_file(
+    request: Request, upload: Upload, length: int, settings: Settings, on_header: OnHeader
+) -> Header:
+    """Write the body to `upload`; returns its verified header once exactly `length` bytes have come.
+
+    `on_header` is awaited as soon as the header is complete: it raises to refuse the rest, and returns whether the
+    bytes are worth keeping (if not, they are read and dropped).
+    """
+    deadline = time.monotonic() + settings.body_idle_seconds + length / _MIN_BYTES_PER_SECOND
+    prefix = bytearray()
+    header: Header | None = None
+    keep = True
+    received = 0
+    more = True
+    while more:
+        chunk, more = await _next_chunk(request, settings.body_idle_seconds, deadline)
+        received += len(chunk)
+        if received > length:
+            raise WireError("file", f"Content-Length said {length} bytes, but more came")
+        if keep:
+            _write(upload, chunk)
+        if header is None:
+            prefix += chunk
+            header = _complete_header(prefix, length)
+            if header is not None:
+                del prefix
+                keep = await on_header(header)
+    if received != length:
+        raise WireError("file", f"Content-Length said {length} bytes, {received} came")
+    if header is None:
+        raise WireError("header", f"the file ended after {received} bytes, inside its header")
+    return header
+
+
+def _complete_header(prefix: bytearray, length: int) -> Header | None:
+    """The header once `prefix` holds all of it. Lies about sizes are refused before the body they lie about."""
+    if len(prefix) < 8:
+        return None
+    size = header_size(bytes(prefix[:8]))
+    if size > length:
+        raise WireError("header", f"says it is {size} bytes long, the whole body has {length}")
+    if len(prefix) < size:
+        return None
+    header = parse_header(bytes(prefix[:size]))
+    if header.file_bytes != length:
+        raise WireError("header", f"describes a file of {header.file_bytes} bytes, Content-Length says {length}")
+    return header
+
+
+async def _next_chunk(request: Request, idle_seconds: float, deadline: float) -> tuple[bytes, bool]:
+    request.scope[BODY_STATE] = "reading"
+    try:
+        async with asyncio.timeout(min(idle_seconds, max(deadline - time.monotonic(), 0.0))):
+            message = await request.receive()
+    except TimeoutError as error:
+        raise Problem(408, "too-slow", "the body came too slowly; nothing was kept") from error
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    more = bool(message.get("more_body", False))
+    if not more:
+        request.scope[BODY_STATE] = "read"
+    return message.get("body", b""), more
+
+
+def _write(upload: Upload, chunk: bytes) -> None:
+    try:
+        upload.write(chunk)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Problem(
+                HTTPStatus.SERVICE_UNAVAILABLE, "spool-full", "the spool's disk is full", headers={"Retry-After": "10"}
+            ) from error
+        raise
+
+
+async def read_json_body(request: Request, max_bytes: int = 1 << 16) -> bytes:
+    """Read a small JSON body with a cap; FastAPI's own reading has none."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise Problem(415, "content-type", f"expected application/json, got {media_type[:80]!r}", field="Content-Type")
+    body = bytearray()
+    deadline = time.monotonic() + 30.0
+    more = True
+    while more:
+        chunk, more = await _next_chunk(request, 10.0, deadline)
+        body += chunk
+        if len(body) > max_bytes:
+            raise Problem(413, "too-large", f"the limit for this call is {max_bytes} bytes")
+    return bytes(body)
+
+
+async def parse_body(request: Request, model: type[Model]) -> Model:
+    """Read and validate a small JSON body."""
+    try:
+        return model.model_validate_json(await read_json_body(request))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "body"
+        raise Problem(422, "bad-body", f"{field}: {first['msg']}", field=field) from error

@@ -1,0 +1,65 @@
+"""What is looked at before anything starts: the Redis given, the port, and misspelt variables."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from service.errors import ConfigurationError
+from service.settings import Settings, redis_place
+
+#: Variables that other parts read: logging, the agent's and the engine plugin's tokens, child processes.
+_OTHER_VARIABLES = {
+    *("DRAFTALIGN_LOG_LEVEL", "DRAFTALIGN_TOKEN", "DRAFTALIGN_CHILD", "DRAFTALIGN_PARENT"),
+    *("DRAFTALIGN_DRAFTER_DIR", "DRAFTALIGN_SWAP_TOKEN", "DRAFTALIGN_ENGINE_TOKEN", "DRAFTALIGN_POLICY_DIR"),
+    *(f"DRAFTALIGN_TAP_{name}" for name in ("URL", "RUN", "TOKEN", "FRACTION", "TOKENS_PER_MINUTE")),
+    "DRAFTALIGN_VLLM_PYTHON",
+}
+
+
+def check_redis(url: str) -> None:
+    """ConfigurationError, in one line, when no Redis answers at `url`."""
+    import redis
+
+    place = checked_redis(url)
+    try:
+        redis.Redis.from_url(url, socket_connect_timeout=3.0, socket_timeout=3.0).ping()
+    except (redis.RedisError, ValueError, OSError) as error:
+        raise ConfigurationError(f"no Redis answers at {place}: {error}; check --redis-url") from error
+
+
+def checked_redis(url: str) -> str:
+    """Where a Redis URL leads, without its secrets; ConfigurationError when no client can be made of it."""
+    import redis
+
+    try:
+        place = redis_place(url)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    try:
+        redis.Redis.from_url(url).connection_pool.make_connection()  # connects only when it is used
+    except (ValueError, TypeError, redis.RedisError) as error:
+        # Other errors than ValueError repeat what was given, which may be part of a password.
+        reason = str(error) if isinstance(error, ValueError) else "an option after its ? is unknown or has a bad value"
+        raise ConfigurationError(
+            f"redis_url {place} cannot be used: {reason.rstrip('.')}; correct or drop it"
+        ) from None
+    return place
+
+
+def unknown_variables() -> list[str]:
+    """Names in the environment that look like settings and are none: most likely misspelt."""
+    known = {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields} | _OTHER_VARIABLES
+    return sorted(name for name in os.environ if name.startswith("DRAFTALIGN_") and name not in known)
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,22 @@
+"""`python -m service.cli.child MODULE ARGS...`: run a module as a child that never outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from service.cli.supervisor import PARENT_VARIABLE, die_with_parent
+
+
+def main() -> None:
+    """Tie this process to its parent, then become MODULE."""
+    die_with_parent()
+    if os.environ.get(PARENT_VARIABLE) != str(os.getppid()):
+        sys.exit("draftalign: the parent process ended before this one had started")
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

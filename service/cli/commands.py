@@ -1,0 +1,467 @@
+"""The commands that work on drafters as files: convert, inspect, eval. torch is imported when one of them runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
+
+import typer
+
+from service.cli.decoding import decodable_with, decode_with
+from service.errors import ConfigurationError
+from service.settings import Settings
+from service.storage.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from drafter.batch import RolloutBatch
+    from drafter.files.formats import Imported, Verifier
+    from drafter.kinds import Drafter
+    from drafter.replay.evaluate import Evaluation
+    from service.worker.target import Target
+
+#: Names of a target's token embedding: a run's own, and those of transformers checkpoints.
+_EMBEDDINGS: Final = (
+    "embed_tokens",
+    "embed_tokens.weight",
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "gpt_neox.embed_in.weight",
+)
+_HEADS: Final = ("lm_head", "lm_head.weight", "language_model.lm_head.weight", "output.weight")
+_NORM: Final = "What norm_before_residual is, where the config does not say."
+
+Source = Annotated[Path, typer.Argument(help="Directory with a drafter's weights and config.json, in any layout.")]
+From = Annotated[
+    str | None, typer.Option("--from", help="Layout, where it cannot be told: sglang, specforge or speculators.")
+]
+AuxLayers = Annotated[
+    str | None, typer.Option(help="Layers whose input the drafter reads, as 2,18,33, where the config does not say.")
+]
+Norm = Annotated[bool | None, typer.Option("--norm-before-residual/--no-norm-before-residual", help=_NORM)]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the three commands to the command line."""
+    app.command()(convert)
+    app.command()(inspect)
+    app.command("eval")(evaluate)
+
+
+def convert(
+    source: Source,
+    destination: Annotated[Path, typer.Argument(help="Directory to write; it must not hold files yet.")],
+    to: Annotated[str, typer.Option(help="Layout to write: sglang, specforge or speculators; mtp for an MTP module.")],
+    from_: From = None,
+    aux_layers: AuxLayers = None,
+    norm_before_residual: Norm = None,
+    verifier: Annotated[str | None, typer.Option(help="Target's name or path, for a speculators config.")] = None,
+    pickle: Annotated[
+        bool, typer.Option("--pickle", help="Read a pickle of tensors too, by torch's restricted unpickler.")
+    ] = False,
+    draft_config: Annotated[
+        Path | None, typer.Option(help="The drafter's config.json, where its directory has none.")
+    ] = None,
+) -> None:
+    """Rewrite a drafter in another project's layout, the weights bit for bit.
+
+    With `--to mtp`, take the MTP module out of a policy's checkpoint (DeepSeek-V3, GLM-4.5), sharded or not.
+    """
+    with _explained():
+        from drafter.files.formats import export_drafter
+        from drafter.files.mtp import extract_mtp
+
+        imported = None
+        if to == "mtp" and (pickle or draft_config is not None):
+            raise ConfigurationError("--pickle and --draft-config are for EAGLE-3 drafters, not for --to mtp")
+        if to != "mtp":
+            imported = _read(source, from_, aux_layers, norm_before_residual, draft_config, pickles=pickle)
+        if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+            raise ConfigurationError(f"{destination} holds something already; name a new directory")
+        created = not destination.exists()
+        destination.mkdir(parents=True, exist_ok=True)
+        try:
+            if imported is None:
+                files = extract_mtp(source, destination)
+            else:
+                named = _verifier(imported.verifier, verifier)
+                files = export_drafter(
+                    destination,
+                    imported.stored,
+                    to,  # type: ignore[arg-type]
+                    verifier=named,
+                    speculative_tokens=imported.speculative_tokens,
+                )
+        except Exception:
+            if created and not any(destination.iterdir()):
+                destination.rmdir()
+            raise
+        for note in () if imported is None else imported.notes:
+            typer.echo(f"note: {note}")
+        for name, file in files.items():
+            typer.echo(f"{destination / name}  {file.bytes} bytes  sha256 {file.sha256}")
+
+
+def inspect(
+    source: Source,
+    from_: From = None,
+    aux_layers: AuxLayers = None,
+    norm_before_residual: Norm = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a drafter's files and say what it is: layout, sizes, layers, vocabulary, and who cannot serve it."""
+    with _explained():
+        if _is_mtp(source):
+            facts = _mtp_facts(source)
+        else:
+            facts = _facts(_read(source, from_, aux_layers, norm_before_residual))
+        if as_json:
+            typer.echo(json.dumps(facts, indent=1))
+            return
+        notes = facts.pop("notes")
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            typer.echo(f"{name.replace('_', ' '):<{width}}  {value}")
+        for note in notes:
+            typer.echo(f"note: {note}")
+
+
+def evaluate(
+    drafter: Source,
+    rollouts: Annotated[list[Path], typer.Argument(help="Rollout files, or directories of them.")],
+    target: Annotated[
+        str,
+        typer.Option(help="Where the target's embedding is: a run of --state-dir, a safetensors file or a model."),
+    ] = "default",
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted per round.")] = 4,
+    drafting: Annotated[str, typer.Option(help="How drafts are sampled: probabilistic or greedy.")] = "probabilistic",
+    tree: Annotated[bool, typer.Option("--tree", help="Add the upper bounds of trees of 2, 4 and 8 branches.")] = False,
+    decode: Annotated[
+        Path | None,
+        typer.Option(help="The policy, a transformers model: decode prompts with it, by chain and by tree."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="With --decode: how many prompts of the rollouts.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="With --decode: tokens of each text at most.")] = 128,
+    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.95,
+    state_dir: Annotated[Path | None, typer.Option(help="Where runs live.")] = None,
+    from_: From = None,
+    aux_layers: AuxLayers = None,
+    norm_before_residual: Norm = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Replay α of a drafter on rollout files: what it would have accepted, by position, beside n-gram drafting."""
+    with _explained():
+        from drafter.files.checkpoint import build_drafter
+        from drafter.files.mtp import read_mtp
+        from drafter.replay.evaluate import evaluate as replay_all
+
+        files = _rollout_files(rollouts)
+        policy = _policy(target, state_dir)
+        embed_tokens = policy.embed_tokens
+        model: Drafter
+        if _is_mtp(drafter):
+            model = read_mtp(drafter, embed_tokens, policy.lm_head())
+        else:
+            model = build_drafter(_read(drafter, from_, aux_layers, norm_before_residual).stored, embed_tokens)
+        decodable = None if decode is None else decodable_with(decode, model)  # a replay may take long
+        result = replay_all(
+            model.eval(),
+            (_load(path, model.config.vocab_size) for path in files),
+            depth=depth,
+            drafting=drafting,  # type: ignore[arg-type]
+            branches=[k for k in (2, 4, 8) if tree and k <= len(model.vocabulary)],
+            share=lambda policy_version: policy.share(model, policy_version),
+        )
+        decoded = None
+        if decode is not None and decodable is not None:
+            batches = (_load(path, model.config.vocab_size) for path in files)
+            decoded = decode_with(decode, decodable, batches, prompts=prompts, depth=depth, max_tokens=max_tokens)
+        if as_json:
+            typer.echo(json.dumps({"files": len(files), **result.summary(level), "decoded": decoded}, indent=1))
+            return
+        for line in table(result, len(files), level):
+            typer.echo(line)
+        for line in () if decoded is None else decoded_table(decoded):
+            typer.echo(line)
+
+
+def decoded_table(decoded: Mapping[str, Any]) -> Iterator[str]:
+    """What the reference decoders found, line by line."""
+    from drafter.reference.decoders import NODES
+
+    yield ""
+    yield f"{decoded['prompts']} prompts decoded with the policy"
+    yield f"{'':<20}{'α, sampled':>12}{'α, greedy':>12}"
+    for name, key in (("chain", "chain"), (f"tree of {NODES} nodes", "tree")):
+        sampled, greedy = (_number(decoded[f"alpha_{key}{how}"]) for how in ("", "_greedy"))
+        yield f"{name:<20}{sampled:>12}{greedy:>12}"
+    yield f"greedy text the same with chain, tree and neither: {decoded['greedy_texts_equal']} of {decoded['prompts']}"
+    if decoded["warped"]:
+        yield "note: rollouts were drawn with top-p or top-k, these texts without: sampled α is of another distribution"
+
+
+def table(result: Evaluation, files: int, level: float = 0.95) -> Iterator[str]:
+    """The report, line by line: one row per drafter, then one per position."""
+    facts = result.summary(level)
+    low, high = facts["policy_versions"]
+    yield (
+        f"{facts['rollouts']} rollouts of {facts['prompts']} prompts in {files} files, policy versions {low} to "
+        f"{high}, {facts['tokens_by_rounds']:.0f} tokens emitted by rounds of depth {facts['depth']}"
+    )
+    yield ""
+    yield f"{'':<20}{'α':>8}   {f'{level:.0%} interval':<18}{'rounds':>10}"
+    for name, figures in facts["drafters"].items():
+        interval = f"[{_number(figures['interval'][0])}, {_number(figures['interval'][1])}]"
+        yield f"{name:<20}{_number(figures['alpha']):>8}   {interval:<18}{figures['rounds']:>10.0f}"
+    yield ""
+    yield "share of rounds that kept the draft at position and all before it (of the rounds that came to it)"
+    yield f"{'':<20}" + "".join(f"{j:>16}" for j in range(1, facts["depth"] + 1))
+    for name, figures in facts["drafters"].items():
+        pairs = zip(figures["position_acceptance"], figures["conditional_acceptance"], strict=True)
+        yield f"{name:<20}" + "".join(f"{f'{_number(joint)} ({_number(given)})':>16}" for joint, given in pairs)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what a person can act on into the error that ends the command with one line."""
+    from drafter.errors import DrafterError
+    from rl_hooks.wire import WireError
+
+    try:
+        yield
+    except (DrafterError, WireError) as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _read(
+    source: Path,
+    layout: str | None,
+    aux_layers: str | None,
+    norm_before_residual: bool | None,
+    draft_config: Path | None = None,
+    *,
+    pickles: bool = False,
+) -> Imported:
+    from drafter.files.formats import LAYOUTS, import_drafter
+
+    if layout is not None and layout not in LAYOUTS:
+        raise ConfigurationError(f"a layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
+    layers = None
+    if aux_layers is not None:
+        parts = aux_layers.split(",")
+        if not all(part.strip().isdecimal() for part in parts):
+            raise ConfigurationError(f"--aux-layers must be numbers such as 2,18,33, got {aux_layers!r}")
+        layers = [int(part) for part in parts]
+    return import_drafter(
+        source,
+        layout=layout,
+        aux_layers=layers,
+        norm_before_residual=norm_before_residual,
+        config_file=draft_config,
+        pickles=pickles,
+    )
+
+
+def _is_mtp(source: Path) -> bool:
+    from drafter.files.checkpoint import read_config
+    from drafter.files.formats import is_mtp
+
+    return (source / "config.json").is_file() and is_mtp(read_config(source / "config.json"))
+
+
+def _mtp_facts(source: Path) -> dict[str, Any]:
+    from drafter.files.checkpoint import config_fingerprint
+    from drafter.files.mtp import prefix, read_stored_mtp
+    from drafter.model.vocabulary import DraftVocabulary
+    from rl_hooks.format.mtp import GroupedSizes
+
+    config, tensors = read_stored_mtp(source)
+    experts, kind = config.experts, "grouped" if isinstance(config.attention, GroupedSizes) else "latent"
+    return {
+        "layout": "mtp",
+        "policy": config.model_type,
+        "tensors": f"{prefix(config)}* ({len(tensors)})",
+        "parameters": sum(t.numel() for t in tensors.values()),
+        "dtype": str(tensors["eh_proj.weight"].dtype).removeprefix("torch."),
+        "hidden_size": config.hidden_size,
+        "attention": f"{kind}, {config.attention.heads} heads",
+        "feed_forward": "dense" if experts is None else f"{experts.routed} experts, {experts.chosen} chosen",
+        "draft_vocabulary": f"all {config.vocab_size} tokens, by the policy's head",
+        "zero_first_embedding": config.zero_first_embedding,
+        "normed_feedback": config.normed_feedback,
+        "config_fingerprint": config_fingerprint(config, DraftVocabulary.full(config.vocab_size)),
+        "notes": ["an engine starts with the one in the policy's checkpoint; vLLM can swap it (docs/vllm.md)"],
+    }
+
+
+def _verifier(own: Verifier, name: str | None) -> Verifier:
+    from drafter.files.formats import Verifier
+
+    return own if name is None else Verifier(name, own.architectures if name == own.name_or_path else ())
+
+
+def _facts(imported: Imported) -> dict[str, Any]:
+    from drafter.files.checkpoint import config_fingerprint
+
+    stored = imported.stored
+    config, vocabulary = stored.config, stored.vocabulary
+    parameters = sum(t.numel() for t in stored.weights.values())
+    return {
+        "layout": imported.layout,
+        "parameters": parameters,
+        "dtype": str(stored.dtype).removeprefix("torch."),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads": f"{config.num_attention_heads} queries, {config.num_key_value_heads} keys, of {config.head_dim}",
+        "rope_theta": config.rope_theta,
+        "aux_layers_entering": list(config.aux_layers),
+        "aux_layers_outputs": [layer - 1 for layer in config.aux_layers],
+        "draft_vocabulary": f"{len(vocabulary)} of {vocabulary.vocab_size} tokens",
+        "d2t_sha256": vocabulary.digest,
+        "norm_before_residual": config.norm_before_residual,
+        "config_fingerprint": config_fingerprint(config, vocabulary),
+        "verifier": imported.verifier.name_or_path,
+        "notes": list(imported.notes),
+    }
+
+
+def _rollout_files(paths: Sequence[Path]) -> list[Path]:
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        if not found:
+            raise ConfigurationError(f"{path} holds no files; name rollout files or a directory of them")
+        files += found
+    return files
+
+
+def _load(path: Path, vocab_size: int) -> RolloutBatch:
+    from drafter.batch import load_batch
+    from rl_hooks.wire import WireError
+
+    try:
+        return load_batch(path, vocab_size=vocab_size)
+    except WireError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+
+
+class _Policy(Protocol):
+    """What a drafter shares with its target: the embedding, and for MTP the head."""
+
+    @property
+    def embed_tokens(self) -> Tensor:
+        """The first one known, [V, H]."""
+
+    def lm_head(self) -> Tensor:
+        """The first one known, [V, H]."""
+
+    def share(self, drafter: Drafter, policy_version: int) -> None:
+        """Set a drafter up for rollouts of this version."""
+
+
+class _FixedPolicy:
+    """Of a safetensors file or of a model's directory, sharded or not: the same for all versions."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.embed_tokens = self._need(_EMBEDDINGS, "token embedding")
+
+    def lm_head(self) -> Tensor:
+        head = self._find(_HEADS)
+        if head is None and not self._tied():
+            raise ConfigurationError(
+                f"{self._path} holds no head (looked for {', '.join(_HEADS)}) and no config.json that says that it is "
+                "the embedding (tie_word_embeddings true); give a file or directory that has the policy's head"
+            )
+        return self.embed_tokens if head is None else head
+
+    def share(self, drafter: Drafter, policy_version: int) -> None:
+        pass
+
+    def _tied(self) -> bool:
+        """Whether the embedding is the head: by config.json; without one, a file alone may hold just a tied one."""
+        from drafter.files.checkpoint import CONFIG_FILE, read_config, read_index
+
+        directory = self._path if self._path.is_dir() else self._path.parent
+        if (directory / CONFIG_FILE).exists():
+            return read_config(directory / CONFIG_FILE).get("tie_word_embeddings") is True
+        # One shard of several holds what it holds; the head may be in another.
+        return not self._path.is_dir() and read_index(directory) is None
+
+    def _need(self, names: Sequence[str], what: str) -> Tensor:
+        found = self._find(names)
+        if found is None:
+            raise ConfigurationError(f"{self._path} holds no {what}; looked for {', '.join(names)}")
+        return found
+
+    def _find(self, names: Sequence[str]) -> Tensor | None:
+        from rl_hooks.wire import MappedFile
+        from service.worker.target import read_tensor
+
+        files = [MappedFile(path) for path in (_shards(self._path) if self._path.is_dir() else [self._path])]
+        for name in names:
+            for file in files:
+                if name in file:
+                    return read_tensor(file, name).float()
+        return None
+
+
+class _RunsPolicy:
+    """Of a run: each batch meets the embedding and head of its own policy version, as in the worker."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
+
+    def share(self, drafter: Drafter, policy_version: int) -> None:
+        from drafter.kinds import share
+
+        then = self._target.at(policy_version)
+        share(drafter, then.embed_tokens, then.head)
+
+
+def _policy(target: str, state_dir: Path | None) -> _Policy:
+    from service.worker.target import Target
+
+    path = Path(target)
+    if path.is_dir() or path.suffix == ".safetensors":
+        return _FixedPolicy(path)
+    layout = Layout(Settings(**({} if state_dir is None else {"state_dir": state_dir})).state_dir)  # type: ignore[arg-type]
+    if target not in layout.run_names():
+        raise ConfigurationError(
+            f"no run {target!r} under {layout.runs}, and no such file; --target takes a run's name, a safetensors file "
+            "with the target's embedding, or the directory of a transformers model"
+        )
+    return _RunsPolicy(Target.open(layout, target))
+
+
+def _shards(directory: Path) -> list[Path]:
+    """Files of a model: those that its index names, all of them, or what is there."""
+    from drafter.files.checkpoint import INDEX_FILE, read_index
+
+    index = read_index(directory)
+    if index is not None:
+        files = [directory / name for name in sorted(set(index.values()))]
+        absent = [path.name for path in files if not path.is_file()]
+        if absent:
+            raise ConfigurationError(
+                f"{directory} lacks {', '.join(absent)}, which {INDEX_FILE} names; fetch the model again"
+            )
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigurationError(f"{directory} holds no safetensors file to take the target's embedding from")
+    return files
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,95 @@
+"""`draftalign eval --decode`: a policy from a directory, and what the reference decoders find with it.
+
+What is loaded is a person's own model, but from anywhere: none of its code is run, nothing is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from service.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from drafter.batch import RolloutBatch
+    from drafter.kinds import Drafter
+    from drafter.model.eagle3 import Eagle3Drafter
+
+
+def decodable_with(source: Path, drafter: Drafter) -> Eagle3Drafter:
+    """The drafter, if the reference decoders take it and the policy at `source`, as far as can be seen at once."""
+    from drafter.model.eagle3 import Eagle3Drafter
+
+    if not isinstance(drafter, Eagle3Drafter):
+        raise ConfigurationError("--decode is for EAGLE-3 drafters: the reference decoders draft with no MTP module")
+    if not (source / "config.json").is_file():  # a name would be looked up elsewhere
+        raise ConfigurationError(f"{source} holds no config.json; --decode takes the directory of a transformers model")
+    if (source / "adapter_config.json").exists():  # what is loaded then hangs on peft: the base model or both
+        raise ConfigurationError(
+            f"{source} holds an adapter (adapter_config.json); merge it into its base model and save that, then give "
+            "--decode its directory"
+        )
+    return drafter
+
+
+def _load_policy(source: Path) -> Any:
+    """The transformers model at `source`, in float32 on the CPU: all of its own weights, none of its code."""
+    import torch
+    import transformers
+    from safetensors import SafetensorError
+
+    local = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, **local)
+        # A config may name kernels, which are fetched; without, transformers takes its own (sdpa or eager).
+        config._attn_implementation = config._experts_implementation = None
+        policy, found = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **local,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ConfigurationError(f"transformers cannot load {source}: {error}") from error
+    wrong = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
+    if wrong:
+        raise ConfigurationError(
+            f"{source} lacks {len(wrong)} of the weights that its config.json asks for, or has them in another shape "
+            f"({', '.join(wrong[:3])}{', ...' * (len(wrong) > 3)}); they would be random: save or fetch the model again"
+        )
+    return policy.eval()
+
+
+def decode_with(
+    source: Path, drafter: Eagle3Drafter, batches: Iterable[RolloutBatch], *, prompts: int, depth: int, max_tokens: int
+) -> dict[str, Any]:
+    """Decode prompts of the rollouts with the policy at `source`, in float32 on the CPU."""
+    from drafter.reference.decoders import compare_decoders, distinct_prompts
+
+    chosen = distinct_prompts(batches, prompts)
+    if not chosen:
+        raise ConfigurationError("no rollout has a prompt to decode after")
+    policy = _load_policy(source)
+    rows, hidden = policy.get_input_embeddings().weight.shape
+    if hidden != drafter.config.target_hidden_size or rows < drafter.config.vocab_size:
+        raise ConfigurationError(
+            f"{source} embeds {rows} tokens in {hidden} numbers, the drafter is for {drafter.config.vocab_size} tokens "
+            f"in {drafter.config.target_hidden_size}: not its policy"
+        )
+    doing = f"decoding {len(chosen)} prompts, five times"
+    with Console(stderr=True).status(doing) as status:
+        return compare_decoders(
+            policy,
+            drafter.float(),
+            chosen,
+            depth=depth,
+            max_tokens=max_tokens,
+            eos_id=policy.generation_config.eos_token_id,
+            progress=lambda done, of: status.update(f"{doing}: {done} of {of} groups done"),
+        )

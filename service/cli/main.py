@@ -1,0 +1,166 @@
+"""The command line. Heavy imports happen inside the commands, so that `--help` and the API process stay light."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from pydantic import ValidationError
+
+from service.cli.checks import checked_redis, unknown_variables
+from service.cli.commands import add_commands
+from service.errors import ConfigurationError, ServiceError
+from service.settings import Settings
+
+app = typer.Typer(
+    name="draftalign",
+    help="Keeps a speculative-decoding drafter in step with a policy that reinforcement learning keeps changing.\n\n"
+    "`draftalign up` starts everything on this machine; `draftalign demo` shows a real RL run on it. Settings come "
+    "from DRAFTALIGN_* variables (docs/settings.md).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+StateDir = Annotated[Path | None, typer.Option(help="Where spool, registry and checkpoints live.")]
+Port = Annotated[int | None, typer.Option(help="TCP port of the API.")]
+# Every user of the machine sees a program's options, and none sees its variables.
+_SECRET: Final = "One with a password belongs in DRAFTALIGN_REDIS_URL."  # noqa: S105 - a help text
+RedisUrl = Annotated[str | None, typer.Option(help=f"Redis or Valkey to use; required. {_SECRET}")]
+OwnRedisUrl = Annotated[
+    str | None, typer.Option("--redis-url", help=f"Redis or Valkey to use; unset starts an embedded Valkey. {_SECRET}")
+]
+
+
+def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -> Settings:
+    given = {"state_dir": state_dir, "port": port, "redis_url": redis_url}
+    settings = Settings(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    if settings.redis_url is not None:
+        checked_redis(settings.redis_url.get_secret_value())
+    log = logging.getLogger("draftalign")
+    if unknown := unknown_variables():
+        log.warning("no setting is called %s; see docs/settings.md for the names", ", ".join(unknown))
+    log.info("settings that differ from the defaults: %s", settings.model_dump(exclude_defaults=True, mode="json"))
+    return settings
+
+
+@app.command()
+def serve(state_dir: StateDir = None, port: Port = None, redis_url: RedisUrl = None) -> None:
+    """Run the HTTP API (needs a Redis; `up` brings its own)."""
+    from service.api.app import run_api
+
+    run_api(_settings(state_dir, port, redis_url))
+
+
+@app.command()
+def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
+    """Run the worker: scores rollouts, trains the drafter, gates and publishes (needs a Redis, as `serve`)."""
+    from service.worker.process import run_worker
+
+    run_worker(_settings(state_dir, None, redis_url))
+
+
+@app.command()
+def up(state_dir: StateDir = None, port: Port = None, redis_url: OwnRedisUrl = None) -> None:
+    """Start an embedded Valkey, API and worker as processes under this one; revive what dies; end all on Ctrl-C.
+
+    With --redis-url or DRAFTALIGN_REDIS_URL that Redis is used, and no Valkey is started.
+    """
+    from service.cli.up import run_up
+
+    run_up(_settings(state_dir, port, redis_url))
+
+
+@app.command()
+def agent(
+    url: Annotated[list[str], typer.Option(help="URL of an inference engine; repeat for several.")],
+    engine: Annotated[str, typer.Option(help="What the engines are: protocol, vllm or sglang.")] = "protocol",
+    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
+    cache_dir: Annotated[Path, typer.Option(help="Where drafters are downloaded to; engines must see it.")] = Path(
+        ".draftalign/agent"
+    ),
+    report_seconds: Annotated[float, typer.Option(help="How often acceptance counters are read and reported.")] = 5.0,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve the agent's own /metrics here.")] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address for that.")] = "127.0.0.1",
+    agent_id: Annotated[str | None, typer.Option(help="Name in reports; the host's, unless given.")] = None,
+    canary_rounds: Annotated[
+        int | None, typer.Option(min=0, help="Rounds on which a new version is compared with the last; 0: never.")
+    ] = None,
+) -> None:
+    """Keep inference engines on the newest drafter, and report their acceptance back.
+
+    DRAFTALIGN_TOKEN: the service's token. DRAFTALIGN_ENGINE_TOKEN: the engines', where they ask for one.
+    DRAFTALIGN_SIGNING_KEY: the service's; manifests without its signature are then refused.
+    """
+    from rl_hooks.agent.agent import AgentConfig, run_agent
+    from rl_hooks.agent.canary import CanaryRule
+
+    try:
+        config = AgentConfig(
+            service_url=service,
+            engine_urls=tuple(url),
+            run=run,
+            cache_dir=cache_dir,
+            agent_id=agent_id or socket.gethostname(),
+            report_seconds=report_seconds,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
+            engine_kind=engine,  # type: ignore[arg-type]
+            canary=CanaryRule() if canary_rounds is None else CanaryRule(rounds=canary_rounds),
+            token=os.environ.get("DRAFTALIGN_TOKEN"),
+            engine_token=os.environ.get("DRAFTALIGN_ENGINE_TOKEN"),
+            signing_key=os.environ.get("DRAFTALIGN_SIGNING_KEY"),
+        )
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    run_agent(config)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=2, help="RL steps.")] = 150,
+    seed: Annotated[int, typer.Option(help="Seed of the RL run, its prompts and the initial drafter.")] = 0,
+    out: Annotated[Path, typer.Option(help="Directory for steps.jsonl, summary.json and alpha.png.")] = Path(
+        "demo-out"
+    ),
+    port: Annotated[int, typer.Option(help="TCP port of the API and its page.")] = 8400,
+    redis_url: OwnRedisUrl = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="`example` (built in), `vllm` (a real one, after `make vllm`), or the URL of an example."),
+    ] = "example",
+    keep: Annotated[bool, typer.Option(help="Keep the service running (and its state) after the run.")] = False,
+) -> None:
+    """Run real RL on a small policy whose drafter stays in step through the service (a few minutes on two cores)."""
+    from examples.demo import DemoConfig, run_demo
+
+    run_demo(DemoConfig(steps=steps, seed=seed, out=out, port=port, redis_url=redis_url, engine=engine, keep=keep))
+
+
+add_commands(app)
+
+
+def main() -> None:
+    """Entry point: one line for an error that a person can act on, a traceback only for a bug."""
+    name = os.environ.get("DRAFTALIGN_CHILD", "draftalign")
+    level = os.environ.get("DRAFTALIGN_LOG_LEVEL", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        sys.exit(f"draftalign: DRAFTALIGN_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level[:40]!r}")
+    logging.basicConfig(
+        level=level,
+        format=f"%(asctime)s {name:<8} %(levelname)-7s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        app()
+    except ValidationError as error:
+        first = error.errors()[0]
+        sys.exit(f"draftalign: setting {'.'.join(str(p) for p in first['loc'])}: {first['msg']}")
+    except (ServiceError, OSError) as error:
+        sys.exit(f"draftalign: {error}")

@@ -1,0 +1,63 @@
+"""`draftalign up`: embedded Valkey (unless a Redis is given), API and worker under one parent."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+from service.api.auth import check_binding
+from service.cli.checks import check_redis, port_is_free
+from service.cli.supervisor import Child, Supervisor
+from service.cli.valkey import EmbeddedValkey
+from service.errors import ConfigurationError
+from service.settings import Settings
+
+log = logging.getLogger("draftalign.up")
+
+
+def _check_device(name: str) -> None:
+    """Raise `ConfigurationError` where there is no such device: a worker that refuses would be started for ever.
+
+    In a process of its own: this one lives as long as the service, and is better off without torch.
+    """
+    code = "import sys; from service.worker.process import checked_device; checked_device(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigurationError(done.stderr.strip().rpartition("ConfigurationError: ")[2])
+
+
+def run_up(settings: Settings) -> None:
+    """Run until SIGINT or SIGTERM, then end every part in order."""
+    check_binding(settings)  # here too: a child that refuses would only be started again and again
+    if settings.port and not port_is_free(settings.host, settings.port):
+        raise ConfigurationError(
+            f"port {settings.port} on {settings.host} is taken; stop what listens there or choose another with --port"
+        )
+    try:
+        settings.state_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"state directory {settings.state_dir} cannot be made: {error}") from error
+    environment = {
+        "DRAFTALIGN_STATE_DIR": str(settings.state_dir),
+        "DRAFTALIGN_PORT": str(settings.port),
+    }
+    if settings.device == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"
+    else:
+        _check_device(settings.device)
+    children: list[Child] = []
+    if settings.redis_url is None:
+        valkey = EmbeddedValkey(settings.state_dir)
+        with valkey.alone():  # said now: a child that refuses would only be started again and again
+            pass
+        children.append(Child("valkey", ["service.cli.valkey", str(settings.state_dir)]))
+        environment["DRAFTALIGN_REDIS_URL"] = valkey.url
+    else:
+        check_redis(settings.redis_url.get_secret_value())
+        environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
+    children.append(Child("api", ["service.cli", "serve"], environment))
+    # It ends the optimizer step in hand and writes a checkpoint.
+    children.append(Child("worker", ["service.cli", "worker"], environment, patience_seconds=45.0))
+    log.info("page and API at http://%s:%d/", settings.host, settings.port)
+    Supervisor(children).run()

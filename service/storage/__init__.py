@@ -1,0 +1,1 @@
+"""What lies on disk and in Redis: paths, queue, spool, registry of drafters, registered runs, reports."""

@@ -1,0 +1,297 @@
+"""Books what engines report: constant work for each report, and a bounded number of records however long a run lasts.
+
+Reports are cumulative per (reporter, drafter version, policy version). A reporter's *account* holds, beside the order
+of its last reports, running sums per drafter version: they grow by what a report says more than the one that it
+replaces, so nothing else has to be read to judge a drafter.
+
+The newest `KEPT_APART` records of a reporter stay apart. Older ones are added up twice, so that no sum loses a round:
+to one record per reporter and drafter version (policy version null), and to the live sums of their drafter and policy
+version over all reporters, which the α chart draws. An agent reports no more than 32 (drafter, policy) pairs, its last
+used ones (`rl_hooks.engines.counters.MAX_BUCKETS`): what is added up here is never reported again with the same counts
+in it.
+
+All that a report changes is written by one script (`lua/book.lua`), and only if the reporter's account is still what it
+was: a crash books a report whole or not at all, and a repeated report changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from pydantic_core import to_json
+
+from service.errors import TooManyReporters
+from service.monitor.counts import (
+    method_of,
+    number,
+    since,
+    total,
+)
+
+Record = dict[str, Any]
+#: Records of a reporter that stay apart: twice what an agent keeps, which reports all of them again after a restart.
+KEPT_APART: Final = 64
+#: Drafter versions of a reporter with sums of their own; the agent's 32 pairs cannot name more.
+KEPT_DRAFTERS: Final = 32
+#: Reporters of a run; beyond these the one that was silent longest is forgotten, if it was for so many seconds. Its
+#: counts are cumulative: should it come back, they count anew. So one that only waits its turn is never forgotten.
+MAX_REPORTERS: Final = 1024
+_SILENT_SECONDS: Final = 3600.0
+#: Pairs of drafter and policy version whose live sums over all reporters are kept.
+MAX_LIVE: Final = 4096
+#: A report brings one record and one drafter at most; a table from before there were bounds shrinks by so many.
+_FOLDED_AT_ONCE: Final = 64
+BOOK: Final = (Path(__file__).with_name("lua") / "book.lua").read_text(encoding="utf-8")
+
+
+class Keys(Protocol):
+    """Where it lies in Redis: `service.storage.reports.StoreKeys`."""
+
+    acceptance: str
+    unplaced: str
+    judged: str
+    latest_policy: str
+    reporters: str
+    reported: str
+    live: str
+    live_order: str
+
+
+@dataclass
+class Account:
+    """One reporter's: sums `[rounds, accepted tokens]` by drafter, and the records that are apart, oldest first."""
+
+    sums: dict[str, list[int]] = field(default_factory=dict)
+    apart: list[tuple[str, int | None]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, text: str | bytes) -> Account:
+        """Read `text()`."""
+        document = json.loads(text)
+        return cls(document["sums"], [(drafter, policy) for drafter, policy in document["apart"]])
+
+    def text(self) -> str:
+        """Write it for Redis."""
+        return json.dumps({"sums": self.sums, "apart": self.apart}, separators=(",", ":"), ensure_ascii=False)
+
+    def add(self, record: Mapping[str, Any], previous: Mapping[str, Any] | None) -> None:
+        """Count what a record holds more than the one that it replaces; both become the newest of their kind."""
+        drafter, key = record["drafter_version"], (record["drafter_version"], record["policy_version"])
+        rounds, accepted = self.sums.pop(drafter, (0, 0))
+        before = previous or {"rounds": 0, "accepted_tokens": 0}
+        rounds += record["rounds"] - before["rounds"]
+        accepted += record["accepted_tokens"] - before["accepted_tokens"]
+        self.sums[drafter] = [rounds, accepted]
+        if previous is not None and key in self.apart:  # a search, which adopting an old table has to do without
+            self.apart.remove(key)
+        self.apart.append(key)
+
+    def shrink(self) -> tuple[list[str], list[tuple[str, int | None]]]:
+        """Let go of the oldest drafters and records beyond the bounds, a few at once; returns both."""
+        dropped = list(self.sums)[: min(_FOLDED_AT_ONCE, max(0, len(self.sums) - KEPT_DRAFTERS))]
+        for drafter in dropped:
+            del self.sums[drafter]
+        folded = [key for key in self.apart if key[0] in dropped]
+        kept = [key for key in self.apart if key[0] not in dropped]
+        over = min(_FOLDED_AT_ONCE, max(0, len(kept) - KEPT_APART))
+        folded += kept[:over]
+        self.apart = kept[over:]
+        return dropped, folded
+
+
+@dataclass
+class _Changes:
+    """What one run of the script writes."""
+
+    set: dict[str, Record] = field(default_factory=dict)
+    delete: list[str] = field(default_factory=list)
+    unplaced: dict[str, Record] = field(default_factory=dict)
+    forget: list[str] = field(default_factory=list)
+    live: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def fold(self, record: Record, into: str, older: Record | None, drafter: str | None) -> Record:
+        """Add a record to the one of older policy versions at `into`, and return that."""
+        created = max(number(r.get("created")) or 0.0 for r in (record, older or record))
+        merged = record | {"drafter_version": drafter, "policy_version": None, "canary": None, "created": created}
+        self.set[into] = merged | total(record, older)
+        return self.set[into]
+
+    def pool(self, record: Record) -> None:
+        """Add a record to the live sums over all reporters."""
+        emitted = record.get("emitted_tokens")
+        tokens = record["rounds"] + record["accepted_tokens"] if emitted is None else emitted
+        if record["policy_version"] is not None and record["rounds"] > 0:
+            name = [method_of(record), record["drafter_version"], record["policy_version"]]
+            self.live.append((json.dumps(name), str(record["rounds"]), str(tokens)))
+
+    def text(self) -> str:
+        """For the script, which sees numbers as text: its own have 53 bits."""
+        document = {
+            "set": [(name, encoded(record)) for name, record in self.set.items()],
+            "del": self.delete,
+            "unplaced": [(name, encoded(record)) for name, record in self.unplaced.items()],
+            "forget": self.forget,
+            "live": self.live,
+        }
+        return json.dumps(document, ensure_ascii=False)
+
+
+class EngineCounts:
+    """The reports of one run."""
+
+    def __init__(self, redis: Any, keys: Keys) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._book = redis.register_script(BOOK)
+
+    async def book(self, record: Record) -> tuple[int, int]:
+        """Take a report in; returns rounds and accepted tokens of its reporter's drafter, over all policy versions.
+
+        Raises TooManyReporters, and changes nothing, where a new reporter finds no room.
+        """
+        while True:  # another try only where another report of the same reporter was booked meanwhile
+            sums = await self._try(record)
+            if sums is not None:
+                return sums
+
+    async def _try(self, report: Record) -> tuple[int, int] | None:
+        reporter, own = report["reporter"], f"{report['reporter']}/{report['drafter_version']}"
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hget(self._keys.reporters, reporter)
+            pipe.hget(self._keys.unplaced, own)
+            pipe.get(self._keys.latest_policy)
+            known, unplaced, latest = await pipe.execute()
+        if known is None and await self._begin(report):
+            return None
+        account = Account() if known is None else Account.read(known)
+        changes, record, more = _Changes(), report, None
+        if report["policy_version"] is None:
+            record = report | {"policy_version": None if latest is None else int(latest), "as_of_arrival": True}
+            more = since(report, None if unplaced is None else json.loads(unplaced))
+            changes.unplaced[own] = report
+        name = acceptance_key(record)
+        previous = await self._record(name)
+        if more is not None:
+            record |= total(more, previous)
+        account.add(record, previous)
+        changes.set[name] = record
+        sums = account.sums[report["drafter_version"]]
+        await self._shrink(reporter, account, changes)
+        written = await self._write(reporter, known, account.text(), report["created"], changes)
+        return (sums[0], sums[1]) if written else None
+
+    async def _shrink(self, reporter: str, account: Account, changes: _Changes) -> None:
+        """Add the account's oldest records up, where it has too many."""
+        dropped, folded = account.shrink()
+        if not (dropped or folded):
+            return
+        sources = [acceptance_key({"reporter": reporter, "drafter_version": d, "policy_version": p}) for d, p in folded]
+        sources += [older_key(reporter, drafter) for drafter in dropped]
+        names = [d for d, _ in folded] + dropped
+        into = [None if drafter in dropped else drafter for drafter in names]
+        targets = sorted({older_key(reporter, drafter) for drafter in into})
+        found = await self._records([*sources, *targets])
+        olders = dict(zip(targets, found[len(sources) :], strict=True))
+        for source, drafter, record in zip(sources, into, found, strict=False):
+            if record is None:
+                continue
+            target = older_key(reporter, drafter)
+            olders[target] = changes.fold(record, target, olders[target], drafter)
+            changes.pool(record)
+            changes.delete.append(source)
+        changes.forget += [f"{reporter}/{drafter}" for drafter in dropped]
+
+    async def _begin(self, report: Record) -> bool:
+        """Make room for a new reporter; true where there was more to do, so that the table is to be read again."""
+        if not await self._redis.exists(self._keys.reporters):
+            return await self._adopt()
+        if await self._redis.zcard(self._keys.reported) >= MAX_REPORTERS:
+            ((silent, last),) = await self._redis.zrange(self._keys.reported, 0, 0, withscores=True)
+            if report["created"] - last < _SILENT_SECONDS:
+                raise TooManyReporters(
+                    f"the run has {MAX_REPORTERS} reporters already, as many as it may, and all of them have reported "
+                    f"within the last hour; {report['reporter']!r} is not counted. Report through fewer agents, or "
+                    "split the engines over several runs"
+                )
+            await self._forget(silent.decode())
+        return False
+
+    async def _adopt(self) -> bool:
+        """Open accounts for records from before there were any; false where there are none."""
+        records = await self._redis.hvals(self._keys.acceptance)
+        accounts: dict[str, Account] = {}
+        times: dict[str, float] = {}
+        for record in sorted(map(json.loads, records), key=lambda r: number(r.get("created")) or 0.0):
+            accounts.setdefault(record["reporter"], Account()).add(record, None)
+            times[record["reporter"]] = number(record.get("created")) or 0.0
+        if not accounts:
+            return False
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for reporter, account in accounts.items():
+                pipe.hsetnx(self._keys.reporters, reporter, account.text())  # another process may have been faster
+            pipe.zadd(self._keys.reported, times, nx=True)
+            await pipe.execute()
+        return True
+
+    async def _forget(self, reporter: str) -> None:
+        """Drop a reporter; its rounds stay in the live sums."""
+        known = await self._redis.hget(self._keys.reporters, reporter)
+        account = Account() if known is None else Account.read(known)
+        changes = _Changes(forget=[f"{reporter}/{drafter}" for drafter in account.sums])
+        names = [
+            acceptance_key({"reporter": reporter, "drafter_version": d, "policy_version": p}) for d, p in account.apart
+        ]
+        for record in await self._records(names):
+            if record is not None:
+                changes.pool(record)
+        changes.delete = [*names, *(older_key(reporter, drafter) for drafter in (*account.sums, None))]
+        await self._write(reporter, known, "", 0.0, changes)
+
+    async def _write(self, reporter: str, known: bytes | None, now: str, created: float, changes: _Changes) -> bool:
+        keys = self._keys
+        names = [keys.reporters, keys.acceptance, keys.unplaced, keys.judged, keys.reported, keys.live, keys.live_order]
+        arguments = [reporter, known or "", now, created, MAX_LIVE, changes.text()]
+        return bool(await self._book(keys=names, args=arguments))
+
+    async def _record(self, name: str) -> Record | None:
+        return (await self._records([name]))[0]
+
+    async def _records(self, names: Sequence[str]) -> list[Record | None]:
+        if not names:
+            return []
+        found = await self._redis.hmget(self._keys.acceptance, list(names))
+        return [None if value is None else json.loads(value) for value in found]
+
+
+def acceptance_key(record: Mapping[str, Any]) -> str:
+    """Identity of an acceptance record."""
+    return f"{record['reporter']}/{record['drafter_version']}/{record['policy_version']}"
+
+
+def older_key(reporter: str, drafter: str | None) -> str:
+    """Identity of the record that a reporter's older ones were added to: of one drafter version, or of the oldest."""
+    return f"{reporter}/{drafter or ''}/older"
+
+
+def live_records(table: Mapping[str, bytes | str]) -> Iterable[Record]:
+    """The live sums over all reporters, as records without a reporter."""
+    for name, rounds in table.items():
+        identity, _, kind = name.rpartition(":")
+        if kind == "rounds":
+            method, drafter, policy = json.loads(identity)
+            yield {
+                "method": method,
+                "drafter_version": drafter,
+                "policy_version": policy,
+                "rounds": int(rounds),
+                "emitted_tokens": int(table.get(f"{identity}:tokens", 0)),
+            }
+
+
+def encoded(record: Mapping[str, Any]) -> str:
+    """A record for Redis."""
+    return to_json(dict(record), inf_nan_mode="null").decode()  # NaN is not JSON; "no value" is what it means here

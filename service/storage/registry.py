@@ -1,0 +1,415 @@
+"""Published drafters of each run: immutable version directories, one pointer, and an append-only history.
+
+Invariants, also after loss of power at any line:
+* A version directory is complete or invisible: files and manifest are fsynced in a staging directory beside it, then
+  one rename (atomic on one filesystem) makes it appear. It never changes afterwards.
+* `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
+  take a new number, so a reader that remembers the last sequence can refuse anything older.
+* A drafter that was judged against the served one replaces that one only: whoever was stopped meanwhile, and wakes up
+  after another worker's publish or a person's rollback, changes nothing.
+* One `flock` per run serialises the API (rollback, push-again) and the worker (publish). Whoever cannot have it for
+  `LOCK_SECONDS` is told who has it: a process that was stopped (a debugger, a paused container) may keep it for ever.
+
+Does not know what a drafter is: no torch, no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
+
+from rl_hooks.durable import sync, write_synced
+from rl_hooks.lock import LockHeld, exclusive
+from service.errors import LatestMoved, RegistryBusy, RegistryError, VersionNotFound
+from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
+
+MANIFEST = "manifest.json"
+#: In place of whatever is served.
+ANY = "*"
+_READ_BYTES = 1 << 20
+#: So long is a run's lock waited for. It is held for renames, and for deleting old versions.
+LOCK_SECONDS = 30.0
+#: Staging directories older than this were left by a publisher that died.
+_LEFTOVER_SECONDS = 3600.0
+#: A canary's verdict is repeated within minutes if at all; those before so many others may be recorded twice.
+_CANARIES_REMEMBERED = 4096
+
+
+class FileDigest(BaseModel):
+    """One file of a version."""
+
+    model_config = ConfigDict(frozen=True)
+    name: str
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What `GET /drafter/latest` answers. `sequence` and `reason` are the pointer's, the rest is the version's."""
+
+    model_config = ConfigDict(frozen=True)
+    run: str
+    version: str
+    sequence: int
+    reason: str
+    digest: str
+    files: tuple[FileDigest, ...]
+    parent: str | None
+    policy_version: int
+    kind: Literal["eagle3", "mtp"] = "eagle3"
+    config_fingerprint: str
+    d2t_sha256: str
+    aux_layers: tuple[int, ...]
+    aux_layers_convention: Literal["entering"] = "entering"
+    created: float
+    alpha: dict[str, Any] | None = None
+    gate: dict[str, Any] | None = None
+    signature: str | None = None
+
+    @property
+    def etag(self) -> str:
+        """Strong entity tag of the pointer's state."""
+        return f'"{self.sequence}-{self.version}"'
+
+
+class HistoryDigest:
+    """What reports need of a history, without reading all of it for each of them."""
+
+    def __init__(self) -> None:
+        #: When the drafter was last pushed again, in Unix seconds.
+        self.pushed: float | None = None
+        #: `canary_key` of the newest verdicts, oldest first.
+        self.canaries: dict[tuple[str, ...], None] = {}
+        #: How many versions were published.
+        self.published = 0
+        self.bytes_read = 0
+
+    def read(self, file: BinaryIO) -> None:
+        """Take in the whole lines that were appended since."""
+        file.seek(self.bytes_read)
+        text = file.read()
+        complete = text[: text.rfind(b"\n") + 1]
+        self.bytes_read += len(complete)
+        for event in _events(complete.splitlines()):
+            if event.get("event") == "published":
+                self.published += 1
+            elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
+                self.pushed = when
+            elif str(event.get("event")).startswith("canary_"):
+                self.canaries[canary_key(event)] = None
+                while len(self.canaries) > _CANARIES_REMEMBERED:
+                    del self.canaries[next(iter(self.canaries))]
+
+
+def canary_key(event: Mapping[str, Any]) -> tuple[str, ...]:
+    """What makes two verdicts of a canary the same."""
+    return tuple(str(event.get(name)) for name in ("event", "version", "reporter", "offer"))
+
+
+def _events(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict):
+                yield event
+
+
+class Registry:
+    """The registry of one state directory."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._digests: dict[str, HistoryDigest] = {}
+        self._reading = threading.Lock()
+
+    # --- reading
+    def latest(self, run: str) -> Manifest | None:
+        """Manifest of the served version, or None before the first publish."""
+        pointer = self._pointer(run)
+        while pointer is not None:
+            try:
+                manifest = self.get(run, pointer["version"])
+            except VersionNotFound:
+                moved = self._pointer(run)  # it may have been pruned just after `latest` moved on
+                if moved == pointer:
+                    raise
+                pointer = moved
+            else:
+                return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
+        return None
+
+    def get(self, run: str, version: str) -> Manifest:
+        """Manifest of one version as it was published."""
+        path = self._layout.drafter(run, version) / MANIFEST
+        try:
+            return Manifest.model_validate_json(path.read_bytes())
+        except FileNotFoundError as error:
+            raise VersionNotFound(f"run {run!r} has no drafter version {version!r}; see GET /drafters") from error
+
+    def versions(self, run: str) -> list[str]:
+        """Complete versions on disk, oldest first."""
+        directory = self._layout.drafters(run)
+        if not directory.is_dir():
+            return []
+        names = (p.name for p in directory.iterdir() if VERSION_NAME.fullmatch(p.name) and (p / MANIFEST).is_file())
+        return sorted(names, key=_number)
+
+    def history(self, run: str) -> list[dict[str, Any]]:
+        """Every recorded event, oldest first. A line torn by loss of power is passed over."""
+        try:
+            lines = self._layout.history(run).read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        return list(_events(lines))
+
+    def digest(self, run: str) -> HistoryDigest:
+        """What the history says of publishes, pushes and canaries; a line of it is read once."""
+        with self._reading:
+            digest = self._digests.setdefault(run, HistoryDigest())
+            with contextlib.suppress(FileNotFoundError), self._layout.history(run).open("rb") as file:
+                if file.seek(0, os.SEEK_END) < digest.bytes_read:  # another file, from a backup
+                    digest = self._digests[run] = HistoryDigest()
+                digest.read(file)
+            return digest
+
+    def path(self, run: str, version: str, name: str) -> Path:
+        """Path of one file that the version's manifest lists (or of the manifest itself)."""
+        manifest = self.get(run, version)
+        names = [file.name for file in manifest.files]
+        if name not in (*names, MANIFEST):
+            raise VersionNotFound(f"drafter {version} has no file {name[:80]!r}; it has {names}")
+        return self._layout.drafter_file(run, version, name)
+
+    # --- writing
+    def stage(self, run: str) -> Path:
+        """Make a new, empty staging directory on the registry's filesystem, to be filled and handed to `publish`."""
+        directory = self._layout.drafters(run) / f".staged-{uuid.uuid4().hex}"
+        directory.mkdir(parents=True)
+        return directory
+
+    def publish(
+        self,
+        run: str,
+        staged: Path,
+        *,
+        policy_version: int,
+        parent: str | None,
+        config_fingerprint: str,
+        d2t_sha256: str,
+        aux_layers: Sequence[int],
+        kind: Literal["eagle3", "mtp"] = "eagle3",
+        alpha: Mapping[str, Any] | None = None,
+        gate: Mapping[str, Any] | None = None,
+        reason: str = "published",
+        instead_of: str | None = ANY,
+    ) -> Manifest:
+        """Turn a staged directory into the next version and point `latest` at it.
+
+        `instead_of`: the version that it was judged against, None where nothing was served. Raises `LatestMoved` when
+        another one is served by now.
+        """
+        files = tuple(_digest(path) for path in _staged_files(staged))
+        digest = hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
+        with locked(self._layout, run):
+            existing = self.versions(run)
+            number = 1 + (_number(existing[-1]) if existing else 0)
+            pointer = self._require_served(run, instead_of)
+            if pointer is not None:  # a pruned version's number is never used again
+                number = max(number, 1 + _number(pointer["version"]))
+            manifest = Manifest(
+                run=run,
+                version=f"v{number:06d}-{digest[:8]}",
+                sequence=1 + (0 if pointer is None else pointer["sequence"]),
+                reason=reason,
+                digest=digest,
+                files=files,
+                parent=parent,
+                policy_version=policy_version,
+                kind=kind,
+                config_fingerprint=config_fingerprint,
+                d2t_sha256=d2t_sha256,
+                aux_layers=tuple(aux_layers),
+                created=time.time(),
+                alpha=None if alpha is None else dict(alpha),
+                gate=None if gate is None else dict(gate),
+            )
+            write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
+            sync(staged)
+            final = self._layout.drafter(run, manifest.version)
+            staged.rename(final)
+            sync(final.parent)
+            self._point(run, manifest, reason, "published", {"parent": parent, "alpha": alpha, "gate": gate})
+        return manifest
+
+    def rollback(self, run: str, version: str, reason: str, *, instead_of: str | None = ANY) -> Manifest:
+        """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number.
+
+        `instead_of`: as for `publish`.
+        """
+        self.verify(run, version)
+        with locked(self._layout, run):
+            self._require_served(run, instead_of)
+            return self._repoint(run, self.get(run, version), reason, "rolled_back")
+
+    def push_again(self, run: str, reason: str) -> Manifest:
+        """Give the served version a new sequence number, so that every engine loads it anew."""
+        with locked(self._layout, run):
+            manifest = self.latest(run)
+            if manifest is None:
+                raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
+            # Not "pushed again", a person's words: with those an agent takes a version that its canary refused.
+            return self._repoint(run, manifest, f"revived: {reason}", "pushed_again")
+
+    def record(self, run: str, event: Mapping[str, Any]) -> None:
+        """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent.
+
+        Takes no lock, which a stopped process could keep: a line is one write at the file's end.
+        """
+        self._append(run, {"time": time.time(), **event})
+
+    def verify(self, run: str, version: str) -> None:
+        """Recompute every digest of a version; raises RegistryError that names the file at fault."""
+        for file in self.get(run, version).files:
+            path = self._layout.drafter_file(run, version, file.name)
+            found = _digest(path) if path.is_file() else None
+            if found != file:
+                raise RegistryError(f"{version}/{file.name} no longer matches its manifest; do not serve this version")
+
+    def prune(self, run: str, keep: int, protect: set[str] | frozenset[str] = frozenset()) -> list[str]:
+        """Delete all but the newest `keep` versions, the served one and those in `protect`; returns what went.
+
+        Also removes staging directories that a killed publisher left behind more than an hour ago.
+        """
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        with locked(self._layout, run):
+            pointer = self._pointer(run)
+            safe = set(protect) | set(self.versions(run)[-keep:]) | ({pointer["version"]} if pointer else set())
+            gone = [version for version in self.versions(run) if version not in safe]
+            for version in gone:
+                path = self._layout.drafter(run, version)
+                # Renamed away first: a half-deleted directory must not look like a version.
+                doomed = path.with_name(f".deleted-{uuid.uuid4().hex}")
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+            for path in self._layout.drafters(run).glob(".*"):
+                if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
+                    shutil.rmtree(path, ignore_errors=True)
+            for path in self._layout.run(run).glob(".latest-*"):
+                path.unlink()
+        return gone
+
+    # --- inside
+    def _pointer(self, run: str) -> dict[str, Any] | None:
+        try:
+            text = self._layout.latest(run).read_bytes()
+        except FileNotFoundError:
+            return None
+        pointer = json.loads(text)
+        if not isinstance(pointer, dict) or not {"sequence", "version", "reason"} <= pointer.keys():
+            raise RegistryError(f"{self._layout.latest(run)} is not a pointer of sequence, version and reason")
+        return pointer
+
+    def _require_served(self, run: str, version: str | None) -> dict[str, Any] | None:
+        """Read the pointer (None: nothing was published yet), and refuse where it is not at `version`."""
+        pointer = self._pointer(run)
+        served = None if pointer is None else pointer["version"]
+        if version not in (served, ANY):
+            raise LatestMoved(f"run {run!r} serves {served} by now, not {version}: nothing was published")
+        return pointer
+
+    def _repoint(self, run: str, manifest: Manifest, reason: str, kind: str) -> Manifest:
+        pointer = self._pointer(run)
+        sequence = 1 + (0 if pointer is None else int(pointer["sequence"]))
+        moved = manifest.model_copy(update={"sequence": sequence, "reason": reason})
+        self._point(run, moved, reason, kind, {"previous": None if pointer is None else pointer["version"]})
+        return moved
+
+    def _point(self, run: str, manifest: Manifest, reason: str, kind: str, more: Mapping[str, Any]) -> None:
+        event = {
+            "time": time.time(),
+            "event": kind,
+            "sequence": manifest.sequence,
+            "version": manifest.version,
+            "policy_version": manifest.policy_version,
+            "reason": reason,
+        }
+        self._recover_history(run)
+        latest = self._layout.latest(run)
+        temporary = latest.with_name(f".latest-{uuid.uuid4().hex}")
+        pointer = {"sequence": manifest.sequence, "version": manifest.version, "reason": reason, "event": kind}
+        write_synced(temporary, json.dumps(pointer).encode())
+        temporary.replace(latest)
+        sync(latest.parent)
+        self._append(run, event | dict(more))
+
+    def _recover_history(self, run: str) -> None:
+        """Write the line that a crash between the pointer's rename and the history's append left out."""
+        pointer = self._pointer(run)
+        if pointer is None or any(event.get("sequence") == pointer["sequence"] for event in self.history(run)):
+            return
+        self._append(run, {"time": time.time(), "event": "published", **pointer, "recovered": True})
+
+    def _append(self, run: str, event: Mapping[str, Any]) -> None:
+        path = self._layout.history(run)
+        line = to_json(event, inf_nan_mode="null") + b"\n"  # an α of no rounds is NaN, which JSON does not have
+        with path.open("a+b", buffering=0) as file:
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a torn last line must not swallow this one
+                    line = b"\n" + line
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, "the disk took a part of the line only", str(path))
+            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def locked(layout: Layout, run: str) -> Iterator[None]:
+    """Hold a run's lock, against other processes too. Raises `RegistryBusy` where another keeps it."""
+    try:
+        with exclusive(layout.registry_lock(run), LOCK_SECONDS):
+            yield
+    except LockHeld as held:
+        raise RegistryBusy(
+            f"the registry of run {run!r} has been locked for {LOCK_SECONDS:.0f} s by {held.holder}: is it stopped? "
+            "Nothing was changed; let it go on or kill it"
+        ) from None
+
+
+def _number(version: str) -> int:
+    return int(version[1:].partition("-")[0])
+
+
+def _staged_files(staged: Path) -> list[Path]:
+    paths = sorted(staged.iterdir())
+    for path in paths:
+        if path.is_symlink() or not path.is_file() or not FILE_NAME.fullmatch(path.name) or path.name == MANIFEST:
+            raise RegistryError(f"staged drafter holds {path.name!r}; expected plain files other than {MANIFEST}")
+    if not paths:
+        raise RegistryError(f"staged drafter {staged} is empty; write its files first")
+    return paths
+
+
+def _digest(path: Path) -> FileDigest:
+    """Digest a file, and make sure that what was digested is on the disk."""
+    sha = hashlib.sha256()
+    size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            sha.update(chunk)
+            size += len(chunk)
+        os.fsync(file.fileno())
+    return FileDigest(name=path.name, bytes=size, sha256=sha.hexdigest())

@@ -1,0 +1,257 @@
+"""Registered runs: what PUT /runs/{run} accepts, and the small record of it that admission works with.
+
+The body is a safetensors file: `embed_tokens` and `lm_head` [V, H] (no `lm_head` where they are tied), optionally
+`drafter.*`; its metadata hold the target's configuration and the captured layers. It is kept as it came.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from rl_hooks.format.eagle3 import DrafterError
+from rl_hooks.format.run import check_run
+from rl_hooks.wire import (
+    AUX_CONVENTION,
+    HEAD_FORMAT,
+    RUN_FORMAT,
+    Header,
+    LogitMap,
+    MappedFile,
+    TensorInfo,
+    WireError,
+    target_fingerprint,
+)
+from service.errors import RunConflict, RunNotFound
+from service.storage.layout import FileId, Layout, file_id
+from service.storage.nearness import differences
+from service.storage.registry import locked
+from service.storage.spool import Upload
+
+_FLOATS: Final = ("F32", "BF16", "F16")
+_CONFIG_INTS: Final = ("hidden_size", "num_hidden_layers", "vocab_size")
+
+
+class RunRecord(BaseModel):
+    """`run.json`."""
+
+    model_config = ConfigDict(frozen=True)
+    run: str
+    target_fingerprint: str
+    aux_layers: tuple[int, ...]
+    aux_layers_convention: Literal["entering"] = "entering"
+    vocab_size: int
+    hidden_size: int
+    policy_version: int
+    draft_vocab_size: int | None
+    has_drafter: bool
+    bytes: int
+    created: float
+
+
+def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunRecord:
+    """Verify the header of a PUT /runs/{run} body; raises WireError.
+
+    `begins`: the worker is to begin the run with this file, which is not dropped for the one that is there.
+    """
+    meta = header.metadata
+    if meta.get("format") != RUN_FORMAT:
+        raise WireError("format", f"expected {RUN_FORMAT!r}, got {meta.get('format')!r}")
+    config = _json_object(meta.get("config"), "config")
+    for key in _CONFIG_INTS:
+        if type(config.get(key)) is not int or not 0 < config[key] < 1 << 31:
+            raise WireError("config", f"{key} must be a positive integer, got {str(config.get(key))[:40]}")
+    aux = _json_object(meta.get("aux_layers"), "aux_layers")
+    layers = aux.get("layers")
+    if aux.get("convention") != AUX_CONVENTION:
+        raise WireError("aux_layers", f"convention must be {AUX_CONVENTION!r}, got {str(aux.get('convention'))[:40]!r}")
+    depth = config["num_hidden_layers"]
+    if (
+        not isinstance(layers, list)
+        or not layers
+        or any(type(layer) is not int or not 0 <= layer <= depth for layer in layers)
+        or sorted(set(layers)) != layers
+    ):
+        raise WireError("aux_layers", f"layers must be ascending integers from 0 to {depth}, got {str(layers)[:80]}")
+    fingerprint = target_fingerprint(config, layers)
+    if meta.get("target_fingerprint") != fingerprint:
+        raise WireError(
+            "target_fingerprint", f"config and aux_layers give {fingerprint}; compute it with rl_hooks.wire"
+        )
+    _check_run_tensors(header, config)
+    if begins:
+        _check_for_worker(header, config, layers)
+    LogitMap.from_metadata(meta)
+    size = meta.get("draft_vocab_size")
+    if size is not None and not (_is_count(size) and 0 < int(size) <= config["vocab_size"]):
+        raise WireError("draft_vocab_size", f"must be from 1 to {config['vocab_size']}, got {size[:40]!r}")
+    return RunRecord(
+        run=run,
+        target_fingerprint=fingerprint,
+        aux_layers=tuple(layers),
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        policy_version=_policy_version(header),
+        draft_vocab_size=None if size is None else int(size),
+        has_drafter="drafter_config" in meta,
+        bytes=header.file_bytes,
+        created=time.time(),
+    )
+
+
+def _check_for_worker(header: Header, config: dict[str, Any], layers: list[int]) -> None:
+    """Refuse what the worker would refuse, here where the sender learns of it."""
+    try:
+        check_registered(config, layers, header)
+    except DrafterError as error:
+        raise WireError("drafter_config" if "drafter_config" in header.metadata else "config", str(error)) from error
+
+
+def check_registered(config: Mapping[str, Any], aux_layers: Sequence[int], header: Header) -> None:
+    """Raise `DrafterError` unless the worker can begin the run whose file has this header."""
+    text = header.metadata.get("drafter_config")
+    drafter_config = None if text is None else _json_object(text, "drafter_config")
+    tensors = {n.removeprefix("drafter."): i for n, i in header.tensors.items() if n.startswith("drafter.")}
+    check_run(config, aux_layers, drafter_config, {n: (info.shape, info.dtype) for n, info in tensors.items()})
+
+
+def _check_run_tensors(header: Header, config: dict[str, Any]) -> None:
+    wanted = (config["vocab_size"], config["hidden_size"])
+    tensors = header.tensors
+    if "embed_tokens" not in tensors:
+        raise WireError("embed_tokens", "is missing; it is required")
+    for name, info in tensors.items():
+        if name in ("embed_tokens", "lm_head"):
+            _check_matrix(name, info, wanted)
+        elif not name.startswith("drafter."):
+            raise WireError(name[:80], "is not a tensor of this format; leave it out")
+    has_drafter = any(name.startswith("drafter.") for name in tensors)
+    if has_drafter != ("drafter_config" in header.metadata):
+        raise WireError("drafter_config", "must be there exactly when drafter.* tensors are")
+    if has_drafter:
+        _json_object(header.metadata["drafter_config"], "drafter_config")
+
+
+def _check_matrix(name: str, info: TensorInfo, shape: tuple[int, int]) -> None:
+    if info.dtype not in _FLOATS:
+        raise WireError(name, f"dtype must be one of {_FLOATS}, got {info.dtype}")
+    if info.shape != shape:
+        raise WireError(name, f"shape must be {list(shape)} (vocab_size, hidden_size), got {list(info.shape)}")
+
+
+def read_head_header(record: RunRecord, header: Header) -> int:
+    """Verify the header of a PUT /runs/{run}/head body; returns its policy version."""
+    if header.metadata.get("format") != HEAD_FORMAT:
+        raise WireError("format", f"expected {HEAD_FORMAT!r}, got {header.metadata.get('format')!r}")
+    tensors = dict(header.tensors)
+    head, ids = tensors.pop("lm_head", None), tensors.pop("ids", None)
+    if tensors:
+        raise WireError(min(tensors)[:80], "is not a tensor of this format; leave it out")
+    if head is None:
+        raise WireError("lm_head", "is missing; it is required")
+    rows = record.vocab_size
+    if ids is not None:
+        if ids.dtype != "I32" or len(ids.shape) != 1 or not 0 < ids.shape[0] <= record.vocab_size:
+            raise WireError("ids", f"must be I32 of 1 to {record.vocab_size} ids, got {ids.dtype} {list(ids.shape)}")
+        rows = ids.shape[0]
+    _check_matrix("lm_head", head, (rows, record.hidden_size))
+    return _policy_version(header)
+
+
+def load_run(layout: Layout, run: str) -> RunRecord:
+    """The record of a registered run; raises RunNotFound."""
+    try:
+        return RunRecord.model_validate_json(layout.run_json(run).read_bytes())
+    except FileNotFoundError as error:
+        raise RunNotFound(f"run {run!r} is not registered; PUT /runs/{run} first") from error
+
+
+def check_same(layout: Layout, existing: RunRecord, record: RunRecord, header: Header) -> None:
+    """Raise RunConflict when a run is registered with another target; `header` is of the file that `record` is of."""
+    if existing.target_fingerprint == record.target_fingerprint:
+        return
+    known = MappedFile(layout.target(record.run)).header
+    raise RunConflict(
+        f"run {record.run!r} is registered with another target. This one has "
+        f"{differences(_identity(known), _identity(header))}. Use another run name (the hook's run=)"
+    )
+
+
+def _identity(header: Header) -> dict[str, Any]:
+    """What `target_fingerprint` is made of."""
+    config = _json_object(header.metadata["config"], "config")
+    aux = _json_object(header.metadata["aux_layers"], "aux_layers")
+    return {key: config.get(key) for key in ("model_type", *_CONFIG_INTS)} | {"aux_layers": aux["layers"]}
+
+
+def untouched(layout: Layout, run: str) -> bool:
+    """Whether nothing was ever trained or published for a run, so that another target may take its place."""
+    trained = any(layout.worker(run).glob("checkpoint-*"))
+    published = any(not path.name.startswith(".") for path in layout.drafters(run).glob("*"))
+    return not trained and not published and not layout.latest(run).exists()
+
+
+def commit_run(
+    layout: Layout,
+    record: RunRecord,
+    upload: Upload,
+    forget: Callable[[], object] = lambda: None,
+    *,
+    refused: FileId = None,
+) -> bool:
+    """Register a run durably, the target first and `run.json` last. False if it was registered meanwhile. Blocks.
+
+    `forget` is to delete what an earlier run of this name left elsewhere. It is called only while the run does not
+    exist and nobody else can register it, so that it never meets anything of the run's own. `refused`: the target's
+    file that the worker has refused. If it is still there, this one takes its place; what is queued stays, heads of the
+    old target go.
+    """
+    layout.make_run(record.run)
+    upload.sync()
+    with locked(layout, record.run):
+        if not layout.run_json(record.run).exists():
+            forget()
+        elif refused is not None and refused == file_id(layout.target(record.run)) and untouched(layout, record.run):
+            # Between the two files the run is not registered: no rollouts are taken for the one or the other target.
+            layout.run_json(record.run).unlink()
+            for head in layout.heads(record.run).glob("*.safetensors"):
+                head.unlink()  # of the target that is replaced
+        else:
+            check_same(layout, load_run(layout, record.run), record, MappedFile(upload.path).header)
+            return False
+        upload.keep(layout.target(record.run))
+        final = layout.run_json(record.run)
+        temporary = final.with_name(f".run-{uuid.uuid4().hex}")
+        with temporary.open("wb") as file:
+            file.write(record.model_dump_json(indent=1).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(final)
+    return True
+
+
+def _json_object(text: str | None, key: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "")
+    except (ValueError, RecursionError) as error:
+        raise WireError(key, f"must be a JSON object in __metadata__: {str(error)[:80]}") from error
+    if not isinstance(value, dict):
+        raise WireError(key, f"must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 15
+
+
+def _policy_version(header: Header) -> int:
+    text = header.metadata.get("policy_version", "")
+    if not _is_count(text):
+        raise WireError("policy_version", f"must be a non-negative integer, got {text[:40]!r}")
+    return int(text)

@@ -1,0 +1,119 @@
+"""Files of accepted rollouts, beside the queue whose entries name them.
+
+An upload is written to `spool/tmp/<uuid>` and appears in a run's spool by one rename: a file there is whole. Names
+carry the batch id *and* a fresh uuid, so a duplicate upload can delete its own file and never another's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from service.storage.layout import BLOB_NAME, Layout
+
+
+class Upload:
+    """One file being received. Write, then `keep` it somewhere; leaving the `with` block without that deletes it."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / uuid.uuid4().hex
+        self.written_bytes = 0
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self.path.unlink(missing_ok=True)  # gone already if it was kept
+
+    def write(self, chunk: bytes | memoryview) -> None:
+        """Append. Runs on the event loop: a chunk is at most 256 KiB and goes to the page cache."""
+        view = memoryview(chunk)
+        while view:
+            done = os.write(self._descriptor, view)
+            view = view[done:]
+            self.written_bytes += done
+
+    def sync(self) -> None:
+        """Force the bytes to the disk. Slow: call it in a thread."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def keep(self, final: Path) -> None:
+        """Move the file to its final place. A rename is atomic on one filesystem."""
+        final.parent.mkdir(parents=True, exist_ok=True)
+        self.path.rename(final)
+
+
+class Spool:
+    """The spool of one state directory. `reserved_bytes` is what uploads in progress were promised."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self.reserved_bytes = 0
+
+    def upload(self) -> Upload:
+        """Begin to receive a file."""
+        return Upload(self._layout.spool_tmp)
+
+    @contextlib.contextmanager
+    def reserve(self, size: int) -> Iterator[None]:
+        """Count `size` bytes as taken, so that parallel uploads cannot each be promised the same room."""
+        self.reserved_bytes += size
+        try:
+            yield
+        finally:
+            self.reserved_bytes -= size
+
+    def free_bytes(self) -> int:
+        """Free space of the spool's filesystem, less what uploads in progress may still take."""
+        self._layout.spool_tmp.mkdir(parents=True, exist_ok=True)
+        status = os.statvfs(self._layout.spool_tmp)
+        return status.f_bavail * status.f_frsize - self.reserved_bytes
+
+    def new_blob(self, batch_id: str) -> str:
+        """A fresh name for a batch's file."""
+        return f"{batch_id}.{uuid.uuid4().hex}.safetensors"
+
+    def path(self, run: str, blob: str) -> Path:
+        """Where a queue entry's file lies."""
+        return self._layout.blob(run, blob)
+
+    def delete(self, run: str, blob: str) -> None:
+        """Delete a file; missing is fine."""
+        self.path(run, blob).unlink(missing_ok=True)
+
+    def old_blobs(self, run: str, older_than_seconds: float) -> list[str]:
+        """Files that have lain for a while: candidates for the reaper, which asks the queue about each."""
+        directory = self._layout.spool(run)
+        if not directory.is_dir():
+            return []
+        limit = time.time() - older_than_seconds
+        blobs = []
+        for path in directory.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if BLOB_NAME.fullmatch(path.name) and path.stat().st_mtime < limit:
+                    blobs.append(path.name)
+        return sorted(blobs)
+
+    def reap_uploads(self, older_than_seconds: float) -> int:
+        """Delete uploads that a dead API process left unfinished; returns how many."""
+        gone = 0
+        if self._layout.spool_tmp.is_dir():
+            for path in self._layout.spool_tmp.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if path.stat().st_mtime < time.time() - older_than_seconds:
+                        path.unlink()
+                        gone += 1
+        return gone

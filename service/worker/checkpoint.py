@@ -1,0 +1,108 @@
+"""The worker's own checkpoints: candidate, optimizer, controller, what is in hand. One directory, one rename.
+
+A checkpoint is complete or invisible: everything is written and fsynced in a temporary directory, then renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from drafter.kinds import Drafter, read_kind, write_kind
+from drafter.training.trainer import DrafterTrainer
+from rl_hooks.durable import sync
+from service.errors import WorkerError
+
+_PREFIX = "checkpoint-"
+
+
+class CheckpointSuperseded(WorkerError):  # noqa: N818 - reads as what happened
+    """Another worker has written a checkpoint since this one last did."""
+
+
+class WorkerCheckpoint:
+    """The newest checkpoint in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        newest = self.newest()
+        self._mine = newest.name if newest else None  # what this object read or wrote last
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, or None."""
+        return max(self._directory.glob(f"{_PREFIX}*"), default=None, key=lambda p: p.name)
+
+    def save(self, trainer: DrafterTrainer, state: Mapping[str, Any]) -> None:
+        """Write the next checkpoint durably, then remove those before.
+
+        Raises OSError when the disk takes no more, and `CheckpointSuperseded`, writing nothing, when another worker
+        has written one meanwhile: its state is newer.
+        """
+        number = 1 + (int(self._mine.removeprefix(_PREFIX)) if self._mine else 0)
+        # Not by the process id: in two containers over one volume that may be the same.
+        temporary = self._directory / f".writing-{uuid.uuid4().hex}"
+        self._clear_leftovers()
+        for part in ("trainer", "drafter"):
+            (temporary / part).mkdir(parents=True)
+        with full_disk_as_os_error():
+            trainer.save(temporary / "trainer")
+            write_kind(temporary / "drafter", trainer.drafter)
+        (temporary / "state.json").write_text(json.dumps(state))
+        for path in [*temporary.rglob("*"), temporary]:
+            sync(path)
+        newest = self.newest()
+        if (newest.name if newest else None) != self._mine:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointSuperseded(f"another worker wrote {newest} after {self._mine}; its state is newer")
+        mine = self._directory / f"{_PREFIX}{number:09d}"
+        temporary.rename(mine)
+        self._mine = mine.name
+        sync(self._directory)
+        for before in self._directory.glob(f"{_PREFIX}*"):  # also one that an earlier life could not remove
+            if before.name < self._mine:  # a worker that was stopped just here wakes up beside its heir's newer ones
+                shutil.rmtree(before, ignore_errors=True)
+
+    def _clear_leftovers(self) -> None:
+        """Delete what workers that were killed while they wrote have left.
+
+        Renamed away first: one that was only stopped, and wakes up now, fails at its next step and never gives a
+        half-deleted directory a checkpoint's name.
+        """
+        for leftover in self._directory.glob(".writing-*"):
+            with contextlib.suppress(FileNotFoundError):
+                leftover.rename(self._directory / f".deleted-{uuid.uuid4().hex}")
+        for doomed in self._directory.glob(".deleted-*"):
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def drafter(self, embed_tokens: Tensor, lm_head: Callable[[], Tensor]) -> Drafter:
+        """The candidate, as the newest checkpoint holds it, over the policy's embed_tokens and lm_head [V, H]."""
+        return read_kind(self._require() / "drafter", embed_tokens, lm_head)
+
+    def restore(self, trainer: DrafterTrainer) -> dict[str, Any]:
+        """Load weights and optimizer into `trainer`; returns the state that was saved beside them."""
+        trainer.load(self._require() / "trainer")
+        state: dict[str, Any] = json.loads((self._require() / "state.json").read_text())
+        return state
+
+    def _require(self) -> Path:
+        newest = self.newest()
+        if newest is None:
+            raise FileNotFoundError(f"{self._directory} holds no checkpoint")
+        return newest
+
+
+@contextlib.contextmanager
+def full_disk_as_os_error() -> Iterator[None]:
+    """Raise what safetensors meets while it writes as the OSError that it was."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"could not be written: {error}") from error

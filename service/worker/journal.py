@@ -1,0 +1,198 @@
+"""What the worker tells the world about one run: score records, running totals, the drift monitor, gauges, the log.
+
+Score records that Redis did not take are kept and sent with the next ones; `state` goes into the worker's checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from service.monitor.controller import Decision
+from service.monitor.drift import (
+    DriftError,
+    DriftMonitor,
+    DriftReading,
+    DriftState,
+    Succession,
+)
+from service.storage.queue import Entry
+from service.storage.reports import MAX_SCORES, Store
+from service.worker.promotion import Contest
+from service.worker.scoring import Scores
+
+log = logging.getLogger("draftalign.worker")
+
+_QUIET_TICKS = 50
+#: `served` counted on the batches alone on which all drafters were scored: what the others may be compared with.
+COMPARED: Final = "served_compared"
+
+
+@dataclass
+class Totals:
+    """Counters that survive restarts."""
+
+    trained_tokens: int = 0
+    train_seconds: float = 0.0
+    published: int = 0
+    refused: int = 0
+    batches: int = 0
+    rounds: dict[str, float] = field(default_factory=dict)
+    round_tokens: dict[str, float] = field(default_factory=dict)
+
+
+class Journal:
+    """The journal of one run."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self.totals = Totals()
+        self._store = store
+        self._run = run
+        self._drift = DriftMonitor()
+        self._succession = Succession()
+        self._reading: DriftReading | None = None
+        self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
+        self._quiet_until = 0  # tick before which a drift alarm is not logged again
+        self._unsent: dict[str, dict[str, Any]] = {}  # score records that Redis has not taken yet, by batch
+
+    @property
+    def watched(self) -> str | None:
+        """The version whose α the drift monitor is fed: every batch must be scored with it."""
+        return self._succession.watched
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain JSON values."""
+        return {
+            "totals": asdict(self.totals),
+            "drift": self._drift.state.to_json(),
+            "succession": asdict(self._succession),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. A drift state of another kind is dropped: no reason to refuse a run."""
+        self.totals = Totals(**state["totals"])
+        try:
+            self._drift = DriftMonitor(state=DriftState.from_json(state["drift"]))
+            self._succession = Succession(**state.get("succession", {}))
+        except DriftError as error:
+            log.warning("%s: the drift monitor starts afresh: %s", self._run, error)
+
+    def record(
+        self,
+        scored: Sequence[tuple[Entry, Scores]],
+        decision: Decision,
+        train_seconds: float = 0.0,
+        *,
+        latest: str | None,
+    ) -> None:
+        """Count scored batches, feed the drift monitor, and send the score records.
+
+        `latest` is the version that engines were offered when the batches were scored.
+        """
+        for entry, scores in scored:
+            scores.record.update(
+                {
+                    "action": decision.action.value,
+                    "train_seconds": train_seconds / len(scored),
+                    "published_total": self.totals.published,
+                    "refused_total": self.totals.refused,
+                    "trained_tokens_total": self.totals.trained_tokens,
+                }
+            )
+            self._unsent[entry.batch_id] = scores.record
+            self.totals.batches += 1
+            self._watch(scores, latest)
+            self._coverage = scores.record["draftable_tokens"] / max(1, scores.record["tokens"])
+            replays = dict(scores.replays)
+            if "best" in replays and "served" in replays:
+                replays[COMPARED] = replays["served"]
+            for name, found in replays.items():
+                sums = found.total()
+                self.totals.rounds[name] = self.totals.rounds.get(name, 0.0) + float(sums["rounds"])
+                self.totals.round_tokens[name] = self.totals.round_tokens.get(name, 0.0) + float(sums["tokens"])
+        self.send()
+
+    def send(self) -> None:
+        """Send the score records that Redis has not taken yet.
+
+        One that is full is not waited for: nothing would be acknowledged, which is what makes room. The newest records
+        are kept until there is some.
+        """
+        for batch_id in list(self._unsent):
+            if not self._store.put_score(batch_id, self._unsent[batch_id]):
+                log.error("%s: Redis is full; %d score records wait for room", self._run, len(self._unsent))
+                break
+            del self._unsent[batch_id]
+        while len(self._unsent) > MAX_SCORES:
+            del self._unsent[next(iter(self._unsent))]
+
+    def judged(self, winner: Contest, refused: bool) -> None:
+        """Count what the gate decided."""
+        self.totals.published += winner.verdict.promote
+        self.totals.refused += refused
+
+    def gathered(self, tokens: int, wanted: int, batches: int) -> None:
+        """Say how far the draft vocabulary of a run from scratch is."""
+        progress = f"{tokens:,} of {wanted:,} response tokens gathered"
+        log.info("%s: %s for the draft vocabulary; batches waiting: %d", self._run, progress, batches)
+        self._store.set_worker({"vocabulary": {"tokens": tokens, "wanted": wanted}})
+
+    def vocabulary_known(self) -> None:
+        """Nothing waits for the draft vocabulary."""
+        self._store.set_worker({"vocabulary": None})
+
+    def report(self, newest: Scores, decision: Decision, draft_vocab_size: int, outcome: Contest | None = None) -> None:
+        """Say in one line what was done, and set the gauges."""
+        alpha = newest.alpha("served")
+        log.info(
+            "%s: policy %d  served α %s  draftable %s  %s: %s%s",
+            self._run,
+            newest.record["policy_version"],
+            "-" if alpha is None else f"{alpha:.3f}",
+            "-" if self._coverage is None else f"{self._coverage:.1%}",
+            decision.action.value,
+            decision.reason,
+            "" if outcome is None else f"; gate: {outcome.verdict.reason}",
+        )
+        self._set_gauges(decision, draft_vocab_size)
+
+    def _set_gauges(self, decision: Decision, draft_vocab_size: int) -> None:
+        lanes = {} if self._reading is None else self._reading.lanes
+        self._store.set_worker(
+            {
+                "heartbeat": time.time(),
+                "action": decision.action.value,
+                "action_reason": decision.reason,
+                "trained_tokens_total": self.totals.trained_tokens,
+                "train_seconds_total": self.totals.train_seconds,
+                "published_total": self.totals.published,
+                "refused_total": self.totals.refused,
+                "rounds_total": self.totals.rounds,
+                "round_tokens_total": self.totals.round_tokens,
+                "draft_vocab_size": draft_vocab_size,
+                "draft_coverage": self._coverage,
+                "drift_alpha": None if self._reading is None else self._reading.value,
+                "drift_level": None if self._reading is None else self._reading.baseline,
+                "drift": {n: {"statistic": lane.statistic, "limit": lane.limit} for n, lane in lanes.items()},
+            }
+        )
+
+    def _watch(self, scores: Scores, latest: str | None) -> None:
+        """Feed the drift monitor the served drafter's rollouts, scored before anything was trained on them."""
+        served = scores.record["drafter_version"]
+        if served is None:
+            return
+        replays = {v: (found.tokens.tolist(), found.rounds.tolist()) for v, found in scores.versions.items()}
+        for reading in self._succession.feed(self._drift, replays, scores.prompts, served=served, latest=latest):
+            before, self._reading = self._reading, reading
+            alarmed = before is not None and before.alarm
+            # Said once per spell: publishing takes an alarm back a little way, and it may return with the next tick.
+            if reading.alarm and not alarmed and reading.ticks >= self._quiet_until:
+                level = 0.0 if reading.baseline is None else reading.baseline
+                log.warning("%s: served α %.2f is below its level so far, %.2f", self._run, reading.value, level)
+            if reading.alarm:
+                self._quiet_until = reading.ticks + _QUIET_TICKS

@@ -1,0 +1,246 @@
+"""The drafters of one run as the worker holds them: candidate and its trainer, served, first, and archived versions."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+
+from drafter.device import working_dtype
+from drafter.files.checkpoint import config_fingerprint
+from drafter.kinds import Drafter, read_kind, write_kind
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
+from drafter.mtp.module import MtpDrafter
+from drafter.training.trainer import DrafterTrainer, TrainConfig
+from rl_hooks.format.eagle3 import with_layers
+from rl_hooks.format.run import kind_of
+from service.errors import WorkerError
+from service.settings import Settings
+from service.storage.layout import Layout
+from service.storage.registry import Manifest, Registry
+from service.worker.checkpoint import full_disk_as_os_error
+from service.worker.target import Target
+
+log = logging.getLogger("draftalign.worker")
+
+#: Stands for the drafter in training where a version is asked for.
+CANDIDATE: Final = "candidate"
+
+_CACHED_VERSIONS = 4
+#: One archived version, in turn, is scored with every so many batches: enough to notice that an old one fits again.
+_ARCHIVE_EVERY = 8
+
+
+class Lineage:
+    """One lineage: all drafters share a configuration and a draft vocabulary, which engines cache."""
+
+    def __init__(self, settings: Settings, layout: Layout, run: str, target: Target) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._run = run
+        self._target = target
+        self._registry = Registry(layout)
+        self._device = torch.device(settings.device)
+        self._versions: OrderedDict[str, Drafter] = OrderedDict()
+        self.trainer: DrafterTrainer | None = None
+        self._archive_turn = 0
+
+    # --- how a lineage begins
+    def begin(self) -> bool:
+        """Take up the run's drafter: the newest published one, or the initial one. False: there is none yet."""
+        manifest = self._registry.latest(self._run)
+        if manifest is None:
+            self._target.check()  # also what no drafter can be sized by, and not once rollouts have been gathered
+        if manifest is None and self._target.initial_drafter is not None:
+            manifest = self._publish_initial()
+        if manifest is None:
+            return False
+        self.take_up(self._read(manifest.version))
+        return True
+
+    def begin_from_scratch(self, counts: torch.Tensor) -> None:
+        """Build and freeze the draft vocabulary from token counts [V]; random layers, the target's head."""
+        size = self._target.draft_vocab_size or self._settings.draft_vocab_size
+        vocabulary = DraftVocabulary.build(counts, min(size, int(counts.numel())), always=self._target.ending_tokens)
+        log.info("draft vocabulary: %d tokens cover %.2f%%", len(vocabulary), 100 * vocabulary.coverage(counts))
+        config = DrafterConfig.from_target(self._target.config, self._target.aux_layers, len(vocabulary))
+        torch.manual_seed(self._settings.seed)
+        drafter = Eagle3Drafter(config, vocabulary, self._target.embed_tokens)
+        # A scale is part of what the drafter learns; a soft cap is left for training to find.
+        drafter.init_from_target(self._target.lm_head()[vocabulary.ids].float() * self._target.logit_map.scale)
+        self.take_up(drafter)
+
+    def _publish_initial(self) -> Manifest:
+        """Publish what came with PUT /runs as the run's first version."""
+        tensors = self._target.initial_drafter
+        config = self._target.initial_drafter_config
+        with self._staged() as staged:
+            with full_disk_as_os_error():
+                save_file(tensors or {}, staged / "model.safetensors")
+            if kind_of(config) == "eagle3":
+                config = with_layers(config, self._target.aux_layers)
+            (staged / "config.json").write_text(json.dumps(config, indent=1))
+            drafter = read_kind(staged, self._target.embed_tokens, self._target.lm_head)  # refuses the unservable
+            return self._announce(drafter, staged, self._target.policy_version, None, "initial drafter", None)
+
+    @contextlib.contextmanager
+    def _staged(self) -> Iterator[Path]:
+        """A staging directory, deleted unless it was published."""
+        staged = self._registry.stage(self._run)
+        try:
+            yield staged
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def take_up(self, drafter: Drafter) -> DrafterTrainer:
+        """Make a drafter the candidate, with a fresh trainer."""
+        config = TrainConfig(
+            steps_ahead=self._settings.depth,
+            learning_rate=self._settings.learning_rate,
+            warmup_windows=self._settings.warmup_steps,
+            loss=self._settings.loss,
+            optimizer=self._settings.optimizer,
+            compute_dtype="bfloat16" if working_dtype(self._device) is torch.bfloat16 else "float32",
+        )
+        self.trainer = DrafterTrainer(drafter.to(self._device), config)
+        return self.trainer
+
+    def check_vocabulary(self) -> None:
+        """Raise `WorkerError` where the candidate's draft vocabulary is not the served drafter's: engines cache it."""
+        served, own = self.served(), self.candidate.vocabulary
+        if served is not None and served.d2t_sha256 != own.digest:
+            raise WorkerError(
+                f"the worker's checkpoint holds a drafter with another draft vocabulary ({len(own)} tokens, "
+                f"{own.digest}) than {served.version} ({served.d2t_sha256}), which is served. A vocabulary is frozen "
+                f"for the life of a run: move {self._layout.worker(self._run)} away to go on from {served.version}, or "
+                "register another run"
+            )
+
+    # --- drafters by role
+    @property
+    def candidate(self) -> Drafter:
+        """The drafter that is being trained."""
+        if self.trainer is None:
+            raise RuntimeError("the lineage has not begun")
+        return self.trainer.drafter
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the candidate's learning rate is still rising."""
+        return self.trainer is not None and self.trainer.warming_up
+
+    def served(self) -> Manifest | None:
+        """What `GET /drafter/latest` offers now."""
+        return self._registry.latest(self._run)
+
+    def known(self, version: str) -> str | None:
+        """The version if it is still on disk, else None."""
+        return version if version in self._registry.versions(self._run) else None
+
+    def roles(self, served: str | None, latest: str | None) -> dict[str, tuple[str, Drafter]]:
+        """Everything worth scoring on a batch: role -> (version, drafter).
+
+        `served` drafted the batch's rollouts; `latest` is what the registry offers now.
+        """
+        roles = {CANDIDATE: (CANDIDATE, self.candidate)}
+        versions = self._registry.versions(self._run)
+        for role, version in (("served", served), ("latest", latest), ("frozen", versions[0] if versions else None)):
+            if version is not None:
+                roles[role] = (version, self.version(version))
+        archive = [v for v in versions[1:] if v not in (served, latest)]
+        self._archive_turn += 1
+        if archive and self._archive_turn % _ARCHIVE_EVERY == 0:
+            version = archive[self._archive_turn // _ARCHIVE_EVERY % len(archive)]
+            roles["archive"] = (version, self.version(version))
+        return roles
+
+    def role_served(self, served: str | None) -> dict[str, tuple[str, Drafter]]:
+        """What served alone: all that drift needs. The candidate while nothing is served."""
+        if served is None:
+            return {CANDIDATE: (CANDIDATE, self.candidate)}
+        return {"served": (served, self.version(served))}
+
+    def version(self, version: str) -> Drafter:
+        """A published drafter, from a small cache."""
+        if version in self._versions:
+            self._versions.move_to_end(version)
+        else:
+            self._versions[version] = self._scored(self._read(version))
+            while len(self._versions) > _CACHED_VERSIONS:
+                self._versions.popitem(last=False)
+        return self._versions[version]
+
+    def _scored(self, drafter: Drafter) -> Drafter:
+        """As it is kept to be scored: on the worker's device, in what it computes in there."""
+        drafter = drafter.to(self._device).eval().requires_grad_(False)
+        for parameter in drafter.parameters():  # buffers stay as they are: engines keep a router's bias in float32
+            parameter.data = parameter.data.to(working_dtype(self._device) or parameter.dtype)
+        return drafter
+
+    def _read(self, version: str) -> Drafter:
+        directory = self._layout.drafter(self._run, version)
+        return read_kind(directory, self._target.embed_tokens, self._target.lm_head)
+
+    # --- publishing
+    def promote(
+        self, version: str, served: str | None, policy_version: int, reason: str, evidence: dict[str, Any]
+    ) -> Manifest:
+        """Serve the candidate as a new version, or an archived version again (at no training cost).
+
+        `served`: the version that it was judged against. Raises `LatestMoved` when another one is served by now.
+        """
+        if version != CANDIDATE:
+            reason = f"re-selected from the archive: {reason}"
+            return self._registry.rollback(self._run, version, reason, instead_of=served)
+        with self._staged() as staged:
+            with full_disk_as_os_error():
+                write_kind(staged, self.candidate)
+            manifest = self._announce(self.candidate, staged, policy_version, served, reason, evidence)
+        first = self._registry.versions(self._run)[0]
+        self._registry.prune(self._run, self._settings.keep_versions, protect={first})
+        return manifest
+
+    def _announce(
+        self,
+        drafter: Drafter,
+        staged: Path,
+        policy_version: int,
+        parent: str | None,
+        reason: str,
+        evidence: dict[str, Any] | None,
+    ) -> Manifest:
+        manifest = self._registry.publish(
+            self._run,
+            staged,
+            policy_version=policy_version,
+            parent=parent,
+            instead_of=parent,
+            config_fingerprint=config_fingerprint(drafter.config, drafter.vocabulary),
+            d2t_sha256=drafter.vocabulary.digest,
+            aux_layers=_layers(drafter),
+            kind="mtp" if isinstance(drafter, MtpDrafter) else "eagle3",
+            gate=evidence,
+            reason=reason,
+        )
+        log.info("published %s (policy version %d): %s", manifest.version, policy_version, reason)
+        return manifest
+
+    def refuse(self, policy_version: int, reason: str, evidence: dict[str, Any]) -> None:
+        """Record that the gate refused the candidate."""
+        self._registry.record(
+            self._run, {"event": "refused", "policy_version": policy_version, "reason": reason, "gate": evidence}
+        )
+
+
+def _layers(drafter: Drafter) -> tuple[int, ...]:
+    """Layers whose entering state a drafter reads; an MTP module reads none."""
+    return drafter.config.aux_layers if isinstance(drafter, Eagle3Drafter) else ()

@@ -1,0 +1,113 @@
+"""Test before training: what every drafter would have had on a batch, from the batch alone.
+
+One record per batch (docs/architecture.md, "Score record"). Only sums are kept, so that pooling over batches is exact.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from drafter.batch import RolloutBatch, prompt_hashes
+from drafter.kinds import Drafter, share
+from drafter.replay.acceptance import Replay
+from drafter.replay.ngram import ngram_replay
+from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
+from drafter.target import TargetHead
+from service.monitor.alpha import drafter_sums
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Replays of one batch by name (`served`, `candidate`, `frozen`, `ngram`, `best`) and its score record."""
+
+    replays: Mapping[str, Replay]
+    record: dict[str, Any]
+    versions: Mapping[str, Replay]  # the same by drafter version, of archived ones too
+    prompts: tuple[str, ...]  # `prompt_hashes` of its rollouts
+
+    def alpha(self, name: str) -> float | None:
+        """Replay α, None when the drafter was not there or the batch had no round."""
+        found = self.replays.get(name)
+        return None if found is None or math.isnan(found.alpha) else found.alpha
+
+    @property
+    def regret(self) -> float | None:
+        """α of the best drafter that could be served, minus α of the served one."""
+        best, served = self.alpha("best"), self.alpha("served")
+        return None if best is None or served is None else best - served
+
+
+def replay_each(
+    drafters: Mapping[str, Drafter],
+    embed_tokens: Tensor,
+    batches: Iterable[RolloutBatch],
+    depth: int,
+    drafting: Drafting,
+    head: TargetHead | None = None,
+) -> dict[str, Replay]:
+    """Replay batches of one policy with each drafter, with that policy's embedding (for MTP, and head).
+
+    Engines share the live ones. `embed_tokens` is on the drafters' device; features are copied there once for all.
+    """
+    found: dict[str, list[Replay]] = {name: [] for name in drafters}
+    for batch in batches:
+        for group in batch.groups(TOKENS_AT_ONCE):
+            moved = group.to(embed_tokens.device)
+            for name, drafter in drafters.items():
+                share(drafter, embed_tokens, head)
+                found[name].append(replay(drafter, moved, depth=depth, drafting=drafting))
+    return {name: Replay.concat(parts) for name, parts in found.items()}
+
+
+def score(
+    batch: RolloutBatch,
+    drafters: Mapping[str, tuple[str, Drafter]],
+    embed_tokens: Tensor,
+    *,
+    depth: int,
+    drafting: Drafting,
+    head: TargetHead | None = None,
+) -> Scores:
+    """Score a batch with every drafter of `drafters`: role -> (version, drafter).
+
+    Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only, which is of all
+    drafters and there where the candidate is.
+    """
+    by_version = replay_each(dict(drafters.values()), embed_tokens, [batch], depth, drafting, head)
+    replays: dict[str, Replay] = {"ngram": ngram_replay(batch, depth=depth)}
+    for role, (version, _) in drafters.items():
+        if role in ("served", "candidate", "frozen"):
+            replays[role] = by_version[version]
+    best_version = None
+    if "candidate" in drafters:  # without it, what served would be the best of itself
+        best_version = max(by_version, key=lambda v: _or_zero(by_version[v].alpha))
+    if best_version is not None:
+        replays["best"] = by_version[best_version]
+    record: dict[str, Any] = {n: drafter_sums(found.tokens, found.rounds) for n, found in replays.items()}
+    response = batch.logprobs[batch.loss_mask]
+    vocabularies = [drafter.vocabulary for _, drafter in drafters.values()]  # one, in a lineage
+    said = batch.input_ids[batch.loss_mask].cpu()
+    rewards = batch.rewards or ()
+    record |= {
+        "policy_version": batch.policy_version,
+        "rollouts": batch.rollouts,
+        "tokens": int(batch.response_tokens),
+        "best_version": best_version,
+        "logprob_sum": float(response.double().sum()),
+        "logprob_tokens": int(response.numel()),
+        "draftable_tokens": int(vocabularies[0].t2d[said].sum()) if vocabularies else None,
+        "reward_sum": math.fsum(rewards),
+        "reward_count": len(rewards),
+        "created": time.time(),
+    }
+    return Scores(replays, record, by_version, prompt_hashes(batch))
+
+
+def _or_zero(alpha: float) -> float:
+    return 0.0 if math.isnan(alpha) else alpha

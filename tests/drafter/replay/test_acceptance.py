@@ -1,0 +1,285 @@
+"""The recursion behind replay α, against brute force, against live rounds, and against hand-worked cases."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.replay import acceptance
+from drafter.replay.acceptance import (
+    Replay,
+    Segments,
+    find_segments,
+    log_ratio,
+    replay_rounds,
+    student_quantile,
+)
+
+
+def segments_of(lengths: list[int], rollout: list[int] | None = None) -> Segments:
+    rollout = list(range(len(lengths))) if rollout is None else rollout
+    zeros = np.zeros(len(lengths), dtype=np.int64)
+    return Segments(zeros, np.array(lengths, dtype=np.int64), np.array(rollout), zeros, max(rollout, default=-1) + 1)
+
+
+def brute_force(c: np.ndarray, begin: int = 0) -> dict[int, float]:
+    """Law of the number of rounds over a segment [n, K], by following every accept/reject outcome."""
+    n, depth = c.shape
+    if begin >= n:
+        return {0: 1.0}
+    law: dict[int, float] = {}
+    survived = 1.0
+    for j in range(depth + 1):
+        past_end = begin + j >= n
+        stop = survived if j == depth or past_end else survived * (1 - c[begin, j])
+        for rounds, probability in brute_force(c, begin + j + 1).items():
+            law[rounds + 1] = law.get(rounds + 1, 0.0) + stop * probability
+        if j == depth or past_end:
+            return law
+        survived *= c[begin, j]
+    raise AssertionError
+
+
+def walk(kept: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
+    """Rounds along a segment whose draft j of a round begun at i is accepted iff kept[i, j]: also accepted, reached."""
+    n, depth = kept.shape
+    begin, rounds, accepted, reached = 0, 0, np.zeros(depth), np.zeros(depth)
+    while begin < n:
+        rounds += 1
+        j = 0
+        while j < depth and begin + j < n:
+            reached[j] += 1
+            if not kept[begin, j]:
+                break
+            accepted[j] += 1
+            j += 1
+        begin += j + 1
+    return rounds, accepted, reached
+
+
+def live_rounds(c: np.ndarray, rng: np.random.Generator) -> tuple[int, np.ndarray, np.ndarray]:
+    return walk(rng.random(c.shape) < c)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 7), st.integers(0, 4))
+def test_expected_rounds_and_their_variance_equal_brute_force(seed: int, n: int, depth: int) -> None:
+    c = np.random.default_rng(seed).random((n, depth))
+    law = brute_force(c)
+    mean = sum(k * p for k, p in law.items())
+    variance = sum(k * k * p for k, p in law.items()) - mean**2
+    replay = replay_rounds(c, segments_of([n]))
+    assert sum(law.values()) == pytest.approx(1.0)
+    assert replay.rounds[0] == pytest.approx(mean, rel=1e-12)
+    assert replay.rounds_variance[0] == pytest.approx(variance, abs=1e-9)
+
+
+@pytest.mark.parametrize(("n", "depth"), [(1, 3), (2, 3), (3, 3), (4, 2), (9, 1)])
+def test_expected_counts_per_position_equal_the_sum_over_all_outcomes(n: int, depth: int) -> None:
+    c = np.random.default_rng(n).random((n, depth))
+    rounds, accepted, reached = 0.0, np.zeros(depth), np.zeros(depth)
+    for outcome in product([False, True], repeat=n * depth):
+        kept = np.array(outcome).reshape(n, depth)
+        probability = np.where(kept, c, 1 - c).prod()
+        counts = walk(kept)
+        rounds, accepted, reached = (
+            total + probability * count for total, count in zip((rounds, accepted, reached), counts, strict=True)
+        )
+    replay = replay_rounds(c, segments_of([n]))
+    np.testing.assert_allclose(replay.accepted[0], accepted, rtol=1e-12)
+    np.testing.assert_allclose(replay.reached[0], reached, rtol=1e-12)
+    np.testing.assert_allclose(replay.position_acceptance, accepted / rounds, rtol=1e-12)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(replay.conditional_acceptance, accepted / reached, rtol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 4))
+def test_shares_by_position_are_shares(seed: int, lengths: list[int], depth: int) -> None:
+    """Short responses, where few rounds have a last draft, and drafters that are sure or certain to be right."""
+    rng = np.random.default_rng(seed)
+    c = rng.choice([0.0, 0.9, 1.0], (sum(lengths), depth))
+    replay = replay_rounds(c, segments_of(lengths))
+    for share in (replay.position_acceptance, replay.conditional_acceptance):
+        known = share[~np.isnan(share)]
+        assert np.all((known >= 0) & (known <= 1))
+    assert np.all(np.diff(replay.position_acceptance[: int(sum(lengths) > 0) * depth]) <= 1e-12)
+
+
+def test_a_certain_drafter_keeps_every_draft_that_it_comes_to_and_not_one_in_every_round() -> None:
+    replay = replay_rounds(np.ones((5, 3)), segments_of([5]))  # a round of four tokens and one that the end cuts short
+    assert replay.conditional_acceptance.tolist() == [1.0, 1.0, 1.0]
+    assert replay.position_acceptance.tolist() == [1.0, 0.5, 0.5]
+    short = replay_rounds(np.ones((1, 3)), segments_of([1]))
+    np.testing.assert_array_equal(short.conditional_acceptance, [1.0, np.nan, np.nan])
+    assert short.position_acceptance.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_expected_counts_equal_live_rounds_on_average() -> None:
+    rng = np.random.default_rng(0)
+    c = rng.beta(2, 1, (40, 3))
+    replay = replay_rounds(c, segments_of([40]))
+    runs = [live_rounds(c, rng) for _ in range(3000)]
+    rounds = np.array([run[0] for run in runs], dtype=float)
+    accepted = np.array([run[1] for run in runs])
+    assert abs(rounds.mean() - replay.rounds[0]) < 4 * rounds.std() / math.sqrt(rounds.size)
+    assert rounds.var() == pytest.approx(replay.rounds_variance[0], rel=0.12)
+    reached = np.array([run[2] for run in runs])
+    for counted, expected in ((accepted, replay.accepted[0]), (reached, replay.reached[0])):
+        error = 4 * counted.std(axis=0) / math.sqrt(rounds.size)
+        assert np.all(np.abs(counted.mean(axis=0) - expected) < error)
+    low, high = replay.live_interval(0.95)
+    covered = np.mean([low <= 40 / count <= high for count in rounds])
+    assert 0.90 < covered <= 1.0
+
+
+def test_live_alpha_and_replay_alpha_agree_on_a_whole_batch() -> None:
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(1, 60, 200)
+    rows = [rng.beta(3, 1, (int(n), 4)) for n in lengths]
+    replay = replay_rounds(np.concatenate(rows), segments_of(lengths.tolist()))
+    live = lengths.sum() / sum(live_rounds(c, rng)[0] for c in rows)
+    low, high = replay.live_interval(0.999)
+    assert low < live < high
+    assert high - low < 0.25
+
+
+def test_a_drafter_that_is_never_right_has_alpha_one_and_one_that_always_is_has_depth_plus_one() -> None:
+    assert replay_rounds(np.zeros((12, 3)), segments_of([12])).alpha == 1.0
+    assert replay_rounds(np.ones((12, 3)), segments_of([12])).alpha == 4.0
+    assert replay_rounds(np.ones((13, 3)), segments_of([13])).alpha == 13 / 4  # the last round is cut off
+    assert replay_rounds(np.ones((12, 0)), segments_of([12])).alpha == 1.0  # no drafts at all
+
+
+def test_drafts_past_the_end_of_a_segment_do_not_matter() -> None:
+    c = np.random.default_rng(2).random((6, 3))
+    changed = c.copy()
+    changed[5, 1:] = changed[4, 2:] = np.nan
+    before, after = (replay_rounds(x, segments_of([6])) for x in (c, changed))
+    assert before.rounds == after.rounds
+    np.testing.assert_array_equal(before.accepted, after.accepted)
+    np.testing.assert_allclose(before.reached[0, 0], before.rounds[0])
+
+
+def test_rounds_restart_after_a_tool_call() -> None:
+    c = np.random.default_rng(3).random((9, 2))
+    both = replay_rounds(c, segments_of([4, 5], [0, 0]))
+    apart = replay_rounds(c, segments_of([4, 5]))
+    assert both.rollouts == 1
+    assert both.rounds[0] == pytest.approx(apart.rounds.sum())
+    assert both.tokens[0] == 9
+
+
+def test_segments_follow_the_mask_and_never_cross_a_rollout() -> None:
+    mask = np.array([0, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0, 0], dtype=bool)
+    found = find_segments(mask, np.array([0, 8, 11, 14]))
+    assert found.first.tolist() == [2, 6, 9, 11]
+    assert found.tokens.tolist() == [2, 1, 1, 0]
+    assert found.rollout.tolist() == [0, 0, 1, 2]
+    assert found.document.tolist() == [0, 0, 8, 11]
+    assert found.rows().tolist() == [3, 4, 7, 10]
+
+
+def test_a_response_of_one_token_has_no_round_and_an_empty_batch_no_alpha() -> None:
+    found = find_segments(np.array([0, 1, 0, 0], dtype=bool), np.array([0, 2, 4]))
+    replay = replay_rounds(np.zeros((0, 3)), found)
+    assert replay.tokens.tolist() == [0, 0]
+    assert replay.rounds.tolist() == [0, 0]
+    assert math.isnan(replay.alpha)
+    assert all(math.isnan(bound) for bound in replay.interval())
+    assert np.isnan(replay.position_acceptance).all()
+    assert np.isnan(replay.conditional_acceptance).all()
+    assert find_segments(np.zeros(0, bool), np.array([0])).rollouts == 0
+
+
+def test_alpha_pools_sums_before_it_divides() -> None:
+    easy, hard = np.ones((20, 3)), np.zeros((20, 3))
+    replay = replay_rounds(np.concatenate((easy, hard)), segments_of([20, 20]))
+    pooled = Replay.concat([replay.select([0]), replay.select([1])])
+    assert pooled.alpha == replay.alpha == 40 / 25
+    assert pooled.total() == {"tokens": 40.0, "rounds": 25.0}
+    with pytest.raises(ValueError, match="one depth"):
+        Replay.concat([replay, replay_rounds(np.ones((5, 2)), segments_of([5]))])
+    with pytest.raises(ValueError, match="at least one"):
+        Replay.concat([])
+
+
+def test_blocks_of_padding_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(4)
+    lengths = rng.integers(0, 30, 50).tolist()
+    c = rng.random((sum(lengths), 3))
+    whole = replay_rounds(c, segments_of(lengths))
+    monkeypatch.setattr(acceptance, "_BLOCK_ELEMENTS", 100)
+    parts = replay_rounds(c, segments_of(lengths))
+    np.testing.assert_allclose(whole.rounds, parts.rounds, rtol=1e-12)
+    np.testing.assert_allclose(whole.accepted, parts.accepted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -0.1, 1.1])
+def test_an_impossible_probability_is_refused(bad: float) -> None:
+    c = np.full((4, 2), 0.5)
+    c[1, 1] = bad
+    with pytest.raises(ValueError, match="must lie in"):
+        replay_rounds(c, segments_of([4]))
+
+
+def test_acceptances_must_match_the_segments() -> None:
+    with pytest.raises(ValueError, match="one row per token"):
+        replay_rounds(np.ones((3, 2)), segments_of([4]))
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        find_segments(np.ones(4, bool), np.array([0, 3]))
+
+
+def test_the_interval_covers_the_true_alpha_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(5)
+    ease = rng.gamma(2.0, 1.0, 4000)
+    world = [rng.beta(a, 1.0, (int(rng.integers(2, 50)), 3)) for a in ease]
+    everything = replay_rounds(np.concatenate(world), segments_of([len(c) for c in world]))
+    truth, hits = everything.alpha, 0
+    for _ in range(400):
+        low, high = everything.select(rng.integers(0, 4000, 40)).interval(0.9)
+        hits += low < truth < high
+    assert 0.85 < hits / 400 < 0.95
+
+
+def test_an_interval_stays_where_alpha_can_be() -> None:
+    c = np.concatenate((np.ones((12, 3)), np.zeros((4, 3))))
+    low, high = replay_rounds(c, segments_of([12, 4])).interval()
+    assert (low, high) == (1.0, 4.0)
+
+
+def test_rollouts_of_one_prompt_widen_the_interval_when_grouped() -> None:
+    rng = np.random.default_rng(6)
+    tokens = np.full(64, 100.0)
+    rounds = np.repeat(rng.uniform(25, 80, 8), 8)
+    alone = log_ratio(tokens, rounds)
+    grouped = log_ratio(tokens, rounds, np.repeat(np.arange(8), 8))
+    assert (alone.clusters, grouped.clusters) == (64, 8)
+    assert grouped.error > 2 * alone.error
+
+
+def test_one_rollout_that_holds_most_tokens_leaves_little_certainty() -> None:
+    ratio = log_ratio(np.array([1000.0, 10, 10, 10]), np.array([300.0, 5, 2, 4]))
+    assert ratio.effective < 1.2
+    assert ratio.reach(0.95) > 2 * 1.645 * ratio.error
+
+
+@pytest.mark.parametrize(
+    ("probability", "degrees", "tabulated"),
+    [
+        (0.95, 5, 2.0150),
+        (0.975, 5, 2.5706),
+        (0.99, 7, 2.9980),
+        (0.95, 10, 1.8125),
+        (0.975, 30, 2.0423),
+        (0.95, 1000, 1.6464),
+    ],
+)
+def test_student_quantiles_equal_the_tables(probability: float, degrees: int, tabulated: float) -> None:
+    assert student_quantile(probability, degrees) == pytest.approx(tabulated, rel=0.005)
+    assert math.isnan(student_quantile(probability, 0))

@@ -1,0 +1,259 @@
+"""Rollout files as tensors: exact values, selection, packing, screening."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafter_worlds import SHAPES, VOCAB, cast, world
+
+from drafter.batch import RolloutBatch, load_batch, screen
+from drafter.errors import BatchRejected, DrafterError
+from drafter.replay.replay import replay
+from drafter.target import TargetHead
+from drafter.training.trainer import DrafterTrainer, TrainConfig
+from rl_hooks import wire
+
+LAYERS, HIDDEN, LENGTHS = (1, 2, 3), 8, (5, 7)
+T = sum(LENGTHS)
+
+
+def file_tensors(features: str) -> tuple[dict[str, wire.Tensor], torch.Tensor, torch.Tensor]:
+    """Tensors of a rollout file, and what aux_hidden and last_hidden must read back as."""
+    g = torch.Generator().manual_seed(3)
+    rng = np.random.default_rng(3)
+    aux, last = torch.randn(T, 3 * HIDDEN, generator=g), torch.randn(T, HIDDEN, generator=g)
+    mask = np.ones(T, dtype=np.uint8)
+    mask[[0, 1, 5, 6]] = 0
+    tensors = {
+        "input_ids": wire.Tensor.of(rng.integers(0, 90, T).astype("<i4"), "I32"),
+        "cu_seqlens": wire.Tensor.of(np.array([0, 5, 12], "<i4"), "I32"),
+        "loss_mask": wire.Tensor.of(mask, "U8"),
+        "logprobs": wire.Tensor.of(-rng.random(T).astype("<f4"), "F32"),
+        "logsumexp": wire.Tensor.of(rng.random(T).astype("<f4"), "F32"),
+    }
+    read = []
+    for name, tensor, layers in (("aux_hidden", aux, 3), ("last_hidden", last, 1)):
+        if features == "BF16":
+            stored = tensor.to(torch.bfloat16)
+            tensors[name] = wire.Tensor.of(stored.view(torch.int16).numpy().view("<u2"), "BF16")
+            read.append(stored)
+        else:
+            per_layer = tensor.view(T, layers, -1)
+            scale = per_layer.abs().amax(-1) / 448
+            stored = (per_layer / scale[..., None]).to(torch.float8_e4m3fn)
+            tensors[name] = wire.Tensor.of(stored.view(T, -1).view(torch.uint8).numpy(), "F8_E4M3")
+            tensors[f"{name}_scale"] = wire.Tensor.of(scale.numpy(), "F32")
+            read.append((stored.float() * scale[..., None]).view(T, -1))
+    return tensors, read[0], read[1]
+
+
+def write(path: Path, tensors: dict[str, wire.Tensor], **changes: object) -> Path:
+    metadata = wire.rollout_metadata(
+        run="default",
+        policy_version=4,
+        rollout_ids=["a", "b"],
+        target_fingerprint="f" * 32,
+        aux_layers=LAYERS,
+        **({"temperature": 0.8, "policy_version_max": 6, "rewards": [0.5, 1.0]} | changes),  # type: ignore[arg-type]
+    )
+    path.write_bytes(b"".join(wire.encode(tensors, metadata)))
+    return path
+
+
+@pytest.mark.parametrize("features", ["BF16", "F8_E4M3"])
+def test_a_file_reads_back_exactly(tmp_path: Path, features: str) -> None:
+    tensors, aux, last = file_tensors(features)
+    batch = load_batch(write(tmp_path / "r.safetensors", tensors), vocab_size=90)
+    assert torch.equal(batch.aux_hidden, aux)
+    assert batch.last_hidden is not None
+    assert torch.equal(batch.last_hidden, last)
+    assert batch.input_ids.dtype == torch.int64
+    assert batch.loss_mask.tolist() == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 5
+    assert batch.cu_seqlens.tolist() == [0, 5, 12]
+    assert (batch.tokens, batch.rollouts, batch.response_tokens) == (12, 2, 8)
+    assert (batch.temperature, batch.warped, batch.policy_version) == (0.8, False, 6)
+    assert (batch.rollout_ids, batch.rewards) == (("a", "b"), (0.5, 1.0))
+    screen(batch)
+
+
+def test_top_entries_read_back(tmp_path: Path) -> None:
+    tensors, _, _ = file_tensors("BF16")
+    for name in ("last_hidden", "logsumexp"):
+        del tensors[name]
+    ids = np.arange(T * 2, dtype="<i4").reshape(T, 2)
+    tensors["top_ids"] = wire.Tensor.of(ids, "I32")
+    tensors["top_logprobs"] = wire.Tensor.of(-np.ones((T, 2), "<f2"), "F16")
+    batch = load_batch(write(tmp_path / "r.safetensors", tensors, top_p=0.9))
+    assert batch.warped
+    assert batch.last_hidden is None
+    assert batch.top_ids is not None
+    assert batch.top_ids.tolist() == ids.tolist()
+    assert batch.top_logprobs is not None
+    assert batch.top_logprobs.dtype == torch.float32
+
+
+def test_a_broken_file_is_a_wire_error_that_names_the_field(tmp_path: Path) -> None:
+    tensors, _, _ = file_tensors("BF16")
+    path = write(tmp_path / "r.safetensors", tensors)
+    with pytest.raises(wire.WireError, match="input_ids: token"):
+        load_batch(path, vocab_size=10)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(wire.WireError, match="bytes long"):
+        load_batch(path)
+
+
+def same(a: RolloutBatch, b: RolloutBatch) -> bool:
+    for name in ("input_ids", "cu_seqlens", "loss_mask", "aux_hidden", "last_hidden", "logprobs", "logsumexp"):
+        if not torch.equal(getattr(a, name), getattr(b, name)):
+            return False
+    return (a.rollout_ids, a.rewards) == (b.rollout_ids, b.rewards)
+
+
+def test_selected_rollouts_put_together_again_are_the_batch() -> None:
+    batch = world(SHAPES["packed, awkward"]).batch
+    parts = [batch.select([i]) for i in range(batch.rollouts)]
+    assert same(RolloutBatch.concat(parts), batch)
+    turned = batch.select([2, 0])
+    assert turned.rollout_ids == ("r2", "r0")
+    assert turned.cu_seqlens.tolist() == [0, 2, 11]
+    assert same(RolloutBatch.concat([batch.select([2]), batch.select([0])]), turned)
+
+
+@pytest.mark.parametrize("limit", [1, 20, 10_000])
+def test_groups_are_whole_rollouts_of_about_so_many_tokens(limit: int) -> None:
+    batch = world(SHAPES["packed, awkward"]).batch
+    groups = list(batch.groups(limit))
+    assert all(g.tokens <= limit or g.rollouts == 1 for g in groups)
+    assert torch.equal(torch.cat([g.input_ids for g in groups]), batch.input_ids)
+    assert sum(g.rollouts for g in groups) == batch.rollouts
+    assert (len(groups) == 1) is (limit == 10_000)
+
+
+def test_a_batch_of_no_tokens_is_none() -> None:
+    none = torch.zeros(0)
+    with pytest.raises(DrafterError, match="at least 1"):
+        RolloutBatch(none.long(), torch.tensor([0, 0]), none.bool(), none[:, None], none)
+
+
+def test_batches_of_different_kinds_are_not_mixed() -> None:
+    batch = world(SHAPES["packed, half response"]).batch
+    with pytest.raises(DrafterError, match="differ in temperature"):
+        RolloutBatch.concat([batch, replace(batch, temperature=0.5)])
+    with pytest.raises(DrafterError, match="differ in temperature, warping, layers"):
+        RolloutBatch.concat([batch, replace(batch, aux_layers=(0, 1, 2))])
+    with pytest.raises(DrafterError, match="at least one batch"):
+        RolloutBatch.concat([])
+    with pytest.raises(DrafterError, match=r"indices in \[0, 3\)"):
+        batch.select([3])
+    assert RolloutBatch.concat([batch, replace(batch, policy_version=9)]).policy_version == 9
+
+
+def test_moving_converts_features_only() -> None:
+    batch = cast(world(SHAPES["packed, half response"]).batch, torch.float32).to("cpu", torch.bfloat16)
+    assert batch.aux_hidden.dtype == torch.bfloat16
+    assert batch.logprobs.dtype == torch.float32
+    assert batch.input_ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["aux_hidden", "last_hidden", "logprobs", "logsumexp"])
+def test_one_bad_number_rejects_the_batch_and_is_located(name: str, value: float) -> None:
+    batch = world(SHAPES["packed, half response"]).batch
+    tensor = getattr(batch, name).clone()
+    tensor.view(batch.tokens, -1)[13, -1] = value
+    with pytest.raises(BatchRejected, match=rf'{name} holds NaN or infinity in 1 of 29 rows, first at row 13.*"r1"'):
+        screen(replace(batch, **{name: tensor}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_top_entries_that_a_truncated_sampler_never_draws_are_minus_infinity(value: float) -> None:
+    batch = world(SHAPES["packed, half response"]).batch
+    top = torch.log(torch.tensor([0.75, 0.25, 0.0])).repeat(batch.tokens, 1)
+    ids = torch.arange(3).repeat(batch.tokens, 1)
+    truncated = replace(batch, last_hidden=None, logsumexp=None, top_ids=ids, top_logprobs=top)
+    screen(truncated)
+    top[13, 1] = value
+    with pytest.raises(BatchRejected, match="top_logprobs holds NaN or infinity in 1 of 29 rows"):
+        screen(truncated)
+
+
+@pytest.mark.parametrize("kind", ["hidden states", "top entries", "a truncated sampler"])
+def test_a_probability_above_1_is_refused_but_for_what_rounding_leaves(kind: str) -> None:
+    batch = world(SHAPES["packed, half response"]).batch
+    if kind == "top entries":
+        ids = torch.arange(3).repeat(batch.tokens, 1)
+        top = torch.log(torch.tensor([0.5, 0.25, 0.25])).repeat(batch.tokens, 1)
+        batch = replace(batch, last_hidden=None, logsumexp=None, top_ids=ids, top_logprobs=top)
+    batch = replace(batch, warped=kind == "a truncated sampler")
+    row = int(torch.nonzero(batch.loss_mask)[3])
+    for name in ("logprobs", *(("top_logprobs",) if kind == "top entries" else ())):
+        tensor = getattr(batch, name)
+        rounded = torch.tensor(1 + 2**-7).log()  # 1 plus one unit in the last place of bfloat16
+        for value in (0.0, rounded, 2e-3):
+            tensor.view(batch.tokens, -1)[row, -1] = value
+            screen(batch)
+        for value in (0.02, 5.0, 65504.0):
+            tensor.view(batch.tokens, -1)[row, -1] = value
+            with pytest.raises(BatchRejected, match=rf"{name} holds log-probabilities above 0 .*first at row {row} "):
+                screen(batch)
+        tensor.view(batch.tokens, -1)[row, -1] = -1.0
+
+
+def test_what_a_prompts_tokens_are_given_for_log_probabilities_is_not_looked_at() -> None:
+    batch = world(SHAPES["packed, half response"]).batch
+    prompt = int(torch.nonzero(~batch.loss_mask)[1])
+    batch.logprobs[prompt] = 1.0
+    screen(batch)
+
+
+@pytest.mark.parametrize("token", [-1, -90, 90, 2**31 - 1])
+def test_top_entries_outside_the_vocabulary_are_refused_by_name(tmp_path: Path, token: int) -> None:
+    tensors, _, _ = file_tensors("BF16")
+    del tensors["last_hidden"], tensors["logsumexp"]
+    ids = np.zeros((T, 2), "<i4")
+    tensors["top_logprobs"] = wire.Tensor.of(np.full((T, 2), -1, "<f2"), "F16")
+    tensors["top_ids"] = wire.Tensor.of(ids, "I32")
+    load_batch(write(tmp_path / "sound.safetensors", tensors), vocab_size=90)
+    ids[7, 1] = token
+    tensors["top_ids"] = wire.Tensor.of(ids, "I32")
+    with pytest.raises(wire.WireError, match=f"top_ids: token {token} is outside the vocabulary of 90"):
+        load_batch(write(tmp_path / "r.safetensors", tensors), vocab_size=90)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": torch.zeros(3)}, "logprobs must have one row for each of"),
+        ({"last_hidden": torch.zeros(5, 4)}, "last_hidden must have one row"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens must end at the"),
+        ({"temperature": -1.0}, "temperature must be 0 or more"),
+    ],
+)
+def test_tensors_that_do_not_belong_together_make_no_batch(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DrafterError, match=message):
+        replace(world(SHAPES["packed, half response"]).batch, **changes)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_tokens_outside_the_vocabulary_are_refused_before_anything_moves(token: int) -> None:
+    w = world(SHAPES["packed, half response"])
+    ids = w.batch.input_ids.clone()
+    ids[3] = token
+    trainer = DrafterTrainer(w.drafter, TrainConfig(steps_ahead=2))
+    with pytest.raises(BatchRejected, match=rf"token ids must be in \[0, {VOCAB}\)"):
+        trainer.step(replace(w.batch, input_ids=ids), TargetHead(w.head))
+    assert trainer.windows == 0
+
+
+def test_features_of_other_layers_than_the_drafter_s_are_refused() -> None:
+    w = world(SHAPES["packed, half response"], dtype=torch.float32)
+    assert w.drafter.config.aux_layers == (1, 2, 3)
+    for layers in ((), (1, 2, 3)):
+        replay(w.drafter, replace(w.batch, aux_layers=layers), depth=2)
+    with pytest.raises(BatchRejected, match=r"reads the states entering layers \[1, 2, 3\], these .* \[1, 2, 4\]"):
+        replay(w.drafter, replace(w.batch, aux_layers=(1, 2, 4)), depth=2)

@@ -1,0 +1,320 @@
+"""The fused loss: chunking, memory, sparse targets, true probabilities, and the log-probabilities that replay needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from drafter_reference import reference_steps
+from drafter_worlds import SHAPES, VOCAB, World, cast, expected, gradients, ours, with_top, world
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drafter.errors import TargetHeadError
+from drafter.model.vocabulary import DraftVocabulary
+from drafter.target import TargetHead, draft_target
+from drafter.training.loss import _fold, draft_loss, token_logprobs
+from drafter.unroll.unroll import Unrolled, make_plan, unroll
+
+AWKWARD = SHAPES["packed, awkward"]
+
+
+def unrolled(w: World, steps: int) -> Unrolled:
+    plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, steps)
+    return unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden)
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 10_000])
+def test_chunking_changes_nothing(chunk: int) -> None:
+    w = world(AWKWARD)
+    whole, cut = ours(w, 4), ours(w, 4, chunk=chunk)
+    torch.testing.assert_close(whole.kl_sums, cut.kl_sums, rtol=1e-12, atol=0)
+    for a, b in zip(gradients(w, whole.loss).values(), gradients(w, cut.loss).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+class _Largest(TorchDispatchMode):
+    """Largest tensor made, by the size of its last axis."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.elements = width, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == self.width:
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_logits_of_more_than_a_chunk_are_never_held() -> None:
+    w = world(SHAPES["packed, full response"] * 6)
+    entries, steps, chunk = 0, 4, 300
+    with _Largest(len(w.drafter.vocabulary)) as seen:
+        result = ours(w, steps, chunk=chunk)
+        torch.autograd.backward(result.loss)
+    entries = sum(result.entries)
+    assert entries * len(w.drafter.vocabulary) > 5 * chunk  # there was something to hold
+    assert seen.elements <= chunk
+
+
+def test_the_loss_is_zero_and_the_acceptance_is_the_covered_mass_when_q_is_the_target() -> None:
+    """With q = p/m the acceptance is sum min(p, p/m) = m: the true one, not that of renormalised probabilities."""
+    w = world(SHAPES["one document, half response"], temperature=1.3)
+    u = unrolled(w, 1)
+    assert w.batch.last_hidden is not None
+    target = draft_target(w.batch, u.plan, w.drafter.vocabulary, TargetHead(w.head), torch.float64)
+    # rms(norm(pre)) is replaced by the target's own state: make the drafter's head see it through its norm.
+    state = w.batch.last_hidden[u.rows[0] + 1]
+    scale = state.pow(2).mean(-1, keepdim=True).sqrt()
+    with torch.no_grad():
+        w.drafter.norm.weight.fill_(1.0)
+        w.drafter.lm_head.weight.copy_(w.head[w.drafter.vocabulary.ids])
+    weights = w.drafter.weights()
+    masses, kls = [], []
+    for i in range(state.shape[0]):  # one row at a time, its length folded into the head
+        one = replace(
+            u,
+            pre=(state[i : i + 1],),
+            rows=(u.rows[0][i : i + 1],),
+            weights=weights._replace(lm_head=weights.lm_head.detach() * scale[i]),
+            plan=replace(
+                u.plan,
+                order=torch.zeros(1, dtype=torch.int64),
+                target_index=torch.zeros(1, dtype=torch.int64),
+                entry_step=torch.zeros(1, dtype=torch.int64),
+                target_starts=(0, 1),
+            ),
+        )
+        aimed = replace(target, hidden=state[i : i + 1], logsumexp=w.batch.logsumexp[u.rows[0][i : i + 1] + 1])
+        result = draft_loss(w.drafter, one, aimed, denominator=1.0)
+        kls.append(result.kl_sums.item())
+        masses.append((result.acceptance_sums.item(), aimed.logprobs(0, 1, torch.float64).exp().sum().item()))
+    assert max(abs(k) for k in kls) < 1e-6  # rms_norm's epsilon
+    for acceptance, mass in masses:
+        assert acceptance == pytest.approx(mass, abs=1e-5)
+        assert mass < 0.999
+
+
+def test_the_caller_divides_and_steps_decay() -> None:
+    w = world(AWKWARD)
+    a = ours(w, 3, decay=0.5, denominator=10.0)
+    want = sum(0.5**j * kl for j, kl in enumerate(a.kl_sums.tolist())) / 10.0
+    assert a.loss.item() == pytest.approx(want, rel=1e-12)
+    assert a.kl_sums.tolist() == pytest.approx(expected(w, 3).kl, rel=1e-10)
+
+
+def test_a_frozen_head_gets_no_gradient_and_changes_no_other() -> None:
+    w = world(AWKWARD)
+    whole = gradients(w, ours(w, 3).loss)
+    w.drafter.lm_head.weight.requires_grad_(False)
+    torch.autograd.backward(ours(w, 3).loss)
+    assert w.drafter.lm_head.weight.grad is None
+    for name, parameter in w.drafter.named_parameters():
+        if name != "lm_head.weight":
+            torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-12, atol=0)
+
+
+def test_without_gradients_the_figures_are_the_same() -> None:
+    w = world(AWKWARD)
+    with torch.no_grad():
+        quiet = ours(w, 3)
+    assert not quiet.loss.requires_grad
+    assert torch.equal(quiet.kl_sums, ours(w, 3).kl_sums)
+
+
+# --- targets from top entries ---------------------------------------------------------------------------------------
+
+
+def test_all_top_entries_give_the_dense_loss() -> None:
+    w = world(AWKWARD, temperature=0.6)
+    dense, sparse = ours(w, 4), ours(with_top(w, VOCAB), 4)
+    torch.testing.assert_close(dense.kl_sums, sparse.kl_sums, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(dense.acceptance_sums, sparse.acceptance_sums, rtol=1e-10, atol=0)
+    for a, b in zip(gradients(w, dense.loss).values(), gradients(w, sparse.loss).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
+
+
+def lumped(w: World, u: Unrolled, step: int) -> tuple[Tensor, Tensor]:
+    """KL and acceptance summed over a step's rows; all tokens without a top entry count as one, p = 1 - sum."""
+    assert w.batch.top_ids is not None
+    assert w.batch.top_logprobs is not None
+    draft = {int(t): i for i, t in enumerate(w.drafter.vocabulary.ids)}
+    kl = acceptance = torch.zeros((), dtype=torch.float64)
+    for row, z in zip(u.rows[step].tolist(), w.drafter.logits(u.pre[step]), strict=True):
+        q = torch.softmax(z / w.batch.temperature, -1)
+        target = row + 1 + step
+        sent = dict(zip(w.batch.top_ids[target].tolist(), w.batch.top_logprobs[target].exp().tolist(), strict=True))
+        known = {draft[t]: p for t, p in sent.items() if t in draft}
+        others = [i for i in range(len(draft)) if i not in known]
+        pairs = [(p, q[i]) for i, p in known.items()]
+        if others:
+            pairs.append((max(0.0, 1 - sum(sent.values())), q[others].sum()))
+        mass = sum(p for p, _ in pairs)
+        kl = kl + sum(p * (math.log(p / mass) - other.log()) for p, other in pairs if p)
+        acceptance = acceptance + sum(other.clamp(max=p) for p, other in pairs)
+    return kl, acceptance
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("k", [1, 3, 8, 15])
+def test_few_top_entries_leave_a_tail_that_counts_as_one_token(k: int, temperature: float) -> None:
+    w = with_top(world(AWKWARD, temperature=temperature), k)
+    u, result = unrolled(w, 2), ours(w, 2)
+    reference = [lumped(w, u, step) for step in range(2)]
+    for step, (kl, acceptance) in enumerate(reference):
+        assert result.kl_sums[step].item() == pytest.approx(kl.item(), rel=1e-9)
+        assert result.acceptance_sums[step].item() == pytest.approx(acceptance.item(), rel=1e-9)
+    got = gradients(w, ours(w, 2, decay=1.0, denominator=1.0).loss)
+    want = gradients(w, reference[0][0] + reference[1][0])
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-7, atol=1e-10, msg=name)
+
+
+def test_a_drafter_that_equals_the_target_is_left_where_it_is_by_any_number_of_top_entries() -> None:
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 20, generator=g, dtype=torch.float64)
+    p = logits.softmax(-1)
+    for k in (1, 4, 16, 20):
+        top = p.topk(k, dim=-1)
+        sent = torch.zeros_like(p).scatter_(1, top.indices, top.values)
+        slope, mass, scale = logits.clone(), sent.sum(-1), torch.ones(6, dtype=torch.float64)
+        kl, acceptance, _ = _fold("kl", slope, sent, mass, mass, 1 - mass, torch.arange(6), scale)
+        torch.testing.assert_close(kl, torch.zeros_like(kl), rtol=0, atol=1e-12)
+        torch.testing.assert_close(acceptance, torch.ones_like(kl))
+        torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("gap", [80.0, 120.0])
+def test_a_tail_that_the_drafter_thinks_impossible_still_counts(gap: float) -> None:
+    logits = torch.tensor([[gap, 0.0, 0.0]])
+    p, tail = torch.tensor([[0.9, 0.0, 0.0]]), torch.tensor([0.1])
+    mass = p.sum(-1)
+    kl, _, _ = _fold("kl", logits, p, mass, mass, tail, torch.arange(1), torch.ones(1))
+    expected = 0.9 * math.log(0.9) + 0.1 * (math.log(0.1) + gap - math.log(2))
+    assert kl.item() == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(logits, torch.tensor([[0.1, -0.05, -0.05]]))
+
+
+# --- what replay reads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+def test_token_logprobs_equal_the_reference(temperature: float, chunk: int) -> None:
+    w = world(AWKWARD)
+    u = unrolled(w, 3)
+    results = token_logprobs(w.drafter, u, w.batch.input_ids, temperature, chunk_elements=chunk)
+    weights = {n: p.detach() for n, p in w.drafter.named_parameters()}
+    ids = w.drafter.vocabulary.ids.tolist()
+    reference = reference_steps(
+        weights, w.drafter.config, w.drafter.embed_tokens, ids, w.documents, 3, w.head, w.batch.temperature
+    )
+    outside = 0
+    for step, (logq, best) in enumerate(results):
+        got = dict(zip(u.rows[step].tolist(), zip(logq.tolist(), best.tolist(), strict=True), strict=True))
+        for row, z in zip(reference[step].rows, reference[step].logits, strict=True):
+            token = int(w.batch.input_ids[row + 2 + step])
+            assert got[row][1] == ids[int(z.argmax())]
+            if token in ids:
+                want = torch.log_softmax(z / (temperature or 1.0), -1)[ids.index(token)].item()
+                assert got[row][0] == pytest.approx(want, rel=1e-10)
+            else:
+                outside += 1
+                assert got[row][0] == float("-inf")
+    assert outside  # the world does hold tokens that cannot be drafted
+
+
+# --- the target's head ----------------------------------------------------------------------------------------------
+
+
+def test_recomputed_logprobs_agree_with_those_logged() -> None:
+    w = world(AWKWARD, temperature=0.7)
+    gap, tokens = TargetHead(w.head).logprob_gap(cast(w.batch, torch.float32))
+    assert tokens == w.batch.response_tokens
+    assert gap < 1e-5
+
+
+@pytest.mark.parametrize(
+    "fault", ["stale head", "temperature", "shifted features", "shifted logprobs", "pre-norm state"]
+)
+def test_the_gap_shows_what_is_wrong_with_the_rollouts(fault: str) -> None:
+    w = world(AWKWARD, temperature=0.7)
+    batch, head = w.batch, w.head
+    assert batch.last_hidden is not None
+    if fault == "stale head":
+        head = head + 0.3 * torch.randn_like(head)
+    elif fault == "temperature":
+        batch = replace(batch, temperature=1.0)
+    elif fault == "shifted features":
+        batch = replace(batch, last_hidden=batch.last_hidden.roll(1, 0))
+    elif fault == "shifted logprobs":
+        batch = replace(batch, logprobs=batch.logprobs.roll(1, 0))
+    else:
+        batch = replace(batch, last_hidden=batch.last_hidden * 3.0)
+    assert TargetHead(head).logprob_gap(batch)[0] > 0.1
+
+
+def test_of_a_long_batch_tokens_all_over_it_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world(AWKWARD)
+    monkeypatch.setattr("drafter.target._GAP_TOKENS", 4)
+    honest, tokens = TargetHead(w.head).logprob_gap(w.batch)
+    assert 3 <= tokens <= 4 < w.batch.response_tokens
+    last = w.batch.logprobs.clone()
+    last[w.batch.tokens // 2 :] -= 5.0
+    assert TargetHead(w.head).logprob_gap(replace(w.batch, logprobs=last))[0] > honest + 1.0
+
+
+def test_truncated_sampling_may_log_more_than_is_recomputed_but_not_less() -> None:
+    w = world(AWKWARD)
+    for shift, seen in ((0.5, False), (-0.5, True)):
+        batch = replace(w.batch, warped=True, logprobs=w.batch.logprobs + shift)
+        gap, _ = TargetHead(w.head).logprob_gap(batch)
+        assert (gap > 0.4) is seen
+
+
+def test_a_head_of_some_rows_compares_what_it_can() -> None:
+    w = world(AWKWARD)
+    ids = torch.tensor([11, 2, 16, 5, 7])
+    head = TargetHead(w.head[ids], ids=ids)
+    gap, tokens = head.logprob_gap(w.batch)
+    held = torch.isin(w.batch.input_ids, ids) & w.batch.loss_mask
+    assert (tokens, gap < 1e-5) == (int(held.sum()), True)
+    vocabulary = DraftVocabulary(torch.tensor([2, 7, 16]), VOCAB)
+    assert torch.equal(head.rows(vocabulary, dtype=torch.float64), w.head[[2, 7, 16]])
+    with pytest.raises(TargetHeadError, match="1 of 2 draft tokens have no row"):
+        head.rows(DraftVocabulary(torch.tensor([2, 3]), VOCAB))
+
+
+def test_no_comparable_token_gives_nan_and_zero() -> None:
+    w = world(AWKWARD)
+    absent = next(t for t in range(VOCAB) if not bool((w.batch.input_ids == t).any()) or t == 0)
+    batch = replace(w.batch, input_ids=torch.where(w.batch.input_ids == absent, absent + 1, w.batch.input_ids))
+    gap, tokens = TargetHead(w.head[[absent]], ids=torch.tensor([absent])).logprob_gap(batch)
+    assert tokens == 0
+    assert gap != gap
+
+
+def test_heads_that_cannot_serve_are_refused() -> None:
+    w = world(AWKWARD)
+    plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, 2)
+    vocabulary = w.drafter.vocabulary
+    with pytest.raises(TargetHeadError, match="NaN or infinity"):
+        TargetHead(w.head * float("nan"))
+    for empty in (w.head[:0], w.head[:, :0]):
+        with pytest.raises(TargetHeadError, match="not empty"):
+            TargetHead(empty, ids=torch.arange(len(empty)))
+    with pytest.raises(TargetHeadError, match="one distinct id"):
+        TargetHead(w.head[:2], ids=torch.tensor([3, 3]))
+    with pytest.raises(TargetHeadError, match="lm_head is needed"):
+        draft_target(w.batch, plan, vocabulary, None)
+    with pytest.raises(TargetHeadError, match="12 wide, the head 5"):
+        draft_target(w.batch, plan, vocabulary, TargetHead(w.head[:, :5]))
+    with pytest.raises(TargetHeadError, match="neither"):
+        draft_target(replace(w.batch, last_hidden=None), plan, vocabulary, TargetHead(w.head))
+    with pytest.raises(TargetHeadError, match="nothing can be recomputed"):
+        TargetHead(w.head).logprob_gap(with_top(w, 2).batch)

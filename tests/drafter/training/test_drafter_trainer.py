@@ -1,0 +1,498 @@
+"""The trainer: it learns, resumes bit for bit, divides once, survives bad numbers, and its files cannot half-exist."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from drafter_worlds import SHAPES, cast, mask_of, rollouts, world
+from safetensors.torch import load_file, save_file
+
+from drafter.batch import RolloutBatch
+from drafter.errors import CheckpointError, DrafterError
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
+from drafter.target import TargetHead
+from drafter.training.optimizer import Method
+from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
+
+CONFIG = TrainConfig(steps_ahead=3, learning_rate=1e-2, weight_decay=0.1, warmup_windows=2)
+
+
+def trainer(config: TrainConfig = CONFIG, *, scrambled: bool = False) -> DrafterTrainer:
+    """Equal trainers, unless scrambled: then all weights differ, so that what a file does not restore is seen."""
+    drafter = world(SHAPES["packed, awkward"], dtype=torch.float32).drafter
+    for parameter in drafter.parameters():
+        parameter.data += scrambled
+    return DrafterTrainer(drafter, config)
+
+
+def batches(count: int) -> tuple[list[RolloutBatch], TargetHead]:
+    head = world(SHAPES["packed, awkward"]).head
+    made = [rollouts(SHAPES["packed, awkward"], head, 1.0, seed) for seed in range(count)]
+    return [cast(b, torch.float32) for b in made], TargetHead(head.float())
+
+
+def parameters(t: DrafterTrainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in t.drafter.named_parameters()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("method", ["muon", "adamw"])
+def test_six_windows_equal_three_saved_loaded_and_three_more(tmp_path: Path, method: Method) -> None:
+    data, head = batches(6)
+    config = replace(CONFIG, optimizer=method)
+    straight = trainer(config)
+    for b in data:
+        straight.step(b, head)
+    first = trainer(config)
+    for b in data[:3]:
+        first.step(b, head)
+    first.save(tmp_path)
+    resumed = trainer(config, scrambled=True)
+    resumed.load(tmp_path)
+    for b in data[3:]:
+        resumed.step(b, head)
+    assert equal(parameters(straight), parameters(resumed))
+    assert (resumed.windows, resumed.tokens_trained) == (straight.windows, straight.tokens_trained)
+    assert resumed.tokens_trained == sum(b.response_tokens for b in data)
+
+
+def test_how_rollouts_are_cut_into_batches_changes_nothing() -> None:
+    (a, b), head = batches(2)
+    apart, together = trainer(), trainer()
+    one, two = apart.step([a, b], head), together.step(RolloutBatch.concat([a, b]), head)
+    assert one.loss == pytest.approx(two.loss, rel=1e-6)
+    assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-5)
+    assert one.entries_per_step == two.entries_per_step
+    for name, p in parameters(apart).items():
+        # Adam's first steps are the gradient's sign: compare where it is not rounding.
+        torch.testing.assert_close(p, parameters(together)[name], rtol=1e-3, atol=1e-4)
+
+
+def test_each_batch_is_compared_with_its_own_head() -> None:
+    (a, b), head = batches(2)
+    later = TargetHead(head.lm_head * 1.5, policy_version=1)
+    one, other = trainer().step(a, head), trainer().step(b, later)
+    both = trainer().step([a, b], [head, later])
+    assert both.loss == pytest.approx((one.loss + other.loss) / 2, rel=1e-5)  # equally many response tokens
+    with pytest.raises(DrafterError, match=r"one per batch \(2\), got 1"):
+        trainer().step([a, b], [head])
+
+
+def test_the_report_says_what_happened() -> None:
+    (batch,), head = batches(1)
+    t = trainer()
+    report = t.step(batch, head)
+    assert report.skipped is None
+    assert (report.response_tokens, report.tokens) == (batch.response_tokens, batch.tokens)
+    assert report.learning_rate == pytest.approx(0.005)  # first of two warm-up windows
+    weighted = sum(
+        0.8**j * kl * n for j, (kl, n) in enumerate(zip(report.loss_per_step, report.entries_per_step, strict=True))
+    )
+    assert report.loss == pytest.approx(weighted / report.response_tokens, rel=1e-6)
+    assert all(0 < a < 1 for a in report.acceptance_per_step)
+    assert report.seconds > 0
+    assert t.step(batch, head).learning_rate == pytest.approx(0.01)
+
+
+def test_gradients_are_clipped_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    (batch,), head = batches(1)
+    t = trainer(replace(CONFIG, grad_clip=0.01))
+    norms = []
+    step = t._optimizer.step
+
+    def spy(learning_rate: float) -> None:
+        grads = [p.grad for p in t.drafter.parameters() if p.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(grads)))
+        step(learning_rate)
+
+    monkeypatch.setattr(t._optimizer, "step", spy)
+    report = t.step(batch, head)
+    assert report.grad_norm > 0.1
+    assert norms == [pytest.approx(0.01, rel=1e-3)]
+
+
+def test_weight_decay_touches_matrices_only() -> None:
+    """Two windows that differ in nothing but the decay: gains end equal to the bit, matrices shrink by lr * decay."""
+    (batch,), head = batches(1)
+    plain, decayed = (trainer(replace(CONFIG, warmup_windows=0, weight_decay=decay)) for decay in (0.0, 0.5))
+    before = parameters(plain)
+    for t in (plain, decayed):
+        t.step(batch, head)
+    moved, shrunk = parameters(plain), parameters(decayed)
+    assert {p.ndim for p in before.values()} == {1, 2}
+    for name, start in before.items():
+        assert not torch.equal(moved[name], start), name
+        if start.ndim == 1:
+            assert torch.equal(shrunk[name], moved[name]), name
+        else:
+            torch.testing.assert_close(
+                moved[name] - shrunk[name], CONFIG.learning_rate * 0.5 * start, rtol=0, atol=1e-6
+            )
+
+
+@pytest.mark.parametrize("field", ["aux_hidden", "last_hidden", "logsumexp"])
+def test_numbers_that_are_not_finite_change_nothing_and_are_reported(field: str) -> None:
+    (good, bad), head = batches(2)
+    tensor = getattr(bad, field).clone()
+    tensor[20:24] = float("nan")
+    t, untouched = trainer(), trainer()
+    t.step(good, head)
+    before = parameters(t)
+    report = t.step([good, replace(bad, **{field: tensor})], head)
+    assert report.skipped is not None
+    assert "nan" in report.skipped
+    assert equal(parameters(t), before)
+    assert (t.windows, t.skipped_windows) == (1, 1)
+    untouched.step(good, head)
+    t.step(good, head)
+    untouched.step(good, head)
+    assert equal(parameters(t), parameters(untouched))  # the moments were left alone too
+
+
+def test_a_window_with_nothing_to_learn_is_skipped() -> None:
+    (batch,), head = batches(1)
+    t = trainer()
+    report = t.step(batch.select([2]), head)  # two tokens: no row predicts a second one
+    assert report.skipped is not None
+    assert math.isnan(report.loss)
+    assert t.evaluate(batch.select([2]), head) is None
+
+
+def test_a_frozen_lm_head_stays_and_needs_no_moments(tmp_path: Path) -> None:
+    (batch,), head = batches(1)
+    t = trainer(replace(CONFIG, train_lm_head=False))
+    before = parameters(t)
+    t.step(batch, head)
+    moved = {n for n, p in parameters(t).items() if not torch.equal(p, before[n])}
+    assert moved == set(before) - {"lm_head.weight"}
+    t.save(tmp_path)
+    thawed = trainer(scrambled=True)
+    thawed.load(tmp_path)
+    assert equal(parameters(thawed), parameters(t))
+    assert thawed.step(batch, head).skipped is None
+
+
+def test_bfloat16_parameters_get_float32_masters_that_keep_small_updates() -> None:
+    (batch,), head = batches(1)
+    drafter = world(SHAPES["packed, awkward"]).drafter.to(torch.bfloat16)
+    t = DrafterTrainer(drafter, replace(CONFIG, learning_rate=1e-6, weight_decay=0.0))
+    before = parameters(t)
+    assert {p.dtype for p in before.values()} == {torch.float32}
+    t.step(batch, head)
+    assert not torch.equal(parameters(t)["fc.weight"], before["fc.weight"])
+
+
+def test_bfloat16_computing_agrees_roughly_with_float32() -> None:
+    (batch,), head = batches(1)
+    full, half = trainer(), trainer(replace(CONFIG, compute_dtype="bfloat16"))
+    a, b = full.step(batch, head), half.step(batch, head)
+    assert b.loss == pytest.approx(a.loss, rel=0.05)
+    assert b.grad_norm == pytest.approx(a.grad_norm, rel=0.1)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loss", "bound"), [("kl", 0.03), ("lk", 0.05), ("alpha", 0.05), ("nla", 0.2)])
+def test_gradients_of_a_bfloat16_window_come_near_those_of_float64(loss: Loss, bound: float) -> None:
+    """Over two batches. Found: 0.018, 0.034, 0.034, 0.14 ("nla" divides by acceptances near 0); float32: 5e-7."""
+    found = {}
+    for dtype in ("float64", "bfloat16"):
+        data, head = batches(2)
+        t = trainer(replace(CONFIG, compute_dtype=dtype, loss=loss))  # type: ignore[arg-type]
+        for b in data:
+            t._accumulate(t.prepare(b), head, 20)
+        grads = [p.grad for p in t.drafter.parameters() if p.grad is not None]
+        assert {g.dtype for g in grads} == {torch.float64 if dtype == "float64" else torch.float32}
+        found[dtype] = torch.cat([g.flatten().double() for g in grads])
+    error = (found["bfloat16"] - found["float64"]).norm() / found["float64"].norm()
+    assert 1e-4 < error < bound
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_finds_its_step_count_where_its_kernel_looks_for_it(tmp_path: Path, fused: bool) -> None:
+    (batch,), head = batches(1)
+    saved = trainer()
+    saved.step(batch, head)
+    saved.save(tmp_path)
+    t = DrafterTrainer(trainer().drafter.to("meta"), CONFIG)  # a GPU's fused kernel takes no count from the host
+    t._optimizer._counts_on_device = fused
+    t.load(tmp_path)
+    where = {name: moment.device.type for name, moment in t._optimizer.moments().items()}
+    assert {device for name, device in where.items() if name.startswith("step.")} == {"meta" if fused else "cpu"}
+    assert {device for name, device in where.items() if not name.startswith("step.")} == {"meta"}
+
+
+def test_a_crash_while_saving_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (a, b), head = batches(2)
+    t = trainer()
+    t.step(a, head)
+    t.save(tmp_path)
+    saved = parameters(t)
+    t.step(b, head)
+
+    def crash(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            t.save(tmp_path)
+    resumed = trainer(scrambled=True)
+    resumed.load(tmp_path)
+    assert equal(parameters(resumed), saved)
+    t.save(tmp_path)
+    t.save(tmp_path)
+    resumed.load(tmp_path)
+    assert equal(parameters(resumed), parameters(t))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2  # bounded
+
+
+def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    t = trainer()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        t.load(tmp_path)
+    t.save(tmp_path)
+    pointer = json.loads((tmp_path / "trainer.json").read_text())
+    other = DrafterTrainer(world(SHAPES["packed, awkward"], draft=8, dtype=torch.float32).drafter, CONFIG)
+    with pytest.raises(CheckpointError, match="another drafter"):
+        other.load(tmp_path)
+    for change, message in (
+        ({"format": "x"}, "is not a draftalign.trainer.v1"),
+        ({"file": "../state-a.safetensors"}, "outside its directory"),
+        ({"file": "absent.safetensors"}, "cannot be read"),
+    ):
+        (tmp_path / "trainer.json").write_text(json.dumps(pointer | change))
+        with pytest.raises(CheckpointError, match=message):
+            t.load(tmp_path)
+    (tmp_path / "trainer.json").write_text(json.dumps(pointer))
+    state = tmp_path / pointer["file"]
+    state.write_bytes(state.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        t.load(tmp_path)
+
+
+def test_another_optimizer_goes_on_with_a_learning_rate_that_rises_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, head = batches(5)
+    before = trainer(replace(CONFIG, optimizer="adamw"))
+    for b in data[:4]:
+        before.step(b, head)
+    before.save(tmp_path)
+    same, other = trainer(replace(CONFIG, optimizer="adamw")), trainer(replace(CONFIG, optimizer="muon"))
+    same.load(tmp_path)
+    assert not caplog.records
+    assert not same.warming_up
+    other.load(tmp_path)
+    assert "moments of another optimizer" in caplog.text
+    assert other.warming_up
+    assert (other.windows, other.warm_windows) == (4, 0)
+    report = other.step(data[4], head)
+    assert report.learning_rate == CONFIG.learning_rate / CONFIG.warmup_windows
+
+
+def test_a_state_from_before_warm_windows_were_counted_is_read(tmp_path: Path) -> None:
+    (batch,), head = batches(1)
+    t = trainer()
+    t.step(batch, head)
+    t.save(tmp_path)
+    pointer = json.loads((tmp_path / "trainer.json").read_text())
+    del pointer["warm_windows"]
+    (tmp_path / "trainer.json").write_text(json.dumps(pointer))
+    again = trainer(scrambled=True)
+    again.load(tmp_path)
+    assert (again.windows, again.warm_windows) == (1, 1)
+
+
+def beside_a_saved_one(directory: Path) -> DrafterTrainer:
+    """A trainer that has moved, beside the state of another that has."""
+    (batch,), head = batches(1)
+    saved, t = trainer(), trainer(scrambled=True)
+    for each in (saved, t):
+        each.step(batch, head)
+    saved.save(directory)
+    return t
+
+
+def untouched(t: DrafterTrainer) -> tuple[object, ...]:
+    """All that loading may change, to compare."""
+    held = [*parameters(t).values(), *t._optimizer.state().values()]
+    return [tensor.tolist() for tensor in held], t.windows, t.skipped_windows, t.tokens_trained
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"windows": "x"}, "windows must be a count, got 'x'"),
+        ({"windows": True}, "windows must be a count"),
+        ({"skipped_windows": -1}, "skipped_windows must be a count, got -1"),
+        ({"tokens_trained": 1.5}, "tokens_trained must be a count"),
+        ({"drafter": 5}, "drafter must be an object, got 5"),
+        ({"drafter": None}, "drafter must be an object, got None"),
+        ({"file": "nul\0.safetensors"}, "cannot be read"),
+    ],
+)
+def test_a_damaged_pointer_is_refused_and_nothing_changes(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    t = beside_a_saved_one(tmp_path)
+    path, before = tmp_path / "trainer.json", untouched(t)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=message):
+        t.load(tmp_path)
+    assert untouched(t) == before
+    path.write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        t.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("parameter.norm.weight", math.nan, "parameter.norm.weight holds NaN"),
+        ("exp_avg.norm.weight", math.nan, "exp_avg.norm.weight holds NaN"),
+        ("exp_avg_sq.norm.weight", math.inf, "exp_avg_sq.norm.weight holds NaN"),
+        ("exp_avg_sq.norm.weight", -1.0, "exp_avg_sq.norm.weight is negative"),
+        ("parameter.norm.weight", 1e300, "parameter.norm.weight holds NaN or infinity"),
+        ("step.norm.weight", math.nan, "step.norm.weight holds NaN"),
+        ("step.norm.weight", -1.0, "step.norm.weight is negative"),
+        ("step.norm.weight", None, "1 tensors are missing or misshapen, first 'step.norm.weight'"),
+    ],
+)
+def test_a_state_with_wrong_numbers_is_refused_and_nothing_changes(
+    tmp_path: Path, name: str, value: float | None, message: str
+) -> None:
+    t = beside_a_saved_one(tmp_path)
+    path, before = tmp_path / json.loads((tmp_path / "trainer.json").read_text())["file"], untouched(t)
+    tensors = load_file(path)
+    tensor = tensors.pop(name)
+    if value is not None:
+        tensors[name] = torch.full(tensor.shape, value, dtype=torch.float64)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=message):
+        t.load(tmp_path)
+    assert untouched(t) == before
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["a field of theirs", "a field of ours"])
+def test_a_state_of_another_drafter_is_refused_by_the_fields_of_either_side(tmp_path: Path, stored: bool) -> None:
+    """A switch that is off is no field at all."""
+    switched, plain = trainer(), trainer()
+    switched.drafter.config = replace(switched.drafter.config, norm_before_residual=True)
+    (switched if stored else plain).save(tmp_path)
+    pair = (True, "absent") if stored else ("absent", True)
+    with pytest.raises(CheckpointError, match=re.escape(f"{{'norm_before_residual': {pair}}}")):
+        (plain if stored else switched).load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps_ahead": 0},
+        {"learning_rate": 0.0},
+        {"learning_rate": float("nan")},
+        {"grad_clip": -1.0},
+        {"loss": "ce"},
+        {"compute_dtype": "float16"},
+    ],
+)
+def test_impossible_settings_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(DrafterError, match=next(iter(change))):
+        replace(CONFIG, **change)  # type: ignore[arg-type]
+
+
+# --- learning -------------------------------------------------------------------------------------------------------
+
+V, H = 40, 32
+
+
+def markov_rollouts(count: int, seed: int) -> tuple[RolloutBatch, TargetHead, torch.Tensor]:
+    """A target that a drafter can learn: the next token's distribution depends on the last token alone."""
+    fixed = torch.Generator().manual_seed(0)
+    embedding = torch.randn(V, H, generator=fixed)
+    head = torch.randn(V, H, generator=fixed) * 0.8
+    state = torch.tanh(embedding @ torch.randn(H, H, generator=fixed) / H**0.5)
+    lift = torch.randn(H, 3 * H, generator=fixed) / H**0.5
+    g = torch.Generator().manual_seed(seed)
+    length = 24
+    ids = torch.randint(V, (count, length), generator=g)
+    probabilities = torch.softmax(state @ head.T, -1)
+    for t in range(1, length):
+        ids[:, t] = torch.multinomial(probabilities[ids[:, t - 1]], 1, generator=g)[:, 0]
+    flat = ids.reshape(-1)
+    last = state[flat]
+    logits = last @ head.T
+    logprobs = torch.zeros(flat.shape)
+    logprobs[1:] = torch.log_softmax(logits[:-1], -1).gather(1, flat[1:, None])[:, 0]
+    batch = RolloutBatch(
+        input_ids=flat,
+        cu_seqlens=torch.arange(0, count * length + 1, length),
+        loss_mask=mask_of(length, 6).repeat(count),
+        aux_hidden=last @ lift,
+        logprobs=logprobs,
+        last_hidden=last,
+        logsumexp=logits.logsumexp(-1),
+    )
+    return batch, TargetHead(head), embedding
+
+
+def learner(vocabulary: DraftVocabulary, embedding: torch.Tensor, learning_rate: float = 1e-2) -> DrafterTrainer:
+    torch.manual_seed(0)
+    config = DrafterConfig(H, H, 2 * H, 4, 2, 8, V, len(vocabulary), (1, 2, 3))
+    drafter = Eagle3Drafter(config, vocabulary, embedding)
+    return DrafterTrainer(drafter, TrainConfig(steps_ahead=3, learning_rate=learning_rate, grad_clip=1.0))
+
+
+def acceptance(t: DrafterTrainer, batch: RolloutBatch, head: TargetHead) -> list[float]:
+    result = t.evaluate(batch, head)
+    assert result is not None
+    return [s / n for s, n in zip(result.acceptance_sums.tolist(), result.entries, strict=True)]
+
+
+def test_a_tiny_drafter_learns_its_target_and_acceptance_rises_on_unseen_rollouts() -> None:
+    held_out, head, embedding = markov_rollouts(32, seed=999)
+    t = learner(DraftVocabulary.full(V), embedding)
+    before = acceptance(t, held_out, head)
+    data = [markov_rollouts(32, seed)[0] for seed in range(16)]
+    losses = [t.step(data[i % 16], head).loss for i in range(100)]
+    after = acceptance(t, held_out, head)
+    assert losses[-1] < losses[0] / 5
+    assert all(b < 0.35 for b in before)
+    assert all(a > 0.8 for a in after)
+
+
+def test_with_a_reduced_vocabulary_acceptance_approaches_the_covered_mass() -> None:
+    batch, head, embedding = markov_rollouts(32, seed=999)
+    counts = torch.bincount(batch.input_ids, minlength=V)
+    vocabulary = DraftVocabulary.build(counts, 24)
+    t = learner(vocabulary, embedding)
+    data = [markov_rollouts(32, seed)[0] for seed in range(16)]
+    for i in range(80):
+        t.step(data[i % 16], head)
+    covered = vocabulary.coverage(counts)
+    for a in acceptance(t, batch, head):
+        assert covered - 0.15 < a < covered + 0.03
+
+
+def test_a_drafter_trained_on_tokens_in_random_order_learns_less() -> None:
+    """In this world the target depends on the last token alone: against the wrong token nothing can be learnt."""
+    held_out, head, embedding = markov_rollouts(32, seed=999)
+    right, wrong = learner(DraftVocabulary.full(V), embedding), learner(DraftVocabulary.full(V), embedding)
+    for seed in range(40):
+        batch = markov_rollouts(32, seed)[0]
+        right.step(batch, head)
+        shuffled = batch.input_ids[torch.randperm(batch.tokens, generator=torch.Generator().manual_seed(seed))]
+        wrong.step(replace(batch, input_ids=shuffled), head)
+    for bad, good in zip(acceptance(wrong, held_out, head), acceptance(right, held_out, head), strict=True):
+        assert bad < good - 0.1

@@ -1,0 +1,280 @@
+"""Bytes that rot in the agent's cache never stay in an engine; a swap whose end the agent never saw is judged."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_fixtures import Engine, Service, drafter_bytes, eventually, running_agent, settle
+
+from rl_hooks.agent.agent import SwapAgent
+from rl_hooks.agent.canary import CanaryRule
+from rl_hooks.agent.download import RECEIPT
+
+SMALL = CanaryRule(rounds=200)
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    peer = Service()
+    yield peer
+    peer.down()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    peer = Engine()
+    yield peer
+    peer.swap_allowed.set()
+    peer.down()
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flip one bit, as a failing disk does: nobody is told."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def published(service: Service, version: str) -> dict[str, str]:
+    return {name: hashlib.sha256(data).hexdigest() for (v, name), data in service.files.items() if v == version}
+
+
+def mismatches(agent: SwapAgent, engine: Engine) -> float:
+    labels = {"peer": engine.url, "kind": "digest"}
+    return agent.metrics.registry.get_sample_value("draftalign_agent_errors_total", labels) or 0.0
+
+
+def check_everything_read_was_published(service: Service, engine: Engine) -> None:
+    assert len(engine.read) == len(engine.swapped)
+    for version, read in zip(engine.swapped, engine.read, strict=True):
+        assert read.items() >= published(service, version).items(), version
+
+
+ROT = [
+    ("model.safetensors", 3),  # the length of its header
+    ("model.safetensors", 60),  # the header
+    ("model.safetensors", -1),  # a weight
+    ("config.json", 3),
+    (RECEIPT, 30),
+]
+
+
+@pytest.mark.parametrize(("name", "offset"), ROT)
+def test_a_restarted_engine_never_gets_a_byte_that_rotted_in_the_cache(
+    service: Service, engine: Engine, tmp_path: Path, name: str, offset: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent, caplog.at_level(logging.ERROR, "draftalign.agent"):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.down()
+        flip(tmp_path / "default" / version / name, offset)
+        engine.restart()
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        assert mismatches(agent, engine) == 1
+    assert engine.swapped == [version, version]
+    check_everything_read_was_published(service, engine)
+    assert f"{version} in the cache is not what was downloaded" in caplog.text
+
+
+def test_a_rotted_cache_waits_for_the_service_rather_than_reach_an_engine(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        service.down()
+        engine.down()
+        flip(tmp_path / "default" / version / "model.safetensors", -1)
+        engine.restart()
+        eventually(lambda: mismatches(agent, engine))
+        settle(engine)
+        assert engine.version is None
+        service.up()
+        eventually(lambda: engine.version == version)
+    check_everything_read_was_published(service, engine)
+
+
+def test_a_version_pushed_again_and_one_swapped_back_to_are_verified_too(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        first, second = on_trial(service, engine)
+        flip(tmp_path / "default" / first / "model.safetensors", -1)
+        engine.play(400, 0)
+        eventually(lambda: engine.version == first)  # its canary failed: back to what rotted meanwhile
+        settle(engine)
+        flip(tmp_path / "default" / second / "model.safetensors", -1)
+        service.push_again("pushed again by a person")
+        eventually(lambda: engine.version == second)
+    assert engine.swapped == [first, second, first, second]
+    check_everything_read_was_published(service, engine)
+
+
+def test_an_engine_that_read_other_bytes_gets_the_right_ones_at_once(
+    service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.tells_digest, engine.misread = True, 1
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent, caplog.at_level(logging.ERROR, "draftalign.agent"):
+        eventually(lambda: engine.version == version and engine.swaps == 2)
+        settle(engine)
+        assert mismatches(agent, engine) == 1
+    assert len(service.ranges) == 4  # both files, downloaded twice: the cached ones were not trusted
+    assert engine.swapped == [version, version]
+    assert engine.digest == hashlib.sha256(drafter_bytes(1)).hexdigest()
+    assert "expected sha256" in caplog.text
+
+
+def test_an_engine_that_always_reads_other_bytes_is_asked_again_and_not_downloaded_for_each_time(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    engine.tells_digest, engine.misread = True, 10**6
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        eventually(lambda: mismatches(agent, engine) >= 5)
+        engine.play(50, 1)
+        settle(engine)
+        assert len(service.ranges) == 4
+        follower = agent.followers[engine.url]
+        assert follower.ledger.version_counts(version).rounds == 0  # not that version's work
+        engine.misread = 0
+        eventually(lambda: engine.digest == hashlib.sha256(drafter_bytes(1)).hexdigest())
+        swaps = engine.swaps
+        settle(engine)
+        assert engine.swaps == swaps
+
+
+def test_what_an_engine_says_it_serves_is_compared_when_an_agent_starts(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    engine.tells_digest = True
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+    engine.digest = hashlib.sha256(b"other bytes").hexdigest()  # what an agent of before today may have left
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.swaps == 2)
+        settle(engine)
+    assert engine.swapped == [version, version]
+
+
+def test_a_stripped_drafter_is_compared_by_what_was_left_of_it(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    engine.tells_digest = True
+    version = service.publish(1, files={"model.safetensors": drafter_bytes(1, poisoned=True)})
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        assert mismatches(agent, engine) == 0
+    assert engine.swapped == [version]
+
+
+# --- swaps that the agent did not live to see
+
+
+def on_trial(service: Service, engine: Engine) -> tuple[str, str]:
+    """Version 1 with a baseline of α 4, then version 2 loaded."""
+    first = service.publish(1)
+    baseline(engine, first)
+    second = service.publish(2)
+    eventually(lambda: engine.version == second)
+    settle(engine)
+    return first, second
+
+
+def baseline(engine: Engine, version: str) -> None:
+    eventually(lambda: engine.version == version)
+    settle(engine)
+    for _ in range(3):
+        engine.play(100, 3)
+        settle(engine)
+
+
+def command(service: Service, engine: Engine, cache: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "service.cli", "agent", "--service", service.url, "--url", engine.url),
+        *("--cache-dir", str(cache), "--report-seconds", "0.05", "--agent-id", "agent"),
+        *("--canary-rounds", str(SMALL.rounds)),
+    ]
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["", "the service is away"])
+@pytest.mark.parametrize("done", [True, False], ids=["done before the next agent", "done after it asked too"])
+def test_a_swap_whose_agent_was_killed_half_way_is_still_on_trial(
+    service: Service, engine: Engine, tmp_path: Path, done: bool, away: bool
+) -> None:
+    first = service.publish(1)
+    with subprocess.Popen(command(service, engine, tmp_path), stderr=subprocess.DEVNULL) as process:
+        try:
+            baseline(engine, first)
+            engine.swap_asked.clear()
+            engine.swap_allowed.clear()
+            second = service.publish(2)
+            assert engine.swap_asked.wait(30)
+        finally:
+            process.kill()
+    if away:
+        service.down()
+    if done:
+        engine.swap_allowed.set()
+        eventually(lambda: engine.version == second)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        settle(engine, 1)
+        engine.swap_allowed.set()
+        eventually(lambda: engine.version == second)
+        settle(engine, 6)
+        engine.play(400, 0)
+        eventually(lambda: engine.version == first)
+        if away:
+            service.up()
+        (verdict,) = eventually(service.verdicts)
+    assert (verdict["version"], verdict["previous"], verdict["outcome"]) == (second, first, "rolled_back")
+    assert verdict["previous_alpha"] == 4.0
+
+
+def test_a_swap_whose_answer_was_lost_is_on_trial(service: Service, engine: Engine, tmp_path: Path) -> None:
+    first = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL, swap_timeout_seconds=0.3):
+        baseline(engine, first)
+        engine.swap_allowed.clear()
+        second = service.publish(2)
+        eventually(engine.swap_asked.is_set)
+        eventually(lambda: failed(engine) >= 1)
+        engine.swap_allowed.set()
+        eventually(lambda: engine.version == second)
+        settle(engine, 6)
+        engine.play(400, 0)
+        eventually(lambda: engine.version == first)
+        (verdict,) = eventually(service.verdicts)
+    assert (verdict["version"], verdict["outcome"]) == (second, "rolled_back")
+
+
+def failed(engine: Engine) -> int:
+    """Swaps that were asked for again, because the answer to the first did not come."""
+    return [path for _, path in engine.requests].count("/drafter/swap") - 2
+
+
+def test_a_swap_that_the_engine_refused_is_forgotten(
+    service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        baseline(engine, first)
+        engine.refusal = (409, "no")
+        second = service.publish(2)
+        eventually(lambda: [path for _, path in engine.requests].count("/drafter/swap") == 2)
+        settle(engine)
+        with caplog.at_level(logging.WARNING, "draftalign.agent"), engine.lock:
+            engine.version, engine.swaps = second, engine.swaps + 1  # by hand
+        eventually(lambda: "somebody else changed the drafter" in caplog.text)

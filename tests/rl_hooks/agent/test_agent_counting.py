@@ -1,0 +1,653 @@
+"""Whose rounds are they: attribution around swaps and restarts, reports, and the canary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_fixtures import Engine, Service, eventually, running_agent, settle
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_hooks.agent.canary import (
+    Canary,
+    CanaryRule,
+    Verdict,
+    blocks,
+    log_alpha_variance,
+)
+from rl_hooks.engines.counters import (
+    ACCEPTED,
+    ACCEPTED_PER_POSITION,
+    DRAFTED,
+    MAX_BUCKETS,
+    ROUNDS,
+    Counts,
+    Ledger,
+    Snapshot,
+)
+from rl_hooks.errors import MetricsError
+from rl_hooks.release import _replayed_alpha
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    peer = Service()
+    yield peer
+    peer.down()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    peer = Engine()
+    yield peer
+    peer.down()
+
+
+#: A canary that these few rounds satisfy.
+SMALL = CanaryRule(rounds=200)
+
+
+def _page(engine: Engine) -> str:
+    return engine._metrics()
+
+
+# --- against real servers
+
+
+def test_rounds_are_booked_under_the_version_that_made_them(service: Service, engine: Engine, tmp_path: Path) -> None:
+    first = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        engine.play(100, 2, requests=4)
+        eventually(lambda: service.last_report(first).get("rounds") == 100)
+        engine.rounds_during_swap = 7  # these belong to no version
+        second = service.publish(2)
+        eventually(lambda: engine.version == second)
+        settle(engine)
+        engine.play(40, 1)
+        eventually(lambda: service.last_report(second).get("rounds") == 40)
+        eventually(lambda: service.last_report(first)["final"])
+        unattributed = agent.followers[engine.url].ledger.unattributed_rounds
+    report = service.last_report(first)
+    assert report == {
+        "run": "default",
+        "reporter": f"agent {engine.url}",
+        "engine": engine.url,
+        "method": "drafter",
+        "drafter_version": first,
+        "policy_version": None,
+        "rounds": 100,
+        "drafted_tokens": 300,
+        "accepted_tokens": 200,
+        "accepted_per_position": [100, 100, 0],
+        "emitted_tokens": 300,  # the four first tokens came from prefills
+        "window_seconds": report["window_seconds"],
+        "depth": 3,
+        "drafting": None,
+        "final": True,
+    }
+    assert 0 < report["window_seconds"] < 60
+    assert service.last_report(second)["accepted_tokens"] == 40
+    assert unattributed == 7
+
+
+def test_every_round_of_a_busy_engine_is_booked_once(service: Service, engine: Engine, tmp_path: Path) -> None:
+    versions = []
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        for number in range(1, 5):
+            versions.append(service.publish(number))
+            while engine.version != versions[-1]:
+                engine.play(1, 1)
+            settle(engine)
+            engine.play(5, 1)
+        settle(engine)
+        ledger = agent.followers[engine.url].ledger
+        booked = sum(ledger.version_counts(version).rounds for version in versions)
+        with engine.lock:
+            assert booked + ledger.unattributed_rounds <= engine.counters["drafts"]
+        assert ledger.version_counts(versions[-1]).rounds >= 5
+
+
+@pytest.mark.parametrize("in_state", [False, True])
+def test_counts_are_kept_apart_by_policy_version(
+    service: Service, engine: Engine, tmp_path: Path, in_state: bool
+) -> None:
+    engine.policy_version, engine.policy_in_state = 3, in_state
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(10, 3)
+        eventually(lambda: service.last_report(version, 3).get("rounds") == 10)
+        engine.policy_version = 4
+        settle(engine)
+        engine.play(20, 1)
+        eventually(lambda: service.last_report(version, 4).get("rounds") == 20)
+        eventually(lambda: service.last_report(version, 3)["final"])
+    assert service.last_report(version, 3)["accepted_tokens"] == 30
+    assert not service.last_report(version, 4)["final"]
+
+
+def test_a_counter_reset_never_gives_negative_or_double_counts(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(100, 2)
+        eventually(lambda: service.last_report(version).get("rounds") == 100)
+        engine.restart()
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(30, 2)
+        eventually(lambda: service.last_report(version).get("rounds") == 130)
+    rounds = [r["rounds"] for r in service.reports if r["drafter_version"] == version]
+    assert rounds == sorted(rounds)
+
+
+def test_reports_go_on_where_they_were_when_the_agent_restarts(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(100, 2)
+        eventually(lambda: service.last_report(version).get("rounds") == 100)
+    engine.play(11, 2)  # while no agent looks; the drafter is the same before and after
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: service.last_report(version).get("rounds") == 111)
+        engine.play(5, 2)
+        eventually(lambda: service.last_report(version).get("rounds") == 116)
+
+
+def test_a_spoilt_memory_is_ignored(service: Service, engine: Engine, tmp_path: Path) -> None:
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+    (memory,) = (tmp_path / "default" / "engines").iterdir()
+    for text in ("", "[]", '{"buckets": 3}', "{"):
+        memory.write_text(text)
+        with running_agent(service, engine, cache=tmp_path):
+            settle(engine)
+            engine.play(1, 1)
+            eventually(lambda: service.last_report(version).get("rounds", 0) >= 1)
+
+
+def test_a_memory_that_cannot_be_read_is_ignored(
+    service: Service, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad sector under the cache leaves engines with a drafter."""
+    with running_agent(service, engine, cache=tmp_path):
+        eventually((tmp_path / "default" / "engines").is_dir)
+    read_text = Path.read_text
+
+    def failing(self: Path, *options: Any, **named: Any) -> str:
+        if self.parent.name == "engines":
+            raise OSError(5, "Input/output error")
+        return read_text(self, *options, **named)
+
+    monkeypatch.setattr(Path, "read_text", failing)
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+
+
+def test_reports_are_made_good_when_the_service_was_away(service: Service, engine: Engine, tmp_path: Path) -> None:
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        service.down()
+        engine.play(50, 2)
+        settle(engine)
+        service.up()
+        eventually(lambda: service.last_report(version).get("rounds") == 50)
+
+
+def test_a_report_that_the_service_refuses_does_not_stop_the_agent(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    version = service.publish(1)
+    service.acceptance_status = 422
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(50, 2)
+        settle(engine)
+        service.acceptance_status = 200
+        engine.play(1, 2)
+        eventually(lambda: service.last_report(version).get("rounds") == 51)
+
+
+@pytest.mark.parametrize("name", [ROUNDS, ACCEPTED + "{", DRAFTED, ACCEPTED_PER_POSITION])
+def test_a_missing_counter_is_named_and_never_zero(
+    service: Service, engine: Engine, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.hidden_metrics = {name}
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path), caplog.at_level(logging.ERROR, "draftalign.agent"):
+        eventually(lambda: engine.version == version)  # a drafter it gets nevertheless
+        engine.play(10, 1)
+        eventually(lambda: name.rstrip("{") in caplog.text)
+        settle(engine)
+    assert service.reports == []
+
+
+def test_emitted_tokens_are_unknown_where_the_engine_does_not_count_them(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    engine.hidden_metrics = {"vllm:generation_tokens_total"}
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(10, 1)
+        assert eventually(lambda: service.last_report(version))["emitted_tokens"] is None
+
+
+# --- the canary
+
+
+def _on_trial(service: Service, engine: Engine) -> tuple[str, str]:
+    """Version 1 accepts three drafts a round; version 2 is loaded."""
+    first = service.publish(1)
+    eventually(lambda: engine.version == first)
+    settle(engine)
+    engine.play(300, 3)
+    settle(engine)
+    second = service.publish(2)
+    eventually(lambda: engine.version == second)
+    settle(engine)
+    return first, second
+
+
+def _trial(service: Service, engine: Engine, alpha_accepted: int) -> tuple[str, str]:
+    """Version 2 accepts `alpha_accepted` drafts a round, for as many rounds as a verdict takes."""
+    first, second = _on_trial(service, engine)
+    engine.play(199, alpha_accepted)
+    settle(engine)
+    assert engine.version == second  # too early to tell
+    engine.play(1, alpha_accepted)
+    return first, second
+
+
+def test_a_version_that_does_worse_is_swapped_back_and_reported(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        first, second = _trial(service, engine, 1)
+        eventually(lambda: engine.version == first)
+        (verdict,) = eventually(service.verdicts)
+        settle(engine, 6)
+        assert engine.swapped == [first, second, first]
+    assert verdict == {
+        "version": second,
+        "previous": first,
+        "alpha": 2.0,
+        "previous_alpha": 4.0,
+        "rounds": 200,
+        "previous_rounds": 300,
+        "outcome": "rolled_back",
+        "sequence": 2,
+    }
+    assert [r["drafter_version"] for r in service.reports if "canary" in r] == [second]
+
+
+def test_a_trial_survives_a_restart_of_the_agent(service: Service, engine: Engine, tmp_path: Path) -> None:
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        first, second = _on_trial(service, engine)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        settle(engine)
+        assert engine.version == second
+        engine.play(400, 0)
+        eventually(lambda: engine.version == first)
+        (verdict,) = eventually(service.verdicts)
+    assert (verdict["version"], verdict["outcome"]) == (second, "rolled_back")
+
+
+def test_counts_are_reported_while_every_swap_fails(service: Service, engine: Engine, tmp_path: Path) -> None:
+    with running_agent(service, engine, cache=tmp_path):
+        first = service.publish(1)
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        engine.refusal = (503, "not now")
+        service.publish(2)
+        settle(engine)
+        engine.play(250, 1)
+        eventually(lambda: service.last_report(first).get("rounds") == 250)
+
+
+def test_an_old_manifest_is_not_taken_by_the_next_agent(service: Service, engine: Engine, tmp_path: Path) -> None:
+    service.publish(1)
+    old = dict(service.manifest or {})
+    second = service.publish(2)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == second)
+        settle(engine)
+    service._offer(old)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        labels = {"peer": "service", "kind": "ManifestError"}
+        eventually(lambda: agent.metrics.registry.get_sample_value("draftalign_agent_errors_total", labels))
+        settle(engine)
+    assert engine.version == second
+
+
+def test_a_rejected_version_stays_out_until_a_person_pushes_it_again(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        first, second = _trial(service, engine, 1)
+        eventually(lambda: engine.version == first)
+        service.push_again()  # the service's decision, not a person's
+        settle(engine, 6)
+        assert engine.version == first
+        engine.restart()
+        eventually(lambda: engine.version == first)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):  # remembered by the next agent
+        settle(engine, 6)
+        assert engine.version == first
+        engine.restart()
+        eventually(lambda: engine.version == first)
+        service.push_again("pushed again by an operator")
+        eventually(lambda: engine.version == second)
+        engine.play(400, 1)
+        settle(engine, 6)
+        assert engine.version == second  # a person insisted
+        third = service.publish(3)
+        eventually(lambda: engine.version == third)
+
+
+def test_a_version_that_holds_its_own_stays(service: Service, engine: Engine, tmp_path: Path) -> None:
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        first, second = _trial(service, engine, 3)
+        (verdict,) = eventually(service.verdicts)
+        settle(engine)
+        assert engine.swapped == [first, second]
+    assert verdict["outcome"] == "passed"
+
+
+def test_canary_can_be_switched_off(service: Service, engine: Engine, tmp_path: Path) -> None:
+    with running_agent(service, engine, cache=tmp_path, canary=CanaryRule(rounds=0)):
+        first, second = _trial(service, engine, 0)
+        engine.play(1000, 0)
+        settle(engine)
+    assert engine.swapped == [first, second]
+    assert service.verdicts() == []
+
+
+def _counts(rounds: int, accepted: int) -> Counts:
+    return Counts(rounds, 3 * rounds, rounds * accepted, (), None, 1.0)
+
+
+def test_canary_compares_with_the_last_rounds_of_the_old_version_only() -> None:
+    canary = Canary(CanaryRule(rounds=100))
+    canary.loaded("a", exempt=False)
+    for _ in range(50):
+        canary.count("a", _counts(100, 3), now=0.0)  # long ago, on easier text
+    canary.count("a", _counts(100, 1), now=1.0)
+    canary.loaded("b", exempt=False)
+    verdict = canary.count("b", _counts(100, 1), now=2.0)
+    assert verdict is not None
+    assert verdict.passed
+    assert verdict.previous_alpha == 2.0
+
+
+def test_canary_has_no_verdict_from_a_stale_or_thin_baseline() -> None:
+    canary = Canary(CanaryRule(rounds=100, baseline_max_age_seconds=60.0))
+    canary.loaded("a", exempt=False)
+    canary.count("a", _counts(99, 3), now=0.0)
+    canary.loaded("b", exempt=False)
+    assert canary.trial is None
+    assert canary.good == "b"
+    canary.count("b", _counts(100, 3), now=0.0)
+    canary.loaded("c", exempt=False)
+    assert canary.count("c", _counts(100, 0), now=61.0) is None
+    assert (canary.good, canary.trial) == ("c", None)
+
+
+def test_a_trial_that_takes_long_is_judged_by_the_baseline_that_it_began_with() -> None:
+    canary = Canary(CanaryRule(rounds=100, baseline_max_age_seconds=60.0))
+    canary.loaded("a", exempt=False)
+    canary.count("a", _counts(100, 3), now=0.0)
+    canary.loaded("b", exempt=False)
+    assert canary.count("b", _counts(50, 0), now=5.0) is None
+    verdict = canary.count("b", _counts(50, 0), now=1000.0)
+    assert verdict is not None
+    assert not verdict.passed
+
+
+def test_a_trial_goes_on_when_its_version_is_loaded_anew_or_the_agent_restarts() -> None:
+    canary = Canary(CanaryRule(rounds=100))
+    canary.loaded("a", exempt=False)
+    canary.count("a", _counts(100, 3), now=0.0)
+    canary.loaded("b", exempt=False)
+    assert canary.count("b", _counts(50, 0), now=1.0) is None
+    canary.loaded("b", exempt=False)
+    again = Canary(CanaryRule(rounds=100))
+    again.restore(json.loads(json.dumps(canary.dump(2.0))), 1000.0)
+    verdict = again.count("b", _counts(50, 0), now=1001.0)
+    assert verdict is not None
+    assert (verdict.passed, verdict.rounds, again.good) == (False, 100, "a")
+
+
+def test_a_trial_overtaken_by_a_newer_version_leaves_the_baseline() -> None:
+    canary = Canary(CanaryRule(rounds=100))
+    canary.loaded("a", exempt=False)
+    canary.count("a", _counts(100, 3), now=0.0)
+    canary.loaded("b", exempt=False)
+    assert canary.count("b", _counts(50, 0), now=1.0) is None
+    canary.loaded("c", exempt=False)
+    verdict = canary.count("c", _counts(100, 0), now=2.0)
+    assert verdict is not None
+    assert (verdict.previous, verdict.passed, canary.good) == ("a", False, "a")
+
+
+def _rounds(accepted: list[int], per_block: int) -> list[Counts]:
+    """Differences of `per_block` rounds each, counted as an engine of depth 3 would."""
+    return [
+        Counts(per_block, 3 * per_block, per_block * a, tuple(per_block * (a > i) for i in range(3)), None, 1.0)
+        for a in accepted
+    ]
+
+
+def _verdict(canary: Canary, parts: list[Counts]) -> Verdict | None:
+    canary.loaded("b", exempt=False)
+    return next((v for part in parts if (v := canary.count("b", part, now=1.0)) is not None), None)
+
+
+def test_a_canary_of_clustered_rounds_waits_until_it_is_certain() -> None:
+    """Blocks that differ widely among themselves: 400 rounds, but only some prompts."""
+    canary = Canary(CanaryRule(rounds=400, patience=2.0))
+    canary.loaded("a", exempt=False)
+    for part in _rounds([3, 3, 0, 3, 3, 0, 3, 3], 50):
+        canary.count("a", part, now=0.0)
+    unlucky = [3, 0, 3, 0, 3, 0, 3, 0]  # α 2.5 after 3.25: below 0.9 of it, by chance
+    assert _verdict(canary, _rounds(unlucky, 50)) is None
+    assert canary.trial == "b"
+    later = [canary.count("b", part, now=1.0) for part in _rounds([3] * 8, 50)]
+    assert [v.passed for v in later if v is not None] == [True]
+
+
+def test_a_canary_that_never_becomes_certain_passes_when_its_patience_ends() -> None:
+    canary = Canary(CanaryRule(rounds=400, patience=2.0))
+    canary.loaded("a", exempt=False)
+    for part in _rounds([3, 3, 0, 3, 3, 0, 3, 3], 50):
+        canary.count("a", part, now=0.0)
+    verdict = _verdict(canary, _rounds([3, 0, 3, 0, 3, 0, 3, 0] * 2, 50))
+    assert verdict is not None
+    assert verdict.passed
+    assert verdict.rounds == 800
+
+
+def test_a_canary_is_certain_of_the_same_drop_when_every_block_shows_it() -> None:
+    canary = Canary(CanaryRule(rounds=400))
+    canary.loaded("a", exempt=False)
+    for part in _rounds([3] * 8, 50):
+        canary.count("a", part, now=0.0)
+    verdict = _verdict(canary, _rounds([2, 2, 1, 2, 2, 1, 2, 2], 50))
+    assert verdict is not None
+    assert not verdict.passed
+
+
+def test_the_canary_of_an_unchanged_drafter_seldom_fails_on_clustered_traffic() -> None:
+    """A prompt's rounds are alike; 2000 rounds are a hundred prompts. 200 trials of a drafter against itself."""
+    draw = random.Random(0)
+    failures = 0
+    for _ in range(200):
+        canary = Canary(CanaryRule())
+        canary.loaded("a", exempt=False)
+        for part in _rounds([draw.choice([0, 1, 2, 3]) for _ in range(110)], 20):
+            canary.count("a", part, now=0.0)
+        verdict = _verdict(canary, _rounds([draw.choice([0, 1, 2, 3]) for _ in range(400)], 20))
+        failures += verdict is not None and not verdict.passed
+    assert failures <= 6
+
+
+def test_independent_rounds_have_the_variance_of_their_positions() -> None:
+    draw = random.Random(1)
+    accepted = [draw.choice([0, 1, 1, 3]) for _ in range(4000)]
+    counts = sum(_rounds(accepted, 1), Counts())
+    mean = sum(accepted) / len(accepted)
+    spread = sum((a - mean) ** 2 for a in accepted) / len(accepted)
+    expected = 4.0 * spread / (len(accepted) * (1 + mean) ** 2)  # too few blocks to measure: the design effect
+    assert log_alpha_variance([counts]) == pytest.approx(expected)
+    assert log_alpha_variance([]) == math.inf
+
+
+@pytest.mark.parametrize("size", [1, 30, 1000])
+def test_blocks_keep_every_round(size: int) -> None:
+    parts = _rounds([0, 1, 2, 3] * 5, 7)
+    joined = blocks(parts, size)
+    assert sum(joined, Counts()) == sum(parts, Counts())
+    assert all(part.rounds >= min(size, 140) for part in joined)
+
+
+@pytest.mark.parametrize(("method", "reported"), [("ngram", True), ("mtp", True), ("extract_hidden_states", False)])
+def test_an_engine_that_speculates_by_another_method_is_counted_under_its_name(
+    service: Service, engine: Engine, tmp_path: Path, method: str, reported: bool
+) -> None:
+    engine.method = method
+    service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        settle(engine)
+        engine.play(10, 3, requests=2)  # rounds that had drafts
+        engine.play_plainly(25)  # rounds that had none: one token each, and vLLM does not count them
+        if reported:
+            report = eventually(lambda: service.last_report(method) if service.last_report(method) else None)
+            eventually(lambda: service.last_report(method).get("rounds") == 35)
+            report = service.last_report(method)
+            assert report["method"] == method
+            assert (report["accepted_tokens"], report["emitted_tokens"]) == (30, 65)
+        else:
+            eventually(lambda: agent.followers[engine.url].ledger.unattributed_rounds == 10)
+            assert service.reports == []
+        settle(engine, 4)
+    assert engine.swapped == []
+
+
+# --- the ledger by itself
+
+
+def test_vllm_pages_are_read_with_labels_summed() -> None:
+    text = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 1.0e+01
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 60.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 33.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 18.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 5.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="1"} 10.0
+vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="1",model_name="m",position="1"} 1.7e9
+vllm:generation_tokens_total{engine="0",model_name="m"} 60.0
+vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 9.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} 7.0
+vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 7.0
+"""
+    snapshot = Snapshot.parse(text)
+    assert snapshot == Snapshot(20, 60, 33, (18, 10, 5), 53, None)
+    counts = snapshot.since(Snapshot.zero(snapshot), 2.0)
+    assert counts.alpha == pytest.approx(1 + 33 / 20)
+    assert counts.emitted_tokens == 53
+    # An engine that counts exactly this is believed; one that counts first tokens only at the end, otherwise.
+    assert Snapshot.parse(text + "draftalign:spec_decode_emitted_tokens_total 50\n").emitted_tokens == 50
+    assert Snapshot.parse(text.replace("time_to_first_token", "x")).emitted_tokens == 51
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", ROUNDS),
+        (f"{ROUNDS} NaN\n{DRAFTED} 1\n{ACCEPTED} 1\n", "NaN|nan"),
+        (f"{ROUNDS} -1\n{DRAFTED} 1\n{ACCEPTED} 1\n", "non-negative"),
+        (f'{ROUNDS} 1\n{DRAFTED} 1\n{ACCEPTED} 1\n{ACCEPTED_PER_POSITION}{{position="x"}} 1\n', "position"),
+        (f'{ROUNDS} 1\n{DRAFTED} 1\n{ACCEPTED} 1\n{ACCEPTED_PER_POSITION}{{position="1000000"}} 1\n', "position"),
+        (f"{ROUNDS} {{{{\n", "text format"),
+    ],
+)
+def test_nonsense_metrics_are_an_error(text: str, said: str) -> None:
+    with pytest.raises(MetricsError, match=said):
+        Snapshot.parse(text)
+
+
+def test_buckets_are_bounded_and_the_least_recent_goes_first() -> None:
+    ledger = Ledger()
+    for policy in range(MAX_BUCKETS + 5):
+        ledger.book("v", 0, _counts(1, 1))
+        ledger.book("v", policy, _counts(1, 1))
+    kept = {bucket.policy_version for bucket in ledger.buckets()}
+    assert len(kept) == MAX_BUCKETS
+    assert 0 in kept
+    assert 1 not in kept
+
+
+def test_alpha_of_nothing_is_not_a_number() -> None:
+    assert math.isnan(Counts().alpha)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(0, 50), st.integers(0, 3)),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_dumped_books_are_restored_exactly(entries: list[tuple[str, int, int, int]]) -> None:
+    ledger, again = Ledger(), Ledger()
+    for version, policy, rounds, accepted in entries:
+        ledger.book(version, policy, _counts(rounds, accepted))
+    again.restore(ledger.dump())
+    assert [(b.drafter_version, b.policy_version, b.counts) for b in again.buckets()] == [
+        (b.drafter_version, b.policy_version, b.counts) for b in ledger.buckets()
+    ]
+    for version in "ab":
+        assert ledger.version_counts(version).rounds == sum(r for v, _, r, _ in entries if v == version)
+
+
+@pytest.mark.parametrize(("replayed", "passed"), [(None, False), (2.0, True), (3.9, False)])
+def test_a_new_version_is_not_blamed_for_what_the_policy_did(replayed: float | None, passed: bool) -> None:
+    """The old version gave α 4 on an older policy and gives `replayed` on today's; the new one gives 2 live."""
+    canary = Canary(CanaryRule(rounds=100))
+    canary.loaded("a", exempt=False)
+    canary.count("a", _counts(100, 3), now=0.0)
+    canary.loaded("b", exempt=False, replayed=replayed)
+    verdict = canary.count("b", _counts(100, 1), now=1.0)
+    assert verdict is not None
+    assert verdict.passed is passed
+    assert verdict.previous_alpha == min(4.0, replayed or 4.0)
+
+
+@pytest.mark.parametrize("gate", [None, {}, {"alpha_served": None}, {"alpha_served": "2"}, {"alpha_served": 0.5}])
+def test_a_manifest_without_a_usable_replay_says_so(gate: object) -> None:
+    assert _replayed_alpha(gate) is None
+    assert _replayed_alpha({"alpha_served": 2.5}) == 2.5

@@ -1,0 +1,151 @@
+"""The swap agent against the real API: what each says is what the other understands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_fixtures import Engine, drafter_bytes, eventually, settle, start_agent
+from service_fixtures import RunningService
+
+from rl_hooks.agent.canary import CanaryRule
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    peer = Engine()
+    yield peer
+    peer.down()
+
+
+def _publish(service: RunningService, seed: int) -> str:
+    return service.publish(content=drafter_bytes(seed)).version
+
+
+def test_a_drafter_goes_out_and_its_acceptance_comes_back(
+    service: RunningService, engine: Engine, tmp_path: Path
+) -> None:
+    engine.policy_version = 5
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        version = _publish(service, 1)
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(100, 2, requests=3)
+
+        def live() -> list[dict[str, Any]]:
+            points = service.client.get("/alpha").json()["points"]
+            return [point for point in points if point["alpha_live"] is not None]
+
+        (point,) = eventually(live)
+    assert point["policy_version"] == 5
+    assert point["live_rounds"] == 100
+    assert point["alpha_live"] == pytest.approx(3.0)
+
+
+def test_an_engine_that_drafts_otherwise_than_the_service_replays_is_named_once(
+    service: RunningService, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.depth = 7
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        version = _publish(service, 1)
+        eventually(lambda: engine.version == version)
+        for _ in range(2):
+            settle(engine)
+            engine.play(100, 2, requests=3)
+        eventually(lambda: "DRAFTALIGN_DEPTH=7" in caplog.text)
+        settle(engine)
+        engine.play(100, 2, requests=3)
+        settle(engine)
+    assert caplog.text.count("DRAFTALIGN_DEPTH=7") == 1
+    assert engine.url in next(r.getMessage() for r in caplog.records if "DRAFTALIGN_DEPTH=7" in r.getMessage())
+
+
+def test_a_connection_is_not_reused_when_the_engine_may_be_closing_it(
+    service: RunningService, engine: Engine, tmp_path: Path
+) -> None:
+    # An engine closes what was idle for 5 s. Asked every 2.5 s here, each tick has to come on a connection of its own.
+    with start_agent(service.url, engine, cache=tmp_path / "cache", report_seconds=2.5):
+        eventually(lambda: len(engine.clients) > 1)
+        first = set(engine.clients)
+        assert len(first) == 1, "one tick, one connection"
+        asked = len(engine.clients)
+        eventually(lambda: len(engine.clients) > asked)
+    assert engine.clients[asked] not in first
+
+
+def test_rollback_and_push_again_reach_the_engine(service: RunningService, engine: Engine, tmp_path: Path) -> None:
+    first = _publish(service, 1)
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        eventually(lambda: engine.version == first)
+        second = _publish(service, 2)
+        eventually(lambda: engine.version == second)
+        answer = service.client.post(f"/drafter/{first}/rollback", json={"reason": "second looks odd"})
+        assert answer.status_code == 200
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        service.registry.push_again("default", "pushed again by a test")
+        eventually(lambda: engine.swapped == [first, second, first, first])
+
+
+def test_a_canarys_verdict_is_kept_in_the_history(service: RunningService, engine: Engine, tmp_path: Path) -> None:
+    first = _publish(service, 1)
+    with start_agent(service.url, engine, cache=tmp_path / "cache", canary=CanaryRule(rounds=200)):
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        engine.play(300, 3)
+        settle(engine)
+        second = _publish(service, 2)
+        eventually(lambda: engine.version == second)
+        settle(engine)
+        engine.play(200, 1)
+        eventually(lambda: engine.version == first)
+
+        def verdicts() -> list[dict[str, Any]]:
+            history = service.client.get("/drafters").json()["history"]
+            return [event for event in history if event["event"] == "canary_rolled_back"]
+
+        (event,) = eventually(verdicts)
+        settle(engine, 6)
+        assert engine.version == first
+    assert event["version"] == second
+    assert event["canary"]["previous"] == first
+
+
+def test_a_token_that_may_read_is_all_an_agent_needs(
+    serve: Callable[..., RunningService], engine: Engine, tmp_path: Path
+) -> None:
+    service = serve(tokens="r:read;a:admin")
+    service.client.headers["Authorization"] = "Bearer a"
+    assert service.register().status_code == 201
+    version = _publish(service, 1)
+    with start_agent(service.url, engine, cache=tmp_path / "cache", token="r"):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(10, 2)
+        eventually(
+            lambda: any(p["alpha_live"] for p in service.client.get("/alpha").json()["points"]) or _live(service)
+        )
+
+
+def _live(service: RunningService) -> bool:
+    return "draftalign_live_rounds_total" in service.client.get("/metrics").text
+
+
+def test_an_unknown_run_is_waited_for(serve: Callable[..., RunningService], engine: Engine, tmp_path: Path) -> None:
+    service = serve()
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        settle(engine)
+        service.register()
+        version = _publish(service, 1)
+        eventually(lambda: engine.version == version)
+
+
+def test_a_large_drafter_arrives_whole(service: RunningService, engine: Engine, tmp_path: Path) -> None:
+    data = drafter_bytes(1, hidden=256)
+    version = service.publish(content=data).version
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        eventually(lambda: engine.version == version)
+    assert len(data) > 3 << 20
+    assert (tmp_path / "cache" / "default" / version / "model.safetensors").read_bytes() == data

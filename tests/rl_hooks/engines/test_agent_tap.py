@@ -1,0 +1,492 @@
+"""Rows of live requests become whole rollouts: rejected drafts, chunks, preemption, ends, budgets, files."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agent_fixtures import eventually
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rl_hooks import wire
+from rl_hooks.engines.tap import (
+    Batcher,
+    Collected,
+    FeatureTap,
+    Head,
+    Request,
+    Sampling,
+    Step,
+    assemble,
+    rollout_file,
+    sampling_position,
+)
+from rl_hooks.engines.vllm.tap import (
+    V1_ARGUMENTS,
+    V2_ARGUMENTS,
+    TapSettings,
+    TapUnsupportedError,
+    VllmTap,
+    named_arguments,
+    request_of,
+    step_v1,
+    step_v2,
+)
+
+VOCAB, HIDDEN, AUX, STOP = 30, 4, 2, 1
+GENERATOR = torch.Generator().manual_seed(0)
+HEAD = Head(torch.randn(VOCAB, HIDDEN, generator=GENERATOR))
+PLAIN = Sampling(1.0, 1.0, 0)
+
+
+def states(tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """The target's last state after a token: a function of token and position, so that a mix-up shows."""
+    table = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
+    return table[torch.tensor(tokens)] + 0.01 * torch.tensor(positions)[:, None]
+
+
+class Script:
+    """One request as an engine would decode it: the text is fixed, drafts are right or wrong by chance."""
+
+    def __init__(self, name: str, prompt: list[int], text: list[int], *, cached: int = 0) -> None:
+        self.name, self.tokens, self.prompt = name, prompt + text, len(prompt)
+        self.computed = cached
+        self.done = False
+
+    def rows(self, draw: random.Random, chunk: int, depth: int) -> tuple[list[int], int, int]:
+        """Tokens of this step's rows, how many of them are rejected, and the token after the last that holds."""
+        if self.computed < self.prompt:  # prefill, perhaps in part
+            end = min(self.prompt, self.computed + chunk)
+            rows = self.tokens[self.computed : end]
+            self.computed = end
+            sampled = self.tokens[end] if end == self.prompt else draw.randrange(VOCAB)  # garbage, to be discarded
+            return rows, 0, sampled
+        right = draw.randint(0, depth)
+        true = self.tokens[self.computed : self.computed + 1 + right]
+        held = len(true)
+        beyond = self.computed + held >= len(self.tokens)
+        wrong = [draw.randrange(VOCAB) for _ in range(depth + 1 - held)]
+        self.computed += held
+        self.done = beyond
+        # Once the text has ended the engine may still have accepted more: any token.
+        return true + wrong, len(wrong), draw.randrange(VOCAB) if beyond else self.tokens[self.computed]
+
+    def request(self, **changes: Any) -> Request:
+        facts: dict[str, Any] = {"sampling": PLAIN, "stop_ids": frozenset({STOP}), "max_tokens": None}
+        return Request(self.name, tuple(self.tokens[: self.prompt]), **(facts | changes))
+
+
+def step(parts: list[tuple[Script, int, list[int], int, int]]) -> Step:
+    """(request, first position, tokens of its rows, rejected, sampled) of each."""
+    counts = np.array([len(tokens) for _, _, tokens, _, _ in parts], dtype=np.int64)
+    tokens = [t for _, _, row, _, _ in parts for t in row]
+    positions = [start + i for _, start, row, _, _ in parts for i in range(len(row))]
+    last = states(tokens, positions)
+    padding = torch.zeros(3, dtype=torch.int32)  # engines pad to a fixed shape
+    return Step(
+        request_ids=[sequence.name for sequence, *_ in parts],
+        first_rows=np.cumsum([0, *counts[:-1]], dtype=np.int64),
+        row_counts=counts,
+        input_ids=torch.cat([torch.tensor(tokens, dtype=torch.int32), padding]),
+        positions=torch.tensor(positions),
+        aux=[last * (i + 2) for i in range(AUX)],
+        last=last,
+        rejected=torch.tensor([rejected for *_, rejected, _ in parts]),
+        last_sampled=torch.tensor([sampled for *_, sampled in parts]),
+    )
+
+
+def tap(deliver: Any, **changes: Any) -> FeatureTap:
+    return FeatureTap(HEAD, deliver, **({"fraction": 1.0, "tokens_per_minute": 10**6} | changes))
+
+
+def decode(sequences: list[Script], seed: int, *, depth: int = 3, preempt: float = 0.0) -> list[Collected]:
+    """Run all of them through a tap as an engine would, several at a time."""
+    draw, collected = random.Random(seed), []
+    tapped = tap(collected.append)
+    for sequence in sequences:
+        tapped.begin(sequence.request())
+    running = list(sequences)
+    while running:
+        chosen = draw.sample(running, draw.randint(1, len(running)))
+        parts = []
+        for sequence in chosen:
+            if sequence.computed > sequence.prompt and draw.random() < preempt:
+                sequence.computed = 0 if draw.random() < 0.5 else sequence.prompt
+            start = sequence.computed
+            parts.append((sequence, start, *sequence.rows(draw, draw.randint(1, 5), depth)))
+        tapped.step(step(parts))
+        tapped.end([sequence.name for sequence in chosen if sequence.done])
+        running = [sequence for sequence in running if not sequence.done]
+    eventually(lambda: tapped.counts["delivered"] + tapped.counts["skipped_short"] == len(sequences))
+    assert tapped.counts["failures"] == 0
+    return collected
+
+
+def check(collected: Collected, sequence: Script, first: int = 0) -> None:
+    tokens = sequence.tokens[first:]
+    assert collected.input_ids.tolist() == tokens
+    assert collected.generated.tolist() == [first + i >= sequence.prompt for i in range(len(tokens))]
+    T = len(tokens)
+    expected = states(tokens, range(first, first + T))
+    computed = slice(0, T - 1)  # the last token's row may be zeros: it is never read
+    assert torch.allclose(collected.last[computed], expected[computed])
+    assert torch.allclose(collected.aux[computed, HIDDEN:], 3 * expected[computed])
+    law = (expected @ HEAD.weight.T).log_softmax(-1)
+    own = [float(law[t - 1, tokens[t]]) if collected.generated[t] else 0.0 for t in range(T)]
+    assert collected.logprobs.tolist() == pytest.approx(own, abs=1e-5)
+    assert collected.logsumexp[computed].tolist() == pytest.approx(
+        (expected @ HEAD.weight.T).logsumexp(-1)[computed].tolist(), abs=1e-5
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), preempt=st.sampled_from([0.0, 0.2]))
+def test_requests_come_out_token_exact_however_the_engine_cuts_and_rejects(seed: int, preempt: float) -> None:
+    draw = random.Random(seed)
+    sequences = [
+        Script(
+            f"r{i}",
+            [draw.randrange(2, VOCAB) for _ in range(draw.randint(1, 12))],
+            [*(draw.randrange(2, VOCAB) for _ in range(draw.randint(0, 15))), STOP],
+        )
+        for i in range(4)
+    ]
+    done = {one.request.request_id: one for one in decode(sequences, seed, preempt=preempt)}
+    for sequence in sequences:
+        check(done[sequence.name], sequence)
+
+
+def test_what_the_prefix_cache_held_has_no_rows_and_is_left_out() -> None:
+    sequence = Script("r", list(range(2, 12)), [5, 6, 7, STOP], cached=8)
+    (done,) = decode([sequence], 3)
+    check(done, sequence, first=8)
+    assert done.first_position == 8
+
+
+def test_an_answer_ends_where_the_engine_ends_it() -> None:
+    sequence = Script("r", [2, 3], [4, 5, 6, 7, 8])
+    rows = step([(sequence, 0, [2, 3], 0, 4), (sequence, 2, [4, 5, 6, 7], 0, 8)][:1])
+    more = step([(sequence, 2, [4, 5, 6, 7], 0, 8)])
+    for changes, length in (({"max_tokens": 3}, 5), ({"stop_ids": frozenset({6})}, 5), ({}, 7)):
+        collected: list[Collected] = []
+        tapped = tap(collected.append)
+        tapped.begin(sequence.request(**changes))
+        tapped.step(rows)
+        tapped.step(more)
+        tapped.end(["r"])
+        eventually(lambda done=collected: done)
+        assert len(collected[0].input_ids) == length
+
+
+def test_a_request_without_an_answer_or_with_missing_rows_is_not_sent() -> None:
+    request = Script("r", [2, 3, 4], [5]).request()
+    assert assemble(request, []) is None
+    tensors = {
+        "positions": torch.tensor([0, 1]),
+        "input_ids": torch.tensor([2, 3]),
+        "labels": torch.tensor([3, 9]),
+        "aux": torch.zeros(2, 2),
+        "last": torch.zeros(2, 1),
+        "logsumexp": torch.zeros(2),
+        "logprob": torch.zeros(2),
+    }
+    assert assemble(request, [tensors]) is None  # ended within its prompt
+    assert assemble(request, [tensors | {"positions": torch.tensor([0, 2])}]) is None  # position 1 is missing
+
+
+def test_only_the_sampled_fraction_is_collected_and_only_within_the_budget() -> None:
+    tapped = tap(lambda _: None, fraction=0.25)
+    for i in range(400):
+        tapped.begin(Request(f"r{i}", [2] * 5, PLAIN, frozenset(), None))
+    assert 60 < tapped.counts["begun"] < 140
+    assert tapped.counts["begun"] == sum(sampling_position(f"r{i}") < 0.25 for i in range(400))
+    poor = tap(lambda _: None, tokens_per_minute=50)
+    for i in range(40):
+        poor.begin(Request(f"r{i}", [2] * 10, PLAIN, frozenset(), None))
+    assert poor.counts["begun"] == 5
+    assert poor.counts["skipped_budget"] == 35
+
+
+def test_a_step_that_makes_no_sense_costs_its_requests_and_nothing_else() -> None:
+    collected: list[Collected] = []
+    tapped = tap(collected.append)
+    bad, good = Script("bad", [2], [3, STOP]), Script("good", [2], [3, STOP])
+    tapped.begin(bad.request())
+    broken = step([(bad, 0, [2], 0, 3)])
+    tapped.step(Step(**{n: getattr(broken, n) for n in broken.__slots__} | {"positions": torch.zeros(0)}))  # type: ignore[arg-type]
+    assert tapped.counts["failures"] == 1
+    tapped.begin(good.request())
+    tapped.step(step([(good, 0, [2], 0, 3)]))
+    tapped.step(step([(good, 1, [3, 9], 1, STOP)]))
+    tapped.end(["bad", "good"])
+    eventually(lambda: collected)
+    check(collected[0], good)
+    assert len(collected) == 1
+
+
+def test_a_file_of_collected_rollouts_is_a_rollout_file() -> None:
+    sequences = [Script(f"r{i}", [2, 3, 4], [5 + i, 6, STOP]) for i in range(3)]
+    done = decode(sequences, 1)
+    parts, batch_id = rollout_file(done, run="live", policy_version=0, target_fingerprint="f" * 32, aux_layers=(1, 3))
+    body = b"".join(bytes(part) for part in parts)
+    header = wire.check_rollout_header(wire.parse_header(body))
+    assert (header.rollouts, header.tokens, header.hidden_size, header.batch_id) == (3, 18, HIDDEN, batch_id)
+    assert header.header.metadata["source"] == "engine"
+    assert header.prompt_hashes == (wire.prompt_hash([2, 3, 4]),) * 3
+
+
+def test_a_file_names_the_whole_prompt_whatever_the_prefix_cache_held() -> None:
+    """The siblings of a group share a prompt; the first computes its rows, the others read them from the cache."""
+    prompt = list(range(2, 12))
+    done = decode([Script(f"r{cached}", list(prompt), [5, 6, STOP], cached=cached) for cached in (0, 4, 9)], 3)
+    assert sorted(one.first_position for one in done) == [0, 4, 9]
+    parts, _ = rollout_file(done, run="live", policy_version=0, target_fingerprint="f" * 32, aux_layers=(1, 3))
+    header = wire.check_rollout_header(wire.parse_header(b"".join(bytes(part) for part in parts)))
+    assert header.prompt_hashes == (wire.prompt_hash(prompt),) * 3
+
+
+def test_a_prompt_that_the_engine_appends_to_stays_what_it_was_when_the_request_began() -> None:
+    collected: list[Collected] = []
+    tapped = tap(collected.append)
+    sequence, prompt = Script("r", [2, 3], [4, STOP]), [2, 3]
+    tapped.begin(Request("r", prompt, PLAIN, frozenset({STOP}), None))
+    prompt += [9, 9, 9]  # a session goes on
+    tapped.step(step([(sequence, 0, [2, 3], 0, 4)]))
+    tapped.step(step([(sequence, 2, [4], 0, STOP)]))
+    tapped.end(["r"])
+    eventually(lambda: collected)
+    check(collected[0], sequence)
+    assert list(collected[0].request.prompt_ids) == [2, 3]
+
+
+def test_files_hold_one_kind_of_sampling_and_do_not_wait_for_ever() -> None:
+    sent: list[list[str]] = []
+    batcher = Batcher(lambda batch: sent.append([one.request.request_id for one in batch]), tokens=10, seconds=0.2)
+    done = decode([Script(f"r{i}", [2, 3, 4], [5, 6, STOP]) for i in range(3)], 1)
+    cold = Sampling(0.5, 1.0, 0)
+    batcher.add(done[0])
+    batcher.add(
+        Collected(
+            **{n: getattr(done[1], n) for n in done[1].__slots__}
+            | {"request": Request("c", (2, 3, 4), cold, frozenset(), None)}
+        )
+    )  # type: ignore[arg-type]
+    assert sent == []
+    batcher.add(done[2])
+    assert sent == [[done[0].request.request_id, done[2].request.request_id]]
+    eventually(lambda: len(sent) == 2)
+    assert sent[1] == ["c"]
+
+
+def test_a_file_that_cannot_be_made_does_not_end_the_sending_of_others() -> None:
+    tried: list[str] = []
+
+    def send(batch: Sequence[Collected]) -> None:
+        tried.append(batch[0].request.request_id)
+        if len(tried) == 1:
+            raise RuntimeError("out of memory")
+
+    batcher = Batcher(send, tokens=1000, seconds=0.1)
+    for number, done in enumerate(decode([Script(f"r{i}", [2, 3, 4], [5, 6, STOP]) for i in range(2)], 1), 1):
+        batcher.add(done)
+        eventually(lambda number=number: len(tried) == number)  # type: ignore[misc]
+
+
+# --- what vLLM hands over
+
+
+def scheduled(**changes: Any) -> Any:
+    params = SimpleNamespace(
+        temperature=0.7,
+        top_p=1.0,
+        top_k=-1,
+        stop_token_ids=[7],
+        all_stop_token_ids={7, 9},
+        eos_token_id=9,
+        ignore_eos=False,
+        max_tokens=20,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        min_p=0.0,
+        min_tokens=0,
+    )
+    new = SimpleNamespace(
+        req_id="r", prompt_token_ids=[1, 2], sampling_params=params, mm_features=[], lora_request=None
+    )
+    for name, value in changes.items():
+        setattr(params if hasattr(params, name) or name in ("logit_bias", "bad_words") else new, name, value)
+    return new
+
+
+def test_a_request_of_vllm_is_described_by_what_ends_it_and_how_it_is_drawn() -> None:
+    assert request_of(scheduled()) == Request("r", [1, 2], Sampling(0.7, 1.0, 0), frozenset({7, 9}), 20)
+    assert request_of(scheduled(ignore_eos=True)) == Request("r", [1, 2], Sampling(0.7, 1.0, 0), frozenset({7}), 20)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.1},
+        {"min_p": 0.05},
+        {"logit_bias": {3: 1.0}},
+        {"lora_request": object()},
+        {"mm_features": [object()]},
+        {"prompt_token_ids": None},
+        {"min_tokens": 4},
+    ],
+)
+def test_requests_that_are_not_drawn_from_the_plain_policy_are_left_out(changes: dict[str, Any]) -> None:
+    assert request_of(scheduled(**changes)) is None
+
+
+@pytest.mark.parametrize("as_lists", [False, True])
+def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
+    """Three requests: one in prefill, one with one of three drafts accepted, one with all."""
+    counts, tokens = [5, 4, 4], torch.arange(2, 15, dtype=torch.int32)
+    sampled: Any = torch.tensor([[20, -1, -1, -1], [21, 22, -1, -1], [23, 24, 25, 26]])
+    if as_lists:
+        sampled = [[t for t in row if t >= 0] for row in sampled.tolist()]
+    hidden, aux = torch.randn(16, HIDDEN), [torch.randn(16, HIDDEN)]
+    output = SimpleNamespace(
+        num_scheduled_tokens={"a": 5, "b": 4, "c": 4},
+        scheduled_spec_decode_tokens={"b": [-1, -1, -1], "c": [1, 2, 3]},
+    )
+    runner = SimpleNamespace(
+        input_batch=SimpleNamespace(req_ids=["a", "b", "c"]),
+        input_ids=SimpleNamespace(gpu=tokens),
+        positions=torch.arange(16),
+    )
+    given_v1 = dict(zip(V1_ARGUMENTS, (output, sampled, hidden, aux), strict=True))
+    first = step_v1(runner, given_v1)
+    batch = SimpleNamespace(
+        num_reqs=3,
+        req_ids=["a", "b", "c"],
+        query_start_loc_np=np.array([0, *np.cumsum(counts)], dtype=np.int32),
+        input_ids=tokens,
+        positions=torch.arange(16),
+        idx_mapping=torch.tensor([4, 0, 2]),
+    )
+    by_state = torch.tensor([[22], [0], [26], [0], [20]])
+    rejected = torch.tensor([0, 2, 0], dtype=torch.int32)
+    second = step_v2(None, dict(zip(V2_ARGUMENTS, (batch, hidden, aux, rejected, by_state), strict=True)))
+    assert first is not None
+    assert second is not None
+    for one in (first, second):
+        assert list(one.request_ids) == ["a", "b", "c"]
+        assert one.first_rows.tolist() == [0, 5, 9]
+        assert one.row_counts.tolist() == counts
+        assert one.rejected.tolist() == [0, 2, 0]
+        assert one.last_sampled.tolist() == [20, 22, 26]
+    assert step_v1(runner, given_v1 | {"aux_hidden_states": None}) is None
+
+
+class Runner:
+    """A model runner whose parameters stand in another order than today's, with new ones between."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[Any, ...]] = []
+
+    def execute_model(self, new: int, scheduler_output: Any) -> str:
+        self.ran.append((new, scheduler_output))
+        return "executed"
+
+    def propose_draft_token_ids(
+        self, aux_hidden_states: Any, new: int, hidden_states: Any, sampled_token_ids: Any, *, scheduler_output: Any
+    ) -> str:
+        self.ran.append((aux_hidden_states, new, hidden_states, sampled_token_ids, scheduler_output))
+        return "drafted"
+
+
+class Renamed(Runner):
+    """One whose states have another name."""
+
+    def propose_draft_token_ids(  # type: ignore[override]
+        self, scheduler_output: Any, sampled_token_ids: Any, states: Any
+    ) -> tuple[Any, ...]:
+        return scheduler_output, sampled_token_ids, states
+
+
+def tap_on(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Wrap `runner` with a tap that only notes what it is given."""
+    seen: list[dict[str, Any]] = []
+
+    def note(_: Any, given: dict[str, Any]) -> None:
+        seen.append(dict(given))
+
+    monkeypatch.setattr("rl_hooks.engines.vllm.tap.step_v1", note)
+    tap = VllmTap.__new__(VllmTap)
+    tap.tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=1000)
+    tap._wrap(runner)
+    return seen
+
+
+def test_parameters_that_moved_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner()
+    seen = tap_on(runner, monkeypatch)
+    output = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[], num_scheduled_tokens={})
+    assert runner.execute_model(7, output) == "executed"
+    assert runner.propose_draft_token_ids("aux", 8, "hidden", "sampled", scheduler_output=output) == "drafted"
+    assert seen == [
+        {
+            "aux_hidden_states": "aux",
+            "new": 8,
+            "hidden_states": "hidden",
+            "sampled_token_ids": "sampled",
+            "scheduler_output": output,
+        }
+    ]
+    assert runner.ran == [(7, output), ("aux", 8, "hidden", "sampled", output)]
+
+
+def test_an_unknown_signature_turns_the_tap_off_and_leaves_the_engine_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = Renamed()
+    with pytest.raises(TapUnsupportedError, match=r"no parameter hidden_states, aux_hidden_states .* it takes"):
+        tap_on(runner, monkeypatch)
+    assert vars(runner) == {"ran": []}, "half of a tap is on"
+    runner = Runner()
+    monkeypatch.setattr(Runner, "execute_model", lambda self, output: (self, output))
+    with pytest.raises(TapUnsupportedError, match="scheduler_output"):
+        tap_on(runner, monkeypatch)
+    assert vars(runner) == {"ran": []}
+
+
+def test_a_call_that_does_not_fit_its_own_signature_is_the_engines_to_raise() -> None:
+    read = named_arguments(Runner().execute_model, ("scheduler_output",))
+    assert read(1, scheduler_output=2) == {"new": 1, "scheduler_output": 2}
+    with pytest.raises(TypeError, match="missing"):
+        read(1)
+
+
+def test_settings_come_from_the_environment_or_are_off() -> None:
+    assert TapSettings.read({}) is None
+    read = TapSettings.read({"DRAFTALIGN_TAP_URL": "http://s", "DRAFTALIGN_TAP_FRACTION": "0.5"})
+    assert read == TapSettings("http://s", fraction=0.5)
+    with pytest.raises(ValueError, match="FRACTION"):
+        TapSettings.read({"DRAFTALIGN_TAP_URL": "http://s", "DRAFTALIGN_TAP_FRACTION": "2"})
+
+
+def test_the_engines_thread_does_not_wait_for_a_slow_receiver() -> None:
+    release = threading.Event()
+    tapped = tap(lambda _: release.wait(10))
+    began = time.monotonic()
+    for i in range(20):
+        sequence = Script(f"r{i}", [2], [3, STOP])
+        tapped.begin(sequence.request())
+        tapped.step(step([(sequence, 0, [2], 0, 3)]))
+        tapped.end([sequence.name])
+    assert time.monotonic() - began < 5
+    release.set()
+    eventually(lambda: tapped.counts["delivered"] == 20)

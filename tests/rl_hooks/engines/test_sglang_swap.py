@@ -1,0 +1,446 @@
+"""The swap agent and SGLang, against a server that takes every call as SGLang 0.5.23 does, or refuses it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from agent_fixtures import Service, eventually, running_agent
+from safetensors.torch import load, load_file, save
+from sglang_contract import SGLangServer, Unpickler
+from torch import Tensor
+
+from drafter.files.checkpoint import write_drafter
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.vocabulary import DraftVocabulary
+from rl_hooks.agent.canary import CanaryRule
+from rl_hooks.engines.sglang.adapter import (
+    SGLangEngine,
+    _totals,
+    process_identity,
+    request_payload,
+)
+from rl_hooks.engines.sglang.loader import (
+    DrafterRefusedError,
+    entered_layers,
+    load_drafter,
+    parse_request,
+    unservable,
+)
+from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
+from rl_hooks.release import Manifest, Release
+
+CONFIG = DrafterConfig(
+    hidden_size=8,
+    target_hidden_size=8,
+    intermediate_size=12,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    vocab_size=16,
+    draft_vocab_size=8,
+    aux_layers=(1, 2, 3),
+    rope_theta=1e4,
+    model_type="qwen3",
+)
+SEQUENCE = [
+    "/pause_generation",
+    "/begin_weight_update",
+    "/pause_generation",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/continue_generation",
+]
+
+
+def drafter_files(
+    directory: Path, seed: int, change: Callable[[dict[str, Tensor]], None] | None = None, **config: Any
+) -> dict[str, bytes]:
+    """The files of a small drafter, with tensors or fields changed."""
+    torch.manual_seed(seed)
+    drafter = Eagle3Drafter(CONFIG, DraftVocabulary(torch.arange(0, 16, 2), 16), torch.zeros(16, 8))
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_drafter(directory, drafter)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    if change is not None:
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        (directory / "model.safetensors").write_bytes(save(tensors))
+    return {name: (directory / name).read_bytes() for name in ("model.safetensors", "config.json")}
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    peer = Service()
+    yield peer
+    peer.down()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory that agent and server share."""
+    monkeypatch.setenv("DRAFTALIGN_DRAFTER_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(params=[1, 2])
+def server(request: pytest.FixtureRequest, tmp_path: Path, home: Path) -> Iterator[SGLangServer]:
+    drafter_files(tmp_path / "initial", seed=0)
+    peer = SGLangServer(tmp_path / "initial", ranks=request.param)
+    yield peer
+    peer.down()
+    assert peer.violations == []
+    assert peer.session is None
+    assert not peer.paused
+
+
+def agent(service: Service, server: SGLangServer, home: Path, **changes: Any) -> Any:
+    return running_agent(service, server, cache=home, engine_kind="sglang", **changes)  # type: ignore[arg-type]
+
+
+def serves(server: SGLangServer, files: dict[str, bytes]) -> bool:
+    """Whether every rank has these weights."""
+    sent = load(files["model.safetensors"])
+    return all(
+        torch.equal(model.lm_head.weight, sent["lm_head.weight"])
+        and torch.equal(model.model.fc.weight, sent["fc.weight"])
+        and torch.equal(model.model.layers[0].self_attn.qkv_proj.weight[-4:], sent["midlayer.self_attn.v_proj.weight"])
+        for model in server.models
+    )
+
+
+def test_a_drafter_is_swapped_by_the_documented_calls_and_no_others(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path
+) -> None:
+    files = [drafter_files(tmp_path / str(n), seed=n) for n in (1, 2)]
+    with agent(service, server, home) as running:
+        first = service.publish(1, files=files[0])
+        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == first)
+        assert serves(server, files[0])
+        second = service.publish(2, files=files[1])
+        eventually(lambda: running.followers[server.url].loaded_version == second)
+        assert serves(server, files[1])
+    assert [path for path, _ in server.calls] == SEQUENCE * 2
+    body = server.calls[3][1]
+    assert body.keys() == {"serialized_named_tensors", "load_format", "selector", "flush_cache"}
+    assert bool((server.models[0].model.embed_tokens.weight == 1).all())  # the policy's
+    assert not list((home / "default" / "engines").glob("swap-*"))
+
+
+def test_a_restarted_server_gets_its_drafter_back_and_a_restarted_agent_leaves_it_alone(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path
+) -> None:
+    files = drafter_files(tmp_path / "1", seed=1)
+    with agent(service, server, home) as running:
+        version = service.publish(1, files=files)
+        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+        server.restart()
+        eventually(lambda: len(server.calls) == 2 * len(SEQUENCE))
+        eventually(lambda: serves(server, files))
+        eventually(lambda: running.followers[server.url].loaded_version == version)
+    with agent(service, server, home) as again:
+        eventually(lambda: server.url in again.followers and again.followers[server.url].loaded_version)
+    assert len(server.calls) == 2 * len(SEQUENCE)
+
+
+def test_a_trainers_session_is_waited_for(service: Service, server: SGLangServer, home: Path, tmp_path: Path) -> None:
+    files = drafter_files(tmp_path / "1", seed=1)
+    server.paused, server.session = True, "target"  # the trainer brings a policy
+    with agent(service, server, home):
+        service.publish(1, files=files)
+        eventually(lambda: [path for path, _ in server.calls].count("/begin_weight_update") >= 2)
+        assert server.paused
+        assert not serves(server, files)
+        with server.lock:
+            server.session = None
+        eventually(lambda: serves(server, files) and not server.paused)
+
+
+def change_vocabulary(tensors: dict[str, Tensor]) -> None:
+    tensors["d2t"] = torch.arange(8) + 1
+    tensors["t2d"] = tensors["t2d"].roll(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "reason"),
+    [
+        (None, {"norm_before_residual": True}, "norm_before_residual"),
+        (change_vocabulary, {}, "d2t differs"),
+    ],
+)
+def test_what_sglang_cannot_serve_is_refused_before_it_is_paused(
+    service: Service,
+    server: SGLangServer,
+    home: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: Any,
+    config: dict[str, Any],
+    reason: str,
+) -> None:
+    before = server.models[0].weights()
+    with agent(service, server, home):
+        service.publish(1, files=drafter_files(tmp_path / "1", 1, change, **config))
+        eventually(lambda: reason in caplog.text)
+    assert server.calls == []
+    assert all(torch.equal(now, before[name]) for name, now in server.models[0].weights().items())
+
+
+@pytest.mark.parametrize(
+    ("fact", "reason"),
+    [
+        ({"dp_size": 2}, "--dp-size 1"),
+        ({"custom_weight_loader": None}, "--custom-weight-loader"),
+    ],
+)
+def test_a_server_that_cannot_take_drafters_says_how_to_start_it(
+    service: Service,
+    server: SGLangServer,
+    home: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    fact: dict[str, Any],
+    reason: str,
+) -> None:
+    server.info |= fact
+    with agent(service, server, home):
+        service.publish(1, files=drafter_files(tmp_path / "1", 1))
+        eventually(lambda: reason in caplog.text)
+    assert server.calls == []
+
+
+def test_a_server_that_speculates_by_another_method_is_counted_and_left_alone(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path
+) -> None:
+    server.info |= {"speculative_algorithm": "NGRAM"}
+    with agent(service, server, home) as running:
+        service.publish(1, files=drafter_files(tmp_path / "1", 1))
+        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == "ngram")
+        server.play(rounds=100, emitted=120, requests=1)
+        eventually(lambda: service.last_report("ngram").get("rounds") == 100)
+    assert server.calls == []
+    with pytest.raises(SwapRefusedError, match="NGRAM"):
+        swap(server, release(home, "one", 1))
+
+
+def test_the_digest_of_what_every_rank_read_is_answered(server: SGLangServer, home: Path) -> None:
+    offered = release(home, "one", 1)
+    assert swap(server, offered) == hashlib.sha256((offered.path / "model.safetensors").read_bytes()).hexdigest()
+
+
+def swap(server: SGLangServer, release: Release, *, session_timeout_seconds: float = 0.3) -> str | None:
+    async def once() -> str | None:
+        async with httpx.AsyncClient() as client:
+            engine = SGLangEngine(server.url, client, session_timeout_seconds=session_timeout_seconds)
+            return await engine.swap(release)
+
+    return asyncio.run(once())
+
+
+def release(home: Path, name: str, seed: int, change: Any = None, **config: Any) -> Release:
+    path = home / "default" / name
+    drafter_files(path, seed, change, **config)
+    (path.parent / "engines").mkdir(exist_ok=True)
+    return Release(Manifest("default", name, 1, "", "", (), "", ""), path)
+
+
+def refuse_later(tensors: dict[str, Tensor]) -> None:
+    tensors["norm.weight"][0] = torch.nan
+
+
+def drop(tensors: dict[str, Tensor]) -> None:
+    del tensors["midlayer.mlp.down_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "reason"),
+    [
+        (refuse_later, {}, "norm.weight"),
+        (drop, {}, "down_proj"),
+        (None, {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_theta"),
+        (None, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, "aux_layers"),
+    ],
+)
+def test_the_loader_refuses_a_drafter_before_it_copies_and_generation_goes_on(
+    server: SGLangServer, home: Path, change: Any, config: dict[str, Any], reason: str
+) -> None:
+    before = [model.weights() for model in server.models]
+    with pytest.raises(SwapRefusedError, match=reason):
+        swap(server, release(home, "bad", 1, change, **config))
+    assert [path for path, _ in server.calls] == SEQUENCE
+    for model, old in zip(server.models, before, strict=True):
+        assert all(torch.equal(now, old[name]) for name, now in model.weights().items())
+
+
+def test_a_load_that_breaks_half_way_puts_the_old_drafter_back(server: SGLangServer, home: Path) -> None:
+    before = [model.weights() for model in server.models]
+    for model in server.models:
+        model.break_after = 5
+    with pytest.raises(EngineError, match="half-way"):
+        swap(server, release(home, "one", 1))
+    for model, old in zip(server.models, before, strict=True):
+        assert all(torch.equal(now, old[name]) for name, now in model.weights().items())
+    swap(server, release(home, "two", 2))  # and nothing is left open
+    assert not any(
+        torch.equal(m.lm_head.weight, o["lm_head.weight"]) for m, o in zip(server.models, before, strict=True)
+    )
+
+
+def test_a_server_with_another_directory_is_told_apart_from_one_that_refuses(
+    server: SGLangServer, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTALIGN_DRAFTER_DIR", str(tmp_path / "elsewhere"))
+    before = server.models[0].weights()
+    with pytest.raises(EngineError, match="DRAFTALIGN_DRAFTER_DIR"):
+        swap(server, release(home, "one", 1))
+    assert all(torch.equal(now, before[name]) for name, now in server.models[0].weights().items())
+
+
+@pytest.mark.parametrize("path", ["/begin_weight_update", "/update_weights_from_tensor"])
+def test_a_call_that_fails_leaves_the_server_running(server: SGLangServer, home: Path, path: str) -> None:
+    server.fail[path] = 1
+    with pytest.raises(EngineError, match="500"):
+        swap(server, release(home, "one", 1))
+    assert server.calls[-1][0] == "/continue_generation"
+
+
+def test_a_session_that_would_not_end_is_ended_by_the_next_call(server: SGLangServer, home: Path) -> None:
+    server.fail["/end_weight_update"] = 1
+    swap(server, release(home, "one", 1))
+    assert (server.session, server.paused) == (None, False)
+    assert server.violations == []
+
+
+def test_a_forgotten_session_of_somebody_else_is_given_up_and_not_paused_for_again(
+    server: SGLangServer, home: Path
+) -> None:
+    server.session = "target"
+    with pytest.raises(SwapRefusedError, match="POST /end_weight_update"):
+        swap(server, release(home, "one", 1), session_timeout_seconds=1.0)
+    assert not server.paused
+    assert server.violations == ["generation goes on inside a session"]  # at last, rather than never again
+    server.violations.clear()
+    server.session = None
+
+
+@pytest.mark.parametrize("left", ["paused", "session"])
+def test_what_a_killed_agent_left_is_tidied_up_by_the_next(server: SGLangServer, home: Path, left: str) -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient() as client:
+            killed = SGLangEngine(server.url, client)
+            killed._mark(home / "default" / "engines", left)
+            server.paused, server.session = True, "draft" if left == "session" else None
+            heir = SGLangEngine(server.url, client)
+            heir.remember_from(home / "default")
+            await heir.state()
+            again = SGLangEngine(server.url, client)
+            again.remember_from(home / "default")
+            calls = len(server.calls)
+            await again.state()
+            assert len(server.calls) == calls
+
+    asyncio.run(run())
+    assert (server.session, server.paused, server.violations) == (None, False, [])
+
+
+def test_an_agent_stopped_while_it_pauses_lets_generation_go_on(server: SGLangServer, home: Path) -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient() as client:
+            engine = SGLangEngine(server.url, client)
+            original = engine._post
+
+            async def post(path: str, *arguments: Any, **options: Any) -> None:
+                await original(path, *arguments, **options)
+                if path == "/pause_generation":
+                    raise asyncio.CancelledError
+
+            engine._post = post  # type: ignore[method-assign]
+            with pytest.raises(asyncio.CancelledError):
+                await engine.swap(release(home, "one", 1))
+
+    asyncio.run(run())
+    assert not server.paused
+
+
+def test_counters_are_booked_under_the_version_and_the_trainers_policy(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path
+) -> None:
+    server.weight_version = "7"
+    with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
+        version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
+        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+        server.play(rounds=100, emitted=250, requests=4)
+        eventually(lambda: service.last_report(version, 7).get("rounds") == 100)
+    report = service.last_report(version, 7)
+    assert (report["emitted_tokens"], report["accepted_tokens"], report["drafted_tokens"]) == (250, 150, 300)
+    assert report["accepted_per_position"] == []
+
+
+def test_metrics_that_are_off_are_an_error_that_says_so(server: SGLangServer) -> None:
+    assert _totals(server._metrics())
+    with pytest.raises(MetricsError, match="--enable-metrics"):
+        _totals("other 1\n")
+
+
+def test_the_request_passes_the_unpickler_as_a_byte_tensor() -> None:
+    request = {"path": "/somewhere/ä", "version": "v1", "outcome": "/else"}
+    ((name, tensor),) = Unpickler(io.BytesIO(base64.b64decode(request_payload(request)))).load()
+    assert name == "draftalign.request"
+    assert tensor.dtype == torch.uint8
+    assert parse_request([(name, tensor)]) == request
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [("model.fc.weight", torch.zeros(2))],
+        [("draftalign.request", torch.tensor([1, 2, 3], dtype=torch.uint8))],
+        [("draftalign.request", torch.tensor(list(b'{"path": 1}'), dtype=torch.uint8))],
+    ],
+)
+def test_the_loader_never_raises_whatever_it_is_given(server: SGLangServer, tensors: Any) -> None:
+    before = server.models[0].weights()
+    load_drafter(server.models[0], tensors)
+    assert all(torch.equal(now, before[name]) for name, now in server.models[0].weights().items())
+
+
+def test_the_loader_reads_and_writes_only_where_it_may(server: SGLangServer, home: Path, tmp_path: Path) -> None:
+    inside = release(home, "good", 1)
+    drafter_files(tmp_path / "outside", 1)
+    before = server.models[0].weights()
+    for path, outcome in ((tmp_path / "outside", home / "o"), (inside.path, tmp_path / "o")):
+        request = json.dumps({"path": str(path), "version": "v", "outcome": str(outcome)}).encode()
+        load_drafter(server.models[0], [("draftalign.request", torch.tensor(list(request), dtype=torch.uint8))])
+    assert not (tmp_path / "o").exists()
+    said = json.loads(next((home / "o").iterdir()).read_text())
+    assert "not under DRAFTALIGN_DRAFTER_DIR" in said["failed"]
+    assert all(torch.equal(now, before[name]) for name, now in server.models[0].weights().items())
+
+
+def test_layers_are_read_as_sglang_reads_them() -> None:
+    assert entered_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}) == (1, 2, 3)
+    with pytest.raises(DrafterRefusedError, match="eagle_config"):
+        entered_layers({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]})
+    assert unservable({"draft_vocab_size": 8}) is None
+    assert "lm_head" in str(unservable({}))
+
+
+def test_two_starts_are_told_apart() -> None:
+    info = {"startup_time": {"scheduler_e2e": 1.5}, "random_seed": 1, "launch_command": "x"}
+    assert process_identity(info) == process_identity(dict(info))
+    assert process_identity(info) != process_identity(info | {"random_seed": 2})
+    with pytest.raises(EngineError, match="startup_time"):
+        process_identity({})

@@ -1,0 +1,134 @@
+"""What may be registered, what is refused by name, and the numerics of normalisers and 8-bit rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hooks_fixtures import HIDDEN, VOCAB, tiny_qwen3
+from torch import nn
+
+from rl_hooks.errors import UnsupportedModelError
+from rl_hooks.hook import DrafterHook
+from rl_hooks.sending import features, registration
+from rl_hooks.sending.features import score_rows, to_e4m3
+from rl_hooks.sending.registration import (
+    HeadWatch,
+    RunRegistration,
+    head_weight,
+    is_sharded,
+    snapshot,
+    target_config,
+)
+from rl_hooks.wire import LogitMap
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_normalisers_do_not_depend_on_the_chunking(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    torch.manual_seed(0)
+    last, head, ids = torch.randn(37, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.randint(VOCAB, (37,))
+    expected = last @ head.T / (temperature or 1.0)
+    for at_once in (1, 5 * VOCAB, 1 << 25):
+        monkeypatch.setattr(features, "_LOGITS_AT_ONCE", at_once)
+        lse, logp = score_rows(last, head, ids, temperature=temperature)
+        assert torch.allclose(lse, expected.logsumexp(-1), atol=1e-5)
+        assert torch.allclose(logp, expected.log_softmax(-1).gather(1, ids[:, None])[:, 0], atol=1e-4)
+
+
+def test_8_bit_rows_survive_outliers_zeros_and_tiny_values() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 256)
+    x[0] = 0.0
+    x[1, 7] = 1000.0  # an outlier channel, as residual streams have
+    x[2] *= 1e-20
+    quantised, scale = to_e4m3(x)
+    back = quantised.float() * scale[:, None]
+    assert back.isfinite().all()
+    assert torch.equal(back[0], x[0])
+    for row in range(1, 5):
+        others = torch.arange(256) != 7
+        error = (back[row] - x[row])[others].norm() / x[row][others].norm()
+        assert error < 0.04  # 3 mantissa bits: 2.7 % measured on Gaussian rows
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("final_logit_softcapping", 30.0), ("logit_scale", 0.5), ("logits_scaling", 8.0)]
+)
+def test_a_field_that_may_change_the_logits_of_a_model_not_known_to_read_it_is_refused(
+    field: str, value: float
+) -> None:
+    model = tiny_qwen3()
+    setattr(model.config, field, value)
+    with pytest.raises(UnsupportedModelError, match=rf"{field} = {value}.*Qwen3ForCausalLM.*logit_map=LogitMap"):
+        RunRegistration(model, aux_layers=(1, 2, 3))
+    said = RunRegistration(model, aux_layers=(1, 2, 3), logit_map=LogitMap())
+    assert not {"logit_scale", "logit_softcap"} & set(said.metadata)
+
+
+def test_heads_that_the_rollout_file_cannot_describe_are_refused() -> None:
+    biased = tiny_qwen3()
+    biased.lm_head.bias = nn.Parameter(torch.zeros(VOCAB))
+    with pytest.raises(UnsupportedModelError, match="bias"):
+        head_weight(biased)
+    adapted = tiny_qwen3()
+    adapted.lm_head.lora_A = nn.ModuleDict({"default": nn.Linear(2, 2)})
+    with pytest.raises(UnsupportedModelError, match="LoRA"):
+        head_weight(adapted)
+    with pytest.raises(UnsupportedModelError, match="no transformers config"):
+        target_config(nn.Linear(2, 2))
+
+
+def test_a_sharded_head_is_refused_at_registration_and_the_model_is_left_without_hooks() -> None:
+    model = tiny_qwen3()
+    assert not is_sharded(head_weight(model))
+    model.lm_head.weight.data = torch.empty(0)  # what ZeRO-3 leaves between forwards
+    assert is_sharded(head_weight(model))
+    with pytest.raises(UnsupportedModelError, match="sharded"):
+        DrafterHook(model, "http://127.0.0.1:9", aux_layers=(1, 2))
+    assert not model.model.norm._forward_hooks
+
+
+def test_a_dtensor_is_recognised_as_sharded() -> None:
+    class Part(torch.Tensor):
+        def to_local(self) -> torch.Tensor:
+            return self
+
+    assert is_sharded(torch.ones(2, 2).as_subclass(Part).detach())
+
+
+def test_a_snapshot_is_exact_when_small_half_as_wide_when_large_and_never_shares_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.randn(8, 4)
+    copy = snapshot(weight)
+    assert torch.equal(copy, weight)
+    weight.zero_()
+    assert not torch.equal(copy, weight)
+    monkeypatch.setattr(registration, "_EXACT_BYTES", 100)
+    assert snapshot(weight).dtype == torch.bfloat16
+    with pytest.raises(UnsupportedModelError, match="float64"):
+        snapshot(weight.double())
+
+
+def test_head_movement_is_the_relative_frobenius_change_of_sampled_rows() -> None:
+    torch.manual_seed(0)
+    for V in (10, 5000):
+        head = torch.randn(V, 16)
+        watch = HeadWatch(head, 0.01)
+        assert watch.change(head) == 0.0
+        assert watch.change(head * 1.02) == pytest.approx(0.02, rel=1e-3)
+        assert watch.moved(head * 1.02)
+        watch.mark(head * 1.02)
+        assert not watch.moved(head * 1.02)
+
+
+def test_a_missing_initial_drafter_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors and config\.json"):
+        RunRegistration(tiny_qwen3(), aux_layers=(1, 2, 3), initial_drafter="/nonexistent")
+
+
+@pytest.mark.parametrize("bad", [{"sample_fraction": 0.0}, {"sample_fraction": 1.5}, {"max_tokens_per_step": 1}])
+def test_impossible_limits_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="sample_fraction"):
+        DrafterHook(tiny_qwen3(), "http://127.0.0.1:9", aux_layers=(1, 2), **bad)

@@ -1,0 +1,454 @@
+"""RolloutSender over real sockets, against a receiver that refuses, resets, stalls and answers nonsense."""
+
+from __future__ import annotations
+
+import email.utils
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+from hooks_fixtures import Receiver, free_port, receiver
+
+from rl_hooks.sending.exchange import Origin
+from rl_hooks.sending.sender import Job, RolloutSender
+
+
+def finished(sender: RolloutSender, seconds: float = 20.0) -> dict[str, object]:
+    assert sender.flush(seconds), sender.stats()
+    return sender.stats()
+
+
+def test_what_is_submitted_arrives_byte_for_byte_and_in_order() -> None:
+    with receiver() as service:
+        sender = RolloutSender(service.url + "/base", run="a b", token="secret")
+        for i in range(5):
+            assert sender.submit([b"head", memoryview(bytes([i]) * 100)], batch_id=f"id{i}", policy_version=i)
+        stats = finished(sender)
+        assert [r.body for r in service.requests] == [b"head" + bytes([i]) * 100 for i in range(5)]
+        first = service.requests[0]
+        assert (first.method, first.path) == ("POST", "/base/rollouts?run=a%20b")
+        assert first.headers["content-type"] == "application/x-safetensors"
+        assert first.headers["authorization"] == "Bearer secret"
+        assert first.headers["x-rollout-id"] == "id0"
+        assert stats["sent"] == 5
+        assert stats["bytes_sent"] == 520
+        assert stats["queue_bytes"] == 0
+        assert sender.close()
+
+
+def test_a_body_of_64_mib_arrives_whole() -> None:
+    with receiver() as service:
+        sender = RolloutSender(service.url)
+        body = memoryview(os.urandom(64 << 20))
+        assert sender.submit([b"x", body])
+        assert finished(sender, 60)["sent"] == 1
+        assert service.requests[0].body[1:] == body
+        sender.close()
+
+
+def test_a_refusal_costs_no_body_and_retry_after_is_honoured() -> None:
+    with receiver() as service:
+        times: list[float] = []
+
+        def refuse_once() -> tuple[int, dict[str, str], object] | None:
+            times.append(time.monotonic())
+            return (429, {"Retry-After": "1"}, {"detail": "full"}) if len(times) == 1 else None
+
+        service.refuse = refuse_once
+        sender = RolloutSender(service.url)
+        sender.submit([b"z" * 1000])
+        stats = finished(sender)
+        assert (stats["sent"], stats["retries"], stats["bytes_sent"]) == (1, 1, 1000)
+        assert times[1] - times[0] >= 1.0
+        assert len(service.requests) == 1
+        sender.close()
+
+
+def test_retry_after_may_be_a_date() -> None:
+    with receiver() as service:
+        answers = [(503, {"Retry-After": email.utils.formatdate(time.time() - 5, usegmt=True)}, {}), (202, {}, {})]
+        service.answer = lambda _request: answers.pop(0)
+        sender = RolloutSender(service.url)
+        sender.submit([b"z"])
+        assert finished(sender)["sent"] == 1
+        sender.close()
+
+
+def test_a_rejected_rollout_is_dropped_with_one_warning_that_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        service.answer = lambda _request: (422, {}, {"title": "Bad", "detail": "loss_mask: must hold 0 and 1"})
+        sender = RolloutSender(service.url)
+        for _ in range(3):
+            sender.submit([b"z"])
+        stats = finished(sender)
+        assert (stats["dropped_error"], stats["retries"], stats["sent"]) == (3, 0, 0)
+        assert len(service.requests) == 3
+        assert [r.message.count("loss_mask: must hold 0 and 1") for r in caplog.records] == [1]
+        sender.close()
+
+
+def test_duplicates_are_counted_apart() -> None:
+    with receiver() as service:
+        service.answer = lambda _request: (200, {}, {"duplicate": True})
+        sender = RolloutSender(service.url)
+        sender.submit([b"z"])
+        stats = finished(sender)
+        assert (stats["duplicates"], stats["sent"]) == (1, 0)
+        sender.close()
+
+
+def test_the_body_goes_out_after_a_second_when_the_server_ignores_expect() -> None:
+    with receiver() as service:
+        service.misbehave = "silent"
+        sender = RolloutSender(service.url)
+        sender.submit([b"z"])
+        assert finished(sender)["sent"] == 1
+        sender.close()
+
+
+@pytest.mark.parametrize("misbehaviour", ["reset", "garbage"])
+def test_a_broken_service_is_retried_until_it_recovers(misbehaviour: str) -> None:
+    with receiver() as service:
+        service.misbehave = misbehaviour
+        sender = RolloutSender(service.url)
+        sender.submit([b"z" * 100_000])
+        deadline = time.monotonic() + 10
+        while sender.stats()["retries"] < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        service.misbehave = ""
+        assert finished(sender)["sent"] == 1
+        sender.close()
+
+
+def test_patience_is_bounded_and_then_the_rollout_is_dropped() -> None:
+    sender = RolloutSender(f"http://127.0.0.1:{free_port()}", patience_seconds=0.5)
+    sender.submit([b"z"])
+    sender.submit([b"z"])
+    stats = finished(sender)
+    assert (stats["dropped_error"], stats["sent"]) == (2, 0)
+    assert "refused" in str(stats["last_error"])
+    sender.close()
+
+
+def test_a_service_that_starts_late_gets_the_registration_first_and_then_everything_queued() -> None:
+    port = free_port()
+    sender = RolloutSender(f"http://127.0.0.1:{port}", patience_seconds=0.2)
+    sender.submit_job(Job("PUT", "/runs/default", lambda: [b"config"], 6, keep=True))
+    for i in range(3):
+        sender.submit([bytes([i])])
+    time.sleep(1.0)  # longer than the patience: the registration, which is kept, holds the queue
+    with receiver(port) as service:
+        assert finished(sender)["sent"] == 4
+        assert [r.body for r in service.requests] == [b"config", b"\0", b"\1", b"\2"]
+    sender.close()
+
+
+def test_a_restarted_service_loses_nothing_that_was_queued() -> None:
+    port = free_port()
+    sender = RolloutSender(f"http://127.0.0.1:{port}")
+    with receiver(port) as service:
+        sender.submit([b"1"])
+        assert finished(sender)["sent"] == 1
+    sender.submit([b"2"])
+    time.sleep(0.3)
+    with receiver(port) as service:
+        assert finished(sender)["sent"] == 2
+        assert [r.body for r in service.requests] == [b"2"]
+    sender.close()
+
+
+def test_a_full_queue_drops_the_oldest_and_never_what_is_kept() -> None:
+    port = free_port()
+    sender = RolloutSender(f"http://127.0.0.1:{port}", queue_bytes=300)
+    sender.submit_job(Job("PUT", "/runs/default", lambda: [b"k"], 10_000, keep=True))
+    for i in range(10):
+        assert sender.submit([bytes([i]) * 100])
+    assert not sender.submit([b"z" * 301])  # can never fit
+    stats = sender.stats()
+    assert stats["dropped_full"] == 8
+    assert stats["queue_bytes"] == 300
+    with receiver(port) as service:
+        assert finished(sender)["sent"] == 4
+        assert [r.body[:1] for r in service.requests] == [b"k", b"\7", b"\x08", b"\x09"]
+    sender.close()
+
+
+def test_heads_whose_rollouts_were_all_dropped_are_dropped_with_them() -> None:
+    port = free_port()
+    sender = RolloutSender(f"http://127.0.0.1:{port}", queue_bytes=100)
+    sender.submit_job(Job("PUT", "/runs/default", lambda: [b"run"], 3, keep=True))
+    for version in range(4):
+        sender.submit_job(Job("PUT", "/runs/default/head", lambda v=version: [b"head%d" % v], 5, keep=True))
+        sender.submit([b"rollout%d" % version + b"." * 92])
+    with receiver(port) as service:
+        finished(sender)
+        assert [r.body[:8] for r in service.requests] == [b"run", b"head3", b"rollout3"]
+    sender.close()
+
+
+@pytest.mark.parametrize("rollout_bytes", [10, 101], ids=["small", "too large to be queued"])
+def test_heads_do_not_fill_the_memory_of_a_trainer_whose_service_is_away(rollout_bytes: int) -> None:
+    port = free_port()
+    sender = RolloutSender(f"http://127.0.0.1:{port}", queue_bytes=100)
+    sender.submit_job(Job("PUT", "/runs/default", lambda: [b"run"], 3, keep=True))
+    for version in range(30):
+        sender.submit_job(Job("PUT", "/runs/default/head", lambda v=version: [b"head%02d" % v], 40, keep=True))
+        sender.submit([b"rollout%02d" % version, bytes(rollout_bytes - 9)])
+        assert sum(job.size_bytes for job in sender._queue) <= 3 + 40 + 2 * 100
+    with receiver(port) as service:
+        finished(sender)
+        bodies = [r.body for r in service.requests]
+    assert (bodies[0], bodies[-1][:9]) == (b"run", b"rollout29" if rollout_bytes == 10 else b"head29")
+    for body, before in zip(bodies[2:], bodies[1:], strict=False):
+        if body.startswith(b"rollout"):
+            assert before == b"head" + body[7:9], "a rollout never goes out with another head than its own"
+    sender.close()
+
+
+def test_submitting_never_blocks_and_never_raises() -> None:
+    sender = RolloutSender(f"http://127.0.0.1:{free_port()}", queue_bytes=1000)
+
+    def explode() -> list[bytes]:
+        raise RuntimeError("no")
+
+    started = time.monotonic()
+    for _ in range(1000):
+        sender.submit([b"z" * 100])
+    assert not sender.submit(explode)
+    assert sender.submit(explode, size_bytes=10)
+    assert time.monotonic() - started < 1.0
+    assert not sender.close(0.1)
+    assert not sender.submit([b"after close"])
+    stats = sender.stats()
+    assert stats["dropped_closed"] >= 10
+    assert stats["queue_bytes"] == 0
+
+
+def test_an_exploding_body_does_not_end_the_thread() -> None:
+    with receiver() as service:
+        sender = RolloutSender(service.url)
+
+        def explode() -> list[bytes]:
+            raise RuntimeError("copy failed")
+
+        sender.submit(explode, size_bytes=1)
+        sender.submit([b"next"])
+        stats = finished(sender)
+        assert (stats["dropped_error"], stats["sent"]) == (1, 1)
+        assert "copy failed" in str(stats["last_error"])
+        sender.close()
+
+
+def test_a_rank_that_did_not_register_waits_for_the_run_to_appear() -> None:
+    with receiver() as service:
+        answers = [(404, {}, {"detail": "unknown run"})] * 2 + [(202, {}, {})]
+        service.answer = lambda _request: answers.pop(0)
+        sender = RolloutSender(service.url, retry_statuses=frozenset({404}))
+        sender.submit([b"z"])
+        stats = finished(sender)
+        assert (stats["sent"], stats["retries"]) == (1, 2)
+        sender.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_send_its_parents_rollouts_again() -> None:
+    port = free_port()
+    sender = RolloutSender(f"http://127.0.0.1:{port}")
+    sender.submit([b"parent"])
+    child = os.fork()
+    if child == 0:
+        ok = sender.submit([b"child"]) and sender.stats()["queue_items"] == 1 and sender.flush(10)
+        os._exit(0 if ok else 1)
+    with receiver(port) as service:
+        assert finished(sender)["sent"] == 1
+        service.wait(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert sorted(r.body for r in service.requests) == [b"child", b"parent"]
+    sender.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("call", ["flush", "close", "stats", "submit"])
+def test_a_child_that_was_forked_while_a_thread_held_the_senders_lock_never_waits_for_it(call: str) -> None:
+    """Or a data loader's worker would hang in whatever it inherited, and the trainer with it."""
+    sender = RolloutSender(f"http://127.0.0.1:{free_port()}")
+    sender.submit([b"parent"])
+    calls = {
+        "flush": lambda: sender.flush(10),
+        "close": lambda: sender.close(10),  # nothing of its own is lost
+        "stats": lambda: sender.stats()["queue_items"] == 0,
+        "submit": lambda: not sender.submit(lambda: next(iter(()))),  # cannot be made, which is noted
+    }
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with sender._changed:
+            held.set()
+            release.wait(60)
+
+    threading.Thread(target=hold, daemon=True).start()
+    assert held.wait(10)
+    child = os.fork()
+    if child == 0:
+        ok = False
+        try:
+            signal.alarm(20)
+            ok = calls[call]()
+        finally:
+            os._exit(0 if ok else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    release.set()
+    sender.close(0.0)
+
+
+def test_what_is_queued_while_there_is_no_thread_to_be_had_is_sent_once_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, refusals = threading.Thread.start, [1, 1]
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "rollout-sender" and refusals:
+            refusals.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with receiver() as service:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        lonely = RolloutSender(service.url)
+        assert lonely.submit([b"0"])
+        assert not lonely.close(0.1)
+        sender = RolloutSender(service.url)
+        for i in range(3):
+            assert sender.submit([bytes([i])])
+        assert finished(sender)["sent"] == 3
+        assert [r.body for r in service.requests] == [b"\0", b"\1", b"\2"]
+        sender.close()
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://x", "http://", "http://h?x=1"])
+def test_a_url_that_is_none_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ValueError, match="service URL"):
+        RolloutSender(url)
+
+
+def test_origins_are_parsed_with_ports_and_base_paths() -> None:
+    assert Origin.parse("https://h/x/") == Origin("https", "h", 443, "/x")
+    assert Origin.parse("http://[::1]:81") == Origin("http", "::1", 81, "")
+
+
+def test_a_refusal_in_mid_body_is_read_and_not_taken_for_a_broken_pipe() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(65536)
+                peer.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                peer.recv(65536)
+                peer.sendall(b"HTTP/1.1 413 Too Large\r\nContent-Length: 22\r\n\r\n" + b'{"detail":"too large"}')
+                peer.shutdown(socket.SHUT_RDWR)
+                time.sleep(0.5)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        sender = RolloutSender(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        sender.submit([bytes(32 << 20)])
+        stats = finished(sender)
+        thread.join()
+        assert stats["dropped_error"] == 1
+        assert "413: too large" in str(stats["last_error"])
+        sender.close()
+
+
+def heard(sender: RolloutSender, service: Receiver, *answers: object) -> dict[str, object]:
+    """Send as many batches as there are answers."""
+    for answer in answers:
+        service.answer = lambda _request, answer=answer: (202, {}, answer)
+        sender.submit([b"z"])
+        stats = finished(sender)
+    return stats
+
+
+def test_deaths_are_counted_from_the_first_answer_on_and_each_kind_of_reason_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        sender = RolloutSender(service.url, run="r")
+        gap = "log-probabilities disagree with the features by {} nats"
+        stats = heard(
+            sender,
+            service,
+            {"dead_total": 7, "last_dead_reason": "of another trainer"},
+            {"dead_total": 7, "last_dead_reason": "of another trainer"},
+            {"dead_total": 8, "last_dead_reason": gap.format(2.5)},
+            {"dead_total": 10, "last_dead_reason": gap.format(0.31)},
+            {"dead_total": 11, "last_dead_reason": "top_ids: holds an id outside the vocabulary"},
+            {"dead_total": 12, "last_dead_reason": gap.format(1)},
+        )
+        assert (stats["dead"], stats["last_dead_reason"]) == (5, gap.format(1))
+        told = [r.message for r in caplog.records]
+        assert len(told) == 2
+        assert (
+            "batches of run 'r' die in the drafter service (1 so far) and train nothing: " + gap.format(2.5) in told[0]
+        )
+        assert "(4 so far) and train nothing: top_ids: holds" in told[1]
+        assert (stats["sent"], stats["dropped_error"]) == (6, 0)
+        # The run was made anew, or Redis emptied: counting began again.
+        stats = heard(
+            sender,
+            service,
+            {"dead_total": 0, "last_dead_reason": ""},
+            {"dead_total": 1, "last_dead_reason": gap.format(4)},
+        )
+        assert stats["dead"] == 6
+        sender.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, [], {"dead_total": "3", "last_dead_reason": "x"}, {"dead_total": 3}, {"dead_total": None, "warning": 7}],
+)
+def test_an_older_service_that_says_nothing_of_deaths_does_as_well(
+    answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        sender = RolloutSender(service.url)
+        stats = heard(sender, service, answer, answer)
+        assert (stats["sent"], stats["dead"], stats["last_dead_reason"]) == (2, 0, "")
+        assert caplog.records == []
+        sender.close()
+
+
+def test_after_a_registration_was_turned_away_nothing_more_is_sent_and_a_head_turned_away_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        sender = RolloutSender(service.url, run="r")
+        service.answer = lambda request: (202 if request.method == "POST" else 409, {}, {"detail": "no"})
+        sender.submit_job(Job("PUT", "/runs/r/head", lambda: [b"h"], 1, keep=True))
+        sender.submit([b"z"])
+        assert finished(sender)["sent"] == 1
+        assert not sender.refused
+        sender.submit_job(Job("PUT", "/runs/r", lambda: [b"run"], 3, keep=True))
+        sender.submit([b"z"])
+        stats = finished(sender)
+        assert not sender.submit([b"z"])
+        assert sender.refused
+        assert (stats["sent"], sender.stats()["dropped_error"], stats["queue_bytes"]) == (1, 4, 0)
+        assert len(service.requests) == 3
+        assert [r.message.count("its own work goes on") for r in caplog.records] == [0, 1]
+        sender.close()
+
+
+def test_a_warning_of_the_service_reaches_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        sender = RolloutSender(service.url)
+        stats = heard(sender, service, {"warning": "a drafter was ignored"}, {"warning": "a drafter was ignored"})
+        assert stats["sent"] == 2
+        assert [r.message.count("a drafter was ignored") for r in caplog.records] == [1]
+        sender.close()

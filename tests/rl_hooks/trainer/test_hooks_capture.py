@@ -1,0 +1,168 @@
+"""FeatureCapture against transformers' own output_hidden_states, on a real tiny Qwen3."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hooks_fixtures import HIDDEN, padded_batch, tiny_qwen3
+from torch import nn
+
+from rl_hooks.errors import AuxLayersError, CaptureMissedError, RolloutError, UnsupportedModelError
+from rl_hooks.trainer.capture import FeatureCapture, eagle3_layers, find_decoder
+
+
+def test_captured_states_are_exactly_those_of_output_hidden_states() -> None:
+    model, batch = tiny_qwen3(), padded_batch([(3, 5), (4, 2)])
+    capture = FeatureCapture(model, (1, 2, 3))
+    with torch.no_grad(), capture.armed():
+        out = model(batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
+    states = capture.pop()
+    for layer, state in zip((1, 2, 3), states.aux, strict=True):
+        assert torch.equal(state, out.hidden_states[layer].reshape(-1, HIDDEN))
+    assert torch.equal(states.last, out.hidden_states[-1].reshape(-1, HIDDEN))
+    assert torch.equal(model.lm_head(states.last), out.logits.reshape(-1, out.logits.shape[-1]))
+
+
+def test_only_the_selected_rows_are_copied() -> None:
+    model, batch = tiny_qwen3(), padded_batch([(3, 5), (4, 2)])
+    capture = FeatureCapture(model, (0, 2))
+    rows = torch.tensor([1, 4, 11])
+    with torch.no_grad(), capture.armed(rows=rows, shape=tuple(batch.input_ids.shape)):
+        out = model(batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
+    states = capture.pop()
+    assert torch.equal(states.aux[1], out.hidden_states[2].reshape(-1, HIDDEN)[rows])
+    assert states.last.shape == (3, HIDDEN)
+    assert not states.last.requires_grad
+
+
+def test_nothing_is_captured_when_it_is_not_armed() -> None:
+    model, batch = tiny_qwen3(), padded_batch([(3, 5)])
+    capture = FeatureCapture(model, (1, 2))
+    model(batch.input_ids)
+    assert capture.firings == 0
+    with pytest.raises(CaptureMissedError, match=r"layer 1, layer 2, norm.*torch\.compile"):
+        capture.pop()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_fires_every_hook_once(reentrant: bool) -> None:
+    model, batch = tiny_qwen3().train(), padded_batch([(3, 5)])
+    capture = FeatureCapture(model, (1, 2, 3))
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with capture.armed():
+        loss = model(batch.input_ids, labels=batch.input_ids).loss
+        loss.backward()  # recomputes the layers, still armed
+    assert capture.firings == 4
+    assert capture.pop().aux[0].shape == (8, HIDDEN)
+
+
+def test_of_two_forwards_in_one_armed_context_the_first_counts() -> None:
+    model = tiny_qwen3()
+    first, second = padded_batch([(3, 5)], seed=1), padded_batch([(3, 5)], seed=2)
+    capture = FeatureCapture(model, (1, 2))
+    with torch.no_grad(), capture.armed():
+        expected = model(first.input_ids, output_hidden_states=True).hidden_states[1]
+        model(second.input_ids)
+    assert torch.equal(capture.pop().aux[0], expected[0])
+
+
+def compiled_qwen3() -> tuple[nn.Module, nn.Module]:
+    torch._dynamo.reset()
+    model = tiny_qwen3()
+    # Which backend compiles the graph does not matter to hooks; this one needs no C compiler.
+    return model, torch.compile(model, backend="eager")
+
+
+def test_a_hook_registered_before_compile_captures() -> None:
+    batch = padded_batch([(3, 5)])
+    model, compiled = compiled_qwen3()
+    capture = FeatureCapture(compiled, (1, 2))
+    with torch.no_grad():
+        compiled(batch.input_ids)
+        with capture.armed():
+            compiled(batch.input_ids)
+        expected = model(batch.input_ids, output_hidden_states=True).hidden_states
+    states = capture.pop()
+    assert torch.allclose(states.aux[0], expected[1][0], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(states.last, expected[-1][0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_hook_registered_after_compile_says_that_it_missed() -> None:
+    batch = padded_batch([(3, 5)])
+    _, compiled = compiled_qwen3()
+    with torch.no_grad():
+        compiled(batch.input_ids)
+        capture = FeatureCapture(compiled, (1, 2))
+        with capture.armed():
+            compiled(batch.input_ids)
+    with pytest.raises(CaptureMissedError, match=r"attach before torch\.compile"):
+        capture.pop()
+
+
+def test_eagle3_layers_are_the_engines_triple_and_refuse_shallow_models() -> None:
+    assert eagle3_layers(36) == (2, 18, 33)
+    assert eagle3_layers(7) == (2, 3, 4)
+    for shallow in range(1, 7):
+        with pytest.raises(AuxLayersError, match=r"aux_layers="):
+            eagle3_layers(shallow)
+
+
+@pytest.mark.parametrize("layers", [(), (2, 1), (1, 1), (-1, 2), (1, 4), "eagle2"])
+def test_impossible_layers_are_refused(layers: object) -> None:
+    with pytest.raises(AuxLayersError):
+        FeatureCapture(tiny_qwen3(4), layers)  # type: ignore[arg-type]
+
+
+def test_layers_are_found_through_wrappers() -> None:
+    model = tiny_qwen3()
+    expected = model.model.layers
+    wrapper = nn.Module()
+    wrapper.module = model  # as DDP wraps
+    assert find_decoder(wrapper)[0] is expected
+    assert find_decoder(torch.compile(model, backend="eager"))[0] is expected
+    assert find_decoder(model.model)[0] is expected
+    vision = nn.Module()
+    vision.model = nn.Module()
+    vision.model.language_model = model.model
+    assert find_decoder(vision)[0] is expected
+
+
+def test_an_unknown_architecture_is_refused_by_name_and_paths_help() -> None:
+    odd = nn.Module()
+    odd.tower = nn.ModuleList([nn.Identity(), nn.Identity()])
+    odd.final = nn.Identity()
+    with pytest.raises(UnsupportedModelError, match=r"Module: looked for .*model\.layers.*layers_path="):
+        FeatureCapture(odd, (0, 1))
+    assert FeatureCapture(odd, (0, 1), layers_path="tower", norm_path="final").aux_layers == (0, 1)
+
+
+def test_a_state_that_does_not_fit_the_batch_is_an_error_of_pop_and_not_of_the_forward() -> None:
+    model, batch = tiny_qwen3(), padded_batch([(3, 5)])
+    capture = FeatureCapture(model, (1, 2))
+    with torch.no_grad(), capture.armed(shape=(2, 4)):
+        model(batch.input_ids)
+    with pytest.raises(RolloutError, match="sequence and pipeline parallelism"):
+        capture.pop()
+
+
+def test_closing_removes_every_hook() -> None:
+    model = tiny_qwen3()
+    capture = FeatureCapture(model, (1, 2))
+    capture.close()
+    capture.close()
+    assert not model.model.norm._forward_hooks
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_importing_rl_hooks_costs_numpy_only_and_the_adapter_no_transformers() -> None:
+    code = (
+        "import sys, rl_hooks, rl_hooks.wire, rl_hooks.sending.sender\n"
+        "assert not {'torch', 'transformers', 'fastapi', 'redis'} & set(sys.modules), 'core'\n"
+        "import rl_hooks.trl\n"
+        "assert not {'transformers', 'trl', 'fastapi', 'redis', 'drafter', 'service'} & set(sys.modules), 'adapter'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,266 @@
+"""Tokens, scopes, probes, problem documents: what every call has in common."""
+
+from __future__ import annotations
+
+import base64
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+from service_fixtures import CONFIG, HEADERS, RunningService, rollout_file, run_file
+
+from service.api.app import create_app
+from service.api.auth import PUBLIC, allowed_scopes
+from service.errors import ConfigurationError
+from service.settings import SCOPES, Settings
+
+TOKENS = "trainer-secret:write;engine-secret:read;boss-secret:admin;both-secret:write,read"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+@pytest.fixture
+def guarded(serve: Callable[..., RunningService]) -> RunningService:
+    """The API with tokens, and the run `default` registered."""
+    service = serve(tokens=TOKENS)
+    service.client.headers["Authorization"] = "Bearer boss-secret"
+    service.register().raise_for_status()
+    service.publish()
+    del service.client.headers["Authorization"]
+    return service
+
+
+def paths(service: RunningService) -> list[str]:
+    """Every path that the application has a route for, and one that it has not."""
+    document = service.server.config.app.openapi()  # type: ignore[union-attr]
+    found = sorted({*document["paths"], "/docs", "/openapi.json", "/docs/oauth2-redirect"})
+    assert len(found) >= 16
+    version = service.registry.versions("default")[0]
+    values = {"{run}": "default", "{version}": version, "{file}": "config.json", "{rollout_id}": "a"}
+    for name, value in values.items():
+        found = [path.replace(name, value) for path in found]
+    return [*found, "/nothing/here"]
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer wrong", "Bearer", "Basic !!", "Digest x", "boss-secret"])
+def test_no_route_and_no_method_works_without_a_token(guarded: RunningService, authorization: str | None) -> None:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    for path in paths(guarded):
+        for method in METHODS:
+            reply = guarded.client.request(method, path, headers=headers)
+            if path in PUBLIC:
+                assert reply.status_code in (200, 405), (method, path)
+                continue
+            assert reply.status_code == 401, (method, path)
+            assert "Bearer" in reply.headers["www-authenticate"]
+            if method != "HEAD":
+                assert reply.headers["content-type"] == "application/problem+json"
+
+
+def test_a_refusal_reads_no_body(guarded: RunningService) -> None:
+    request = (
+        "POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-safetensors\r\n"
+        "Content-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
+    )
+    assert guarded.raw(request.encode()).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/runs/default", {"trainer", "both", "boss"}),
+        ("PUT", "/runs/default/head", {"trainer", "both", "boss"}),
+        ("GET", "/runs/default", {"trainer", "engine", "both", "boss"}),
+        ("POST", "/rollouts", {"trainer", "both", "boss"}),
+        ("GET", "/rollouts/a", {"trainer", "engine", "both", "boss"}),
+        ("GET", "/drafter/latest", {"engine", "both", "boss"}),
+        ("GET", "/drafters", {"engine", "both", "boss"}),
+        ("POST", "/drafter/v000001-00000000/rollback", {"boss"}),
+        ("POST", "/acceptance", {"trainer", "engine", "both", "boss"}),
+        ("GET", "/alpha", {"engine", "both", "boss"}),
+        ("GET", "/metrics", {"engine", "both", "boss"}),
+        ("GET", "/openapi.json", {"engine", "both", "boss"}),
+        ("DELETE", "/runs/default", {"boss"}),
+    ],
+)
+def test_a_token_can_do_what_its_scopes_say(guarded: RunningService, method: str, path: str, allowed: set[str]) -> None:
+    for name in ("trainer", "engine", "both", "boss"):
+        reply = guarded.client.request(method, path, headers={"Authorization": f"Bearer {name}-secret"})
+        assert (reply.status_code != 403) == (name in allowed), (name, reply.text)
+        assert reply.status_code != 401
+
+
+def test_a_token_passes_as_the_password_of_basic_too(guarded: RunningService) -> None:
+    assert guarded.client.get("/drafters", auth=("anyone", "engine-secret")).status_code == 200
+    assert guarded.client.get("/drafters", auth=("engine-secret", "")).status_code == 401
+    odd = base64.b64encode(b"\xff\xfe:\xff").decode()
+    assert guarded.client.get("/drafters", headers={"Authorization": f"Basic {odd}"}).status_code == 401
+
+
+def test_each_challenge_has_a_line_of_its_own_and_basic_comes_first(guarded: RunningService) -> None:
+    """Chromium reads a line as one challenge, and asks for a password only where that one is Basic."""
+    for request in (b"GET /", b"POST /rollouts"):
+        reply = guarded.raw(request + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbody")
+        lines = [line for line in reply.split(b"\r\n") if line.lower().startswith(b"www-authenticate:")]
+        assert [line.partition(b": ")[2] for line in lines] == [
+            b'Basic realm="draftalign"',
+            b'Bearer realm="draftalign"',
+        ]
+
+
+def test_what_is_not_listed_needs_admin() -> None:
+    assert allowed_scopes("POST", "/new/call") == {"admin"}
+    assert allowed_scopes("DELETE", "/rollouts/x") == {"admin"}
+    assert allowed_scopes("PUT", "/drafter/x") == {"admin"}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])  # noqa: S104
+def test_without_tokens_only_loopback_is_bound(host: str, redis_url: str, tmp_path: Any) -> None:
+    with pytest.raises(ConfigurationError, match="DRAFTALIGN_TOKENS"):
+        create_app(Settings(state_dir=tmp_path, redis_url=redis_url, host=host))
+    create_app(Settings(state_dir=tmp_path, redis_url=redis_url, host=host, tokens="s:read"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
+def test_loopback_may_be_bound_without_tokens(host: str, redis_url: str, tmp_path: Any) -> None:
+    create_app(Settings(state_dir=tmp_path, redis_url=redis_url, host=host))
+
+
+def test_without_tokens_a_foreign_host_name_is_not_answered(service: RunningService) -> None:
+    """DNS rebinding: a web page points its own name at 127.0.0.1."""
+    reply = service.client.get("/drafters", headers={"Host": "evil.example"})
+    assert (reply.status_code, reply.json()["type"]) == (421, "urn:draftalign:wrong-host")
+    for host in (
+        "",
+        "127.0.0.2.evil.example",
+        "127.0.0.2:8400.evil.example",
+        "8.8.8.8",
+        "[::2]:8400",
+        "[evil]",
+        ":8400",
+    ):
+        assert service.client.get("/drafters", headers={"Host": host}).status_code == 421, host
+    for host in ("localhost", "localhost:8400", "127.0.0.1:1", "127.0.0.2:8400", "[::1]:8400", "[::1]"):
+        assert service.client.get("/drafters", headers={"Host": host}).status_code == 200, host
+
+
+@pytest.mark.parametrize(
+    "tokens", ["secret", "secret:", ":read", "secret:read,fly", "a:read;a:write", "sécret:read", "s:read:"]
+)
+def test_malformed_tokens_stop_the_start_and_are_not_printed(tokens: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Settings(tokens=tokens)
+    assert "tokens" in str(caught.value)
+
+
+def test_settings_never_print_secrets() -> None:
+    settings = Settings(tokens="hunter2:read", redis_url="redis://:hunter2@host/0")
+    assert "hunter2" not in f"{settings!r} {settings} {settings.model_dump_json()}"
+    assert settings.token_scopes() == {"hunter2": {"read"}}
+    assert Settings(tokens="x:admin").token_scopes()["x"] == set(SCOPES)
+    with pytest.raises(ValidationError) as caught:
+        Settings(tokens="hunter2", redis_url="redis://:hunter2@host/0", max_body_bytes=100, queue_max_bytes=50)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTALIGN_DEPTH", "6")
+    monkeypatch.setenv("REDIS_URL", "redis://elsewhere")
+    settings = Settings()
+    assert settings.depth == 6
+    assert settings.redis_url is not None
+    assert settings.redis_url.get_secret_value() == "redis://elsewhere"
+    with pytest.raises(ValidationError, match="queue_max_bytes"):
+        Settings(max_body_bytes=100, queue_max_bytes=50)
+
+
+# --- problem documents and operations
+
+
+def test_every_error_is_a_problem_document(service: RunningService) -> None:
+    replies = {
+        404: service.client.get("/nothing"),
+        405: service.client.delete("/rollouts"),
+        422: service.client.get("/drafter/latest", params={"wait": "long"}),
+        415: service.client.post("/rollouts", content=b"x"),
+        409: service.register(config=CONFIG | {"num_hidden_layers": 9}),
+    }
+    for status, reply in replies.items():
+        assert reply.status_code == status
+        assert reply.headers["content-type"] == "application/problem+json"
+        document = reply.json()
+        assert document.keys() >= {"type", "title", "status", "detail", "instance"}
+        assert document["status"] == status
+        assert document["type"].startswith("urn:draftalign:")
+    assert "allow" in replies[405].headers
+
+
+def test_a_bug_is_a_500_that_tells_no_secrets(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(_: str) -> None:
+        raise ValueError("internal detail")
+
+    monkeypatch.setattr(service.server.config.app.state.context, "run", explode)  # type: ignore[union-attr]
+    reply = service.client.get("/drafters")
+    assert (reply.status_code, reply.json()["type"]) == (500, "urn:draftalign:bug")
+    assert "internal" not in reply.text
+
+
+def test_a_refused_connection_is_closed_and_a_good_one_kept(service: RunningService) -> None:
+    refused = service.client.post("/rollouts", content=b"x" * 5000, headers={"Content-Type": "text/plain"})
+    assert refused.headers["connection"] == "close"
+    good = service.client.post("/rollouts", content=rollout_file(), headers=HEADERS)
+    assert good.headers.get("connection") != "close"
+
+
+def test_a_large_refused_body_does_not_lose_the_answer(serve: Callable[..., RunningService]) -> None:
+    """A client that sends all of it before it reads sees 413, not a reset connection."""
+    service = serve(max_body_bytes=1 << 20)
+    for _ in range(5):
+        reply = httpx.post(f"{service.url}/rollouts", content=b"x" * (24 << 20), headers=HEADERS, timeout=30)
+        assert reply.status_code == 413
+
+
+def test_an_idle_connection_is_kept_longer_than_clients_reuse_it(service: RunningService) -> None:
+    """Httpx reuses what was idle for 5 s at most: a service that hung up then would fail a request now and then."""
+    with socket.create_connection(("127.0.0.1", service.port), timeout=5) as connection:
+        for pause in (0.0, 5.7):
+            time.sleep(pause)
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_probes_and_documentation_answer(service: RunningService) -> None:
+    assert service.client.get("/healthz").json() == {"status": "ok"}
+    assert service.client.get("/readyz").json() == {"status": "ready"}
+    assert service.client.get("/docs").status_code == 200
+    document = service.client.get("/openapi.json").json()
+    assert {"/rollouts", "/drafter/latest", "/acceptance", "/alpha", "/runs/{run}"} <= document["paths"].keys()
+
+
+def test_every_call_is_described(service: RunningService) -> None:
+    paths = service.client.get("/openapi.json").json()["paths"]
+    assert len(paths) >= 13
+    for path, calls in paths.items():
+        for method, call in calls.items():
+            assert call.get("description"), (method, path)
+
+
+def test_metrics_are_served_for_every_run(service: RunningService) -> None:
+    service.client.put("/runs/second", content=run_file(), headers=HEADERS).raise_for_status()
+    service.publish()
+    service.post(rollout_file()).raise_for_status()
+    reply = service.client.get("/metrics")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'run="second"' in reply.text
+    assert 'run="default"' in reply.text
+
+
+def test_the_page_is_served(service: RunningService) -> None:
+    reply = service.client.get("/")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/html")
+    assert "α" in reply.text

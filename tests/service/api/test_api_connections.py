@@ -1,0 +1,316 @@
+"""What a stranger may take of the API without a token: bytes and seconds of a header, and connections."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from service_fixtures import HEADERS, RunningService, rollout_file
+
+from service.api import connections
+from service.api.connections import (
+    MAX_CONNECTIONS,
+    MAX_HEADER_BYTES,
+    MAX_HEADER_FIELDS,
+    MAX_PIPELINED,
+    Places,
+)
+
+ROOT = Path(__file__).parents[3]
+MIB = 1 << 20
+DESCRIPTORS = 256
+
+
+class Process:
+    """`draftalign serve` with tokens, as a process of its own that may open few files."""
+
+    def __init__(self, directory: Path, redis_url: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port: int = probe.getsockname()[1]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")}
+        environment |= {
+            "PYTHONPATH": str(ROOT),
+            "DRAFTALIGN_PORT": str(self.port),
+            "DRAFTALIGN_REDIS_URL": redis_url,
+            "DRAFTALIGN_STATE_DIR": str(directory / "state"),
+            "DRAFTALIGN_TOKENS": "engine-secret:read",
+        }
+        command = f'ulimit -n {DESCRIPTORS} && exec "$0" -m service.cli serve'
+        with (directory / "serve.log").open("wb") as log:
+            self.process = subprocess.Popen(["sh", "-c", command, sys.executable], env=environment, stderr=log)
+        deadline = time.monotonic() + 60
+        while not self.answers():
+            assert self.process.poll() is None, (directory / "serve.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def answers(self) -> bool:
+        """Whether a new connection is served."""
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{self.port}/healthz", timeout=10).status_code == 200
+        return False
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def peak_bytes(self) -> int:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
+        assert found
+        return 1024 * int(found[1])
+
+
+@pytest.fixture
+def process(tmp_path: Path, redis_url: str) -> Iterator[Process]:
+    made = Process(tmp_path, redis_url)
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+def pour(connection: socket.socket, piece: bytes, total: int) -> bool:
+    """Send `piece` again and again, `total` bytes in all; whether the server closed before that."""
+    try:
+        for _ in range(total // len(piece)):
+            connection.sendall(piece)
+    except OSError:
+        return True
+    return False
+
+
+GET = b"GET /drafters HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /acceptance HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+FLOODS = {
+    "small headers": (GET, b"a: b\r\n" * 10_000),
+    "one endless value": (GET + b"a: ", b"b" * 65536),
+    "one endless name": (GET, b"b" * 65536),
+    "an endless line": (b"GET /", b"b" * 65536),
+    "a chunk's endless extension": (POST + b"Transfer-Encoding: chunked\r\n\r\n1;", b"b" * 65536),
+    "small trailers": (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n", b"a: b\r\n" * 10_000),
+    "an endless trailer": (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\na: ", b"b" * 65536),
+    "requests before answers": (b"", (GET + b"\r\n") * 1000),
+    "nothing but empty lines": (b"", b"\r\n" * 32768),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_on_one_connection_takes_no_memory_and_stalls_nobody(process: Process, flood: str) -> None:
+    before = process.peak_bytes()
+    begin, piece = FLOODS[flood]
+    closed = []
+    with process.connect() as connection:
+        connection.sendall(begin)
+        flooding = threading.Thread(target=lambda: closed.append(pour(connection, piece, 60 * MIB)))
+        flooding.start()
+        served = [process.answers() for _ in range(5)]
+        flooding.join(60)
+    assert served == [True] * 5
+    assert closed == [True]
+    assert process.peak_bytes() - before < 24 * MIB
+
+
+@pytest.mark.parametrize("sent", [b"", GET + b"a: b", POST + b"Content-Length: 1000000\r\n\r\n"])
+def test_connections_that_send_no_request_shut_nobody_out(process: Process, sent: bytes) -> None:
+    """More of them than the process may open files: half a header, or the beginning of a body that nobody reads."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(DESCRIPTORS + 50):
+            connection = stack.enter_context(process.connect())
+            with contextlib.suppress(OSError):  # it may be closed for a newer one by now
+                connection.sendall(sent)
+        assert [process.answers() for _ in range(5)] == [True] * 5
+
+
+# --- one server in this process
+
+
+def status(reply: bytes) -> int:
+    return int(reply.split(b" ", 2)[1])
+
+
+def request(fields: int, size: int) -> bytes:
+    """A request for /healthz whose header has so many fields beside Host, and about `size` bytes."""
+    one = size // fields
+    return b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + (b"a: " + b"b" * (one - 5) + b"\r\n") * fields + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "answer"),
+    [
+        (1, MAX_HEADER_BYTES - 100, 200),
+        (MAX_HEADER_FIELDS - 1, MAX_HEADER_BYTES - 1000, 200),
+        (1, MAX_HEADER_BYTES + 100, 431),
+        (MAX_HEADER_FIELDS - 1, MAX_HEADER_BYTES + 1000, 431),
+        (MAX_HEADER_FIELDS, 1000, 431),
+    ],
+)
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_a_header_is_refused_beyond_its_bounds_and_only_there(
+    service: RunningService, fields: int, size: int, answer: int, pieces: int
+) -> None:
+    data = request(fields, size)
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as connection:
+        for _ in range(2 if answer == 200 else 1):  # the second one is counted anew
+            for i in range(pieces):
+                connection.sendall(data[len(data) * i // pieces : len(data) * (i + 1) // pieces])
+                time.sleep(0.01)
+            reply = connection.recv(65536)
+            assert status(reply) == answer
+        if answer != 200:
+            assert str(MAX_HEADER_BYTES).encode() in reply
+            assert connection.recv(1) == b""
+
+
+def test_a_few_requests_may_be_sent_before_the_first_is_answered(service: RunningService) -> None:
+    one = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+    last = one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    reply = service.raw(one * (MAX_PIPELINED - 1) + last)
+    assert reply.count(b"HTTP/1.1 200") == MAX_PIPELINED
+
+
+@pytest.fixture
+def hasty(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> RunningService:
+    """A service that waits 0.3 s for a header."""
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    return service
+
+
+def reads_until_closed(connection: socket.socket) -> bytes:
+    reply = b""
+    while chunk := connection.recv(65536):
+        reply += chunk
+    return reply
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET /heal", GET + b"a: b"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_header_that_does_not_come_ends_the_connection(hasty: RunningService, sent: bytes, kept: bool) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=10) as connection:
+        if kept:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert status(connection.recv(65536)) == 200
+            if not sent:
+                return  # idle between two requests: the longer limit holds
+        connection.sendall(sent)
+        reply = reads_until_closed(connection)
+        assert reply == b"" if sent in (b"", b"\r\n") else status(reply) == 408
+
+
+def test_bytes_that_drip_into_a_header_do_not_prolong_it(hasty: RunningService) -> None:
+    address = ("127.0.0.1", hasty.port)
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=10) as connection:
+        for byte in GET + b"a" * 1000:
+            connection.sendall(bytes([byte]))
+            time.sleep(0.05)
+        pytest.fail("a header of 50 s was waited for")
+
+
+def test_a_body_that_nobody_wanted_keeps_no_connection(hasty: RunningService) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=10) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
+        assert status(connection.recv(65536)) == 200
+        connection.sendall(b"x")
+        assert connection.recv(1) == b""
+
+
+def test_what_is_at_work_or_idle_between_requests_outlasts_the_limit_of_headers(hasty: RunningService) -> None:
+    etag = hasty.publish().etag
+    body = rollout_file()
+    with httpx.Client(base_url=hasty.url, timeout=20) as client:
+        poll = client.get("/drafter/latest", params={"wait": 1.0}, headers={"If-None-Match": etag})
+        assert poll.status_code == 304
+        time.sleep(0.7)
+        with silent_connections(hasty, 1):
+            assert client.get("/healthz").status_code == 200
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=10) as connection:
+        head = "POST /rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {}\r\nContent-Length: {}\r\n\r\n"
+        connection.sendall(head.format(HEADERS["Content-Type"], len(body)).encode())
+        for i in range(4):
+            time.sleep(0.2)
+            connection.sendall(body[len(body) * i // 4 : len(body) * (i + 1) // 4])
+        assert status(connection.recv(65536)) == 202
+        time.sleep(0.7)
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert status(connection.recv(65536)) == 200
+
+
+@contextlib.contextmanager
+def silent_connections(service: RunningService, count: int) -> Iterator[list[socket.socket]]:
+    """So many open connections that send nothing."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection(("127.0.0.1", service.port), 10)) for _ in range(count)]
+
+
+def places(service: RunningService) -> Places:
+    found = service.server.config.http.keywords["places"]  # type: ignore[union-attr]
+    assert isinstance(found, Places)
+    return found
+
+
+def test_the_connection_that_waited_longest_gives_way_and_none_at_work_does(service: RunningService) -> None:
+    etag = service.publish().etag
+    places(service).limit = 4
+    replies: list[int] = []
+
+    def poll() -> None:
+        headers = {"If-None-Match": etag}
+        reply = httpx.get(f"{service.url}/drafter/latest", params={"wait": 3.0}, headers=headers, timeout=20)
+        replies.append(reply.status_code)
+
+    polls = [threading.Thread(target=poll) for _ in range(2)]
+    service.client.close()
+    for thread in polls:
+        thread.start()
+    time.sleep(0.5)
+    with silent_connections(service, 5) as silent:
+        assert [connection.recv(1) for connection in silent[:3]] == [b""] * 3
+        assert httpx.get(f"{service.url}/healthz", timeout=10).status_code == 200
+    for thread in polls:
+        thread.join(20)
+    assert replies == [304, 304]
+    service.client = httpx.Client(base_url=service.url)
+
+
+def test_where_all_connections_are_at_work_a_new_one_is_told_so(service: RunningService) -> None:
+    etag = service.publish().etag
+    service.client.close()
+    time.sleep(0.2)
+    places(service).limit = 1
+    poll = threading.Thread(
+        target=httpx.get,
+        args=(f"{service.url}/drafter/latest?wait=2",),
+        kwargs={"headers": {"If-None-Match": etag}, "timeout": 20},
+    )
+    poll.start()
+    time.sleep(0.5)
+    assert httpx.get(f"{service.url}/healthz").status_code == 503
+    poll.join(20)
+    places(service).limit = 100
+    service.client = httpx.Client(base_url=service.url)
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "limit"), [(64, 48), (256, 192), (1024, 768), (4096, 3072), (1 << 20, MAX_CONNECTIONS), (-1, 4096)]
+)
+def test_connections_leave_descriptors_for_files_and_redis(descriptors: int, limit: int) -> None:
+    found = Places(descriptors)
+    assert found.limit == limit
+    assert descriptors < 0 or found.limit + found.backlog < descriptors
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_another_protocol_is_not_taken_up(service: RunningService, protocol: str) -> None:
+    fields = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    fields += "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as connection:
+        for _ in range(2):
+            connection.sendall(f"GET /healthz HTTP/1.1\r\nHost: x\r\n{fields}\r\n".encode())
+            assert status(connection.recv(65536)) == 200

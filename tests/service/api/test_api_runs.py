@@ -1,0 +1,518 @@
+"""PUT and GET /runs/{run}, and PUT /runs/{run}/head."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from attacks.runs import SIZES, drafter_tensors
+from redis import Redis
+from service_fixtures import (
+    CONFIG,
+    FINGERPRINT,
+    HEADERS,
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    RunningService,
+    f32,
+    head_file,
+    i32,
+    joined,
+    rollout_file,
+    run_file,
+)
+
+from drafter.files.checkpoint import export_config
+from rl_hooks import wire
+from rl_hooks.sending.features import as_wire
+from service.storage.layout import file_id
+from service.storage.queue import Keys
+from service.storage.reports import AsyncStore
+from service.storage.runs import commit_run, read_run_header
+from service.storage.spool import Spool
+from service.worker.target import Target
+
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+
+@pytest.fixture
+def bare(serve: Any) -> RunningService:
+    """The API without any run."""
+    started: RunningService = serve()
+    return started
+
+
+def test_a_run_is_created_once_and_described(bare: RunningService, redis_client: Redis) -> None:
+    body = run_file()
+    created = bare.client.put("/runs/exp-1.a_B", content=body, headers=HEADERS)
+    assert created.status_code == 201
+    document = bare.client.get("/runs/exp-1.a_B").json()
+    assert document == created.json()
+    assert document["target_fingerprint"] == FINGERPRINT
+    assert (document["vocab_size"], document["hidden_size"], document["aux_layers"]) == (VOCAB, HIDDEN, list(LAYERS))
+    assert (document["drafter"], document["reference_version"], document["latest_head"]) == (None, None, None)
+    assert bare.layout.target("exp-1.a_B").read_bytes() == body
+    assert bare.client.put("/runs/exp-1.a_B", content=body, headers=HEADERS).status_code == 200
+    assert bare.layout.run_names() == ["exp-1.a_B"]
+    assert bare.spooled() == []
+    assert redis_client.smembers(Keys.RUNS) == {b"exp-1.a_B"}
+
+
+def test_another_target_under_the_same_name_is_a_conflict(service: RunningService) -> None:
+    other = CONFIG | {"num_hidden_layers": 12, "intermediate_size": 99}
+    reply = service.register(config=other)
+    assert reply.status_code == 409
+    detail = reply.json()["detail"]
+    assert "This one has num_hidden_layers 12 (the run's: 8). Use another run name" in detail
+    assert service.client.get("/runs/default").json()["target_fingerprint"] == FINGERPRINT
+
+
+def test_a_run_may_bring_its_drafter_and_tie_its_embeddings(bare: RunningService) -> None:
+    meta = {"drafter_config": json.dumps(export_config(SIZES)), "draft_vocab_size": "20"}
+    assert bare.register(tensors=drafter_tensors(), metadata=meta).status_code == 201
+    document = bare.client.get("/runs/default").json()
+    assert (document["has_drafter"], document["draft_vocab_size"]) == (True, 20)
+    tied = wire.encode({"embed_tokens": f32(VOCAB, HIDDEN)}, wire.parse_header(run_file()).metadata)
+    content = b"".join(bytes(part) for part in tied)
+    assert bare.client.put("/runs/tied", content=content, headers=HEADERS).status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"metadata": {"format": "draftalign.run.v9"}}, "format"),
+        ({"metadata": {"config": "[]"}}, "config"),
+        ({"metadata": {"config": "{"}}, "config"),
+        ({"metadata": {"config": '{"hidden_size": 1e9}'}}, "config"),
+        ({"metadata": {"aux_layers": json.dumps({"convention": "leaving", "layers": [1]})}}, "aux_layers"),
+        ({"metadata": {"aux_layers": json.dumps({"convention": "entering", "layers": [3, 2]})}}, "aux_layers"),
+        ({"metadata": {"aux_layers": json.dumps({"convention": "entering", "layers": [99]})}}, "aux_layers"),
+        ({"metadata": {"target_fingerprint": "0" * 32}}, "target_fingerprint"),
+        ({"metadata": {"policy_version": "-1"}}, "policy_version"),
+        ({"metadata": {"policy_version": "NaN"}}, "policy_version"),
+        ({"metadata": {"draft_vocab_size": "51"}}, "draft_vocab_size"),
+        ({"metadata": {"drafter_config": "{}"}}, "drafter_config"),
+        ({"tensors": {"drafter.fc.weight": f32(1)}}, "drafter_config"),
+        ({"tensors": {"lm_head": f32(VOCAB, HIDDEN + 1)}}, "lm_head"),
+        ({"tensors": {"lm_head": i32(1, 2)}}, "lm_head"),
+        ({"tensors": {"surprise": f32(1)}}, "surprise"),
+    ],
+)
+def test_a_bad_run_is_refused_by_the_name_of_its_fault(bare: RunningService, changes: Any, field: str) -> None:
+    reply = bare.register(**changes)
+    assert reply.status_code == 422
+    assert reply.json()["field"] == field
+    assert bare.spooled() == []
+    assert bare.layout.run_names() == []
+
+
+@pytest.mark.parametrize("name", ["..%2fx", "%2e%2e", "a%2fb", ".x", "a" * 65, "a%0a", "{x}", "a b", "%00"])
+def test_a_run_name_cannot_leave_its_directory(bare: RunningService, name: str) -> None:
+    assert bare.client.put(f"/runs/{name}", content=run_file(), headers=HEADERS).status_code in (404, 405, 422)
+    assert not bare.layout.runs.exists() or bare.layout.run_names() == []
+
+
+def test_an_unknown_run_is_a_404_everywhere(service: RunningService) -> None:
+    client = service.client
+    assert client.get("/runs/other").status_code == 404
+    assert client.put("/runs/other/head", content=head_file(1), headers=HEADERS).status_code == 404
+    assert service.post(rollout_file(), "other").status_code == 404
+    assert service.post(rollout_file(run="other")).status_code == 404
+    for path in ("/drafter/latest", "/drafters", "/alpha", "/rollouts/a", "/drafter/v000001-00000000/config.json"):
+        reply = client.get(path, params={"run": "other"})
+        assert (reply.status_code, reply.json()["type"]) == (404, "urn:draftalign:no-such-run"), path
+    assert service.spooled() == []
+
+
+def test_a_head_is_kept_by_policy_version_and_the_highest_is_remembered(service: RunningService) -> None:
+    full, rows = head_file(7), head_file(5, ids=[3, 1, 49])
+    reply = service.client.put("/runs/default/head", content=full, headers=HEADERS)
+    assert (reply.status_code, reply.json()) == (201, {"run": "default", "policy_version": 7, "latest_head": 7})
+    late = service.client.put("/runs/default/head", content=rows, headers=HEADERS)
+    assert late.json()["latest_head"] == 7
+    assert service.layout.head("default", 7).read_bytes() == full
+    assert service.layout.head("default", 5).read_bytes() == rows
+    assert service.client.get("/runs/default").json()["latest_head"] == 7
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (head_file(1, ids=[1, 50]), "ids"),
+        (head_file(1, ids=[1, -1]), "ids"),
+        (head_file(1, ids=[1, 1]), "ids"),
+        (head_file(1, metadata={"policy_version": "1e3"}), "policy_version"),
+        (head_file(1, metadata={"format": "x"}), "format"),
+        (run_file(), "format"),
+    ],
+)
+def test_a_bad_head_is_refused(service: RunningService, body: bytes, field: str) -> None:
+    reply = service.client.put("/runs/default/head", content=body, headers=HEADERS)
+    assert (reply.status_code, reply.json()["field"]) == (422, field)
+    assert list(service.layout.heads("default").iterdir()) == []
+    assert service.spooled() == []
+
+
+def test_a_config_without_the_sizes_of_a_drafter_from_scratch_is_refused(bare: RunningService) -> None:
+    answer = bare.register(config={k: v for k, v in CONFIG.items() if k != "intermediate_size"})
+    assert answer.status_code == 422
+    assert "the target's config lacks intermediate_size" in answer.json()["detail"]
+
+
+def test_a_new_run_does_not_inherit_what_an_old_one_of_its_name_left_in_redis(
+    bare: RunningService, redis_client: Redis
+) -> None:
+    for part in ("scores", "acceptance", "latest_head"):
+        redis_client.set(f"da:{{default}}:{part}-stale", "old")
+    redis_client.hset("da:{default}:scores", "0" * 32, '{"policy_version": 7}')
+    redis_client.set("da:{defaults}:latest_head", "5")
+    assert bare.register().status_code == 201
+    assert bare.client.get("/alpha", params={"run": "default"}).json()["points"] == []
+    assert redis_client.get("da:{defaults}:latest_head") is not None, "another run was touched"
+
+
+def test_a_registration_that_comes_late_deletes_nothing_of_the_run(
+    bare: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that lost patience, or two ranks: the one in the middle of forgetting an older run meets the other."""
+    monkeypatch.setattr("service.storage.registry.LOCK_SECONDS", 0.1)
+    forget, asleep, wake = AsyncStore.forget, threading.Event(), threading.Event()
+
+    async def slow(self: AsyncStore) -> int:
+        if not asleep.is_set():
+            asleep.set()
+            await asyncio.to_thread(wake.wait, 20)
+        return await forget(self)
+
+    monkeypatch.setattr(AsyncStore, "forget", slow)
+    with ThreadPoolExecutor() as threads, httpx.Client(base_url=bare.url, timeout=20.0) as second:
+        late = threads.submit(bare.register)
+        assert asleep.wait(20)
+        other = second.put("/runs/default", content=run_file(), headers=HEADERS)
+        rollouts = second.post("/rollouts", content=rollout_file(), headers=HEADERS)
+        wake.set()
+        assert late.result(20).status_code == 201
+        assert (other.status_code, rollouts.status_code) == (503, 404), "whose run would have been another's"
+        assert "registry-busy" in other.json()["type"]
+        assert second.put("/runs/default", content=run_file(), headers=HEADERS).status_code == 200
+        assert second.post("/rollouts", content=rollout_file(), headers=HEADERS).status_code == 202
+
+
+# --- another policy under the same name -------------------------------------------------------------------------------
+
+
+def weights(seed: int = 0, rows: int = VOCAB) -> FloatArray:
+    return np.random.default_rng(seed).standard_normal((rows, HIDDEN)).astype(np.float32)
+
+
+def moved(head: FloatArray, by: float, seed: int = 9) -> FloatArray:
+    """The head, moved by this share of its norm."""
+    step = np.random.default_rng(seed).standard_normal(head.shape).astype(np.float32)
+    return (head + step * (by * np.linalg.norm(head) / np.linalg.norm(step))).astype(np.float32)
+
+
+def as_bf16(array: FloatArray) -> wire.Tensor:
+    return as_wire(torch.from_numpy(array).bfloat16())
+
+
+def f32_of(array: FloatArray) -> wire.Tensor:
+    return wire.Tensor.of(array, "F32")
+
+
+def policy(embed: FloatArray, head: FloatArray | None = None) -> dict[str, wire.Tensor]:
+    """Tensors of a registration; tied where no head is given."""
+    return {"embed_tokens": f32_of(embed)} | ({} if head is None else {"lm_head": f32_of(head)})
+
+
+def put_policy(
+    service: RunningService, tensors: dict[str, wire.Tensor], run: str = "r", **metadata: str
+) -> httpx.Response:
+    body = joined(wire.encode(tensors, wire.parse_header(run_file()).metadata | metadata))
+    return service.client.put(f"/runs/{run}", content=body, headers=HEADERS)
+
+
+def put_head(service: RunningService, version: int, tensors: dict[str, wire.Tensor], run: str = "r") -> httpx.Response:
+    meta = {"format": wire.HEAD_FORMAT, "policy_version": str(version)}
+    return service.client.put(f"/runs/{run}/head", content=joined(wire.encode(tensors, meta)), headers=HEADERS)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_another_policy_of_the_same_sizes_is_a_conflict_that_says_what_differs(
+    bare: RunningService, tied: bool
+) -> None:
+    mine = policy(weights(0), None if tied else weights(1))
+    assert put_policy(bare, mine).status_code == 201
+    before = {p: p.read_bytes() for p in bare.layout.run("r").rglob("*") if p.is_file()}
+    config = json.dumps(CONFIG | {"rope_theta": 5.0})
+    reply = put_policy(bare, policy(weights(2), None if tied else weights(3)), config=config)
+    assert (reply.status_code, reply.json()["type"]) == (409, "urn:draftalign:run-conflict")
+    tensor = "embed_tokens" if tied else "lm_head"
+    assert re.search(
+        rf"run 'r' is another policy's: this {tensor} is 1\.\d\d from .* the one registered with it "
+        r".*cosine -?0\.\d\d\).*another run name.*rope_theta 5\.0 \(the run's: None\)",
+        reply.json()["detail"],
+    )
+    assert {p: p.read_bytes() for p in bare.layout.run("r").rglob("*") if p.is_file()} == before
+    assert bare.spooled() == []
+    assert put_policy(bare, mine).status_code == 200
+
+
+def test_another_embedding_with_the_same_head_is_a_conflict(bare: RunningService) -> None:
+    assert put_policy(bare, policy(weights(0), weights(1))).status_code == 201
+    reply = put_policy(bare, policy(weights(2), weights(1)))
+    assert reply.status_code == 409
+    assert "this embed_tokens is 1." in reply.json()["detail"]
+
+
+@pytest.mark.parametrize("by", [0.0, 0.004, 0.1, 0.4])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_policy_that_moved_is_let_in_and_its_head_is_known_from_its_version_on(
+    bare: RunningService, tied: bool, by: float
+) -> None:
+    first = weights(1)
+    assert put_policy(bare, policy(first if tied else weights(0), None if tied else first)).status_code == 201
+    now = moved(first, by) if by else first
+    reply = put_policy(bare, policy(now if tied else weights(0), None if tied else now), policy_version="7")
+    assert reply.status_code == 200
+    target = Target.open(bare.layout, "r")
+    assert np.array_equal(target.at(6).head.lm_head.numpy(), first)
+    assert np.array_equal(target.at(7).head.lm_head.numpy(), now)
+    assert reply.json()["latest_head"] == (7 if by else None), "the same head is not kept twice"
+    assert bare.spooled() == []
+
+
+def heads_in_force(service: RunningService, *versions: int) -> list[FloatArray]:
+    target = Target.open(service.layout, "r")
+    return [target.at(version).head.lm_head.numpy() for version in versions]
+
+
+def run_ahead(service: RunningService) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """A run at version 50 whose head has moved at 40 and at 50; returns its embedding, first and newest head."""
+    embed, first = weights(0), weights(1)
+    halfway = moved(first, 0.3)
+    now = moved(halfway, 0.3, seed=10)
+    assert put_policy(service, policy(embed, first)).status_code == 201
+    for version, head in ((40, halfway), (50, now)):
+        assert put_head(service, version, {"lm_head": f32_of(head)}).status_code == 201
+    return embed, first, now
+
+
+@pytest.mark.parametrize("by", [0.0, 0.001])
+def test_a_trainer_that_goes_back_is_not_caught_up_by_the_heads_of_before(bare: RunningService, by: float) -> None:
+    embed, first, _ = run_ahead(bare)
+    back = moved(first, by) if by else first
+    for _ in range(2):  # the answer may get lost
+        assert put_policy(bare, policy(embed, back), policy_version="30").status_code == 200
+    assert all(np.array_equal(found, back) for found in heads_in_force(bare, 30, 40, 50, 60))
+    assert np.array_equal(heads_in_force(bare, 29)[0], first)
+    again = moved(back, 0.2)
+    assert put_head(bare, 45, {"lm_head": f32_of(again)}).status_code == 201
+    for found, wanted in zip(heads_in_force(bare, 44, 45, 50, 60), (back, again, again, again), strict=True):
+        assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("by", [0.0, 0.001, 0.1])
+@pytest.mark.parametrize("synced", [False, True], ids=["the weights on its disk", "the policy's"])
+def test_an_engine_that_joins_under_version_0_hides_no_head(bare: RunningService, by: float, synced: bool) -> None:
+    embed, first, now = run_ahead(bare)
+    before = heads_in_force(bare, 40, 50, 60)
+    held = now if synced else first
+    held = moved(held, by) if by else held
+    for _ in range(2):  # two engines
+        assert put_policy(bare, policy(embed, held)).status_code == 200
+    for found, wanted in zip(heads_in_force(bare, 0, 40, 50, 60), (held, *before), strict=True):
+        assert np.array_equal(found, wanted)
+
+
+def test_the_head_that_comes_later_counts_also_where_the_clock_was_set_back(bare: RunningService) -> None:
+    run_ahead(bare)
+    later = time.time_ns() + 3600 * 10**9
+    os.utime(bare.layout.head("r", 50), ns=(later, later))
+    head = moved(weights(1), 0.2)
+    for version in (45, 51):
+        assert put_head(bare, version, {"lm_head": f32_of(head)}).status_code == 201
+        assert np.array_equal(heads_in_force(bare, 60)[0], head)
+        head = moved(head, 0.2)
+
+
+def test_a_cast_of_the_same_policy_is_let_in(bare: RunningService) -> None:
+    assert put_policy(bare, policy(weights(0), weights(1))).status_code == 201
+    for cast in (as_bf16, lambda array: wire.Tensor.of(array.astype(np.float16), "F16")):
+        tensors = {"embed_tokens": cast(weights(0)), "lm_head": cast(weights(1))}
+        assert put_policy(bare, tensors).status_code == 200
+    assert put_policy(bare, {"embed_tokens": as_bf16(weights(2)), "lm_head": as_bf16(weights(3))}).status_code == 409
+
+
+def test_heads_drift_as_far_as_they_like_step_by_step_and_a_trainer_resumes_there(bare: RunningService) -> None:
+    """Compared with the nearest head that the run has known, whole or of some rows."""
+    embed, head = weights(0), weights(1)
+    assert put_policy(bare, policy(embed, head)).status_code == 201
+    now = head
+    for version in range(1, 9):
+        now = moved(now, 0.45, seed=100 + version)
+        ids = np.arange(version % 2, VOCAB, 2, dtype=np.int32)
+        ids = np.ascontiguousarray(ids[::-1])  # rows may come in any order
+        rows = {"lm_head": f32_of(now[ids]), "ids": wire.Tensor.of(ids, "I32")}
+        assert put_head(bare, 2 * version, rows).status_code == 201
+        assert put_head(bare, 2 * version + 1, {"lm_head": f32_of(now)}).status_code == 201
+    assert np.linalg.norm(now - head) > 0.8 * max(np.linalg.norm(now), np.linalg.norm(head)), "far from the first"
+    assert put_policy(bare, policy(embed, moved(now, 0.01)), policy_version="17").status_code == 200
+    assert put_policy(bare, policy(embed, head), policy_version="0").status_code == 200, "and from the beginning"
+
+
+def test_a_foreign_head_is_a_conflict_and_nothing_of_it_is_kept(bare: RunningService) -> None:
+    assert put_policy(bare, policy(weights(0), weights(1))).status_code == 201
+    assert put_head(bare, 3, {"lm_head": f32_of(moved(weights(1), 0.05))}).status_code == 201
+    ids = {"ids": wire.Tensor.of(np.arange(9, dtype=np.int32), "I32")}
+    for foreign in ({"lm_head": f32_of(weights(2))}, {"lm_head": as_bf16(weights(2)[:9])} | ids):
+        reply = put_head(bare, 4, foreign)
+        assert reply.status_code == 409
+        assert re.search(r"this lm_head is 1\.\d\d from the nearest", reply.json()["detail"])
+    assert [p.name for p in bare.layout.heads("r").iterdir()] == ["3.safetensors"]
+    assert bare.client.get("/runs/r").json()["latest_head"] == 3
+    assert bare.spooled() == []
+
+
+def test_a_damaged_head_of_the_run_stands_in_nobodys_way(bare: RunningService) -> None:
+    assert put_policy(bare, policy(weights(0), weights(1))).status_code == 201
+    bare.layout.head("r", 5).write_bytes(b"\0" * 100)
+    assert put_head(bare, 6, {"lm_head": f32_of(moved(weights(1), 0.05))}).status_code == 201
+    assert put_policy(bare, policy(weights(0), weights(1)), policy_version="5").status_code == 200
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+def test_weights_that_are_no_numbers_are_refused_by_name(bare: RunningService, bad: float, dtype: str) -> None:
+    sound, rotten = weights(0), weights(1)
+    rotten[VOCAB - 1, HIDDEN - 1] = bad
+    cast = {"F32": f32_of, "BF16": as_bf16, "F16": lambda a: wire.Tensor.of(a.astype(np.float16), "F16")}[dtype]
+    for name, tensors in (
+        ("lm_head", {"embed_tokens": cast(sound), "lm_head": cast(rotten)}),
+        ("embed_tokens", {"embed_tokens": cast(rotten), "lm_head": cast(sound)}),
+    ):
+        reply = put_policy(bare, tensors)
+        assert (reply.status_code, reply.json()["field"]) == (422, name)
+        assert "holds NaN or infinity" in reply.json()["detail"]
+    assert bare.layout.run_names() == []
+    assert put_policy(bare, {"embed_tokens": cast(sound), "lm_head": cast(sound)}).status_code == 201
+    assert put_head(bare, 1, {"lm_head": cast(rotten)}).status_code == 422
+    assert list(bare.layout.heads("r").iterdir()) == []
+
+
+def test_what_a_second_registration_brings_in_vain_is_said(bare: RunningService) -> None:
+    drafter, mine = drafter_tensors(), policy(weights(0), weights(1))
+    config = json.dumps(export_config(SIZES))
+    spaced = json.dumps(export_config(SIZES), indent=4)
+    first = put_policy(bare, mine | drafter, drafter_config=config, draft_vocab_size="20")
+    assert (first.status_code, "warning" in first.json()) == (201, False)
+    for same in (
+        put_policy(bare, mine | drafter, drafter_config=spaced, draft_vocab_size="20"),
+        put_policy(bare, mine),
+    ):
+        assert (same.status_code, "warning" in same.json()) == (200, False)
+    other = drafter | {"drafter.fc.weight": f32_of(np.ones(drafter["drafter.fc.weight"].shape, np.float32))}
+    renamed = json.dumps(export_config(SIZES) | {"note": "another"})
+    for tensors, meta in ((other, config), (drafter, renamed), ({"drafter.d2t": i32(1)}, config)):
+        reply = put_policy(bare, mine | tensors, drafter_config=meta)
+        assert reply.status_code == 200
+        assert "is ignored: its initial drafter. To begin with it, use another run name" in reply.json()["warning"]
+    reply = put_policy(bare, mine | other, drafter_config=config, draft_vocab_size="24")
+    assert "its initial drafter, its draft_vocab_size of 24" in reply.json()["warning"]
+    assert "warning" not in bare.client.get("/runs/r").json()
+
+
+def refuse(service: RunningService, redis_client: Redis, run: str = "default") -> None:
+    """As the worker says it."""
+    refused = json.dumps(file_id(service.layout.target(run)))
+    told = {"error": json.dumps("fc.weight holds NaN"), "refused": refused}
+    redis_client.hset(f"da:{{{run}}}:worker", mapping=told)
+    assert service.client.get(f"/runs/{run}").json()["worker_error"] == "fc.weight holds NaN"
+
+
+def test_a_run_that_the_worker_refused_is_registered_anew_and_what_is_queued_stays(
+    service: RunningService, redis_client: Redis
+) -> None:
+    assert service.post(rollout_file()).status_code == 202
+    refuse(service, redis_client)
+    body = run_file(metadata={"draft_vocab_size": "20"})
+    reply = service.client.put("/runs/default", content=body, headers=HEADERS)
+    assert (reply.status_code, reply.json()["worker_error"], reply.json()["draft_vocab_size"]) == (201, None, 20)
+    assert service.layout.target("default").read_bytes() == body
+    assert service.client.get("/rollouts/a").json()["state"] == "queued"
+    assert service.register().status_code == 200
+    assert service.layout.target("default").read_bytes() == body, "it is not refused any more"
+
+
+@pytest.mark.parametrize("refused", [None, [0, 0]], ids=["a passing fault", "the file before this one"])
+def test_a_run_that_gathers_its_vocabulary_is_not_replaced_for_an_error_that_is_not_its_files(
+    bare: RunningService, redis_client: Redis, refused: Any
+) -> None:
+    """Nothing was trained yet, and memory ran out once: the same trainer's PUT and another policy's change nothing."""
+    mine, other = policy(weights(0), weights(1)), policy(weights(2), weights(3))
+    assert put_policy(bare, mine).status_code == 201
+    before = bare.layout.target("r").read_bytes()
+    head = bare.layout.head("r", 3)
+    assert put_head(bare, 3, {"lm_head": mine["lm_head"]}).status_code == 201
+    told = {"error": json.dumps("DefaultCPUAllocator: can't allocate memory"), "refused": json.dumps(refused)}
+    redis_client.hset("da:{r}:worker", mapping=told)
+    again = put_policy(bare, mine)
+    assert (again.status_code, again.json()["worker_error"]) == (200, "DefaultCPUAllocator: can't allocate memory")
+    assert put_policy(bare, other).status_code == 409
+    assert bare.layout.target("r").read_bytes() == before
+    assert head.exists()
+
+
+def test_a_run_whose_file_was_replaced_while_another_one_came_is_not_replaced_again(service: RunningService) -> None:
+    """Two trainers send a corrected file at once: the worker has refused neither of them."""
+    body = run_file(metadata={"draft_vocab_size": "20"})
+    record = read_run_header("default", wire.parse_header(body))
+    refused = file_id(service.layout.target("default"))
+    for expected in (True, False):
+        with Spool(service.layout).upload() as upload:
+            upload.write(body)
+            assert commit_run(service.layout, record, upload, refused=refused) is expected
+
+
+def test_a_refused_run_may_turn_out_to_be_of_another_target(service: RunningService, redis_client: Redis) -> None:
+    other = CONFIG | {"num_hidden_layers": 12}
+    assert service.register(config=other).status_code == 409
+    refuse(service, redis_client)
+    assert service.register(config=other).status_code == 201
+    fingerprint = wire.target_fingerprint(other, LAYERS)
+    assert service.client.get("/runs/default").json()["target_fingerprint"] == fingerprint
+    assert service.post(rollout_file()).status_code == 422, "of the target that was replaced"
+    assert service.post(rollout_file(target_fingerprint=fingerprint)).status_code == 202
+
+
+@pytest.mark.parametrize("touched", ["published", "trained"])
+def test_a_run_that_was_at_work_before_its_error_keeps_its_target(
+    service: RunningService, redis_client: Redis, touched: str
+) -> None:
+    if touched == "published":
+        service.publish()
+    else:
+        (service.layout.worker("default") / "checkpoint-000000001").mkdir(parents=True)
+    before = service.layout.target("default").read_bytes()
+    refuse(service, redis_client)
+    assert service.register(metadata={"draft_vocab_size": "20"}).status_code == 200
+    assert service.register(config=CONFIG | {"num_hidden_layers": 12}).status_code == 409
+    assert service.layout.target("default").read_bytes() == before
+
+
+def test_a_run_at_work_is_not_stopped_by_a_drafter_that_a_restarted_trainer_brings(service: RunningService) -> None:
+    """What came first counts, as ever; a run that is new is refused for it."""
+    changes: Any = {"tensors": {"drafter.fc.weight": f32(1)}, "metadata": {"drafter_config": "{}"}}
+    assert service.register("new", **changes).status_code == 422
+    assert service.register(**changes).status_code == 200

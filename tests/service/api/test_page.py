@@ -1,0 +1,460 @@
+"""The page, driven in headless Chromium against the real series and metrics."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from page_fixtures import PAGE, sample_run, serving
+from redis import Redis
+from service_fixtures import HEADERS, RunningService, run_file
+from worker_fixtures import Bench, nest
+
+import service.monitor.headline
+from service.monitor.alpha import drafter_sums
+from service.monitor.metrics import RunSnapshot
+from service.storage.reports import Store
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian package chromium)")
+
+
+class Document(HTMLParser):
+    """Text by id, and the elements that the tests count."""
+
+    VOID = frozenset({"br", "img", "input", "link", "meta"})
+
+    def __init__(self, dom: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self._open: list[tuple[str, str | None]] = []
+        self.texts: dict[str, str] = {}
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.feed(dom)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = {name: value or "" for name, value in attrs}
+        self.elements.append((tag, attributes))
+        if tag not in self.VOID:
+            self._open.append((tag, attributes.get("id")))
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop()[0] != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        for _, name in self._open:
+            if name is not None:
+                self.texts[name] = self.texts.get(name, "") + data
+
+    def having(self, attribute: str, value: str | None = None) -> list[dict[str, str]]:
+        return [a for _, a in self.elements if attribute in a and value in (None, a[attribute])]
+
+    def hidden(self, name: str) -> bool:
+        return any(a.get("id") == name and "hidden" in a for _, a in self.elements)
+
+
+def browse(url: str, tmp_path: Path, *more: str) -> Document:
+    done = subprocess.run(
+        [
+            str(CHROMIUM),
+            *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+            *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+            *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2500", "--window-size=1200,1400"),
+            *more,
+            "--dump-dom",
+            url,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return Document(done.stdout)
+
+
+def show(snapshot: RunSnapshot, tmp_path: Path, **more: Any) -> Document:
+    with serving({"default": snapshot}, **more) as url:
+        return browse(url, tmp_path)
+
+
+def test_the_page_asks_nobody_but_its_own_origin() -> None:
+    text = PAGE.read_text()
+    outside = set(re.findall(r"https?://[^\s\"'`<>)]+", text)) - {"http://www.w3.org/2000/svg"}
+    assert outside == set()
+    assert "default-src 'none'" in text
+    assert "innerHTML" not in text
+    assert "insertAdjacentHTML" not in text
+
+
+@needs_browser
+def test_a_run_is_drawn_with_its_series_marks_and_headline(tmp_path: Path) -> None:
+    snapshot = sample_run(60)
+    page = show(snapshot, tmp_path)
+    assert re.match(
+        r"Aligned: v0000\d\d gives 3\.\d\d tokens per round; the first drafter, frozen, would give 1\.\d\d\.$",
+        page.texts["headline"],
+    )
+    kinds = [event["event"] for event in snapshot.history]
+    assert f"{kinds.count('published')} published, {kinds.count('refused')} refused" in page.texts["detail"]
+    assert {a["data-series"] for a in page.having("data-series")} >= {
+        "served",
+        "frozen",
+        "live",
+        "best",
+        "n-gram",
+        "reward",
+    }
+    for kind in ("published", "refused", "rolled_back", "pushed_again"):
+        assert len(page.having("data-event", kind)) == kinds.count(kind) > 0
+    assert len(page.having("data-series", "live")) == 60
+    tiles = page.texts["tiles"]
+    for word in ("Rounds saved", "492 k", "9.0 MiB of 16 GiB", "train", "fast lane at 22 %"):
+        assert word in tiles
+    assert page.texts["events"].count(" at policy ") == 9
+    assert "does not always fall" in page.texts["full"]
+    assert page.texts["connection"] == "live"
+
+
+@needs_browser
+def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(tmp_path: Path) -> None:
+    """The worker passed over the newest policy versions, on which the served drafter is far better than before."""
+    snapshot = sample_run(30)
+    for record in snapshot.scores[-3:]:
+        for name in ("frozen", "best", "best_version"):
+            del record[name]
+        record["served"]["tokens"] *= 1.5
+    last = snapshot.scores[-4]
+    frozen, served = (last[name]["tokens"] / last[name]["rounds"] for name in ("frozen", "served"))
+    page = show(snapshot, tmp_path)
+    assert page.texts["headline"].endswith(
+        f" On policy 26, where both were tested last, it was {served:.2f} against {frozen:.2f} of the first drafter, "
+        "frozen."
+    )
+    assert f"Rounds saved{round(100 * (1 - frozen / served))} %" in page.texts["tiles"].replace("\n", "")
+
+
+@needs_browser
+def test_charts_are_described_in_words_and_reachable_by_keyboard(tmp_path: Path) -> None:
+    page = show(sample_run(12), tmp_path)
+    charts = [a for tag, a in page.elements if tag == "svg" and a.get("role") == "img"]
+    assert len(charts) == 2
+    assert all(a["tabindex"] == "0" and "Newest:" in a["aria-label"] for a in charts)
+    assert "served" in charts[0]["aria-label"]
+    assert page.having("aria-live")
+    assert all(a.get("aria-pressed") == "true" for tag, a in page.elements if tag == "button" and "aria-pressed" in a)
+
+
+@needs_browser
+@pytest.mark.parametrize("policies", [1, 3, 500])
+def test_few_and_many_policy_versions_are_drawn_without_nonsense(policies: int, tmp_path: Path) -> None:
+    page = show(sample_run(policies), tmp_path)
+    assert not page.hidden("full")
+    drawn = " ".join(a.get("d", "") + a.get("cx", "") + a.get("cy", "") for _, a in page.elements)
+    assert "NaN" not in drawn
+    assert "Infinity" not in drawn
+    assert "undefined" not in page.texts["full"]
+    assert len(page.elements) < 3000
+
+
+@needs_browser
+def test_before_the_first_rollout_it_says_how_to_begin(tmp_path: Path) -> None:
+    page = show(sample_run(0), tmp_path)
+    assert page.texts["headline"] == "Waiting for the first rollouts."
+    assert "attach(trainer," in page.texts["snippet"]
+    assert page.hidden("full")
+    assert not page.hidden("empty")
+
+
+@needs_browser
+def test_a_dead_drafter_is_the_headline(tmp_path: Path) -> None:
+    sums = drafter_sums([38.0, 41.0], [10.0, 10.0])
+    snapshot = RunSnapshot(
+        scores=[{"policy_version": 4, "served": sums, "frozen": sums, "created": 1.0}],
+        acceptances=[
+            {
+                "reporter": "e",
+                "policy_version": 4,
+                "rounds": 500,
+                "accepted_tokens": 0,
+                "emitted_tokens": 500,
+                "created": time.time(),
+            }
+        ],
+    )
+    page = show(snapshot, tmp_path)
+    assert page.texts["headline"].startswith("Dead in an engine: e emits 1.00 tokens per round")
+    assert page.having("id", "headline")[0]["data-tone"] == "bad"
+
+
+@needs_browser
+def test_a_drift_alarm_is_the_headline(tmp_path: Path) -> None:
+    sums = drafter_sums([30.0, 31.0], [10.0, 10.0])
+    scores = [{"policy_version": 4, "served": sums, "frozen": sums, "created": 1.0}]
+    worker = {"drift": {"fast": {"statistic": 11.0, "limit": 9.5}}}
+    page = show(RunSnapshot(scores, (), (), {}, worker), tmp_path)
+    assert page.texts["headline"].startswith("Drifting: ")
+    assert "fast lane at 116 %" in page.texts["tiles"]
+
+
+@needs_browser
+def test_a_drift_alarm_says_what_fell_below_what(tmp_path: Path) -> None:
+    """Also of a drafter far above the frozen one: not that it is below the level that the run began with."""
+    sample = sample_run(20)
+    drift = {"fast": {"statistic": 11.0, "limit": 9.5}}
+    worker = {**sample.worker, "drift": drift, "drift_alpha": 2.51, "drift_level": 3.4}
+    page = show(RunSnapshot(sample.scores, (), (), {}, worker), tmp_path)
+    assert page.texts["headline"].startswith("Drifting: α 2.51 is below its level so far, 3.40; v0000")
+    assert "began with" not in page.texts["main"]
+
+
+@needs_browser
+def test_missing_numbers_are_dashes_and_never_zero(tmp_path: Path) -> None:
+    served = drafter_sums([30.0, 31.0], [10.0, 10.0])
+    page = show(RunSnapshot(scores=[{"policy_version": 0, "served": served}]), tmp_path)
+    assert page.texts["headline"] == "Serving: the drafter gives 3.05 tokens per round."
+    assert "Live in engines–" in page.texts["tiles"]
+    assert "Queue–" in page.texts["tiles"]
+    assert {a["data-series"] for a in page.having("data-series")} == {"served"}
+
+
+@needs_browser
+def test_names_and_reasons_from_outside_stay_text(tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    snapshot = sample_run(3)
+    event = {"time": 1.0, "event": "refused", "policy_version": 1, "reason": hostile}
+    page = show(RunSnapshot(snapshot.scores, (), [event]), tmp_path)
+    assert hostile in page.texts["events"]
+    assert not [a for tag, a in page.elements if tag == "img"]
+
+
+@needs_browser
+def test_a_service_that_wants_a_token_is_asked_for_politely(tmp_path: Path) -> None:
+    page = show(sample_run(3), tmp_path, status=401)
+    assert not page.hidden("token")
+    assert page.texts["headline"] == "The service does not show the series."
+    assert "a token with the scope read is needed" in page.texts["connection"]
+
+
+@needs_browser
+def test_another_run_is_chosen_by_the_address_and_offered_in_the_picker(tmp_path: Path) -> None:
+    with serving({"default": sample_run(3), "second": sample_run(5, seed=4)}) as url:
+        page = browse(f"{url}/?run=second", tmp_path)
+    assert [a["value"] for tag, a in page.elements if tag == "option"] == ["default", "second"]
+    assert not page.hidden("picker")
+    assert "policy 4" in page.texts["tiles"]
+
+
+@needs_browser
+def test_without_a_default_run_it_shows_the_one_there_is_or_how_to_begin(tmp_path: Path) -> None:
+    asked: list[str] = []
+    with serving({"mine": sample_run(3)}, asked=asked) as url:
+        assert browse(url, tmp_path).texts["headline"].startswith("Aligned: ")
+    assert {path for path in asked if path.startswith("/alpha")} == {"/alpha?run=mine"}, "nothing that does not exist"
+    with serving({}) as url:
+        page = browse(url, tmp_path)
+        assert page.texts["headline"] == "Waiting for the first rollouts."
+        assert url in page.texts["snippet"]
+        assert browse(f"{url}/?run=gone", tmp_path).texts["headline"] == "There is no such run here."
+
+
+@needs_browser
+def test_engines_that_draft_by_other_methods_are_compared(tmp_path: Path) -> None:
+    snapshot = sample_run(40, others={"ngram": 1.31, "mtp": 1.78})
+    page = show(snapshot, tmp_path)
+    assert not page.hidden("servers-card")
+    rows = re.findall(r"http://(\w+):8000(ngram|mtp)([\d.]+)", page.texts["servers"])
+    assert [(name, method) for name, method, _ in rows] == [("mtp", "mtp"), ("ngram", "ngram")]
+    for (_, method, alpha), level in zip(rows, (1.78, 1.31), strict=True):
+        records = [r for r in snapshot.acceptances if r.get("method") == method]
+        pooled = sum(r["emitted_tokens"] for r in records) / sum(r["rounds"] for r in records)
+        assert float(alpha) == pytest.approx(pooled, abs=0.006)
+        assert float(alpha) == pytest.approx(level, abs=0.03)
+    assert "drafter v0" in page.texts["servers"]
+    # In the chart they stand beside the run's own live α, which they do not enter.
+    for name in ("live", "live ngram", "live mtp"):
+        assert page.having("data-series", name), name
+    assert "live mtp" in page.texts["legend"]
+
+
+@needs_browser
+def test_without_engines_nothing_is_compared(tmp_path: Path) -> None:
+    assert show(sample_run(5, live=False), tmp_path).hidden("servers-card")
+
+
+# --- what is true now
+
+
+def came(entry: int, policy_version: int, alpha: float, **more: Any) -> dict[str, Any]:
+    sums = drafter_sums([10 * alpha, 12 * alpha], [10.0, 12.0])
+    served = {"policy_version": policy_version, "served": sums, "frozen": drafter_sums([11.0, 13.0], [10.0, 12.0])}
+    return {**served, "entry_id": f"{entry}-0", "created": entry / 1000, "rollouts": 2, **more}
+
+
+@needs_browser
+def test_tiles_and_headline_follow_a_trainer_that_went_back(tmp_path: Path) -> None:
+    scores = [came(1000 + v, v, 3.0) for v in range(8)] + [came(2003, 3, 1.5), came(2004, 4, 1.7)]
+    page = show(RunSnapshot(scores), tmp_path)
+    assert page.texts["headline"].startswith("Aligned: the drafter gives 1.70 tokens per round")
+    assert "on policy 4" in page.texts["tiles"]
+    assert "now: policy 4" in page.texts["alpha"]
+    assert [a["data-now"] for a in page.having("data-now")] == ["4"]
+
+
+@needs_browser
+def test_one_absurd_policy_version_leaves_room_for_the_others_in_the_chart(tmp_path: Path) -> None:
+    scores = [came(1000 + v, v, 3.0 + v / 10) for v in range(8)]
+    scores += [came(2000, 999_999_999_999_999, 2.0), came(2001, 8, 3.9)]
+    page = show(RunSnapshot(scores), tmp_path)
+    assert page.texts["headline"].startswith("Aligned: the drafter gives 3.90 tokens per round")
+    assert page.having("data-break")
+    [line] = [a["d"] for tag, a in page.elements if a.get("data-series") == "served" and tag == "path"]
+    across = [float(x) for x in re.findall(r"[ML]([\d.]+) ", line)]
+    steps = [b - a for a, b in pairwise(across[:9])]
+    assert min(steps) > 50, across
+    assert max(steps) - min(steps) < 1, "to scale where nothing is left out"
+    assert across == sorted(across)
+
+
+@needs_browser
+def test_live_alpha_is_not_shown_on_few_rounds(tmp_path: Path) -> None:
+    few = {"reporter": "e", "policy_version": 4, "rounds": 9, "accepted_tokens": 11, "created": time.time()}
+    page = show(RunSnapshot([came(1000, 4, 3.0)], [few]), tmp_path)
+    assert "Live in engines–9 rounds: too few" in page.texts["tiles"]
+
+
+@needs_browser
+def test_a_rollback_names_the_version_it_goes_to_and_is_drawn_where_the_run_was(tmp_path: Path) -> None:
+    event = {
+        "event": "rolled_back",
+        "time": 1.0065,
+        "version": "v000005-aaaaaaaa",
+        "previous": "v000007-bbbbbbbb",
+        "policy_version": 1,
+        "reason": "worse on long prompts",
+    }
+    page = show(RunSnapshot([came(1000 + v, v, 3.0) for v in range(8)], (), [event]), tmp_path)
+    assert "rolled back to v000005 at policy 6" in page.texts["events"]
+    assert "from v000007; worse on long prompts" in page.texts["events"]
+
+
+@needs_browser
+def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_old(tmp_path: Path) -> None:
+    with serving({"default": sample_run(30)}, answers=2) as url:
+        page = browse(url, tmp_path, "--virtual-time-budget=20000")
+    assert re.match(r"The service has not answered for \d+ s\.$", page.texts["headline"])
+    assert page.having("id", "headline")[0]["data-tone"] == "bad"
+    assert page.having("id", "connection")[0]["data-state"] == "bad"
+    assert page.having("class", "stale")
+    assert page.texts["detail"].startswith("All below is old: as it was ")
+    assert not page.hidden("full")
+
+
+@needs_browser
+def test_a_service_that_was_never_there_is_not_waited_for_in_green(tmp_path: Path) -> None:
+    with serving({"default": sample_run(3)}, answers=0) as url:
+        page = browse(url, tmp_path, "--virtual-time-budget=20000")
+    assert page.texts["headline"] == "The service does not answer."
+    assert page.having("id", "connection")[0]["data-state"] == "bad"
+
+
+# --- end to end: API, Valkey and worker as they are
+
+
+def tone(page: Document) -> tuple[str, str]:
+    return page.having("id", "headline")[0]["data-tone"], page.having("id", "connection")[0]["data-state"]
+
+
+@needs_browser
+def test_a_stopped_worker_is_the_headline_and_nothing_is_green(
+    bench: Bench, serve: Callable[..., RunningService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.monitor.headline, "SILENT_SECONDS", 2.0)
+    bench.begin()
+    api = serve()
+    with nest(tmp_path / "log") as workers:
+        pid = workers.start(bench)
+        batch = bench.post("first", policy_version=1)
+        bench.wait(lambda: bench.state(batch) in ("trained", "held_out"))
+        assert tone(browse(api.url, tmp_path)) == ("good", "good")
+        workers.kill(pid, signal.SIGSTOP)
+        bench.post("second", policy_version=2)
+        told = f"{api.url}/runs/default"
+        bench.wait(lambda: httpx.get(told).json()["headline"]["state"] == "worker_silent")
+        page = browse(api.url, tmp_path)
+    assert re.match(r"Worker silent for \d+ s: nothing is scored or trained; 1 batch waits\.$", page.texts["headline"])
+    assert tone(page) == ("bad", "bad")
+    assert page.texts["connection"] == "no worker"
+    assert "Workersilent" in page.texts["tiles"]
+
+
+@needs_browser
+def test_a_run_whose_batches_all_died_says_why(
+    bench: Bench, serve: Callable[..., RunningService], tmp_path: Path
+) -> None:
+    bench.begin()
+    api, worker = serve(), bench.worker()
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["logprobs"][tensors["loss_mask"].bool()] -= 5.0
+
+    for n in range(3):
+        bench.post(f"bad{n}", change=spoil)
+    bench.drain(worker)
+    page = browse(api.url, tmp_path)
+    assert page.texts["headline"].startswith("3 of 3 batches dead: log-probabilities disagree with the features by 5")
+    assert tone(page) == ("bad", "bad")
+    assert page.hidden("empty")
+
+
+@needs_browser
+def test_a_run_from_scratch_says_how_many_tokens_its_vocabulary_waits_for(
+    bench: Bench, serve: Callable[..., RunningService], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.register()
+    api, worker = serve(), bench.worker(vocab_min_tokens=400)
+    assert browse(api.url, tmp_path).texts["headline"] == "Waiting for the first rollouts."
+    with caplog.at_level("INFO", logger="draftalign.worker"):
+        bench.post("a", lengths=[13] * 12)
+        bench.drain(worker)
+    page = browse(api.url, tmp_path)
+    said = "120 of 400 response tokens gathered"
+    assert page.texts["headline"] == f"Waiting for the draft vocabulary: {said}."
+    assert tone(page) == ("wait", "wait")
+    assert page.hidden("empty")
+    assert f"default: {said} for the draft vocabulary; batches waiting: 1" in caplog.text
+    assert httpx.get(f"{api.url}/runs/default").json()["headline"]["text"] == page.texts["headline"]
+    assert 'draftalign_vocabulary_tokens{run="default"} 120.0' in httpx.get(f"{api.url}/metrics").text
+    bench.post("b", lengths=[13] * 30)
+    bench.drain(worker)
+    assert httpx.get(f"{api.url}/runs/default").json()["headline"]["state"] != "gathering"
+    assert "draftalign_vocabulary" not in httpx.get(f"{api.url}/metrics").text
+
+
+@needs_browser
+@pytest.mark.parametrize(("password", "drawn"), [("engine-secret", True), ("wrong", False)])
+def test_behind_tokens_a_password_opens_the_page_and_alpha_is_drawn(
+    serve: Callable[..., RunningService], redis_client: Redis, tmp_path: Path, password: str, drawn: bool
+) -> None:
+    """The real service: Chromium sends the name and password of a URL only where it is asked for Basic."""
+    service = serve(tokens="engine-secret:read;trainer-secret:write")
+    trainer = HEADERS | {"Authorization": "Bearer trainer-secret"}
+    service.client.put("/runs/default", content=run_file(), headers=trainer).raise_for_status()
+    store = Store(redis_client, "default")
+    for number, record in enumerate(sample_run(12).scores):
+        store.put_score(f"{number:032x}", record)
+    page = browse(service.url.replace("http://", f"http://anyone:{password}@"), tmp_path)
+    assert bool(page.having("data-series", "served")) == drawn, page.texts.get("connection")
+    if drawn:
+        assert page.texts["connection"] == "live"
+        assert not page.hidden("full")

@@ -1,0 +1,283 @@
+"""What the headline is told: read from what API, engines and worker have stored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis.asyncio
+from redis import Redis
+from service_fixtures import RunningService, rollout_file
+from worker_fixtures import Bench
+
+import service.api.snapshot
+from service.api.context import ServiceContext
+from service.api.snapshot import facts_of
+from service.monitor.dead_drafter import DeadRule
+from service.monitor.headline import ENGINE_SILENT_SECONDS, Headline, RunFacts
+from service.monitor.metrics import RunSnapshot
+from service.settings import Settings
+from service.storage.queue import RolloutQueue
+from service.storage.registry import Registry
+from service.storage.reports import (
+    RECENT_SCORES,
+    AsyncStore,
+    Store,
+    StoreKeys,
+)
+
+NOW = 5000.0
+VERSION = "v000001-aaaaaaaa"
+
+
+def facts(**stored: Any) -> RunFacts:
+    return facts_of(RunSnapshot(**({"now": NOW} | stored)), Settings(), DeadRule())
+
+
+def scored(second: float, alpha: float = 3.0) -> dict[str, Any]:
+    sums = {"tokens": 100 * alpha, "rounds": 100.0}
+    entry = f"{int(second * 1000)}-0"
+    return {"entry_id": entry, "policy_version": 1, "drafter_version": VERSION, "served": sums, "created": second}
+
+
+def counted(rounds: int, accepted: int, created: float, **more: Any) -> dict[str, Any]:
+    record = {"reporter": "e", "drafter_version": VERSION, "policy_version": 1, "created": created}
+    return record | {"rounds": rounds, "accepted_tokens": accepted, **more}
+
+
+def test_batches_dead_and_scored_are_put_in_the_order_in_which_they_came() -> None:
+    letters = [{"entry_id": f"{n}000-0", "reason": f"reason {n}"} for n in (30, 29, 8)]
+    found = facts(scores=[scored(n) for n in range(10, 29)], dead_letters=letters)
+    assert (found.recent_batches, found.recent_dead, found.dead_reason) == (20, 2, "reason 30")
+
+
+def test_it_is_known_how_many_of_the_newest_batches_are_dead_and_when_one_was_scored_last() -> None:
+    def dead(*seconds: int) -> RunFacts:
+        letters = [{"entry_id": f"{n}000-0", "reason": "r"} for n in seconds]
+        return facts(scores=[scored(n) for n in range(10, 20)], dead_letters=letters)
+
+    assert [dead(*found).newest_dead for found in ((), (5, 6), (5, 20, 21), tuple(range(20, 50)))] == [0, 0, 2, 20]
+    assert (dead().last_scored, facts().last_scored) == (19.0, None)
+
+
+def test_an_engine_is_dead_by_its_last_rounds_and_while_it_reports() -> None:
+    healthy, dead = counted(10_000, 20_000, NOW - 60), counted(300, 2, NOW - 5, policy_version=2)
+    [found] = facts(scores=[scored(1)], acceptances=[healthy, dead]).dead_engines
+    assert (found.reporter, found.drafter_version, found.rounds, found.replay_alpha) == ("e", VERSION, 300, 3.0)
+    assert found.live_alpha == pytest.approx(1 + 2 / 300)
+    few, gone = dead | {"rounds": 30, "accepted_tokens": 0}, dead | {"created": NOW - ENGINE_SILENT_SECONDS - 1}
+    other = dead | {"method": "ngram"}
+    for record in (few, gone, other):
+        assert facts(scores=[scored(1)], acceptances=[record]).dead_engines == []
+    assert facts(scores=[scored(1, alpha=1.1)], acceptances=[dead]).dead_engines == [], "it is bad, not dead"
+    assert facts(acceptances=[dead]).dead_engines == [], "nobody knows"
+
+
+def test_pauses_of_a_trainer_are_known_by_when_its_batches_came() -> None:
+    assert facts(scores=[scored(10), scored(70), scored(75)]).longest_pause == 60.0
+    assert facts(scores=[{"policy_version": 1, "created": 1.0}]).longest_pause is None
+
+
+def test_an_alarm_is_a_lane_above_its_limit() -> None:
+    lanes = {"fast": {"statistic": 3.0, "limit": 9.5}, "slow": {"statistic": 40.0, "limit": 36.1}}
+    found = facts(worker={"drift": lanes, "drift_alpha": 2.5, "drift_level": 3.4})
+    assert (found.drift_alarm, found.drift_alpha, found.drift_level) == (True, 2.5, 3.4)
+    assert not facts(worker={"drift": {"fast": lanes["fast"]}}).drift_alarm
+    assert not facts(worker={"drift": {"fast": {}}}).drift_alarm
+
+
+def test_a_run_says_what_it_waits_for(service: RunningService) -> None:
+    def said() -> dict[str, Any]:
+        found: dict[str, Any] = service.client.get("/runs/default").json()["headline"]
+        assert found == service.client.get("/alpha").json()["headline"]
+        return found
+
+    assert said()["text"] == "Waiting for the first rollouts."
+    assert service.post(rollout_file()).status_code == 202
+    assert said()["text"] == "Waiting: 1 batch is queued, the worker has not begun."
+
+
+def test_when_batches_came_is_told_also_after_they_ended(service: RunningService, redis_client: Redis) -> None:
+    def arrived() -> float | None:
+        for line in service.client.get("/metrics").text.splitlines():
+            if line.startswith("draftalign_rollouts_last_arrival_timestamp_seconds{"):
+                return float(line.rpartition(" ")[2])
+        return None
+
+    assert arrived() is None
+    before = time.time()
+    service.post(rollout_file())
+    first = arrived()
+    assert first is not None
+    assert first == pytest.approx(before, abs=60)
+    queue = RolloutQueue(redis_client, "default")
+    [entry] = queue.claim("worker", 1, 60.0)
+    queue.ack(entry)
+    assert arrived() == first
+
+
+def test_the_log_says_the_headline_when_it_becomes_another(
+    bench: Bench,
+    serve: Callable[..., RunningService],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench.begin()
+    monkeypatch.setattr(service.api.snapshot, "_WATCH_SECONDS", 0.05)
+    caplog.set_level(logging.INFO, logger="draftalign.api")
+    serve()
+    bench.wait(lambda: "default: Waiting for the first rollouts." in caplog.text)
+    bench.worker()  # takes the run up, then says nothing more
+    bench.store.set_worker({"heartbeat": time.time() - 71})
+    bench.wait(lambda: "default: Worker silent for 7" in caplog.text)
+    lines = [record for record in caplog.records if record.getMessage().startswith("default: ")]
+    assert [record.levelname for record in lines] == ["INFO", "WARNING"], "each once, however often it is looked"
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(
+    serve: Callable[..., RunningService],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench,
+) -> None:
+    monkeypatch.setattr(service.api.snapshot, "_WATCH_SECONDS", 0.05)
+    caplog.set_level(logging.INFO, logger="draftalign.api")
+    api = serve()
+    for run in ("broken", "sound"):
+        assert api.register(run).status_code == 201
+    api.layout.latest("broken").write_text("{")
+    bench.wait(lambda: "sound: Waiting for the first rollouts." in caplog.text)
+
+
+def test_a_run_whose_headline_fails_is_told_of_once_and_hides_no_other(
+    serve: Callable[..., RunningService],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench,
+) -> None:
+    real, looked = service.api.snapshot.read_headline, Counter[str]()
+
+    async def read(context: ServiceContext, run: str) -> Headline:
+        looked[run] += 1
+        if run == "broken":
+            raise KeyError("nobody foresaw it") if looked[run] < 3 else TypeError("nor this")
+        return await real(context, run)
+
+    monkeypatch.setattr(service.api.snapshot, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(service.api.snapshot, "read_headline", read)
+    caplog.set_level(logging.INFO, logger="draftalign.api")
+    api = serve()
+    for run in ("broken", "sound"):
+        assert api.register(run).status_code == 201
+    bench.wait(lambda: looked["broken"] > 5)
+    assert "sound: Waiting for the first rollouts." in caplog.text
+    told = [r.exc_info[0] for r in caplog.records if r.exc_info and "broken" in r.getMessage()]
+    assert told == [KeyError, TypeError]
+
+
+def test_what_a_headline_reads_does_not_grow_with_the_run(
+    service: RunningService, redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.api.snapshot._WATCH_SECONDS", 3600.0)
+    version, now = service.publish().version, time.time()
+
+    def grow(scores: range, silent: range) -> None:
+        store = Store(redis_client, "default")
+        for n in scores:
+            store.put_score(f"{n:032x}", scored(now - 10_000 + n) | {"drafter_version": version})
+        book(redis_url, [counted(500, 9, now - 5, drafter_version=version)])
+        book(redis_url, [counted(500, 900, now - 1000, reporter=f"silent {n}") for n in silent])
+
+    def read() -> tuple[dict[str, Any], int]:
+        before = redis_client.info("stats")["total_net_output_bytes"]
+        found: dict[str, Any] = service.client.get("/runs/default").raise_for_status().json()["headline"]
+        return found, redis_client.info("stats")["total_net_output_bytes"] - before
+
+    grow(range(300), range(10))
+    assert service.client.get("/alpha").json()["headline"] == read()[0]
+    whole: list[str] = []
+    real = Registry.history
+    monkeypatch.setattr(Registry, "history", lambda self, run: whole.append(run) or real(self, run))
+    found, size = read()
+    assert found["state"] == "engine_dead"
+    grow(range(300, 1200), range(10, 60))
+    assert read()[1] < 1.1 * size
+    assert whole == [], "the history grows too"
+
+
+def test_the_order_of_scores_from_before_so_many_were_kept_in_order_is_found_once(
+    service: RunningService, redis_client: Redis
+) -> None:
+    store, keys = Store(redis_client, "default"), StoreKeys("default")
+    for n in range(RECENT_SCORES + 50):
+        store.put_score(f"{n:032x}", scored(100 + n))
+    newest = redis_client.zrange(keys.recent_scores, 0, -1)
+    redis_client.zremrangebyrank(keys.recent_scores, 0, -65)
+    before = service.client.get("/alpha").json()["current"]
+    assert before["alpha_served"] == pytest.approx(3.0)
+    service.client.get("/runs/default").raise_for_status()
+    assert redis_client.zrange(keys.recent_scores, 0, -1) == newest
+    assert len(newest) == RECENT_SCORES
+
+
+def test_engines_that_fell_silent_are_told_of_by_when_the_last_one_reported(
+    service: RunningService, redis_url: str, redis_client: Redis
+) -> None:
+    Store(redis_client, "default").put_score("a" * 32, scored(time.time()))
+    book(redis_url, [counted(500, 900, time.time() - 7200)])
+    for document in (service.client.get("/runs/default").json(), service.client.get("/alpha").json()):
+        assert "No engine has reported for 2 h." in document["headline"]["also"]
+
+
+def book(url: str, reports: list[dict[str, Any]]) -> None:
+    async def main() -> None:
+        client = redis.asyncio.Redis.from_url(url)
+        try:
+            for report in reports:
+                await AsyncStore(client, "default").book(report)
+        finally:
+            await client.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_record_that_is_added_up_meanwhile_is_read_once(redis_url: str, redis_client: Redis) -> None:
+    keys, name = StoreKeys("default"), json.dumps(["drafter", VERSION, 1])
+    stop = threading.Event()
+
+    def fold_and_back() -> None:
+        with Redis.from_url(redis_url) as client:
+            while not stop.is_set():
+                for apart in (True, False):
+                    pipe = client.pipeline(transaction=True)
+                    pipe.delete(keys.live if apart else keys.acceptance)
+                    if apart:
+                        pipe.hset(keys.acceptance, "e/v/1", json.dumps(counted(7, 7, NOW)))
+                    else:
+                        pipe.hset(keys.live, mapping={f"{name}:rounds": 7, f"{name}:tokens": 14})
+                    pipe.execute()
+
+    async def read() -> list[list[dict[str, Any]]]:
+        client = redis.asyncio.Redis.from_url(redis_url)
+        try:
+            return [await AsyncStore(client, "default").acceptances() for _ in range(300)]
+        finally:
+            await client.aclose()
+
+    writer = threading.Thread(target=fold_and_back)
+    writer.start()
+    try:
+        while not redis_client.exists(keys.live, keys.acceptance):
+            pass
+        seen = asyncio.run(read()) + [Store(redis_client, "default").acceptances() for _ in range(300)]
+    finally:
+        stop.set()
+        writer.join()
+    assert [sum(record["rounds"] for record in records) for records in seen] == [7] * 600

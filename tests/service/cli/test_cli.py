@@ -1,0 +1,301 @@
+"""The command line as a person meets it: help, one line per error, and `up` as a whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from worker_fixtures import World, alive
+
+from service.cli.up import _check_device
+from service.errors import ConfigurationError
+from service.settings import redis_place
+from service.worker.process import checked_device
+
+ROOT = Path(__file__).parents[3]
+HEADERS = {"Content-Type": "application/x-safetensors"}
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_") and k != "REDIS_URL"}
+    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **changes}
+
+
+def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "service.cli", *arguments],
+        cwd=cwd,
+        env=clean_environment(PYTHONPATH=str(ROOT), **environment),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def test_help_lists_the_commands_quickly(tmp_path: Path) -> None:
+    done = run("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for command in ("up", "serve", "worker", "agent", "demo"):
+        assert re.search(rf"\b{command}\b", done.stdout), done.stdout
+    assert not list(tmp_path.iterdir()), "asking for help makes no state directory"
+
+
+@pytest.mark.parametrize("command", ["up", "serve", "worker", "agent", "demo"])
+def test_every_command_explains_its_options(command: str, tmp_path: Path) -> None:
+    done = run(command, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "--" in done.stdout
+
+
+ERRORS = [
+    (("worker",), {}, "a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`"),
+    (("serve",), {}, "the API needs a Redis"),
+    (("serve",), {"DRAFTALIGN_PORT": "many"}, "setting port: Input should be a valid integer"),
+    (("up",), {"DRAFTALIGN_HOST": "0.0.0.0"}, "refusing to listen on 0.0.0.0 without tokens"),  # noqa: S104
+    (
+        ("up",),
+        {"DRAFTALIGN_LOG_LEVEL": "loud"},
+        "DRAFTALIGN_LOG_LEVEL must be DEBUG, INFO, WARNING or",
+    ),
+    (("up",), {"DRAFTALIGN_TOKENS": "nonsense"}, "tokens: entry 1 must be"),
+    (("worker", "--redis-url", "nonsense://x"), {}, "redis_url"),
+    (("serve", "--redis-url", "nonsense://x"), {}, "redis_url"),
+    (("up", "--state-dir", "/proc/nowhere"), {}, "/proc/nowhere"),
+]
+
+
+REDIS_URLS = [  # no Redis answers there, or the URL is broken
+    "redis://someone:hunter2@127.0.0.1:1/0",
+    "rediss://:hunter2@127.0.0.1:1",
+    "redis://127.0.0.1:1/0?password=hunter2",
+    "unix://:hunter2@/nowhere/redis.sock",
+    "redis://:hunter2/x@127.0.0.1:1",
+]
+
+
+@pytest.mark.parametrize("url", REDIS_URLS)
+def test_a_redis_that_does_not_answer_is_named_without_its_password(url: str, tmp_path: Path) -> None:
+    done = run("up", "--port", str(free_port()), "--state-dir", "state", "--redis-url", url, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "hunter" not in done.stderr + done.stdout, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "redis" in last_line(done.stderr)
+
+
+@pytest.mark.parametrize("command", ["up", "serve", "worker"])
+def test_a_part_that_cannot_read_its_redis_url_does_not_print_it(command: str, tmp_path: Path) -> None:
+    done = run(command, cwd=tmp_path, DRAFTALIGN_REDIS_URL="redis://:hunter2/x@127.0.0.1:1")
+    assert done.returncode == 1
+    assert "hunter" not in done.stderr + done.stdout, done.stderr
+    assert "redis_url must begin with one of redis://, rediss://, unix://" in last_line(done.stderr)
+
+
+@pytest.mark.parametrize("command", ["up", "serve", "worker"])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("db=x", "Invalid value for 'db'"),
+        ("password=a&hunter3=b", "an option"),  # of a password whose & was not percent-encoded
+        ("protocol=9", "an option"),
+    ],
+)
+def test_a_redis_url_with_a_bad_option_ends_every_part_in_one_line(
+    command: str, options: str, named: str, tmp_path: Path
+) -> None:
+    done = run(command, cwd=tmp_path, DRAFTALIGN_REDIS_URL=f"redis://:hunter2@127.0.0.1:1/0?{options}")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "hunter" not in done.stderr + done.stdout, done.stderr
+    assert last_line(done.stderr).startswith("draftalign: redis_url redis://127.0.0.1:1/0 cannot be used: ")
+    assert named in last_line(done.stderr)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("redis://:hunter2/x@host", "redis://:12/hunter2@host", "redis://:hunter2#x@host", "redis://:12#hunter2@host"),
+        *("redis://:hunter2?x@host", "redis://:12?hunter2@host", "redis://:x@host:hunter2", "redis://[hunter2"),
+        *("redis://:hunter2@[host", "http://:hunter2@host", "hunter2", ":hunter2@host:6379", ""),
+    ],
+)
+def test_a_broken_redis_url_is_refused_without_a_word_of_it(url: str) -> None:
+    with pytest.raises(ValueError, match="redis_url must begin with one of") as caught:
+        redis_place(url)
+    assert "hunter" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:p@host:6380/3?password=x", "redis://host:6380/3"),
+        ("rediss://u:p@[::1]:6379", "rediss://[::1]:6379"),
+        ("redis://host", "redis://host"),
+        ("unix:///run/redis.sock?db=2", "unix:///run/redis.sock"),
+    ],
+)
+def test_what_is_shown_of_a_redis_url_is_where_it_leads(url: str, shown: str) -> None:
+    assert redis_place(url) == shown
+
+
+@pytest.mark.parametrize(("command", "starts"), [("up", True), ("demo", True), ("serve", False), ("worker", False)])
+def test_help_promises_an_embedded_valkey_only_where_one_is_started(command: str, starts: bool, tmp_path: Path) -> None:
+    text = " ".join(run(command, "--help", cwd=tmp_path).stdout.replace("│", " ").split())
+    assert ("unset starts an embedded Valkey" in text) == starts
+    assert ("Redis or Valkey to use; required" in text) == (not starts)
+    assert "DRAFTALIGN_REDIS_URL" in text
+
+
+@pytest.mark.parametrize(("arguments", "environment", "words"), ERRORS, ids=lambda x: str(x)[:40])
+def test_an_error_is_one_line_that_says_what_to_do(
+    arguments: tuple[str, ...], environment: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    done = run(*arguments, cwd=tmp_path, **{"DRAFTALIGN_LOG_LEVEL": "CRITICAL", **environment})
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert last_line(done.stderr).startswith("draftalign: "), done.stderr
+    assert words in last_line(done.stderr), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_up_on_a_taken_port_says_so_and_starts_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("up", "--port", str(port), "--state-dir", str(tmp_path / "state"), cwd=tmp_path)
+    assert done.returncode == 1
+    assert last_line(done.stderr) == (
+        f"draftalign: port {port} on 127.0.0.1 is taken; stop what listens there or choose another with --port"
+    )
+    assert not (tmp_path / "state").exists()
+
+
+class Up:
+    """`draftalign up` on a free port."""
+
+    def __init__(self, directory: Path) -> None:
+        self.port = free_port()
+        self.log = directory / "up.log"
+        self.state_dir = directory / "state"
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "service.cli", "up", "--port", str(self.port), "--state-dir", self.state_dir],
+                env=clean_environment(PYTHONPATH=str(ROOT), DRAFTALIGN_CHECKPOINT_SECONDS="0"),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a Ctrl-C of this test must not reach pytest
+            )
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
+
+    def children(self) -> dict[str, int]:
+        """Process ids by name, the newest of each."""
+        return {n: int(p) for n, p in re.findall(r"(\w+) runs as process (\d+)", self.log.read_text())}
+
+    def wait_ready(self, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if self.client.get("/readyz").status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            assert time.monotonic() < deadline, self.log.read_text()
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+
+    def wait_state(self, batch_id: str, state: str, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if self.client.get(f"/rollouts/{batch_id}").json().get("state") == state:
+                    return
+            except httpx.HTTPError:
+                pass
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pid in self.children().values():
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    made = Up(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(240)
+def test_up_serves_survives_the_death_of_each_part_and_ends_on_ctrl_c(up: Up, tmp_path: Path) -> None:
+    up.wait_ready()
+    world = World()
+    body = world.run_file(drafter=world.drafter())
+    assert up.client.put("/runs/default", content=body, headers=HEADERS).status_code == 201
+    first = up.client.post("/rollouts", content=world.rollout_file("a"), headers=HEADERS).json()["batch_id"]
+    up.wait_state(first, "trained")
+
+    second_up = run("up", "--port", str(free_port()), "--state-dir", str(up.state_dir), cwd=tmp_path)
+    assert second_up.returncode == 1, "two services on one state directory would fight over it"
+    assert "a server already runs on" in last_line(second_up.stderr)
+
+    for name in ("valkey", "api", "worker"):
+        os.kill(up.children()[name], signal.SIGKILL)
+    up.wait_ready()
+    up.wait_state(first, "trained")
+    assert up.client.get("/drafter/latest").json()["version"].startswith("v000001-")
+    second = up.client.post("/rollouts", content=world.rollout_file("b"), headers=HEADERS).json()["batch_id"]
+    up.wait_state(second, "trained")
+
+    children = up.children()
+    os.killpg(up.process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    started = time.monotonic()
+    assert up.process.wait(20) == 0
+    assert time.monotonic() - started < 15
+    assert sorted(children) == ["api", "valkey", "worker"]
+    assert not any(alive(pid) for pid in children.values())
+    log = up.log.read_text()
+    assert "Traceback" not in log, log
+    assert "ignored SIGTERM" not in log, log
+    assert "not closed in order" not in log, "the worker's Redis was there until it had ended"
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("gpu", "names no device"), ("cuda", "torch sees 0 CUDA devices"), ("cuda:3", "is not here")],
+)
+def test_a_device_that_is_not_there_is_named_before_anything_starts(
+    device: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigurationError, match=message):
+        checked_device(device)
+
+
+def test_up_says_so_too_and_starts_nothing() -> None:
+    with pytest.raises(ConfigurationError, match="DRAFTALIGN_DEVICE='gpu' names no device"):
+        _check_device("gpu")

@@ -1,0 +1,141 @@
+"""Counts of engines: differences, sums, servers side by side, and where reports without a policy version go."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from redis import Redis
+from service_fixtures import RunningService, rollout_file
+
+from service.monitor.counts import (
+    by_drafter,
+    by_method,
+    servers,
+    since,
+    total,
+)
+from service.storage.reports import Store
+
+
+def counts(rounds: int, accepted: int, **more: Any) -> dict[str, Any]:
+    return {
+        "reporter": "agent e",
+        "drafter_version": "v000001-aaaaaaaa",
+        "rounds": rounds,
+        "accepted_tokens": accepted,
+        "drafted_tokens": 3 * rounds,
+        "emitted_tokens": rounds + accepted,
+        "accepted_per_position": [accepted],
+        "window_seconds": 1.0,
+        **more,
+    }
+
+
+def test_a_difference_and_a_sum_undo_each_other() -> None:
+    before, now = counts(10, 4), counts(25, 19, accepted_per_position=[12, 7])
+    more = since(now, before)
+    assert (more["rounds"], more["accepted_tokens"], more["accepted_per_position"]) == (15, 15, [8, 7])
+    whole = total(more, before)
+    assert all(whole[name] == now[name] for name in ("rounds", "accepted_tokens", "emitted_tokens", "drafted_tokens"))
+    assert whole["accepted_per_position"] == [12, 7]
+
+
+def test_counts_that_fell_began_anew() -> None:
+    assert since(counts(3, 1), counts(100, 70))["rounds"] == 3
+
+
+def test_an_unknown_emission_stays_unknown() -> None:
+    more = since(counts(9, 2, emitted_tokens=None), counts(4, 1))
+    assert more["emitted_tokens"] is None
+    assert total(more, counts(4, 1))["emitted_tokens"] is None
+
+
+def test_methods_and_drafters_are_never_one_number() -> None:
+    records = [
+        counts(100, 200),
+        counts(100, 50, drafter_version="v000002-bbbbbbbb"),
+        counts(10, 1, method="ngram", drafter_version="ngram"),
+    ]
+    assert by_method(records) == {"ngram": {"alpha": 1.1, "rounds": 10}}
+    assert {v: s["alpha"] for v, s in by_drafter(records).items()} == {
+        "v000001-aaaaaaaa": 3.0,
+        "v000002-bbbbbbbb": 1.5,
+    }
+
+
+def test_a_server_is_shown_with_what_it_runs_now() -> None:
+    records = [
+        counts(100, 200, created=1.0),
+        counts(50, 25, drafter_version="v000002-bbbbbbbb", policy_version=3, created=2.0),
+        counts(50, 35, drafter_version="v000002-bbbbbbbb", policy_version=4, created=3.0),
+    ]
+    (line,) = servers(records)
+    assert line["drafter_version"] == "v000002-bbbbbbbb"
+    assert line["alpha"] == 1.6
+    assert line["rounds"] == 100
+    assert line["reported"] == 3.0
+
+
+def test_the_half_width_covers_the_truth_19_times_in_20() -> None:
+    rng = np.random.default_rng(0)
+    keep, rounds, hits = np.array([0.8, 0.6, 0.5]), 400, 0
+    truth = 1 + float(np.cumprod(keep).sum())
+    for _ in range(400):
+        kept = (rng.random((rounds, 3)) < keep).cumprod(axis=1)
+        accepted = int(kept.sum())
+        (line,) = servers([counts(rounds, accepted, accepted_per_position=kept.sum(axis=0).tolist())])
+        hits += abs(line["alpha"] - truth) <= line["half_width"]
+    assert 0.92 <= hits / 400 <= 0.98
+
+
+def test_a_report_without_a_policy_version_goes_to_the_newest_one(service: RunningService, redis_client: Redis) -> None:
+    store = Store(redis_client, "default")
+
+    def report(policy: int | None, **more: Any) -> None:
+        if policy is not None:
+            redis_client.set(store._keys.latest_policy, policy)
+        document = {"run": "default", "policy_version": None, **more}
+        assert service.client.post("/acceptance", json=document).status_code == 200
+
+    report(None, **counts(10, 5))  # nobody has sent rollouts yet
+    report(3, **counts(30, 20))
+    report(None, **counts(30, 20))  # the same again: nothing is counted twice
+    report(4, **counts(80, 90))
+    report(None, **counts(5, 5))  # the engine began anew
+    found = {r["policy_version"]: (r["rounds"], r["accepted_tokens"]) for r in store.acceptances()}
+    assert found == {None: (10, 5), 3: (20, 15), 4: (55, 75)}
+    points = {p["policy_version"]: p for p in service.client.get("/alpha").json()["points"]}
+    assert points[3]["alpha_live"] == pytest.approx(1 + 15 / 20)
+    assert points[4]["alpha_live"] == pytest.approx(1 + 75 / 55)
+
+
+def test_counts_follow_a_trainer_that_went_back_and_not_one_absurd_policy_version(
+    service: RunningService, redis_client: Redis
+) -> None:
+    def report(policy: int, rounds: int) -> None:
+        assert service.post(rollout_file((f"r{policy}",), policy_version=policy)).status_code == 202
+        document = {"run": "default", "policy_version": None, **counts(rounds, rounds)}
+        assert service.client.post("/acceptance", json=document).status_code == 200
+
+    for policy, rounds in ((7, 10), (999_999_999_999_999, 30), (3, 60)):
+        report(policy, rounds)
+    found = {r["policy_version"]: r["rounds"] for r in Store(redis_client, "default").acceptances()}
+    assert found == {7: 10, 999_999_999_999_999: 20, 3: 30}
+
+
+def test_an_ngram_server_beside_a_drafter_changes_no_live_alpha(service: RunningService, redis_client: Redis) -> None:
+    redis_client.set(Store(redis_client, "default")._keys.latest_policy, 7)
+    ours = {"run": "default", "policy_version": 7, **counts(100, 200)}
+    ngram = {"run": "default", "policy_version": None, "method": "ngram", **counts(100, 20, drafter_version="ngram")}
+    ngram["reporter"] = "agent n"
+    for document in (ours, ngram):
+        assert service.client.post("/acceptance", json=document).status_code == 200
+    document = service.client.get("/alpha").json()
+    (point,) = document["points"]
+    assert point["alpha_live"] == 3.0
+    assert point["live_by_method"] == {"ngram": {"alpha": 1.2, "rounds": 100}}
+    assert {s["method"]: s["alpha"] for s in document["servers"]} == {"drafter": 3.0, "ngram": 1.2}
+    assert all(s["half_width"] is None or math.isfinite(s["half_width"]) for s in document["servers"])

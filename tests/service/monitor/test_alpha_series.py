@@ -1,0 +1,160 @@
+"""The α series: pooling of score and acceptance records into the GET /alpha document."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from typing import Any
+
+import pytest
+
+from service.monitor.alpha import alpha_document, drafter_sums
+
+
+def score(policy_version: int, **more: Any) -> dict[str, Any]:
+    return {
+        "batch_id": "b",
+        "policy_version": policy_version,
+        "drafter_version": "v000001-aaaaaaaa",
+        "rollouts": 2,
+        "tokens": 100,
+        "created": 1.0,
+        **more,
+    }
+
+
+def counts(tokens: float, rounds: float) -> dict[str, float]:
+    return {"tokens": tokens, "rounds": rounds}
+
+
+def points(scores: list[dict[str, Any]], acceptances: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    document = alpha_document("default", {str(i): s for i, s in enumerate(scores)}, acceptances or [], [], 4)
+    json.dumps(document, allow_nan=False)  # what the API must be able to do with it
+    found: list[dict[str, Any]] = document["points"]
+    return found
+
+
+def test_sums_are_pooled_before_they_are_divided() -> None:
+    [point] = points([score(3, served=counts(10, 10)), score(3, served=counts(400, 100))])
+    assert point["alpha_served"] == pytest.approx(410 / 110)  # the mean of ratios would be 2.5
+    assert point["rollouts"] == 4
+    assert point["tokens"] == 200
+
+
+def test_what_has_no_data_is_null_and_never_zero() -> None:
+    [point] = points([score(0, served=counts(0, 0), ngram=None, best=counts(math.nan, 3))])
+    empty = [k for k, v in point.items() if v is None]
+    assert {"alpha_served", "alpha_ngram", "alpha_best", "alpha_frozen", "alpha_candidate"} <= set(empty)
+    assert {"regret", "entropy", "reward", "alpha_live", "live_rounds", "action", "best_version"} <= set(empty)
+    assert alpha_document("r", {}, [], [], 4) == {"run": "r", "depth": 4, "points": [], "events": [], "servers": []}
+
+
+def test_what_frozen_is_compared_with_is_of_the_same_rollouts() -> None:
+    """The first file of a version was compared, the next passed over: they may be of quite different prompts."""
+    [point] = points([score(1, served=counts(300, 100), frozen=counts(290, 100)), score(1, served=counts(100, 100))])
+    assert point["alpha_served"] == pytest.approx(2.0)
+    assert point["alpha_served_compared"] == pytest.approx(3.0)
+    assert points([score(1, served=counts(100, 100))])[0]["alpha_served_compared"] is None
+
+
+def test_regret_is_formed_only_where_best_and_served_are_both_known() -> None:
+    [point] = points(
+        [
+            score(1, served=counts(300, 100), best=counts(300, 90), best_version="v000002-bbbbbbbb"),
+            score(1, served=counts(100, 100)),  # hard prompts, archive not scored: must not appear as regret
+        ]
+    )
+    assert point["regret"] == pytest.approx(300 / 90 - 3)
+    assert point["best_version"] == "v000002-bbbbbbbb"
+
+
+def test_a_best_below_the_served_drafter_is_reported_as_it_is() -> None:
+    [point] = points([score(1, served=counts(300, 100), best=counts(290, 100))])
+    assert point["regret"] == pytest.approx(-0.1)
+
+
+def test_points_ascend_and_include_versions_that_only_engines_have_counted() -> None:
+    live = [{"reporter": "e", "policy_version": 9, "drafter_version": "v7", "rounds": 10, "emitted_tokens": 10}]
+    found = points([score(5, served=counts(4, 2)), score(1, served=counts(4, 2))], live)
+    assert [p["policy_version"] for p in found] == [1, 5, 9]
+    assert found[2]["alpha_live"] == 1.0  # a dead drafter shows at once, before any rollout is scored
+    assert found[2]["alpha_served"] is None
+    assert found[2]["drafter_version"] == "v7"
+
+
+def test_live_alpha_pools_reporters_and_prefers_what_was_emitted_after_trimming() -> None:
+    live: list[dict[str, Any]] = [
+        {"policy_version": 2, "rounds": 100, "accepted_tokens": 300, "emitted_tokens": 390},
+        {"policy_version": 2, "rounds": 50, "accepted_tokens": 100, "emitted_tokens": None},
+        {"policy_version": 2, "rounds": 0, "accepted_tokens": 0, "emitted_tokens": 0},
+        {"policy_version": None, "rounds": 1000, "accepted_tokens": 0, "emitted_tokens": 1000},
+    ]
+    [point] = points([], live)
+    assert point["alpha_live"] == pytest.approx((390 + 150) / 150)
+    assert point["live_rounds"] == 150
+
+
+def test_entropy_and_reward_are_pooled_ratios() -> None:
+    [point] = points(
+        [
+            score(1, logprob_sum=-10.0, logprob_tokens=10, reward_sum=1.0, reward_count=4),
+            score(1, logprob_sum=-200.0, logprob_tokens=90),
+        ]
+    )
+    assert point["entropy"] == pytest.approx(2.1)
+    assert point["reward"] == pytest.approx(0.25)
+
+
+def test_the_version_that_served_most_and_the_newest_action_are_named() -> None:
+    [point] = points(
+        [
+            score(1, drafter_version="v2", served=counts(500, 100), action="train", created=5.0),
+            score(1, drafter_version="v3", served=counts(20, 10), action="idle", created=9.0),
+        ]
+    )
+    assert point["drafter_version"] == "v2"
+    assert point["action"] == "idle"
+
+
+def test_half_widths_pool_over_batches_and_cover_the_truth() -> None:
+    rng = random.Random(11)
+
+    def rollout() -> tuple[float, float]:
+        rounds = rng.randint(20, 200)
+        return rounds * max(1.0, rng.gauss(3.0, 0.5)), rounds
+
+    estimates, widths = [], []
+    for _ in range(300):
+        batches = [[rollout() for _ in range(20)] for _ in range(3)]
+        records = [score(1, served=drafter_sums(*zip(*batch, strict=True))) for batch in batches]
+        [point] = points(records)
+        estimates.append(point["alpha_served"])
+        widths.append(point["alpha_served_half_width"])
+    # The stated width is that of the estimator's own spread, and covers 95 % of it.
+    assert statistics.mean(widths) == pytest.approx(1.96 * statistics.stdev(estimates), rel=0.12)
+    covered = sum(abs(e - 3.0) < w for e, w in zip(estimates, widths, strict=True)) / 300
+    assert 0.90 < covered < 0.985
+
+
+def test_no_half_width_is_given_when_a_record_lacks_its_moments() -> None:
+    [point] = points([score(1, served=drafter_sums([8, 4], [2, 2])), score(1, served=counts(8, 2))])
+    assert point["alpha_served"] == pytest.approx(20 / 6)
+    assert point["alpha_served_half_width"] is None
+
+
+def test_rollouts_without_a_round_leave_the_sums_alone() -> None:
+    assert drafter_sums([8, 0, 4], [2, 0, 2]) == {
+        "tokens": 12.0,
+        "rounds": 4.0,
+        "rollouts": 2.0,
+        "tokens_squared": 80.0,
+        "rounds_squared": 8.0,
+        "tokens_rounds": 24.0,
+    }
+
+
+def test_events_are_passed_on_as_the_registry_wrote_them() -> None:
+    event = {"time": 3.0, "event": "refused", "policy_version": 4, "reason": "no gain"}
+    assert alpha_document("r", {}, [], [event], 3)["events"] == [event]

@@ -1,0 +1,308 @@
+"""The rule that tells a dead drafter from a bad one, and what POST /acceptance does with it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis import Redis
+from service_fixtures import RunningService
+
+from service.monitor.dead_drafter import (
+    REPLAYED_BATCHES,
+    DeadRule,
+    judge,
+    pooled_replay_alpha,
+)
+from service.storage.reports import Store, StoreKeys
+
+RULE = DeadRule()
+
+
+def verdict(**changes: Any) -> Any:
+    facts: dict[str, Any] = {
+        "rounds": 500,
+        "accepted_tokens": 0,
+        "replay_alpha": 2.5,
+        "is_latest": True,
+        "seconds_since_push": None,
+    }
+    return judge(RULE, **(facts | changes))
+
+
+def test_live_at_one_while_replay_is_high_is_dead() -> None:
+    found = verdict()
+    assert (found.judged, found.dead, found.push) == (True, True, True)
+    assert "live α 1.00 over 500 rounds against replay α 2.50" in found.reason
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 500), st.integers(0, 60), st.sampled_from([None, 1.0, 2.5]), st.booleans())
+def test_what_is_not_suspect_is_judged_alike_whatever_the_rest_of_the_evidence(
+    rounds: int, accepted: int, replay_alpha: float | None, is_latest: bool
+) -> None:
+    """The rest is then not read."""
+    found = verdict(rounds=rounds, accepted_tokens=accepted, replay_alpha=replay_alpha, is_latest=is_latest)
+    if not RULE.suspects(rounds, accepted):
+        assert found == verdict(rounds=rounds, accepted_tokens=accepted, replay_alpha=None, is_latest=False)
+        assert not found.dead
+
+
+@pytest.mark.parametrize(
+    ("changes", "judged", "dead"),
+    [
+        ({"rounds": 199}, False, False),
+        ({"rounds": 200}, True, True),
+        ({"accepted_tokens": 25}, True, True),  # α 1.05 exactly
+        ({"accepted_tokens": 26}, True, False),
+        ({"replay_alpha": None}, True, False),
+        ({"replay_alpha": 1.3}, True, False),
+        ({"replay_alpha": 1.31}, True, True),
+        ({"replay_alpha": float("nan")}, True, False),
+    ],
+)
+def test_the_rule_at_its_edges(changes: dict[str, Any], judged: bool, dead: bool) -> None:
+    found = verdict(**changes)
+    assert (found.judged, found.dead, found.push) == (judged, dead, dead)
+
+
+@pytest.mark.parametrize("changes", [{"is_latest": False}, {"seconds_since_push": 29.0}])
+def test_a_dead_drafter_is_not_pushed_when_that_would_not_help(changes: dict[str, Any]) -> None:
+    found = verdict(**changes)
+    assert (found.dead, found.push) == (True, False)
+
+
+def test_replay_alpha_pools_sums_of_that_version_only() -> None:
+    scores = [
+        {"drafter_version": "v1", "served": {"tokens": 30.0, "rounds": 10.0}},
+        {"drafter_version": "v1", "served": {"tokens": 10.0, "rounds": 10.0}},
+        {"drafter_version": "v2", "served": {"tokens": 90.0, "rounds": 10.0}},
+        {"drafter_version": "v1", "served": None},
+        {"drafter_version": "v1"},
+    ]
+    assert pooled_replay_alpha(scores, "v1") == 2.0
+    assert pooled_replay_alpha(scores, "v3") is None
+
+
+# --- through the API
+
+
+class Engine:
+    """Reports cumulative counts as a swap agent does."""
+
+    def __init__(self, service: RunningService, version: str, reporter: str = "agent http://engine") -> None:
+        self.service = service
+        self.reporter = reporter
+        self.version = version
+        self.totals: dict[int | None, tuple[int, int]] = {}
+
+    def report(self, new_rounds: int, accepted: int, policy_version: int | None = 1, **more: Any) -> httpx.Response:
+        before = self.totals.get(policy_version, (0, 0))
+        rounds, accepted = before[0] + new_rounds, before[1] + accepted
+        self.totals[policy_version] = (rounds, accepted)
+        document = {
+            "run": "default",
+            "reporter": self.reporter,
+            "engine": "http://engine",
+            "drafter_version": self.version,
+            "policy_version": policy_version,
+            "rounds": rounds,
+            "accepted_tokens": accepted,
+            "drafted_tokens": 4 * rounds,
+            "emitted_tokens": rounds + accepted,
+            "accepted_per_position": [1, 2, 3],
+            "window_seconds": 5.0,
+            "final": False,
+            **more,
+        }
+        return self.service.client.post("/acceptance", json=document)
+
+
+@pytest.fixture
+def engine(service: RunningService, redis_client: Redis) -> Engine:
+    """An engine that serves the latest drafter, whose replay α is 3."""
+    version = service.publish().version
+    store = Store(redis_client, "default")
+    for number in range(3):
+        served = {"tokens": 300.0, "rounds": 100.0}
+        record = {"policy_version": 1, "drafter_version": version, "served": served, "created": float(number)}
+        store.put_score(f"{number:032x}", record)
+    return Engine(service, version)
+
+
+def test_a_live_drafter_is_left_alone(engine: Engine) -> None:
+    reply = engine.report(1000, 2000)
+    assert reply.status_code == 200
+    assert reply.json()["dead"] is False
+    assert "alive" in reply.json()["verdict"]
+
+
+def test_a_drafter_that_dies_is_pushed_again_and_the_history_says_why(engine: Engine) -> None:
+    engine.report(1000, 2000)
+    reply = engine.report(400, 0).json()
+    assert reply["dead"]
+    assert reply["pushed_again"]["version"] == engine.version
+    assert reply["pushed_again"]["sequence"] == 2
+    assert reply["pushed_again"]["reason"].startswith("revived: drafter dead in agent http://engine: live α 1.00")
+    event = engine.service.registry.history("default")[-1]
+    assert (event["event"], event["sequence"]) == ("pushed_again", 2)
+    latest = engine.service.client.get("/drafter/latest").json()
+    assert latest == reply["pushed_again"]
+
+
+def test_small_windows_add_up_to_a_judgement(engine: Engine) -> None:
+    replies = [engine.report(60, 0, policy_version=n).json() for n in range(4)]
+    assert [reply["dead"] for reply in replies] == [False, False, False, True]
+
+
+def test_pushes_are_limited_in_rate(engine: Engine) -> None:
+    assert engine.report(300, 0).json()["pushed_again"]
+    second = engine.report(300, 0).json()
+    assert second["dead"]
+    assert second["pushed_again"] is None
+    assert "already" in second["verdict"]
+    assert len(engine.service.registry.history("default")) == 2
+
+
+def test_a_clock_that_was_set_back_does_not_keep_a_dead_drafter_waiting(engine: Engine) -> None:
+    engine.service.registry.record("default", {"event": "pushed_again", "time": time.time() + 3600.0})
+    assert engine.report(300, 0).json()["pushed_again"]
+    assert engine.report(300, 0).json()["pushed_again"] is None, "the rate is limited from here on"
+
+
+def test_after_the_pause_it_is_pushed_once_more(serve: Callable[..., RunningService], redis_client: Redis) -> None:
+    service = serve(push_again_seconds=0.0)
+    service.register()
+    version = service.publish().version
+    record = {"drafter_version": version, "served": {"tokens": 3.0, "rounds": 1.0}, "created": 1.0}
+    Store(redis_client, "default").put_score("0" * 32, record)
+    engine = Engine(service, version)
+    assert [engine.report(300, 0).json()["pushed_again"]["sequence"] for _ in range(3)] == [2, 3, 4]
+
+
+def test_an_older_version_is_not_pushed_again(engine: Engine) -> None:
+    engine.service.publish(content=b"newer")
+    reply = engine.report(300, 0).json()
+    assert (reply["dead"], reply["pushed_again"]) == (True, None)
+
+
+def test_a_drafter_that_is_bad_on_replay_too_is_not_dead(service: RunningService, redis_client: Redis) -> None:
+    version = service.publish().version
+    record = {"drafter_version": version, "served": {"tokens": 105.0, "rounds": 100.0}, "created": 1.0}
+    Store(redis_client, "default").put_score("0" * 32, record)
+    reply = Engine(service, version).report(1000, 0).json()
+    assert reply["dead"] is False
+    assert "bad, not dead" in reply["verdict"]
+
+
+def test_an_engine_that_restarts_from_zero_is_still_judged(engine: Engine) -> None:
+    engine.report(1000, 2000)
+    engine.totals.clear()
+    assert engine.report(300, 0).json()["dead"]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "said"),
+    [
+        ({}, None),
+        ({"depth": 4, "drafting": "probabilistic"}, None),
+        ({"depth": 4, "drafting": "sideways"}, None),
+        ({"depth": 3, "drafting": "greedy", "method": "ngram"}, None),
+        ({"depth": 99, "drafting": "x" * 500}, None),
+        ({"depth": -1}, None),
+        (
+            {"depth": 3},
+            "3 tokens a round where the service replays and trains 4; start the service with DRAFTALIGN_DEPTH=3",
+        ),
+        ({"drafting": "greedy"}, "greedy drafts where the service supposes probabilistic ones"),
+        ({"depth": 3, "drafting": "greedy"}, "DRAFTALIGN_DEPTH=3 DRAFTALIGN_DRAFTING=greedy"),
+    ],
+)
+def test_an_engine_that_drafts_otherwise_than_replay_supposes_is_told(
+    engine: Engine, drafts: dict[str, Any], said: str | None
+) -> None:
+    warning = engine.report(10, 5, **drafts).json()["warning"]
+    assert warning is None if said is None else said in warning
+
+
+def test_reports_replace_and_live_alpha_appears_in_the_series(engine: Engine) -> None:
+    engine.report(100, 150)
+    engine.report(100, 150)
+    document = engine.service.client.get("/alpha").json()
+    (point,) = document["points"]
+    assert (point["policy_version"], point["live_rounds"], point["alpha_live"]) == (1, 200, 2.5)
+    assert point["alpha_served"] == 3.0
+    assert [event["event"] for event in document["events"]] == ["published"]
+
+
+def test_a_canary_verdict_is_kept_once(engine: Engine) -> None:
+    canary = {"version": engine.version, "previous": "v0", "outcome": "rolled_back", "sequence": 1, "alpha": 1.1}
+    for _ in range(2):
+        assert engine.report(10, 1, canary=canary).status_code == 200
+    events = [e for e in engine.service.registry.history("default") if e["event"] == "canary_rolled_back"]
+    assert len(events) == 1
+    assert events[0]["canary"]["alpha"] == 1.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rounds": -1}, "rounds"),
+        ({"rounds": 1.5}, "rounds"),
+        ({"rounds": "12"}, "rounds"),
+        ({"rounds": True}, "rounds"),
+        ({"rounds": 1 << 60}, "rounds"),
+        ({"accepted_tokens": 10_000}, "body"),
+        ({"reporter": ""}, "reporter"),
+        ({"reporter": "a\nb"}, "reporter"),
+        ({"drafter_version": None}, "drafter_version"),
+        ({"accepted_per_position": [-1]}, "accepted_per_position.0"),
+        ({"accepted_per_position": [0] * 65}, "accepted_per_position"),
+        ({"window_seconds": -1}, "window_seconds"),
+    ],
+)
+def test_a_bad_report_is_refused_by_the_name_of_its_fault(engine: Engine, changes: Any, field: str) -> None:
+    reply = engine.report(10, 5, **changes)
+    assert (reply.status_code, reply.json()["field"]) == (422, field)
+    assert engine.service.client.get("/alpha").json()["points"][0]["alpha_live"] is None
+
+
+def test_replay_alpha_is_of_the_newest_batches_in_whatever_order_they_were_scored(
+    service: RunningService, redis_client: Redis
+) -> None:
+    version, store = service.publish().version, Store(redis_client, "default")
+    for number in random.Random(0).sample(range(200), 200):
+        served = {"tokens": 300.0 if number >= 200 - REPLAYED_BATCHES else 0.0, "rounds": 100.0}
+        record = {"drafter_version": version, "served": served, "created": float(number)}
+        for _ in range(2):  # a redelivered batch is scored again
+            store.put_score(f"{number:032x}", record)
+    assert "against replay α 3.00" in Engine(service, version).report(300, 0).json()["verdict"]
+
+
+def test_replay_alpha_is_found_in_scores_from_before_their_order_was_kept(engine: Engine, redis_client: Redis) -> None:
+    redis_client.delete(StoreKeys("default").recent_scores)
+    assert "against replay α 3.00" in engine.report(300, 0).json()["verdict"]
+
+
+def test_a_report_of_an_unknown_run_is_a_404(engine: Engine) -> None:
+    assert engine.report(10, 5, run="other").status_code == 404
+    assert engine.report(10, 5, run="../x").status_code == 404
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"[" * 60_000, b'{"rounds": ' + b"9" * 5000 + b"}", b"\xff"])
+def test_what_is_not_a_json_object_is_a_422(service: RunningService, body: bytes) -> None:
+    reply = service.client.post("/acceptance", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 422
+
+
+def test_a_report_has_a_size_limit(service: RunningService) -> None:
+    reply = service.client.post(
+        "/acceptance", content=b'{"x": "' + b"a" * 100_000 + b'"}', headers={"Content-Type": "application/json"}
+    )
+    assert reply.status_code == 413

@@ -1,0 +1,312 @@
+"""The state of a run in words: the worst thing that is true comes first, with its number."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from service.monitor.headline import (
+    DeadEngine,
+    Headline,
+    RunFacts,
+    duration,
+    headline,
+)
+
+NOW = 10_000.0
+POINT = {
+    "policy_version": 5,
+    "drafter_version": "v000007-0a1b2c3d",
+    "alpha_served": 4.77,
+    "alpha_ngram": 1.2,
+    "compared": {"policy_version": 5, "alpha_frozen": 2.14, "alpha_served": 4.77},
+    "regret": 0.0,
+    "best_version": "v000007-0a1b2c3d",
+    "live": None,
+}
+
+
+def facts(**changes: Any) -> RunFacts:
+    """A run in which all is well."""
+    well: dict[str, Any] = {
+        "now": NOW,
+        "registered": 0.0,
+        "heartbeat": NOW - 1,
+        "action": "train",
+        "accepted": 40,
+        "last_arrival": NOW - 5,
+        "recent_batches": 20,
+        "served_version": "v000007-0a1b2c3d",
+        "published": 3,
+        "current": POINT,
+        "last_engine_report": NOW - 2,
+    }
+    return RunFacts(**(well | changes))
+
+
+def new(**changes: Any) -> RunFacts:
+    """A run that was just registered."""
+    nothing: dict[str, Any] = {"accepted": 0, "last_arrival": None, "recent_batches": 0, "served_version": None}
+    nothing |= {"published": 0, "current": None, "last_engine_report": None, "registered": NOW - 2}
+    return facts(**(nothing | changes))
+
+
+def point(**changes: Any) -> dict[str, Any]:
+    return POINT | changes
+
+
+def said(found: Headline) -> tuple[str, str, str]:
+    assert found.text.startswith(found.word)
+    return found.level, found.state, found.text
+
+
+DEAD = DeadEngine("agent http://e:8000", "v000007-0a1b2c3d", 1.0, 1500, 3.95)
+GAP = "log-probabilities disagree with the features by 2.7 nats"
+STATES = [
+    (
+        facts(heartbeat=NOW - 71, queued=12),
+        ("bad", "worker_silent", "Worker silent for 71 s: nothing is scored or trained; 12 batches wait."),
+    ),
+    (
+        facts(worker_error="the checkpoint is of another depth\n", heartbeat=NOW - 50),
+        ("bad", "refused", "Refused by the worker: the checkpoint is of another depth"),
+    ),
+    (
+        facts(worker_error="the checkpoint is of another depth", heartbeat=NOW - 100),
+        ("bad", "worker_silent", "Worker silent for 2 min: nothing is scored or trained."),
+    ),
+    (
+        new(heartbeat=None, accepted=3, queued=3, oldest_queued=NOW - 60),
+        (
+            "bad",
+            "no_worker",
+            'No worker has taken this run up: 3 batches wait. Start "draftalign worker" on the same Redis and state '
+            "directory, if none runs.",
+        ),
+    ),
+    (
+        new(heartbeat=None, accepted=12, queued=12, oldest_queued=NOW - 3),
+        ("wait", "no_worker", "Waiting: 12 batches are queued, the worker has not begun."),
+    ),
+    (
+        new(heartbeat=None, registered=NOW - 60),
+        (
+            "warn",
+            "no_worker",
+            'No worker has taken this run up. Start "draftalign worker" on the same Redis and state directory, '
+            "if none runs.",
+        ),
+    ),
+    (
+        new(accepted=3, recent_batches=3, recent_dead=3, dead_reason=GAP),
+        ("bad", "batches_dead", f"3 of 3 batches dead: {GAP}"),
+    ),
+    (
+        facts(recent_batches=20, recent_dead=18, dead_reason=GAP),
+        ("bad", "batches_dead", f"18 of the last 20 batches dead: {GAP}"),
+    ),
+    (
+        new(accepted=12, queued=12, gathered=27_648, wanted=50_000),
+        (
+            "wait",
+            "gathering",
+            "Waiting for the draft vocabulary: 27,648 of 50,000 response tokens gathered.",
+        ),
+    ),
+    (
+        new(accepted=12, queued=12, gathered=50_688, wanted=50_000),
+        (
+            "wait",
+            "learning",
+            "Learning: 50,688 response tokens are gathered; the first drafter is being made.",
+        ),
+    ),
+    (
+        facts(dead_engines=[DEAD, DEAD]),
+        (
+            "bad",
+            "engine_dead",
+            "Dead in an engine: agent http://e:8000 emits 1.00 tokens per round over 1,500 rounds, though v000007 "
+            "gives 3.95 in replay. So it is in 1 more.",
+        ),
+    ),
+    (
+        facts(current=point(compared={"policy_version": 5, "alpha_frozen": 5.0, "alpha_served": 4.77})),
+        (
+            "bad",
+            "worse",
+            "Worse than doing nothing: v000007 gives 4.77 tokens per round; the first drafter, frozen, would give "
+            "5.00.",
+        ),
+    ),
+    (
+        facts(drift_alarm=True, drift_alpha=2.51, drift_level=3.4),
+        (
+            "warn",
+            "drifting",
+            "Drifting: α 2.51 is below its level so far, 3.40; v000007 gives 4.77 tokens per round.",
+        ),
+    ),
+    (
+        facts(current=point(regret=0.6, best_version="v000003-0a1b2c3d")),
+        ("warn", "regret", "Behind: v000007 gives 4.77 tokens per round; v000003 would give 0.60 more."),
+    ),
+    (
+        facts(queue_fill=0.83, queued=8300),
+        ("warn", "queue_full", "Queue 83 % full: 8,300 batches wait. At 100 % rollouts are refused."),
+    ),
+    (
+        facts(last_arrival=NOW - 1200),
+        ("wait", "trainer_silent", "No rollouts for 20 min."),
+    ),
+    (
+        new(gathered=27_648, wanted=50_000, accepted=12, queued=12, last_arrival=NOW - 5000),
+        ("wait", "trainer_silent", "No rollouts for 83 min."),
+    ),
+    (
+        facts(recent_dead=10, newest_dead=10, dead_reason=GAP),
+        ("warn", "batches_dead", f"10 of the last 20 batches dead, the newest 10 among them: {GAP}"),
+    ),
+    (
+        facts(queued=12, oldest_queued=NOW - 7200, last_scored=NOW - 7300),
+        ("warn", "stuck", "12 batches wait, the oldest for 2 h; nothing was scored for 2 h."),
+    ),
+    (
+        facts(queued=1, oldest_queued=NOW - 1200),
+        ("warn", "stuck", "1 batch waits for 20 min; nothing is scored."),
+    ),
+    (new(), ("wait", "no_rollouts", "Waiting for the first rollouts.")),
+    (new(accepted=2, queued=2), ("wait", "queued", "Waiting: 2 batches in the queue, none scored yet.")),
+    (new(accepted=2), ("wait", "unscored", "Waiting: no rollout has been scored yet.")),
+    (
+        facts(current={"alpha_ngram": 1.2, "alpha_served": None}),
+        ("wait", "learning", "Learning: no drafter is served yet; the first one is being made."),
+    ),
+    (
+        facts(current={"live": {"alpha": 2.5, "rounds": 900}}),
+        ("good", "live", "Live: 2.50 tokens per round in the engines. No rollout is scored yet."),
+    ),
+    (
+        facts(),
+        (
+            "good",
+            "aligned",
+            "Aligned: v000007 gives 4.77 tokens per round; the first drafter, frozen, would give 2.14.",
+        ),
+    ),
+    (
+        facts(current=point(compared={"policy_version": 3, "alpha_frozen": 2.14, "alpha_served": 4.18})),
+        (
+            "good",
+            "aligned",
+            "Aligned: v000007 gives 4.77 tokens per round. On policy 3, where both were tested last, it was 4.18 "
+            "against 2.14 of the first drafter, frozen.",
+        ),
+    ),
+    (
+        facts(served_version="v000008-0a1b2c3d", current=point(compared=None)),
+        (
+            "good",
+            "serving",
+            "Serving: v000007 gave 4.77 tokens per round on the last rollouts (v000008 is served since).",
+        ),
+    ),
+    (
+        facts(published=1, current=point(compared={"policy_version": 5, "alpha_frozen": 4.77, "alpha_served": 4.77})),
+        (
+            "good",
+            "level",
+            "At the start: v000007 gives 4.77 tokens per round, as the first drafter would; training has gained "
+            "nothing so far.",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("known", "expected"), STATES, ids=[expected[1] for _, expected in STATES])
+def test_every_state_is_said_with_its_number(known: RunFacts, expected: tuple[str, str, str]) -> None:
+    assert said(headline(known)) == expected
+
+
+def test_the_worst_is_said_first_and_the_rest_beside_it() -> None:
+    found = headline(
+        facts(
+            heartbeat=NOW - 71,
+            recent_dead=15,
+            dead_reason=GAP,
+            dead_engines=[DEAD],
+            drift_alarm=True,
+            last_arrival=NOW - 3600,
+        )
+    )
+    assert found.state == "worker_silent"
+    starts = ("15 of the last 20 batches dead", "Dead in an engine", "Drifting", "No rollouts for 60 min")
+    assert [text.startswith(start) for text, start in zip(found.also, starts, strict=True)] == [True] * 4
+
+
+def test_what_is_no_trouble_is_said_beside_the_headline_only() -> None:
+    found = headline(facts(recent_dead=2, dead_reason=GAP, last_engine_report=None, action="defer", queued=14))
+    assert found.state == "aligned"
+    assert found.also == (
+        f"2 of the last 20 batches dead: {GAP}",
+        "No engine reports what it accepts.",
+        "Worker behind: 14 batches queued, of which the newest policy's are trained on.",
+    )
+
+
+def test_three_dead_batches_in_a_row_are_a_trouble_and_two_are_not() -> None:
+    assert headline(facts(recent_dead=2, newest_dead=2)).level == "good"
+    assert headline(facts(recent_dead=3, newest_dead=3)).level == "warn"
+    assert headline(facts(recent_dead=9, newest_dead=2)).level == "good"
+    assert headline(new(accepted=5, recent_batches=5, recent_dead=3, newest_dead=3)).level == "bad", "most are dead"
+
+
+def test_a_worker_that_beats_but_scores_nothing_is_told_from_one_that_is_at_it() -> None:
+    old: dict[str, Any] = {"queued": 50, "oldest_queued": NOW - 7200}
+    assert headline(facts(**old)).state == "stuck"
+    assert headline(facts(**old, last_scored=NOW - 30)).level == "good", "it is behind"
+    assert headline(facts(**old | {"oldest_queued": NOW - 300})).level == "good"
+    assert headline(facts(**old, last_scored=NOW + 3600)).state == "stuck", "the clock was set back"
+    assert headline(facts(**old, heartbeat=NOW - 71)).also == (), "it is said already"
+    gathering: dict[str, Any] = {"gathered": 27_648, "wanted": 50_000, "last_arrival": NOW - 5}
+    assert headline(new(**old, **gathering)).state == "gathering", "those batches are to wait"
+
+
+def test_a_sign_of_life_from_ahead_of_the_clock_is_none() -> None:
+    found = headline(facts(heartbeat=NOW + 3600, queued=50))
+    assert said(found)[:2] == ("bad", "worker_silent")
+    assert headline(facts(heartbeat=NOW + 3)).level == "good", "clocks of two machines differ"
+
+
+def test_a_trainer_that_pauses_for_long_is_not_called_silent_for_that() -> None:
+    assert headline(facts(last_arrival=NOW - 1200, longest_pause=600.0)).state == "aligned"
+    assert headline(facts(last_arrival=NOW - 1900, longest_pause=600.0)).state == "trainer_silent"
+    assert headline(facts(last_arrival=NOW - 1900, queued=1)).state == "aligned", "the worker is at it"
+
+
+def test_something_is_always_said() -> None:
+    choices: dict[str, tuple[Any, ...]] = {
+        "heartbeat": (None, NOW, NOW - 50),
+        "accepted": (0, 3),
+        "queued": (0, 3),
+        "current": (None, {}, POINT),
+        "gathered": (None, 7),
+        "registered": (None, NOW - 2),
+    }
+    for values in itertools.product(*choices.values()):
+        assert headline(new(wanted=9, **dict(zip(choices, values, strict=True)))).text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-3, "0 s"), (71, "71 s"), (1200, "20 min"), (7200, "2 h"), (200_000, "2 days")]
+)
+def test_durations_are_said_in_one_unit(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_reason_that_is_a_whole_page_is_cut_short() -> None:
+    found = headline(facts(worker_error="<html>\n" + "x" * 5000))
+    assert len(found.text) < 350
+    assert "\n" not in found.text

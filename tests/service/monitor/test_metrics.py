@@ -1,0 +1,237 @@
+"""`/metrics`: names, absence of what has no data, and promtool's opinion."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.monitor.metrics import RunSnapshot, render
+
+NAMES = {
+    "draftalign_alpha": {"run", "drafter"},
+    "draftalign_regret": {"run"},
+    "draftalign_policy_entropy_nats": {"run"},
+    "draftalign_policy_version": {"run"},
+    "draftalign_rounds_total": {"run", "drafter"},
+    "draftalign_round_tokens_total": {"run", "drafter"},
+    "draftalign_live_rounds_total": {"run", "reporter"},
+    "draftalign_live_accepted_tokens_total": {"run", "reporter"},
+    "draftalign_drift_statistic": {"run", "lane"},
+    "draftalign_drift_limit": {"run", "lane"},
+    "draftalign_queue_entries": {"run"},
+    "draftalign_queue_bytes": {"run"},
+    "draftalign_queue_limit_bytes": set(),
+    "draftalign_rollouts_accepted_total": {"run"},
+    "draftalign_rollouts_duplicate_total": {"run"},
+    "draftalign_rollouts_dead_total": {"run"},
+    "draftalign_rollouts_rejected_total": {"run"},
+    "draftalign_rollouts_dropped_total": {"run"},
+    "draftalign_rollouts_last_arrival_timestamp_seconds": {"run"},
+    "draftalign_vocabulary_tokens": {"run"},
+    "draftalign_vocabulary_tokens_wanted": {"run"},
+    "draftalign_drafters_published_total": {"run"},
+    "draftalign_drafters_refused_total": {"run"},
+    "draftalign_drafter_sequence": {"run"},
+    "draftalign_publish_timestamp_seconds": {"run"},
+    "draftalign_worker_heartbeat_timestamp_seconds": {"run"},
+    "draftalign_worker_error": {"run"},
+    "draftalign_trained_tokens_total": {"run"},
+    "draftalign_train_seconds_total": {"run"},
+    "draftalign_controller_action": {"run", "action"},
+    "draftalign_drafter_info": {"run", "version"},
+}
+
+
+def full_snapshot() -> RunSnapshot:
+    def sums(alpha: float) -> dict[str, float]:
+        return {"tokens": 100 * alpha, "rounds": 100.0}
+
+    drafters = {"served": 3.5, "candidate": 3.6, "frozen": 1.75, "ngram": 1.25, "best": 3.625}
+    newest = {"policy_version": 8, **{name: sums(alpha) for name, alpha in drafters.items()}}
+    return RunSnapshot(
+        scores=[
+            {"policy_version": 7, "frozen": sums(9.0), "logprob_sum": -50.0, "logprob_tokens": 100},
+            newest,
+        ],
+        acceptances=[
+            {"reporter": "engine-0", "policy_version": 7, "rounds": 10, "accepted_tokens": 20, "emitted_tokens": 30},
+            {"reporter": "engine-0", "policy_version": 8, "rounds": 40, "accepted_tokens": 100, "emitted_tokens": 138},
+            {"reporter": "engine-1", "policy_version": None, "rounds": 5, "accepted_tokens": 6, "emitted_tokens": 11},
+        ],
+        history=[
+            {"time": 100.0, "event": "published", "sequence": 1, "version": "v000001-aaaaaaaa"},
+            {"time": 110.0, "event": "refused", "policy_version": 7},
+            {"time": 120.0, "event": "published", "sequence": 2, "version": "v000002-bbbbbbbb"},
+            {"time": 130.0, "event": "rolled_back", "sequence": 3, "version": "v000001-aaaaaaaa"},
+        ],
+        counters={
+            "items": 2,
+            "bytes": 4096,
+            "accepted_total": 20,
+            "duplicates_total": 1,
+            "dead_total": 0,
+            "rejected_total": 3,
+            "dropped_total": 0,
+        },
+        worker={
+            "heartbeat": 1000.5,
+            "error": None,
+            "action": "train",
+            "trained_tokens_total": 5000,
+            "train_seconds_total": 12.5,
+            "rounds_total": {"served": 700.0, "frozen": 900.0},
+            "round_tokens_total": {"served": 2100.0, "frozen": 1800.0},
+            "vocabulary": {"tokens": 27_648, "wanted": 50_000},
+            "drift": {"fast": {"statistic": 1.5, "limit": 9.5}, "slow": {"statistic": 0.0, "limit": 36.1}},
+        },
+        latest_manifest={"version": "v000001-aaaaaaaa", "sequence": 3, "created": 99.0},
+        last_arrival=990.0,
+    )
+
+
+def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def value(text: bytes, name: str, **labels: str) -> float:
+    return samples(text)[name, tuple(sorted(labels.items()))]
+
+
+def test_names_and_labels_are_the_documented_ones() -> None:
+    text = render({"a": full_snapshot(), "b": full_snapshot()}, queue_limit_bytes=1 << 30)
+    found: dict[str, set[str]] = {}
+    for name, labels in samples(text):
+        assert found.setdefault(name, {k for k, _ in labels}) == {k for k, _ in labels}
+    assert found == NAMES
+    documented = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    assert set(re.findall(r"draftalign_[a-z_]+[a-z]", documented)) >= set(NAMES)
+    assert set(re.findall(r"^\| `(draftalign_[a-z_]+[a-z])", documented, flags=re.M)) == set(NAMES)
+
+
+def test_values_come_through() -> None:
+    text = render({"default": full_snapshot()}, queue_limit_bytes=1 << 30)
+    alpha = {d: value(text, "draftalign_alpha", run="default", drafter=d) for d in ("served", "frozen", "best", "live")}
+    assert alpha == {"served": 3.5, "frozen": 1.75, "best": 3.625, "live": 138 / 40}
+    assert value(text, "draftalign_regret", run="default") == pytest.approx(0.125)
+    assert value(text, "draftalign_policy_version", run="default") == 8
+    assert value(text, "draftalign_policy_entropy_nats", run="default") == 0.5  # version 8 has none yet
+    assert value(text, "draftalign_rounds_total", run="default", drafter="frozen") == 900
+    assert value(text, "draftalign_live_rounds_total", run="default", reporter="engine-0") == 50
+    assert value(text, "draftalign_live_accepted_tokens_total", run="default", reporter="engine-1") == 6
+    assert value(text, "draftalign_drift_limit", run="default", lane="slow") == 36.1
+    assert value(text, "draftalign_drafters_published_total", run="default") == 2
+    assert value(text, "draftalign_drafters_refused_total", run="default") == 1
+    assert value(text, "draftalign_publish_timestamp_seconds", run="default") == 130.0  # when it was moved back to
+    assert value(text, "draftalign_controller_action", run="default", action="train") == 1
+    assert value(text, "draftalign_drafter_info", run="default", version="v000001-aaaaaaaa") == 1
+
+
+def test_a_run_that_the_worker_refuses_shows_until_it_works_again() -> None:
+    for worker, shown in (({"error": "fc.weight holds NaN"}, 1), ({"error": None, "heartbeat": 5.0}, 0)):
+        assert value(render({"r": RunSnapshot(worker=worker)}), "draftalign_worker_error", run="r") == shown
+    assert "draftalign_worker_error" not in render({"r": RunSnapshot(worker={"heartbeat": 5.0})}).decode()
+
+
+def test_a_metric_without_data_is_absent() -> None:
+    assert render({}) == b""
+    assert render({"new": RunSnapshot()}) == b""
+    partial = RunSnapshot(
+        scores={"x": {"policy_version": 3, "served": {"tokens": 0.0, "rounds": 0.0}}},
+        worker={"heartbeat": math.nan, "rounds_total": {"served": None}, "drift": {}, "action": None},
+    )
+    assert {name for name, _ in samples(render({"r": partial}))} == {"draftalign_policy_version"}
+
+
+def scored(entry: str, policy_version: int, alpha: float, **more: Any) -> dict[str, Any]:
+    """A score record of a batch that came as queue entry `entry`."""
+    served = {"tokens": 100 * alpha, "rounds": 100.0}
+    return {"entry_id": entry, "policy_version": policy_version, "served": served, **more}
+
+
+def gauges(snapshot: RunSnapshot) -> tuple[float, float]:
+    text = render({"r": snapshot})
+    return value(text, "draftalign_policy_version", run="r"), value(text, "draftalign_alpha", run="r", drafter="served")
+
+
+def test_gauges_follow_a_trainer_that_went_back_to_an_earlier_checkpoint() -> None:
+    first = [scored(f"{100 + v}-0", v, 2.0 + v / 10, created=100.0 + v) for v in range(1, 8)]
+    again: list[dict[str, Any]] = []
+    for n, policy_version in enumerate((3, 4, 5)):
+        again.append(scored(f"{200 + n}-0", policy_version, 1.5 + n / 10, created=200.0 + n))
+        # Not pooled with what the first attempt wrote under the same policy version.
+        assert gauges(RunSnapshot([*first, *again])) == (policy_version, pytest.approx(1.5 + n / 10))
+
+
+def test_gauges_pool_what_came_since_the_policy_version_changed() -> None:
+    scores = [scored("1-0", 4, 9.0), scored("2-0", 5, 2.0), scored("3-0", 4, 3.0), scored("3-1", 4, 3.5)]
+    assert gauges(RunSnapshot(scores)) == (4, pytest.approx(3.25))
+
+
+def test_one_absurd_policy_version_freezes_no_gauge() -> None:
+    scores = [scored("1-0", 999999999999999, 1.3), scored("2-0", 7, 2.5)]
+    assert gauges(RunSnapshot(scores)) == (7, 2.5)
+
+
+def test_gauges_follow_what_came_last_also_after_the_clock_was_set_back() -> None:
+    """Ids of a stream only grow, whatever the clock does; `created` is the worker's clock."""
+    scores = [scored("9000-0", 8, 3.0, created=9.0), scored("9000-1", 7, 2.5, created=2.0)]
+    assert gauges(RunSnapshot(scores)) == (7, 2.5)
+    assert gauges(RunSnapshot(list(reversed(scores)))) == (7, 2.5)
+
+
+def test_the_live_gauge_is_of_what_engines_reported_last() -> None:
+    def counted(policy_version: int, accepted: int, created: float) -> dict[str, Any]:
+        return {
+            "reporter": "e",
+            "policy_version": policy_version,
+            "rounds": 100,
+            "accepted_tokens": accepted,
+            "created": created,
+        }
+
+    before, after = counted(7, 200, 50.0), counted(3, 50, 60.0)
+    assert value(render({"r": RunSnapshot((), [after, before])}), "draftalign_alpha", run="r", drafter="live") == 1.5
+    # Reported in the future: before the clock was set back.
+    snapshot = RunSnapshot((), [counted(7, 200, 5000.0), after], now=60.0)
+    assert value(render({"r": snapshot}), "draftalign_alpha", run="r", drafter="live") == 1.5
+
+
+def test_there_are_no_created_series() -> None:
+    assert b"_created" not in render({"a": full_snapshot()})
+
+
+def test_labels_with_hostile_characters_are_escaped() -> None:
+    name = 'a"b\\c\nd'
+    snapshot = RunSnapshot(acceptances=[{"reporter": name, "rounds": 1, "accepted_tokens": 1}])
+    assert value(render({"r": snapshot}), "draftalign_live_rounds_total", run="r", reporter=name) == 1
+
+
+def test_totals_do_not_depend_on_the_bounded_score_records() -> None:
+    snapshot = full_snapshot()
+    trimmed = RunSnapshot(scores=[], worker=snapshot.worker)
+    for text in (render({"r": snapshot}), render({"r": trimmed})):
+        assert value(text, "draftalign_rounds_total", run="r", drafter="served") == 700
+
+
+@pytest.mark.parametrize(
+    "stores", [{"a": full_snapshot(), "b": RunSnapshot()}, {"a": RunSnapshot(counters={"items": 0})}]
+)
+def test_promtool_accepts_the_output(stores: dict[str, Any]) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian package prometheus)")
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=render(stores, queue_limit_bytes=1), capture_output=True, timeout=30
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")

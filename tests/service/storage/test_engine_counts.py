@@ -1,0 +1,413 @@
+"""Booking of engines' reports: the same sums as reading every record, with constant work and a bounded table."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis import Redis
+from redis.exceptions import RedisError
+from service_fixtures import RunningService
+
+from service.api import snapshot
+from service.errors import TooManyReporters
+from service.monitor.alpha import alpha_document
+from service.monitor.counts import (
+    by_drafter,
+    servers,
+    since,
+    total,
+)
+from service.storage import engine_counts
+from service.storage.engine_counts import KEPT_APART, Account, acceptance_key
+from service.storage.reports import AsyncStore, Store, StoreKeys
+
+Record = dict[str, Any]
+KEYS = StoreKeys("default")
+CLOCK = iter(range(1, 1 << 40))
+
+
+def report(reporter: str = "a", drafter: str = "v1", policy: int | None = 0, **more: Any) -> Record:
+    rounds = more.get("rounds", 10)
+    return {
+        "reporter": reporter,
+        "engine": f"http://{reporter}",
+        "method": "drafter",
+        "drafter_version": drafter,
+        "policy_version": policy,
+        "rounds": rounds,
+        "accepted_tokens": 2 * rounds,
+        "drafted_tokens": 4 * rounds,
+        "emitted_tokens": 3 * rounds,
+        "accepted_per_position": [rounds, rounds],
+        "window_seconds": 5.0,
+        "created": float(next(CLOCK)),
+        **more,
+    }
+
+
+def with_store(url: str, work: Any) -> Any:
+    """Run `await work(store)` on a client of its own."""
+
+    async def main() -> Any:
+        client = redis.asyncio.Redis.from_url(url)
+        try:
+            return await work(AsyncStore(client, "default"))
+        finally:
+            await client.aclose()
+
+    return asyncio.run(main())
+
+
+def book(url: str, *reports: Record) -> list[tuple[int, int]]:
+    async def work(store: AsyncStore) -> list[tuple[int, int]]:
+        return [await store.book(one) for one in reports]
+
+    found: list[tuple[int, int]] = with_store(url, work)
+    return found
+
+
+class FullRead:
+    """What was done before: every record is kept, and all of them are read for each report."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.unplaced: dict[tuple[str, str], Record] = {}
+
+    def book(self, record: Record, latest: int | None) -> tuple[int, int]:
+        if record["policy_version"] is None:
+            own = (record["reporter"], record["drafter_version"])
+            placed = record | {"policy_version": latest, "as_of_arrival": True}
+            more = since(record, self.unplaced.get(own))
+            self.unplaced[own] = record
+            record = placed | total(more, self.records.get(acceptance_key(placed)))
+        self.records[acceptance_key(record)] = record
+        same = [
+            r
+            for r in self.records.values()
+            if (r["reporter"], r["drafter_version"]) == (record["reporter"], record["drafter_version"])
+        ]
+        return sum(r["rounds"] for r in same), sum(r["accepted_tokens"] for r in same)
+
+
+class Engine:
+    """Counts as an agent does: cumulative, per drafter and policy; a restart begins at zero."""
+
+    def __init__(self, name: str, places: bool, trims: bool) -> None:
+        self.name = name
+        self.places = places
+        self.trims = trims
+        self.drafter, self.policy = 0, 0
+        self.counts: dict[tuple[int, int | None], list[int]] = {}
+        self.last: Record | None = None
+        self.used: list[tuple[int, int | None]] = []
+
+    def do(self, what: str, rounds: int, accepted: int) -> Record | None:
+        if what == "again":
+            return None if self.last is None else self.last | {"created": float(next(CLOCK))}
+        if what == "restart":
+            self.counts = {}
+            return None
+        self.drafter += what == "drafter"
+        self.policy += what == "policy"
+        key = (self.drafter, self.policy if self.places else None)
+        if what == "late" and self.used:
+            key = self.used[-1]
+        if key not in self.used:
+            self.used = [*self.used, key][-2:]
+        counts = self.counts.setdefault(key, [0, 0])
+        counts[0] += rounds
+        counts[1] += min(accepted, 4 * rounds)
+        self.last = report(
+            self.name,
+            f"v{key[0]}",
+            key[1],
+            rounds=counts[0],
+            accepted_tokens=counts[1],
+            emitted_tokens=counts[0] + counts[1] if self.trims else None,
+            accepted_per_position=[counts[1]] * (1 + key[0] % 2),
+        )
+        return self.last
+
+
+STEPS = st.tuples(
+    st.integers(0, 2),
+    st.sampled_from(["count", "count", "policy", "policy", "drafter", "late", "again", "restart"]),
+    st.integers(0, 400),
+    st.integers(0, 900),
+    st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(STEPS, max_size=60))
+@pytest.mark.parametrize(("apart", "drafters"), [(1000, 1000), (4, 2), (3, 3)])
+def test_running_sums_are_those_of_reading_everything(
+    redis_url: str, redis_client: Redis, apart: int, drafters: int, steps: list[Any]
+) -> None:
+    """Restarts, repeated and late reports, several reporters, and one whose engine does not know the policy."""
+    redis_client.flushall()
+    engines = [Engine("a", True, True), Engine("b", True, False), Engine("c", False, True)]
+    model = FullRead()
+
+    async def work(store: AsyncStore) -> None:
+        latest = 0
+        for which, what, rounds, accepted, newer in steps:
+            latest += newer
+            redis_client.set(KEYS.latest_policy, latest)
+            document = engines[which].do(what, rounds, accepted)
+            if document is not None:
+                assert await store.book(document) == model.book(document, latest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_counts, "KEPT_APART", apart)
+        patch.setattr(engine_counts, "KEPT_DRAFTERS", drafters)
+        with_store(redis_url, work)
+    wanted, found = list(model.records.values()), Store(redis_client, "default").acceptances()
+    live = [point_live(records) for records in (wanted, found)]
+    assert live[0] == live[1]
+    assert of_reporters(wanted) == of_reporters(found)
+    if drafters > 3:
+        assert servers(wanted) == servers(found)
+
+
+def point_live(records: list[Record]) -> dict[int, Any]:
+    points = alpha_document("default", {}, records, [], 4)["points"]
+    return {p["policy_version"]: (p["live_by_drafter"], p["live_rounds"]) for p in points if p["live_rounds"]}
+
+
+def of_reporters(records: list[Record]) -> dict[str, tuple[int, int]]:
+    """As the counters of `/metrics` add them up."""
+    sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for record in records:
+        if record.get("reporter") is not None:
+            sums[record["reporter"]][0] += record["rounds"]
+            sums[record["reporter"]][1] += record["accepted_tokens"]
+    return {reporter: (rounds, accepted) for reporter, (rounds, accepted) in sums.items()}
+
+
+def test_a_long_run_keeps_a_bounded_number_of_records_and_all_of_its_rounds(
+    redis_url: str, redis_client: Redis
+) -> None:
+    policies = 5 * KEPT_APART
+    sums = book(redis_url, *(report(f"e{i}", f"v{p // 100}", p) for p in range(policies) for i in range(2)))
+    assert sums[-1] == (200, 400)
+    drafters = 1 + (policies - 1) // 100
+    assert redis_client.hlen(KEYS.acceptance) <= 2 * (KEPT_APART + drafters)
+    records = Store(redis_client, "default").acceptances()
+    assert point_live(records) == {p: ({f"v{p // 100}": {"alpha": 3.0, "rounds": 20}}, 20) for p in range(policies)}
+    assert of_reporters(records) == {f"e{i}": (10 * policies, 20 * policies) for i in range(2)}
+    assert {line["reporter"]: line["rounds"] for line in servers(records)} == {"e0": 200, "e1": 200}
+
+
+def test_many_drafter_versions_leave_one_record_of_the_oldest(
+    redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_counts, "KEPT_DRAFTERS", 5)
+    book(
+        redis_url,
+        *(report("a", f"v{p}", p) for p in range(300)),
+        *(report("a", f"v{p}", None) for p in range(300, 310)),
+    )
+    assert redis_client.hlen(KEYS.acceptance) <= 6 + 2
+    assert redis_client.hlen(KEYS.unplaced) == 5
+    assert of_reporters(Store(redis_client, "default").acceptances()) == {"a": (3100, 6200)}
+
+
+def test_a_reporter_that_was_silent_for_an_hour_gives_way_and_its_rounds_stay(
+    redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_counts, "MAX_REPORTERS", 3)
+    book(redis_url, *(report(name, "v1", 7) for name in ("a", "b", "c", "a")))
+    book(redis_url, report("d", "v1", 7, created=next(CLOCK) + 3600.0))
+    records = Store(redis_client, "default").acceptances()
+    assert set(of_reporters(records)) == {"a", "c", "d"}
+    assert by_drafter(records)["v1"]["rounds"] == 40
+    for key in (KEYS.reporters, KEYS.acceptance):
+        assert redis_client.hlen(key) == 3
+    assert redis_client.zcard(KEYS.reported) == 3
+
+
+def test_reporters_beyond_the_bound_are_refused_and_no_round_is_counted_twice(
+    redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_counts, "MAX_REPORTERS", 20)
+    refused = set()
+    for cycle in range(1, 11):
+        for engine in range(24):
+            try:
+                book(redis_url, report(f"e{engine}", "v1", 7, rounds=10 * cycle))
+            except TooManyReporters:
+                refused.add(engine)
+    assert refused == {20, 21, 22, 23}
+    records = Store(redis_client, "default").acceptances()
+    assert of_reporters(records) == {f"e{engine}": (100, 200) for engine in range(20)}
+    assert by_drafter(records)["v1"]["rounds"] == 2000
+    assert not redis_client.exists(KEYS.live)
+
+
+def test_a_reporter_too_many_gets_a_429_that_names_the_bound_and_changes_nothing(
+    service: RunningService, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_counts, "MAX_REPORTERS", 2)
+    for name in ("a", "b"):
+        reply = service.client.post("/acceptance", json={"run": "default", **report(name)})
+        assert reply.status_code == 200, reply.text
+    before = {key: redis_client.dump(key) for key in redis_client.scan_iter()}
+    reply = service.client.post("/acceptance", json={"run": "default", **report("c")})
+    assert (reply.status_code, reply.json()["type"]) == (429, "urn:draftalign:too-many-reporters")
+    assert "has 2 reporters" in reply.json()["detail"]
+    assert int(reply.headers["Retry-After"]) > 0
+    assert {key: redis_client.dump(key) for key in redis_client.scan_iter()} == before
+    assert service.client.post("/acceptance", json={"run": "default", **report("a", rounds=20)}).status_code == 200
+
+
+def test_live_sums_go_back_a_bounded_number_of_policy_versions(
+    redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_counts, "MAX_LIVE", 10)
+    book(redis_url, *(report("a", "v1", p) for p in range(KEPT_APART + 30)))
+    assert redis_client.hlen(KEYS.live) == 20
+    assert redis_client.llen(KEYS.live_order) == 10
+    assert sorted(point_live(Store(redis_client, "default").acceptances())) == list(range(20, KEPT_APART + 30))
+
+
+def test_records_from_before_there_were_sums_are_taken_over(redis_url: str, redis_client: Redis) -> None:
+    old = [report(f"e{i}", "v1", p, rounds=100) for p in range(KEPT_APART + 5) for i in range(3)]
+    redis_client.hset(KEYS.acceptance, mapping={acceptance_key(r): json.dumps(r) for r in old})
+    newest = KEPT_APART + 4
+    before = 100 * (KEPT_APART + 5)
+    again, more, new = book(
+        redis_url,
+        report("e0", "v1", newest, rounds=100),
+        report("e1", "v1", newest, rounds=130),
+        report("e9", "v1", newest),
+    )
+    assert again == (before, 2 * before)
+    assert more == (before + 30, 2 * (before + 30))
+    assert new == (10, 20)
+    book(redis_url, *(report("e0", "v1", newest, rounds=100) for _ in range(4)))
+    assert redis_client.hlen(KEYS.acceptance) < len(old), "what is too much is folded, a little at each report"
+    assert of_reporters(Store(redis_client, "default").acceptances())["e0"] == (before, 2 * before)
+
+
+def test_a_record_that_replaces_none_is_not_searched_for_among_those_of_its_reporter() -> None:
+    """Where an old table is taken over, that search took the square of the number of records."""
+
+    class Unsearched(list[tuple[str, int | None]]):
+        def __contains__(self, key: object) -> bool:
+            raise AssertionError("it was searched")
+
+    account = Account(apart=Unsearched())
+    for policy in range(5):
+        account.add(report("a", "v1", policy), None)
+    assert account.apart == [("v1", policy) for policy in range(5)]
+    assert account.sums == {"v1": [50, 100]}
+
+
+def test_reports_of_one_reporter_at_the_same_moment_are_all_counted(redis_url: str, redis_client: Redis) -> None:
+    async def work(store: AsyncStore) -> None:
+        await asyncio.gather(*(store.book(report("a", "v1", p)) for p in range(40)))
+
+    with_store(redis_url, work)
+    assert book(redis_url, report("a", "v1", 39)) == [(400, 800)]
+    assert of_reporters(Store(redis_client, "default").acceptances()) == {"a": (400, 800)}
+
+
+def test_a_crash_between_reading_and_writing_leaves_the_report_to_be_sent_again(
+    redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis_client.set(KEYS.latest_policy, 3)
+    first, second = report("a", "v1", None, rounds=10), report("a", "v1", None, rounds=25)
+    assert book(redis_url, first) == [(10, 20)]
+
+    async def crash(*_: Any, **__: Any) -> bool:
+        raise ConnectionError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_counts.EngineCounts, "_write", crash)
+        with pytest.raises(ConnectionError):
+            book(redis_url, second)
+    assert book(redis_url, second, second) == [(25, 50)] * 2
+
+
+# --- the work of a report
+
+
+@pytest.fixture
+def commands(service: RunningService, redis_client: Redis) -> Iterator[list[tuple[str, ...]]]:
+    """Every command that the API sends, with its arguments; the watch that logs headlines now and then sends none."""
+    client: Any = service.server.config.app.state.context.redis  # type: ignore[union-attr]
+    sent: list[tuple[str, ...]] = []
+    connection = client.connection_pool.connection_class
+    plain = connection.pack_command
+
+    def pack(self: Any, *command: Any) -> Any:
+        sent.append(tuple(str(part) for part in command))
+        return plain(self, *command)
+
+    async def away(*_: Any) -> None:
+        raise RedisError("not now")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "read_headline", away)
+        patch.setattr(connection, "pack_command", pack)
+        yield sent
+
+
+def fields_read(commands: list[tuple[str, ...]]) -> list[tuple[str, int]]:
+    """Names of commands, and how many fields or members each reads; whole tables and scans are not allowed here."""
+    whole = {"HGETALL", "HVALS", "HKEYS", "HSCAN", "SCAN", "KEYS", "SMEMBERS"}
+    assert not [command for command in commands if command[0] in whole]
+    return [(command[0], len(command)) for command in commands]
+
+
+@pytest.mark.parametrize("accepted", [2, 0], ids=["alive", "dead"])
+def test_a_report_costs_the_same_at_ten_and_at_a_thousand_records(
+    service: RunningService, redis_client: Redis, commands: list[tuple[str, ...]], redis_url: str, accepted: int
+) -> None:
+    version = service.publish().version
+    store = Store(redis_client, "default")
+    served = {"tokens": 300.0, "rounds": 100.0}
+    for number in range(200):
+        store.put_score(f"{number:032x}", {"drafter_version": version, "served": served, "created": float(number)})
+    work = []
+    rounds = 0
+    for engines in (10, 1000):
+        book(redis_url, *(report(f"e{i}", version, 1) for i in range(engines)))
+        redis_client.delete(KEYS.judged)
+        rounds += 300
+        document = {"run": "default", **report("e0", version, 1, rounds=rounds, accepted_tokens=accepted * rounds)}
+        commands.clear()
+        reply = service.client.post("/acceptance", json=document)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["dead"] == (accepted == 0)
+        work.append(fields_read(commands))
+    assert work[0] == work[1]
+    assert 3 <= len(work[0]) <= 12
+
+
+def test_a_report_of_an_old_engine_costs_a_few_fields_more_at_most(
+    service: RunningService, redis_client: Redis, commands: list[tuple[str, ...]], redis_url: str
+) -> None:
+    def cost(policy: int) -> tuple[int, int]:
+        commands.clear()
+        reply = service.client.post("/acceptance", json={"run": "default", **report("e0", "v1", policy)})
+        assert reply.status_code == 200, reply.text
+        work = fields_read(commands)
+        return len(work), sum(size for _, size in work)
+
+    book(redis_url, report("e1"))
+    cost(0)  # loads the script
+    few = cost(1)
+    book(redis_url, *(report("e0", "v1", p) for p in range(2, 1000)))
+    many = cost(1000)
+    assert many[0] <= few[0] + 2, "one reads what is added up, one writes that the counts were judged"
+    assert many[1] <= few[1] + 12

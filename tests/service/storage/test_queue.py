@@ -1,0 +1,318 @@
+"""The queue against a real server: de-duplication, bounds, delivery, death."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+import redis.asyncio
+from redis import Redis
+
+from service.storage.queue import (
+    COUNTERS,
+    ENDED_SECONDS,
+    GROUP,
+    KILLER,
+    AsyncRolloutQueue,
+    Batch,
+    Enqueued,
+    Entry,
+    Keys,
+    RolloutQueue,
+)
+
+
+def make_batch(number: int, *, size: int = 100, tokens: int = 10, ids: tuple[str, ...] | None = None) -> Batch:
+    return Batch(
+        batch_id=f"{number:032x}",
+        blob=f"{number:032x}.{number:032x}.safetensors",
+        bytes=size,
+        tokens=tokens,
+        rollouts=2,
+        policy_version=number,
+        policy_version_max=number + 1,
+        rollout_ids=ids or (f"r{number}a", f"r{number}b"),
+    )
+
+
+class Bench:
+    """A queue seen from both sides."""
+
+    def __init__(self, url: str, client: Redis) -> None:
+        self.url = url
+        self.client: Any = client
+        self.worker = RolloutQueue(client, "default")
+        self.worker.ensure_group()
+
+    def put(self, *batches: Batch, max_items: int = 100, max_bytes: int = 10_000, overflow: Any = "reject") -> Enqueued:
+        async def send() -> Enqueued:
+            async with redis.asyncio.Redis.from_url(self.url) as client:
+                queue = AsyncRolloutQueue(client, "default")
+                for batch in batches:
+                    outcome = await queue.enqueue(batch, max_items=max_items, max_bytes=max_bytes, overflow=overflow)
+                return outcome
+
+        return asyncio.run(send())
+
+    def claim(self, consumer: str = "w", max_tokens: int = 1000, idle: float = 1000.0) -> list[Entry]:
+        return self.worker.claim(consumer, max_tokens, idle)
+
+
+@pytest.fixture
+def bench(redis_url: str, redis_client: Redis) -> Bench:
+    return Bench(redis_url, redis_client)
+
+
+def test_an_entry_carries_what_was_enqueued_and_ends_with_its_ack(bench: Bench) -> None:
+    assert bench.put(make_batch(7)).outcome == "accepted"
+    assert bench.worker.depth() == (1, 100)
+    (entry,) = bench.claim()
+    assert (entry.batch_id, entry.blob) == (make_batch(7).batch_id, make_batch(7).blob)
+    assert (entry.bytes, entry.tokens, entry.rollouts) == (100, 10, 2)
+    assert (entry.policy_version, entry.policy_version_max, entry.deliveries) == (7, 8, 1)
+    assert bench.worker.depth() == (1, 100), "pending entries are still in the queue"
+    assert bench.worker.ack(entry, "trained")
+    assert bench.worker.depth() == (0, 0)
+    record = bench.worker.batch(entry.batch_id)
+    assert record is not None
+    assert record["state"] == "trained"
+    assert bench.client.xlen(Keys("default").queue) == 0
+    assert 0 < bench.client.ttl(Keys("default").batch(entry.batch_id)) <= ENDED_SECONDS
+    assert 0 < bench.client.ttl(Keys("default").rollout("r7a")) <= ENDED_SECONDS
+
+
+def test_a_second_ack_changes_nothing(bench: Bench) -> None:
+    bench.put(make_batch(1))
+    (entry,) = bench.claim()
+    assert bench.worker.ack(entry)
+    assert not bench.worker.ack(entry)
+    assert not bench.worker.dead_letter(entry, "too late")
+    assert bench.worker.counters()["acked_total"] == 1
+    assert bench.worker.counters()["dead_total"] == 0
+    assert bench.worker.depth() == (0, 0)
+
+
+def test_a_duplicate_is_recognised_while_queued_and_after_its_end(bench: Bench) -> None:
+    bench.put(make_batch(1))
+    assert bench.put(make_batch(1)) == Enqueued("duplicate", "queued")
+    (entry,) = bench.claim()
+    bench.worker.ack(entry, "held_out")
+    assert bench.put(make_batch(1)) == Enqueued("duplicate", "held_out")
+    assert bench.worker.counters()["duplicates_total"] == 2
+    assert bench.worker.counters()["accepted_total"] == 1
+
+
+def test_whoever_sends_the_next_batch_hears_how_many_died_and_why_the_newest_did(bench: Bench) -> None:
+    assert (bench.put(make_batch(1)).dead_total, bench.put(make_batch(2)).last_dead_reason) == (0, "")
+    for number, entry in enumerate(bench.claim()):
+        bench.worker.dead_letter(entry, f"reason {number}")
+    assert bench.put(make_batch(3)) == Enqueued("accepted", "queued", (), 2, "reason 1")
+    assert bench.put(make_batch(3)) == Enqueued("duplicate", "queued", (), 2, "reason 1")
+    dropping = bench.put(make_batch(4), max_items=1, overflow="drop_oldest")
+    assert dropping == Enqueued("accepted", "queued", (make_batch(3).blob,), 2, "reason 1")
+    bench.client.delete(Keys("default").dead)
+    assert bench.put(make_batch(5)).last_dead_reason == ""
+
+
+def test_a_batch_whose_file_was_lost_may_be_sent_again(bench: Bench) -> None:
+    bench.put(make_batch(1))
+    (entry,) = bench.claim()
+    bench.worker.dead_letter(entry, "blob_missing")
+    assert bench.put(make_batch(1)).outcome == "accepted"
+    assert bench.client.ttl(Keys("default").batch(entry.batch_id)) == -1, "its record lives again"
+
+
+def test_the_queue_is_bounded_by_items_and_by_bytes(bench: Bench) -> None:
+    bench.put(make_batch(1), make_batch(2))
+    assert bench.put(make_batch(3), max_items=2).outcome == "full"
+    assert bench.put(make_batch(3), max_bytes=299).outcome == "full"
+    assert bench.put(make_batch(3), max_bytes=300).outcome == "accepted"
+    assert bench.worker.counters()["rejected_total"] == 2
+
+
+def test_drop_oldest_spares_what_a_worker_holds(bench: Bench) -> None:
+    bench.put(*(make_batch(n) for n in (1, 2, 3)))
+    (held,) = bench.claim(max_tokens=1)
+    outcome = bench.put(make_batch(4), max_items=3, overflow="drop_oldest")
+    assert outcome.outcome == "accepted"
+    assert outcome.dropped == (make_batch(2).blob,)
+    assert held.batch_id == make_batch(1).batch_id
+    assert [e.batch_id for e in bench.claim()] == [make_batch(n).batch_id for n in (3, 4)]
+    record = bench.worker.batch(make_batch(2).batch_id)
+    assert record is not None
+    assert record["state"] == "skipped"
+    assert "full" in record["reason"]
+    assert bench.worker.counters()["dropped_total"] == 1
+    assert bench.worker.depth() == (3, 300)
+
+
+def test_drop_oldest_refuses_when_everything_is_held(bench: Bench) -> None:
+    bench.put(make_batch(1), make_batch(2))
+    bench.claim()
+    assert bench.put(make_batch(3), max_items=2, overflow="drop_oldest").outcome == "full"
+
+
+def test_the_newest_policy_is_of_the_last_entries_or_of_those_after_one(bench: Bench) -> None:
+    assert bench.worker.newest_policy() is None
+    bench.put(*(make_batch(number) for number in (7, 3, 5, 4)))
+    entries = bench.claim()
+    assert [entry.policy_version_max for entry in entries] == [8, 4, 6, 5]
+    assert bench.worker.newest_policy() == 8
+    assert bench.worker.newest_policy(after=entries[0].entry_id) == 6, "the entry itself does not count"
+    assert bench.worker.newest_policy(after=entries[2].entry_id) == 5
+    assert bench.worker.newest_policy(after=entries[3].entry_id) is None
+    bench.worker.ack(entries[0])
+    assert bench.worker.newest_policy() == 6, "what is ended does not wait"
+    bench.put(make_batch(90), *(make_batch(number) for number in range(10, 26)))
+    assert bench.worker.newest_policy() == 26, "the last sixteen"
+
+
+def test_a_claim_stops_at_the_token_budget(bench: Bench) -> None:
+    bench.put(*(make_batch(n, tokens=40) for n in range(5)))
+    assert [e.tokens for e in bench.claim(max_tokens=100)] == [40, 40, 40]
+    assert len(bench.claim(max_tokens=100)) == 2
+    assert bench.claim() == []
+
+
+def test_a_dead_workers_entries_are_taken_over_before_new_ones(bench: Bench) -> None:
+    bench.put(make_batch(1), make_batch(2))
+    bench.claim("dead", max_tokens=1)
+    time.sleep(0.03)
+    entries = bench.claim("alive", idle=0.02)
+    assert [(e.policy_version, e.deliveries) for e in entries] == [(1, 2), (2, 1)]
+
+
+def test_a_late_ack_of_a_worker_that_was_only_stopped_is_harmless(bench: Bench) -> None:
+    bench.put(make_batch(1))
+    (stopped,) = bench.claim("stopped")
+    (taken,) = bench.claim("alive", idle=0.0)
+    assert bench.worker.ack(taken)
+    assert not bench.worker.ack(stopped)
+    assert bench.worker.counters()["acked_total"] == 1
+
+
+def test_a_heartbeat_keeps_entries_and_tells_which_were_taken_over(bench: Bench) -> None:
+    bench.put(make_batch(1), make_batch(2))
+    first, second = bench.claim("me")
+    time.sleep(0.05)
+    assert bench.worker.heartbeat("me", [first.entry_id]) == [first.entry_id]
+    (taken,) = bench.claim("other", idle=0.04)
+    assert taken.entry_id == second.entry_id
+    assert bench.worker.heartbeat("me", [first.entry_id, second.entry_id]) == [first.entry_id]
+    pending = bench.client.xpending_range(Keys("default").queue, GROUP, first.entry_id, first.entry_id, 1)
+    assert pending[0]["times_delivered"] == 1, "a heartbeat is not a delivery"
+
+
+def test_an_entry_that_kills_three_workers_becomes_a_dead_letter(bench: Bench) -> None:
+    bench.put(make_batch(1))
+    deliveries = [bench.claim(f"w{n}", idle=0.0)[0].deliveries for n in range(3)]
+    assert deliveries == [1, 2, 3]
+    assert bench.claim("w3", idle=0.0) == []
+    record = bench.worker.batch(make_batch(1).batch_id)
+    assert record is not None
+    assert (record["state"], record["reason"]) == ("dead", KILLER)
+    assert bench.worker.dead_letters()[0]["reason"] == KILLER
+    assert bench.worker.dead_letters()[0]["blob"] == make_batch(1).blob
+    assert bench.worker.depth() == (0, 0)
+
+
+def test_a_worker_that_restarts_finds_what_it_held_and_a_poison_kills_no_neighbour(bench: Bench) -> None:
+    """A worker with a stable name works through its entries; number 2 kills it each time it is worked on."""
+    bench.put(*(make_batch(n) for n in range(5)))
+    done: list[int] = []
+
+    def live() -> bool:
+        """One life: finish what can be finished; True when nothing is left."""
+        entries = bench.worker.own_pending("stable") or bench.claim("stable")
+        while entries:
+            unsaved: list[Entry] = []
+            for entry in entries:
+                if entry.policy_version == 2:
+                    return False  # killed: what was not yet saved is lost
+                unsaved.append(entry)
+            for entry in unsaved:  # saved after the batch, as the worker checkpoints
+                bench.worker.ack(entry)
+                done.append(entry.policy_version)
+            entries = bench.worker.own_pending("stable") or bench.claim("stable")
+        return True
+
+    lives = 1
+    while not live():
+        lives += 1
+        assert lives < 10
+    assert sorted(done) == [0, 1, 3, 4]
+    assert [letter["policy_version"] for letter in bench.worker.dead_letters()] == ["2"]
+    assert bench.worker.depth() == (0, 0)
+
+
+def test_an_orderly_stop_is_not_held_against_its_entries(bench: Bench) -> None:
+    bench.put(make_batch(1))
+    entries = bench.claim("stable")
+    for _ in range(6):
+        bench.worker.release("stable", entries)
+        entries = bench.worker.own_pending("stable")
+        assert [e.deliveries for e in entries] == [1]
+
+
+def test_a_pending_entry_that_was_deleted_is_forgotten(bench: Bench) -> None:
+    bench.put(make_batch(1), make_batch(2))
+    first, _ = bench.claim("w")
+    bench.client.xdel(Keys("default").queue, first.entry_id)
+    assert [e.policy_version for e in bench.worker.own_pending("w")] == [2]
+    assert [e.policy_version for e in bench.claim("v", idle=0.0)] == [2]
+
+
+def test_a_worker_survives_a_server_that_was_emptied(bench: Bench) -> None:
+    bench.client.flushall()
+    assert bench.claim() == []
+    bench.put(make_batch(1))
+    assert len(bench.claim()) == 1
+
+
+def test_a_waiting_claim_returns_as_soon_as_something_comes(bench: Bench) -> None:
+    timer = threading.Timer(0.1, lambda: bench.put(make_batch(1)))
+    timer.start()
+    started = time.monotonic()
+    entries = bench.worker.claim("w", 100, 1000.0, block_seconds=20.0)
+    timer.join()
+    assert len(entries) == 1
+    assert time.monotonic() - started < 10
+
+
+def test_many_concurrent_senders_and_workers_lose_and_double_nothing(bench: Bench) -> None:
+    """Eight senders send 40 batches, each twice; four workers drain them. The counters must come out exact."""
+
+    def send(offset: int) -> None:
+        bench_of_thread = Bench(bench.url, Redis.from_url(bench.url))
+        bench_of_thread.put(*(make_batch(n) for n in range(offset, 40, 4) for _ in range(1)))
+        bench_of_thread.client.close()
+
+    acked: list[str] = []
+
+    def work(name: str) -> None:
+        with Redis.from_url(bench.url) as client:
+            queue = RolloutQueue(client, "default")
+            while len(acked) < 40:
+                for entry in queue.claim(name, 30, 1000.0):
+                    assert queue.ack(entry)
+                    acked.append(entry.batch_id)
+
+    threads = [threading.Thread(target=send, args=(n % 4,)) for n in range(8)]
+    threads += [threading.Thread(target=work, args=(f"w{n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(acked) == sorted(make_batch(n).batch_id for n in range(40))
+    counters = bench.worker.counters()
+    assert list(counters) == list(COUNTERS)
+    assert counters["accepted_total"] == counters["acked_total"] == counters["duplicates_total"] == 40
+    assert bench.worker.depth() == (0, 0)
+
+
+def test_a_run_name_cannot_reach_another_runs_keys() -> None:
+    assert Keys("a").queue == "da:{a}:queue"
+    assert Keys("a").prefix != Keys("a:queue").prefix

@@ -1,0 +1,319 @@
+"""The registry: publish is atomic, latest never goes back by itself, and every byte is accounted for."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from service_fixtures import publish
+
+from service.errors import RegistryBusy, RegistryError, RunNotFound, VersionNotFound
+from service.storage.layout import Layout
+from service.storage.registry import (
+    MANIFEST,
+    Registry,
+    canary_key,
+    locked,
+)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    layout = Layout(tmp_path)
+    layout.make_run("default")
+    return Registry(layout)
+
+
+def test_a_run_without_a_drafter_has_no_latest(registry: Registry) -> None:
+    assert registry.latest("default") is None
+    assert registry.versions("default") == []
+    assert registry.history("default") == []
+
+
+def test_a_published_version_is_latest_and_verifies(registry: Registry) -> None:
+    manifest = publish(registry, content=b"abc", policy_version=5, reason="gate passed")
+    assert registry.latest("default") == manifest
+    assert manifest.version.startswith("v000001-")
+    assert manifest.version.endswith(manifest.digest[:8])
+    assert (manifest.sequence, manifest.policy_version, manifest.reason) == (1, 5, "gate passed")
+    assert [f.name for f in manifest.files] == ["config.json", "model.safetensors"]
+    assert registry.path("default", manifest.version, "model.safetensors").read_bytes() == b"abc"
+    registry.verify("default", manifest.version)
+    (event,) = registry.history("default")
+    assert (event["event"], event["version"], event["sequence"]) == ("published", manifest.version, 1)
+
+
+def test_sequence_grows_with_every_move_and_a_rollback_is_a_new_one(registry: Registry) -> None:
+    first, second = publish(registry), publish(registry, content=b"other")
+    assert second.sequence == 2
+    back = registry.rollback("default", first.version, "second was bad")
+    assert (back.version, back.sequence, back.reason) == (first.version, 3, "second was bad")
+    again = registry.push_again("default", "engine lost it")
+    assert (again.version, again.sequence, again.reason) == (first.version, 4, "revived: engine lost it")
+    assert registry.latest("default") == again
+    third = publish(registry, content=b"third")
+    assert third.sequence == 5
+    assert third.version.startswith("v000003-")
+    assert len({first.etag, second.etag, back.etag, again.etag, third.etag}) == 5
+    assert [e["event"] for e in registry.history("default")] == [
+        "published",
+        "published",
+        "rolled_back",
+        "pushed_again",
+        "published",
+    ]
+
+
+def test_a_version_that_was_tampered_with_is_not_rolled_back_to(registry: Registry) -> None:
+    first = publish(registry)
+    second = publish(registry, content=b"other")
+    registry.path("default", first.version, "model.safetensors").write_bytes(b"Weights")
+    with pytest.raises(RegistryError, match="no longer matches its manifest"):
+        registry.rollback("default", first.version, "try")
+    assert registry.latest("default") == second
+
+
+def test_unknown_and_malformed_versions_are_not_found(registry: Registry) -> None:
+    manifest = publish(registry)
+    for version in ("v000009-00000000", "../v000001", "", "v1", "latest", manifest.version + "\n", "v000001-0000000G"):
+        with pytest.raises(VersionNotFound):
+            registry.get("default", version)
+    for name in ("../run.json", "model.bin", "", ".", "..", "/etc/passwd"):
+        with pytest.raises(VersionNotFound):
+            registry.path("default", manifest.version, name)
+    for run in ("..", "a/b", "", "a" * 65, ".hidden", "a\n", "{x}"):
+        with pytest.raises(RunNotFound):
+            registry.latest(run)
+
+
+def test_a_staged_directory_must_hold_plain_files_only(registry: Registry, tmp_path: Path) -> None:
+    facts = {"policy_version": 0, "parent": None, "config_fingerprint": "", "d2t_sha256": "", "aux_layers": (1,)}
+    empty = registry.stage("default")
+    with pytest.raises(RegistryError, match="is empty"):
+        registry.publish("default", empty, **facts)
+    linked = registry.stage("default")
+    (linked / "model.safetensors").symlink_to("/etc/passwd")
+    with pytest.raises(RegistryError, match="expected plain files"):
+        registry.publish("default", linked, **facts)
+    assert registry.latest("default") is None
+
+
+def test_a_nan_in_the_evidence_becomes_null(registry: Registry) -> None:
+    publish(registry, alpha={"served": float("nan")})
+    latest = registry.latest("default")
+    assert latest is not None
+    assert latest.alpha == {"served": None}
+    assert registry.history("default")[0]["alpha"] == {"served": None}
+
+
+def test_prune_keeps_the_newest_the_served_and_the_protected(registry: Registry) -> None:
+    manifests = [publish(registry, content=str(n).encode()) for n in range(6)]
+    names = [m.version for m in manifests]
+    registry.rollback("default", names[1], "older fits better")
+    assert registry.prune("default", 2, protect={names[0]}) == names[2:4]
+    assert registry.versions("default") == [names[0], names[1], names[4], names[5]]
+    latest = registry.latest("default")
+    assert latest is not None
+    assert latest.version == names[1]
+    registry.rollback("default", names[5], "newest")
+    registry.prune("default", 1)
+    assert registry.versions("default") == [names[5]]
+    assert publish(registry, content=b"next").version.startswith("v000007-"), "a pruned number is never used again"
+
+
+def test_prune_clears_old_leftovers_but_not_a_publish_in_progress(registry: Registry) -> None:
+    publish(registry)
+    old, fresh = registry.stage("default"), registry.stage("default")
+    os.utime(old, (0, 0))
+    registry.prune("default", 1)
+    assert not old.exists()
+    assert fresh.exists()
+
+
+def test_a_torn_last_line_of_the_history_hides_no_other(registry: Registry, tmp_path: Path) -> None:
+    publish(registry)
+    with Layout(tmp_path).history("default").open("ab") as file:
+        file.write(b'{"event": "publis')
+    registry.record("default", {"event": "refused"})
+    assert [e["event"] for e in registry.history("default")] == ["published", "refused"]
+
+
+def test_an_event_lost_between_pointer_and_history_is_written_by_the_next_move(
+    registry: Registry, tmp_path: Path
+) -> None:
+    first = publish(registry)
+    Layout(tmp_path).history("default").unlink()  # as if killed before the append
+    publish(registry, content=b"second")
+    events = registry.history("default")
+    assert (events[0]["version"], events[0]["sequence"]) == (first.version, 1)
+    assert events[0]["recovered"]
+    assert len(events) == 2
+
+
+def test_parallel_publishers_and_rollbacks_never_share_a_sequence(registry: Registry) -> None:
+    first = publish(registry)
+
+    def work(number: int) -> None:
+        for turn in range(4):
+            publish(registry, content=f"{number} {turn}".encode())
+            registry.rollback("default", first.version, "again")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    sequences = [e["sequence"] for e in registry.history("default")]
+    assert sequences == list(range(1, 34))
+    assert len(registry.versions("default")) == 17
+
+
+def test_a_lock_that_somebody_keeps_is_an_error_that_names_him_and_hides_no_event(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process that was stopped while it published keeps it."""
+    first = publish(registry)
+    monkeypatch.setattr("service.storage.registry.LOCK_SECONDS", 0.05)
+    with locked(Layout(tmp_path), "default"):
+        with pytest.raises(RegistryBusy, match=f"by process {os.getpid()} of .*is it stopped.*Nothing was changed"):
+            registry.rollback("default", first.version, "back")
+        with pytest.raises(RegistryBusy):
+            publish(registry, content=b"second")
+        registry.record("default", {"event": "refused"})
+    assert registry.latest("default") == first
+    assert [e["event"] for e in registry.history("default")] == ["published", "refused"]
+    assert publish(registry, content=b"second").sequence == first.sequence + 1
+
+
+def test_events_of_many_writers_are_whole_lines(registry: Registry) -> None:
+    def work(number: int) -> None:
+        for turn in range(50):
+            registry.record("default", {"event": "refused", "by": [number, turn], "reason": "x" * 3000})
+
+    publish(registry)
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    events = registry.history("default")[1:]
+    assert sorted(e["by"] for e in events) == [[n, t] for n in range(4) for t in range(50)]
+    assert all(len(e["reason"]) == 3000 for e in events)
+
+
+#: Forks a publisher for each line it reads, kills it after that many seconds: one interpreter start for all kills.
+PUBLISHER = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from service_fixtures import publish
+from service.storage.layout import Layout
+from service.storage.registry import Registry
+
+def work(n):
+    registry = Registry(Layout(Path(sys.argv[1])))
+    while True:
+        n += 1
+        publish(registry, content=bytes([n % 256]) * 50_000)
+        if n % 3 == 0:
+            registry.rollback("default", registry.versions("default")[0], "back")
+            registry.push_again("default", "again")
+
+for n, line in enumerate(sys.stdin):
+    child = os.fork()
+    if child == 0:
+        work(n)
+    time.sleep(float(line))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.chaos
+def test_a_publisher_killed_anywhere_leaves_latest_valid_and_never_older(registry: Registry, tmp_path: Path) -> None:
+    """SIGKILL at 40 random moments, with a reader polling: every manifest read verifies, no sequence goes down."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    highest = 0
+    faults: list[str] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        nonlocal highest
+        reader = Registry(Layout(tmp_path))
+        while not stop.is_set():
+            try:
+                latest = reader.latest("default")
+                if latest is not None:
+                    if latest.sequence < highest:
+                        faults.append(f"sequence fell from {highest} to {latest.sequence}")
+                    highest = max(highest, latest.sequence)
+                    reader.verify("default", latest.version)
+            except Exception as error:  # noqa: BLE001 - whatever a reader can meet is a fault
+                faults.append(repr(error))
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    script = PUBLISHER.format(tests=str(Path(__file__).parents[2]))
+    delays = "".join(f"{rng.uniform(0.0, 0.1)}\n" for _ in range(40))
+    try:
+        subprocess.run([sys.executable, "-c", script, str(tmp_path)], input=delays.encode(), check=True, timeout=60)
+    finally:
+        stop.set()
+        thread.join()
+    assert not faults
+    assert highest > 0
+    latest = registry.latest("default")
+    assert latest is not None
+    assert latest.sequence >= highest
+    for version in registry.versions("default"):
+        registry.verify("default", version)
+    after = publish(registry, content=b"after")
+    assert after.sequence == latest.sequence + 1
+    sequences = [e["sequence"] for e in registry.history("default")]
+    assert sequences == sorted(set(sequences)), "no event is lost or doubled"
+    assert set(sequences) == set(range(1, after.sequence + 1))
+
+
+def test_a_manifest_on_disk_is_plain_json(registry: Registry, tmp_path: Path) -> None:
+    manifest = publish(registry)
+    document = json.loads((Layout(tmp_path).drafter("default", manifest.version) / MANIFEST).read_text())
+    assert document["aux_layers_convention"] == "entering"
+    assert document["files"][0].keys() == {"name", "bytes", "sha256"}
+
+
+def test_a_digest_of_the_history_reads_each_line_once(registry: Registry, tmp_path: Path) -> None:
+    assert registry.digest("default").pushed is None
+    publish(registry)
+    registry.record("default", {"event": "pushed_again", "time": 5.0})
+    canary = {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": 1}
+    registry.record("default", canary)
+    digest = registry.digest("default")
+    assert (digest.pushed, list(digest.canaries)) == (5.0, [canary_key(canary)])
+    path = Layout(tmp_path).history("default")
+    assert digest.bytes_read == path.stat().st_size
+    whole = path.read_bytes()
+    path.write_bytes(
+        b"x" * (len(whole) - 1) + b"\n" + b'{"event": "pushed_again", "time": 7.0'
+    )  # torn by loss of power
+    assert registry.digest("default").pushed == 5.0, "what was read is not read again, and half a line is none"
+    registry.record("default", {"event": "pushed_again", "time": 9.0})
+    assert registry.digest("default").pushed == 9.0
+    path.write_bytes(whole[: whole.index(b"\n") + 1])
+    assert registry.digest("default").pushed is None, "a shorter file is another one"
+
+
+def test_a_digest_remembers_a_bounded_number_of_verdicts(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.storage.registry._CANARIES_REMEMBERED", 3)
+    for offer in range(5):
+        registry.record("default", {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": offer})
+    assert [key[-1] for key in registry.digest("default").canaries] == ["2", "3", "4"]

@@ -1,0 +1,122 @@
+"""A run whose policy ships an MTP head: registered, scored, trained, published, resumed, like any other drafter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from worker_fixtures import CONFIG, FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
+
+from drafter.errors import TargetHeadError
+from drafter.files.mtp import write_mtp
+from drafter.kinds import read_kind, share
+from drafter.mtp.module import MtpConfig, MtpDrafter
+from drafter.target import TargetHead
+from rl_hooks import wire
+from rl_hooks.sending.features import as_wire
+from service.storage.registry import Registry
+
+OPEN: dict[str, Any] = {"gate_min_gain": 0.0, "recent_tokens": 100_000, "learning_rate": 1e-2}
+SIZES = CONFIG | {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
+    with Bench(tmp_path / "state", redis_url) as made:
+        yield made
+
+
+def module(world: World) -> MtpDrafter:
+    torch.manual_seed(0)
+    return MtpDrafter(MtpConfig.from_target(SIZES), world.embed, world.heads[0])
+
+
+def run_file(world: World, directory: Path) -> bytes:
+    """Body of PUT /runs/{run} as the hook makes it from `initial_drafter=directory`."""
+    directory.mkdir()
+    write_mtp(directory, module(world))
+    tensors = {"embed_tokens": as_wire(world.embed), "lm_head": as_wire(world.heads[0])}
+    tensors |= {f"drafter.{n}": as_wire(t) for n, t in load_file(directory / "model.safetensors").items()}
+    meta = {
+        "format": wire.RUN_FORMAT,
+        "config": json.dumps(CONFIG),
+        "aux_layers": json.dumps({"convention": "entering", "layers": LAYERS}),
+        "target_fingerprint": FINGERPRINT,
+        "policy_version": "0",
+        "drafter_config": (directory / "config.json").read_text(),
+    }
+    return joined(wire.encode(tensors, meta))
+
+
+def test_an_mtp_head_is_scored_trained_published_and_resumed(bench: Bench, tmp_path: Path) -> None:
+    bench.register(run_file(bench.world, tmp_path / "initial"))
+    worker = bench.worker(**OPEN)
+    registry = Registry(bench.layout)
+    first = registry.latest("default")
+    assert first is not None
+    assert (first.reason, first.kind, first.aux_layers) == ("initial drafter", "mtp", ())
+    for name in "abcdefghijkl":
+        bench.post(name)
+        bench.drain(worker)
+    latest = registry.latest("default")
+    assert latest is not None
+    assert latest.version != first.version, "the gate let a trained one through"
+    assert latest.config_fingerprint == first.config_fingerprint
+    assert latest.gate is not None
+    assert latest.gate["alpha_candidate"] > latest.gate["alpha_served"]
+    scores = bench.store.scores()
+    assert {"served", "candidate", "frozen", "ngram"} <= scores[bench.posted[-1]].keys()
+    published = load_file(bench.layout.drafter("default", latest.version) / "model.safetensors")
+    assert all(name.startswith("model.layers.8.") for name in published)
+    assert not any("embed_tokens" in name or "shared_head.head" in name for name in published)
+    assert {tuple(t.shape) for n, t in published.items() if n.endswith("eh_proj.weight")} == {(HIDDEN, 2 * HIDDEN)}
+    worker.close()
+    again = bench.worker(**OPEN)
+    for name, parameter in worker._lineage.candidate.named_parameters():
+        assert torch.equal(parameter, dict(again._lineage.candidate.named_parameters())[name]), name
+    bench.post("m")
+    bench.drain(again)
+    assert bench.state(bench.posted[-1]) in ("trained", "held_out")
+
+
+def test_it_draws_from_the_head_of_the_batchs_policy(bench: Bench, tmp_path: Path) -> None:
+    bench.register(run_file(bench.world, tmp_path / "initial"))
+    moved = bench.world.move_head(1)
+    bench.put_head(1)
+    worker = bench.worker(**OPEN)
+    bench.post("a", policy_version=1)
+    bench.drain(worker)
+    candidate = worker._lineage.candidate
+    assert isinstance(candidate, MtpDrafter)
+    assert torch.equal(candidate.head, moved)
+
+
+def test_a_head_of_some_rows_cannot_serve_it(bench: Bench) -> None:
+    drafter = module(bench.world)
+    rows = TargetHead(bench.world.heads[0], ids=torch.arange(VOCAB))
+    with pytest.raises(TargetHeadError, match="whole lm_head"):
+        share(drafter, bench.world.embed, rows)
+
+
+def test_the_kind_is_read_from_the_config(bench: Bench, tmp_path: Path) -> None:
+    write_mtp(tmp_path, module(bench.world))
+    assert isinstance(read_kind(tmp_path, bench.world.embed, lambda: bench.world.heads[0]), MtpDrafter)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"draftalign": {"kind": "medusa"}}))
+    with pytest.raises(Exception, match=r"kind must be eagle3 or mtp, got 'medusa'"):
+        read_kind(tmp_path, bench.world.embed, lambda: bench.world.heads[0])

@@ -1,0 +1,220 @@
+"""A worker that is behind: what it passes over, what it trains on, what becomes of batches when something fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from redis.exceptions import ConnectionError as RedisAwayError
+from torch import Tensor
+from worker_fixtures import Bench
+
+from drafter.training.trainer import DrafterTrainer
+from service.errors import WorkerError
+from service.storage.queue import RolloutQueue
+from service.worker.loop import RunWorker
+from service.worker.recent import RecentRollouts
+
+
+def spoil(t: dict[str, Tensor]) -> None:
+    """Log-probabilities that the features contradict."""
+    t["logprobs"][t["loss_mask"].bool()] -= 5.0
+
+
+def scored_and_trained(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, worker: RunWorker
+) -> tuple[dict[str, set[str]], list[set[str]]]:
+    """Drain; by batch, the drafters it was scored with; by training, whose new rollouts it was about."""
+    train, about = RunWorker._train, []
+
+    def watched(self: RunWorker, newest: Any) -> float:
+        about.append({kept.name.partition(".")[0][:32] for kept in newest})
+        return train(self, newest)
+
+    monkeypatch.setattr(RunWorker, "_train", watched)
+    bench.drain(worker)
+    roles = {"served", "candidate", "frozen", "best"}
+    return {batch: roles & set(record) for batch, record in bench.store.scores().items()}, about
+
+
+ALL = {"served", "candidate", "frozen", "best"}
+
+
+def test_a_worker_that_is_behind_trains_on_the_newest_policy_only(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    batches = {v: bench.post(f"v{v}", policy_version=v) for v in range(6)}
+    worker = bench.worker(recent_tokens=10_000)
+    scored, about = scored_and_trained(bench, monkeypatch, worker)
+    assert about == [{batches[5]}]
+    assert scored == {batches[v]: ALL if v == 5 else {"served"} for v in range(6)}
+    records = bench.store.scores()
+    assert [records[batches[v]]["action"] for v in range(6)] == ["defer"] * 5 + ["train"]
+    assert {records[batches[v]]["best_version"] for v in range(5)} == {None}
+    assert [records[batches[v]]["train_seconds"] for v in range(5)] == [0.0] * 5
+    totals = worker._journal.totals
+    assert totals.rounds["served"] == pytest.approx(sum(r["served"]["rounds"] for r in records.values()))
+    compared = records[batches[5]]["served"]
+    assert (totals.rounds["served_compared"], totals.round_tokens["served_compared"]) == (
+        pytest.approx(compared["rounds"]),
+        pytest.approx(compared["tokens"]),
+    )
+    assert {bench.state(b) for b in batches.values()} == {"trained"}
+    assert len(worker._recent.names()) == 6, "what was passed over is in the mix"
+
+
+def test_of_one_claim_only_the_newest_policy_is_trained_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.begin()
+    names = [("a", 1), ("b", 2), ("c", 1), ("d", 2)]
+    batches = {name: bench.post(name, policy_version=version) for name, version in names}
+    scored, about = scored_and_trained(bench, monkeypatch, bench.worker(claim_tokens=10_000, recent_tokens=10_000))
+    assert about == [{batches["b"], batches["d"]}]
+    assert scored == {batches[name]: ALL if version == 2 else {"served"} for name, version in names}
+
+
+def test_a_worker_that_never_catches_up_trains_now_and_then(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.begin()
+    batches = [bench.post(f"v{v}", policy_version=v) for v in range(20)]
+    _, about = scored_and_trained(bench, monkeypatch, bench.worker(recent_tokens=10_000))
+    assert about == [{batches[8]}, {batches[17]}, {batches[19]}]
+
+
+def test_while_nothing_is_served_what_is_passed_over_is_scored_by_the_candidate(bench: Bench) -> None:
+    bench.register(bench.world.run_file())
+    batches = [bench.post(f"v{v}", policy_version=v) for v in range(3)]
+    bench.drain(bench.worker(vocab_min_tokens=1, recent_tokens=10_000))
+    records = bench.store.scores()
+    assert {bench.state(b) for b in batches} == {"trained"}
+    assert all("candidate" in records[b] and "served" not in records[b] for b in batches)
+    assert all(records[b]["draftable_tokens"] > 0 for b in batches)
+
+
+def test_a_worker_that_is_behind_says_so(bench: Bench) -> None:
+    bench.begin()
+    for version in range(3):
+        bench.post(f"v{version}", policy_version=version)
+    worker = bench.worker()
+    worker.cycle()
+    told = bench.store.worker()
+    assert told["action"] == "defer"
+    assert "newer policy" in told["action_reason"]
+    assert told["rounds_total"]["served"] > 0
+    bench.drain(worker)
+    assert bench.store.worker()["action"] == "train"
+
+
+def test_a_batch_that_is_all_held_out_ends_so(bench: Bench) -> None:
+    bench.begin()
+    batches = [bench.post(f"one{n}", rollouts=1) for n in range(24)]
+    worker = bench.worker(recent_tokens=10_000)
+    bench.drain(worker)
+    held_out = {i for b in worker._recent.held_out(1000).batches for i in b.rollout_ids}
+    assert 0 < len(held_out) < 16
+    wanted = ["held_out" if f"one{n}/0" in held_out else "trained" for n in range(24)]
+    assert [bench.state(b) for b in batches] == wanted
+
+
+@pytest.mark.parametrize("claim_tokens", [1, 10_000])
+def test_rollouts_that_turn_out_dead_do_not_keep_the_worker_from_the_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, claim_tokens: int
+) -> None:
+    """Two trainers, and the one that is ahead sends what cannot be used."""
+    bench.begin()
+    worker = bench.worker(claim_tokens=claim_tokens)
+    good = []
+    for number in range(10):
+        good.append(bench.post(f"good{number}", policy_version=2 * number))
+        bench.post(f"bad{number}", policy_version=2 * number + 1, change=spoil)
+        worker.cycle()
+        if claim_tokens == 1:
+            worker.cycle()
+    _, about = scored_and_trained(bench, monkeypatch, worker)
+    assert worker._controller.trainings >= (1 if claim_tokens == 1 else 10)
+    assert about == []
+    assert {bench.state(b) for b in good} == {"trained"}
+
+
+def test_a_trainer_that_goes_back_is_judged_on_what_it_writes_now(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    worker = bench.worker(recent_tokens=100_000, gate_rollouts=4)
+    for version in range(200, 206):
+        bench.post(f"before{version}", policy_version=version)
+    bench.drain(worker)
+    evidence: list[list[int]] = []
+    held_out = RecentRollouts.held_out
+
+    def watched(self: RecentRollouts, rollouts: int) -> Any:
+        found = held_out(self, rollouts)
+        evidence.append([batch.policy_version for batch in found.batches])
+        return found
+
+    monkeypatch.setattr(RecentRollouts, "held_out", watched)
+    for version in range(100, 112):
+        bench.post(f"after{version}", policy_version=version, rollouts=32)
+        bench.drain(worker)
+    assert [versions[0] for versions in evidence[2:]] == list(range(102, 112))
+
+
+# --- nothing is acknowledged that was not scored and trained on
+def test_a_redis_that_goes_away_between_two_batches_of_a_claim_loses_neither(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    good, bad = bench.post("good"), bench.post("bad", change=spoil)
+    dead_letter, asked = RolloutQueue.dead_letter, []
+
+    def away(self: RolloutQueue, *arguments: Any) -> bool:
+        asked.append(arguments)
+        if len(asked) == 1:
+            raise RedisAwayError("away")
+        return dead_letter(self, *arguments)
+
+    monkeypatch.setattr(RolloutQueue, "dead_letter", away)
+    worker = bench.worker(claim_tokens=10_000)
+    with pytest.raises(RedisAwayError):
+        worker.cycle()
+    scored, about = scored_and_trained(bench, monkeypatch, worker)
+    assert (bench.state(good), bench.state(bad)) == ("trained", "dead")
+    assert scored == {good: ALL}
+    assert about == [{good}]
+    assert bench.totals()["batches"] == 1
+
+
+def test_a_training_that_fails_half_way_is_done_again_from_the_last_checkpoint(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    worker = bench.worker()
+    bench.post("before")
+    bench.drain(worker)
+    batch = bench.post("a")
+    step, steps = DrafterTrainer.step, []
+
+    def failing(self: DrafterTrainer, *arguments: Any, **options: Any) -> Any:
+        steps.append(arguments)
+        if len(steps) == 2:
+            raise OSError(5, "Input/output error")
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(DrafterTrainer, "step", failing)
+    with pytest.raises(WorkerError, match="from the last checkpoint"):  # the worker drops the run for that
+        worker.cycle()
+    assert bench.state(batch) == "queued"
+    again = bench.worker()
+    bench.drain(again)
+    assert bench.state(batch) == "trained"
+    with Bench(bench.settings.state_dir / "calm", bench.redis_url) as calm:
+        calm.redis.flushdb()
+        calm.begin()
+        undisturbed = calm.worker()
+        for name in ("before", "a"):
+            calm.post(name)
+            calm.drain(undisturbed)
+    for ours, theirs in zip(
+        again._lineage.candidate.parameters(), undisturbed._lineage.candidate.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)

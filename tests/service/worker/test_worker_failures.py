@@ -1,0 +1,482 @@
+"""Exceptions that nobody foresaw end at their run or their batch: the process and the other runs go on."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from redis import Redis
+from service_fixtures import HEADERS, RunningService
+from worker_fixtures import Bench
+
+import service.worker.loop
+import service.worker.process
+from drafter.errors import BatchRejected, CheckpointError, DrafterError
+from drafter.files.checkpoint import export_config
+from drafter.training.trainer import DrafterTrainer
+from service.errors import WorkerError
+from service.storage.layout import file_id
+from service.storage.queue import MAX_DELIVERIES, RolloutQueue
+from service.storage.reports import Store
+from service.storage.runs import untouched
+from service.worker.lineage import Lineage
+from service.worker.loop import LeaseLost, RunWorker
+from service.worker.process import Worker
+from service.worker.recent import RecentRollouts
+
+FIRST = "before-default"  # runs are served in this order
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are looked for in every turn, and tried again at once."""
+    monkeypatch.setattr(service.worker.process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 0.0)
+
+
+@pytest.fixture
+def worker(bench: Bench) -> Worker:
+    """A worker of its own connection; `bench` has the run `default` with a drafter, and another before it."""
+    bench.begin()
+    bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=FIRST)
+    return Worker(bench.settings, Redis.from_url(bench.redis_url))
+
+
+def broken(error: BaseException, when: Any, real: Any) -> Any:
+    """`real`, which raises `error` where `when(self, ...)` holds."""
+
+    def maybe(self: Any, *args: Any, **named: Any) -> Any:
+        if when(self, *args):
+            raise error
+        return real(self, *args, **named)
+
+    return maybe
+
+
+def error_of(bench: Bench, run: str = FIRST) -> Any:
+    return Store(bench.redis, run).worker().get("error")
+
+
+def holds(recent: RecentRollouts, batch: str) -> bool:
+    return any(name.startswith(batch) for name in recent.names())
+
+
+def turns(worker: Worker, bench: Bench, ended: list[str], most: int = 40) -> int:
+    """Turns until all these batches of `default` have ended."""
+    for number in range(most):
+        if all(bench.state(batch) not in ("queued", "unknown") for batch in ended):
+            return number
+        worker._turn()
+    raise AssertionError([bench.state(batch) for batch in ended])
+
+
+def test_a_run_that_cannot_be_opened_for_whatever_reason_says_so_and_keeps_no_other_waiting(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = bench.post("a")
+    with monkeypatch.context() as patch:
+        bad = broken(AttributeError("no attribute 'get'"), lambda self: self._run == FIRST, Lineage.begin)
+        patch.setattr(Lineage, "begin", bad)
+        turns(worker, bench, [batch])
+        assert bench.state(batch) == "trained"
+        assert "no attribute 'get'" in error_of(bench)
+        assert error_of(bench, "default") is None
+        assert "in begin" in caplog.text or "maybe" in caplog.text, "the traceback"
+    for _ in range(3):
+        worker._turn()
+    assert error_of(bench) is None, "it was opened again, and nothing is said of it any more"
+
+
+@pytest.mark.parametrize("fault", ["a drafter with NaN", "a config of before the check"])
+def test_a_refused_run_that_is_registered_anew_is_tried_at_once(
+    bench: Bench, worker: Worker, redis_url: str, fault: str
+) -> None:
+    """By PUT, as a trainer does; not a minute later, and the rollouts that were taken for it are trained."""
+    bad = bench.world.drafter()
+    if fault == "a drafter with NaN":
+        bad.fc.weight.data[0, 0] = float("nan")
+        bench.register(bench.world.run_file(drafter=bad), run="zz")
+    else:
+        config = export_config(bad.config) | {"norm_output": True}
+        bench.register(bench.world.run_file(drafter=bad, drafter_config=config), run="zz", checked=False)
+    batch = bench.post_file(bench.world.rollout_file("z", run="zz"))
+    queue = RolloutQueue(bench.redis, "zz")
+    worker._turn()
+    assert error_of(bench, "zz")
+    assert queue.batch(batch)["state"] == "queued"  # type: ignore[index]
+    service = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
+    try:
+        good = bench.world.run_file(drafter=bench.world.drafter())
+        reply = service.client.put("/runs/zz", content=good, headers=HEADERS)
+        assert (reply.status_code, reply.json()["worker_error"]) == (201, None)
+        assert bench.layout.target("zz").read_bytes() == good
+        for _ in range(3):
+            worker._turn()
+        assert queue.batch(batch)["state"] == "trained"  # type: ignore[index]
+        described = service.client.get("/runs/zz").json()
+        assert described["worker_error"] is None
+        assert described["drafter"] is not None
+        assert service.client.put("/runs/zz", content=good, headers=HEADERS).status_code == 200
+    finally:
+        service.stop()
+
+
+def test_only_a_file_that_the_worker_cannot_begin_with_is_refused_and_only_until_it_can(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> Any:
+        return Store(bench.redis, FIRST).worker().get("refused")
+
+    file = file_id(bench.layout.target(FIRST))
+    assert file is not None
+    damaged = CheckpointError("it cannot be read")
+    damaged.__cause__ = OSError(5, "Input/output error")
+    passing = [torch.OutOfMemoryError("no memory left"), OSError(28, "No space left"), KeyError("what"), damaged]
+    for error, told in [*((error, None) for error in passing), (DrafterError("holds NaN"), list(file))]:
+        with monkeypatch.context() as patch:
+            patch.setattr(Lineage, "begin", broken(error, lambda self: self._run == FIRST, Lineage.begin))
+            worker._refused.clear()
+            worker._turn()
+            assert error_of(bench)
+            assert refused() == told
+    worker._refused.clear()
+    worker._turn()
+    assert (error_of(bench), refused()) == (None, None)
+    batch = bench.post_file(bench.world.rollout_file("x", run=FIRST))
+    monkeypatch.setattr(RunWorker, "_train", broken(DrafterError("in training"), lambda *_: True, RunWorker._train))
+    worker._turn()
+    assert error_of(bench) == "in training"
+    assert refused() is None
+    assert RolloutQueue(bench.redis, FIRST).batch(batch)["state"] == "queued"  # type: ignore[index]
+
+
+def test_a_run_that_is_registered_anew_while_it_trains_gets_no_checkpoint_of_the_old_target(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.register(run="zz")  # from scratch: nothing is published
+    batch = bench.post_file(bench.world.rollout_file("z", run="zz"))
+    again = bench.layout.root / "again"
+    again.write_bytes(bench.layout.target("zz").read_bytes())
+    real = RunWorker._train
+
+    def replaced(self: RunWorker, *args: Any) -> float:
+        if again.exists():
+            again.replace(bench.layout.target("zz"))
+        return real(self, *args)
+
+    monkeypatch.setattr(RunWorker, "_train", replaced)
+    queue = RolloutQueue(bench.redis, "zz")
+    worker._turn()
+    assert not again.exists(), "it did train"
+    assert untouched(bench.layout, "zz")
+    assert queue.batch(batch)["state"] == "queued"  # type: ignore[index]
+    assert "run zz was registered anew" in caplog.text
+    for _ in range(2):
+        worker._turn()
+    assert queue.batch(batch)["state"] == "trained"  # type: ignore[index]
+
+
+def test_a_run_that_was_opened_and_is_registered_anew_is_opened_again(bench: Bench, worker: Worker) -> None:
+    bench.register(run="zz")
+    worker._turn()
+    before = worker._runs["zz"]
+    again = bench.layout.root / "again"
+    again.write_bytes(bench.layout.target("zz").read_bytes())
+    again.replace(bench.layout.target("zz"))
+    worker._turn()
+    assert worker._runs["zz"] is not before
+
+
+def test_a_worker_keeps_no_file_of_a_run_open(bench: Bench, worker: Worker) -> None:
+    """Or some thousand registered runs would be all that a process may open."""
+    bench.register(run="zz")
+    worker._turn()
+    assert worker._runs.keys() == {FIRST, "default", "zz"}
+    worker._runs[FIRST]._target.lm_head()
+    gc.collect()
+    assert "target.safetensors" not in Path("/proc/self/maps").read_text(), "a map holds its file open"
+
+
+def test_a_run_that_fails_again_and_again_is_tried_ever_less_often(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 1.0)
+    for count, pause in enumerate((1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0), 1):
+        before = time.monotonic()
+        worker._fail(FIRST, ValueError("again"))
+        assert worker._failures[FIRST] == count
+        assert before + pause <= worker._refused[FIRST][0] <= time.monotonic() + pause
+    worker._failures[FIRST] = 10_000  # a week of it
+    worker._fail(FIRST, ValueError("again"))
+
+
+def test_a_batch_that_cannot_be_scored_is_dead_of_it_and_the_others_are_trained(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted = [bench.post(name) for name in "abc"]
+    real = service.worker.loop.score
+
+    def score(batch: Any, *args: Any, **named: Any) -> Any:
+        if batch.rollout_ids[0].startswith("b/"):
+            raise IndexError("index 50 is out of bounds")
+        return real(batch, *args, **named)
+
+    monkeypatch.setattr(service.worker.loop, "score", score)
+    turns(worker, bench, posted)
+    assert [bench.state(b) for b in posted] == ["trained", "dead", "trained"]
+    assert bench.reason(posted[1]) == "cannot be scored: IndexError: index 50 is out of bounds"
+    assert error_of(bench, "default") is None
+
+
+@pytest.mark.parametrize("where", ["load_batch", "screen"])
+def test_a_batch_that_cannot_be_loaded_is_dead_of_it(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    posted = [bench.post(name) for name in "ab"]
+    real = getattr(service.worker.loop, where)
+
+    def failing(what: Any, **named: Any) -> Any:
+        name = what.name if where == "load_batch" else what.rollout_ids[0]
+        if name.startswith(posted[0]) or name.startswith("a/"):
+            raise ValueError("what is this")
+        return real(what, **named)
+
+    monkeypatch.setattr(service.worker.loop, where, failing)
+    turns(worker, bench, posted)
+    assert [bench.state(b) for b in posted] == ["dead", "trained"]
+    assert bench.reason(posted[0]) == "cannot be loaded: ValueError: what is this"
+
+
+@pytest.mark.parametrize("claim_tokens", [1, 10_000])
+def test_a_batch_that_fails_every_training_is_dead_after_three_tries_and_holds_nobody_up(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, claim_tokens: int
+) -> None:
+    """Nothing ever kills the process: the deliveries count what was raised as well."""
+    worker._settings = bench.settings.model_copy(update={"claim_tokens": claim_tokens})
+    posted = [bench.post(name) for name in "abc"]
+    other = bench.post_file(bench.world.rollout_file("x", run=FIRST))
+    tried: list[int] = []
+
+    def trains(self: RunWorker, newest: Any) -> bool:
+        if any(kept.batch.rollout_ids[0].startswith("b/") for kept in newest):
+            tried.append(len(newest))
+            return True
+        return False
+
+    monkeypatch.setattr(RunWorker, "_train", broken(RuntimeError("mat1 and mat2"), trains, RunWorker._train))
+    worker._turn()
+    assert RolloutQueue(bench.redis, FIRST).batch(other)["state"] == "trained"  # type: ignore[index]
+    said = set()
+    while "queued" in [bench.state(b) for b in posted]:
+        worker._turn()
+        said.add(error_of(bench, "default"))
+    assert "RuntimeError: mat1 and mat2" in said, "until the run has worked again"
+    assert [bench.state(b) for b in posted] == ["trained", "dead", "trained"]
+    assert bench.reason(posted[1]) == "failed its worker 3 times, at last alone: RuntimeError: mat1 and mat2"
+    assert len(tried) == MAX_DELIVERIES
+    assert tried[-1] == 1
+    assert bench.totals()["batches"] == 2
+    worker._turn()
+    assert error_of(bench, "default") is None
+
+
+def test_a_gate_that_raises_ends_at_its_run(bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = bench.post_file(bench.world.rollout_file("x", run=FIRST))
+    batch = bench.post("a")
+    bad = broken(ZeroDivisionError("division by zero"), lambda self, *_: self.run == FIRST, RunWorker._judge)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWorker, "_judge", bad)
+        turns(worker, bench, [batch])
+        assert bench.state(batch) == "trained"
+        assert "division by zero" in error_of(bench)
+    for _ in range(4):
+        worker._turn()
+    assert RolloutQueue(bench.redis, FIRST).batch(other)["state"] == "trained"  # type: ignore[index]
+    assert error_of(bench) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=["cuda", "cpu"],
+)
+def test_memory_that_runs_out_is_not_laid_to_the_batch_at_once(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    batch = bench.post("a")
+    real, calls = service.worker.loop.score, 0
+
+    def score(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls < MAX_DELIVERIES:
+            raise error
+        return real(*args, **named)
+
+    monkeypatch.setattr(service.worker.loop, "score", score)
+    for _ in range(MAX_DELIVERIES):
+        worker._refused.clear()  # a minute later
+        worker._turn()
+    assert bench.state(batch) == "trained"
+
+
+@pytest.mark.parametrize("where", ["_train", "_judge"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        DrafterError("the archive is broken"),
+        WorkerError("the run cannot go on"),
+    ],
+    ids=["cuda", "cpu", "drafter", "service"],
+)
+def test_what_is_no_batchs_fault_kills_none_however_long_it_lasts(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+) -> None:
+    posted = [bench.post(name) for name in "abc"]
+    raised: list[int] = []
+
+    def always(*_: Any) -> bool:
+        raised.append(1)
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWorker, where, broken(error, always, getattr(RunWorker, where)))
+        for _ in range(4 * MAX_DELIVERIES):
+            worker._refused.clear()  # a minute later
+            worker._turn()
+    assert len(raised) > MAX_DELIVERIES
+    assert [bench.state(b) for b in posted] == ["queued"] * 3
+    worker._refused.clear()
+    turns(worker, bench, posted)
+    assert [bench.state(b) for b in posted] == ["trained"] * 3
+
+
+def test_rollouts_that_must_not_be_trained_on_are_the_batchs_fault_in_training_too(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = bench.post("a")
+    bad = broken(BatchRejected("not to be trained on"), lambda *_: True, RunWorker._train)
+    monkeypatch.setattr(RunWorker, "_train", bad)
+    for _ in range(2 * MAX_DELIVERIES):
+        worker._refused.clear()
+        worker._turn()
+    assert bench.reason(batch) == "failed its worker 3 times, at last alone: BatchRejected: not to be trained on"
+
+
+@pytest.mark.parametrize("where", ["_train", "_judge"])
+def test_a_kept_batch_with_which_nothing_can_be_trained_kills_no_later_one_and_is_dropped(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    first = bench.post("a")
+    turns(worker, bench, [first])
+
+    def mixed(self: RunWorker, newest: Any, *_: Any) -> bool:
+        return holds(self._recent, first) and not any(kept.name.startswith(first) for kept in newest)
+
+    monkeypatch.setattr(RunWorker, where, broken(RuntimeError("bad mix"), mixed, getattr(RunWorker, where)))
+    kept_first = [p for p in (bench.layout.worker("default") / "recent").iterdir() if p.name.startswith(first)]
+    posted = [bench.post(name) for name in "bcd"]
+    turns(worker, bench, posted)
+    assert [bench.state(b) for b in posted] == ["trained"] * 3
+    for _ in range(2):
+        worker._turn()
+    assert not any(path.exists() for path in kept_first)
+    assert "recent rollouts are dropped" in caplog.text
+    caplog.clear()
+    later = [bench.post(name) for name in "ef"]
+    turns(worker, bench, later)
+    assert [bench.state(b) for b in later] == ["trained"] * 2
+    assert "bad mix" not in caplog.text, "nothing fails any more"
+    assert error_of(bench, "default") is None
+    assert bench.totals()["batches"] == 6
+
+
+def test_the_recent_rollouts_stay_where_a_batch_was_found_guilty(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its neighbours were worked on alone as well, before it and after it."""
+    first = bench.post("a")
+    turns(worker, bench, [first])
+    posted = [bench.post(name) for name in "bcd"]
+
+    def trains(self: RunWorker, newest: Any) -> bool:
+        return any(kept.name.startswith(posted[1]) for kept in newest)
+
+    monkeypatch.setattr(RunWorker, "_train", broken(RuntimeError("mat1 and mat2"), trains, RunWorker._train))
+    turns(worker, bench, posted)
+    for _ in range(3):
+        worker._turn()
+    assert [bench.state(b) for b in posted] == ["trained", "dead", "trained"]
+    assert "recent rollouts are dropped" not in caplog.text
+    assert holds(worker._runs["default"]._recent, first)
+
+
+def test_what_is_in_hand_when_the_lease_is_lost_is_not_touched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the other worker's: to release it would take back a delivery that is counted against what it does there."""
+    bench.begin()
+    bench.post("a")
+    released: list[Any] = []
+    monkeypatch.setattr(RunWorker, "_train", broken(LeaseLost("its lease is gone"), lambda *_: True, RunWorker._train))
+    worker = bench.worker()
+    monkeypatch.setattr(RolloutQueue, "release", lambda *args: released.append(args[2]))
+    with pytest.raises(LeaseLost):
+        worker.cycle()
+    assert not any(released)
+
+
+def test_a_device_that_failed_ends_the_process_because_no_run_can_use_it_any_more(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = bench.post("a")
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    monkeypatch.setattr(DrafterTrainer, "step", broken(error, lambda *_: True, DrafterTrainer.step))
+    with pytest.raises(torch.AcceleratorError):
+        worker._turn()
+    assert bench.state(batch) == "queued"
+
+
+def test_heartbeats_survive_whatever_is_raised_and_one_runs_trouble_is_not_the_others(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service.worker.process, "_BEAT_SECONDS", 0.01)
+    worker._turn()
+    beats: list[str] = []
+    beat = RolloutQueue.heartbeat
+
+    def failing(self: RolloutQueue, *args: Any) -> Any:
+        beats.append(self.run)
+        if self.run == FIRST:
+            raise TypeError("unhashable")
+        return beat(self, *args)
+
+    monkeypatch.setattr(RolloutQueue, "heartbeat", failing)
+    thread = threading.Thread(target=worker._beat, daemon=True)
+    thread.start()
+    bench.wait(lambda: beats.count("default") >= 3)
+    assert thread.is_alive()
+    assert [r.getMessage() for r in caplog.records if r.exc_info] == [
+        f"no heartbeat for run {FIRST} (said once for each kind of error)"
+    ]
+    worker._ended = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_an_orderly_stop_closes_every_run_whatever_one_of_them_raises(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.post("a")
+    worker._settings = bench.settings.model_copy(update={"checkpoint_seconds": 1e9})
+    worker._turn()
+    bad = broken(TypeError("unhashable"), lambda self: self.run == FIRST, RunWorker.close)
+    monkeypatch.setattr(RunWorker, "close", bad)
+    worker._close()
+    assert bench.state(bench.posted[0]) == "trained"
+    assert bench.redis.get(worker._lease_key("default")) is None

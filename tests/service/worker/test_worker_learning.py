@@ -1,0 +1,267 @@
+"""What the worker does to one batch: scored first, held-out rollouts kept out, broken ones buried with a reason."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from worker_fixtures import Bench, World
+
+from drafter.batch import load_batch
+from drafter.replay.replay import replay
+from drafter.training.trainer import DrafterTrainer, _Outcome
+from service.storage.registry import Registry
+from service.worker.loop import RunWorker
+
+
+def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path) -> None:
+    bench.begin()
+    worker = bench.worker()
+    for name in ("a", "b"):
+        body = bench.world.rollout_file(name)
+        path = tmp_path / "same.safetensors"
+        path.write_bytes(body)
+        before = replay(worker._lineage.candidate, load_batch(path), depth=4, drafting="probabilistic").total()
+        batch_id = bench.post_file(body)
+        bench.drain(worker)
+        after = replay(worker._lineage.candidate, load_batch(path), depth=4, drafting="probabilistic").total()
+        record = bench.store.scores()[batch_id]
+        assert {k: record["candidate"][k] for k in before} == pytest.approx(before)
+        assert record["candidate"]["rounds"] != pytest.approx(after["rounds"], rel=1e-6), "training changed nothing"
+
+
+def test_held_out_rollouts_never_enter_a_training_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not after a restart, when they come back from the disk."""
+    bench.begin()
+    trained: set[str] = set()
+    step = DrafterTrainer.step
+
+    def watched(self: DrafterTrainer, batches: Any, head: Any) -> Any:
+        trained.update(i for b in batches for i in b.batch.rollout_ids)
+        return step(self, batches, head)
+
+    monkeypatch.setattr(DrafterTrainer, "step", watched)
+    ids = [f"{name}/{i}" for name in "abcdefgh" for i in range(8)]
+    for name in "abcd":
+        bench.post(name)
+    bench.drain(bench.worker(recent_tokens=10_000, train_passes=8.0))
+    for name in "efgh":
+        bench.post(name)
+    worker = bench.worker(recent_tokens=10_000, train_passes=8.0)
+    bench.drain(worker)
+    held = {i for b in worker._recent.held_out(1000).batches for i in b.rollout_ids}
+    assert 4 < len(held) < 32
+    assert trained == set(ids) - held
+
+
+def nan_features(t: dict[str, Tensor]) -> None:
+    t["aux_hidden"][5, 3] = float("nan")
+
+
+def infinite_logprob(t: dict[str, Tensor]) -> None:
+    t["logprobs"][7] = float("-inf")
+
+
+def shifted(t: dict[str, Tensor]) -> None:
+    t["logprobs"] = t["logprobs"].roll(1)
+
+
+def pre_norm(t: dict[str, Tensor]) -> None:
+    t["last_hidden"] = (t["last_hidden"].float() * 3.0).bfloat16()
+
+
+def wrong_order(t: dict[str, Tensor]) -> None:
+    t["last_hidden"] = t["aux_hidden"][:, : t["last_hidden"].shape[1]].contiguous()
+
+
+def wrong_temperature(t: dict[str, Tensor]) -> None:
+    t["logprobs"] = t["logprobs"] * 2.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (nan_features, "aux_hidden holds NaN or infinity in 1 of"),
+        (infinite_logprob, "logprobs holds NaN or infinity"),
+        (shifted, "log-probabilities disagree with the features"),
+        (pre_norm, "log-probabilities disagree with the features"),
+        (wrong_order, "log-probabilities disagree with the features"),
+        (wrong_temperature, "log-probabilities disagree with the features"),
+    ],
+)
+def test_a_broken_batch_is_dead_with_its_reason_and_the_others_live(bench: Bench, change: Any, words: str) -> None:
+    bench.begin()
+    worker = bench.worker(claim_tokens=10_000)
+    good = [bench.post("a")]
+    bad = bench.post("bad", change=change)
+    good.append(bench.post("b"))
+    bench.drain(worker)
+    assert (bench.state(bad), words in bench.reason(bad)) == ("dead", True), bench.reason(bad)
+    assert [bench.state(b) for b in good] == ["trained", "trained"]
+    assert set(bench.store.scores()) == set(good), "a dead batch has no score"
+    assert bench.spooled() == []
+    assert all(torch.isfinite(p).all() for p in worker._lineage.candidate.parameters())
+
+
+def test_a_batch_that_no_drafter_can_be_replayed_on_is_dead(bench: Bench) -> None:
+    """Finite features that overflow on the way: found by the replay, not by the screen."""
+    drafter = bench.world.drafter()
+    drafter.fc.weight.data *= 100.0
+    bench.register(bench.world.run_file(drafter=drafter))
+    bad = bench.post("bad", change=lambda t: t["aux_hidden"].sign_().mul_(3e38))
+    good = bench.post("good")
+    bench.drain(bench.worker())
+    assert bench.state(bad) == "dead"
+    assert "replay gives NaN" in bench.reason(bad)
+    assert bench.state(good) == "trained"
+
+
+def test_a_batch_whose_file_is_gone_is_dead_and_the_others_live(bench: Bench) -> None:
+    bench.begin()
+    gone = bench.post("gone")
+    for path in bench.layout.spool("default").iterdir():
+        path.unlink()
+    good = bench.post("good")
+    bench.drain(bench.worker())
+    assert bench.state(gone) == "dead"
+    assert bench.reason(gone) == "blob_missing", "the word by which the queue lets it be sent again"
+    assert bench.state(good) == "trained"
+
+
+def test_a_truncated_file_is_dead_with_its_reason(bench: Bench) -> None:
+    bench.begin()
+    torn = bench.post("torn")
+    (path,) = bench.layout.spool("default").iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+    bench.drain(bench.worker())
+    assert bench.state(torn) == "dead"
+    assert "bytes long" in bench.reason(torn)
+
+
+def test_a_batch_with_top_entries_instead_of_hidden_states_is_trained_on(bench: Bench) -> None:
+    bench.begin()
+    batch = bench.post("top", top_k_only=True)
+    bench.drain(bench.worker())
+    assert bench.state(batch) == "trained", bench.reason(batch)
+    assert bench.store.scores()[batch]["logprob_gap"] is None
+
+
+def test_one_token_responses_are_scored_and_trained(bench: Bench) -> None:
+    """They hold no round at all: α of such a batch is nothing, not an error."""
+    bench.begin()
+    batch = bench.post("short", lengths=[4] * 6)
+    other = bench.post("long")
+    bench.drain(bench.worker())
+    assert [bench.state(b) for b in (batch, other)] == ["trained", "trained"]
+    assert set(bench.store.scores()[batch]["candidate"].values()) <= {0.0}
+
+
+def test_stale_batches_are_skipped(bench: Bench) -> None:
+    bench.begin()
+    batches = {v: bench.post(f"v{v}", policy_version=v) for v in (3, 9, 6, 7)}
+    bench.drain(bench.worker(max_policy_lag=2))
+    assert {v: bench.state(b) for v, b in batches.items()} == {3: "skipped", 9: "trained", 6: "skipped", 7: "trained"}
+    assert "3 policy versions old; limit 2" in bench.reason(batches[6])
+    assert bench.spooled() == []
+
+
+def test_of_one_claim_what_its_newest_makes_stale_is_skipped(bench: Bench) -> None:
+    """After a pause the queue holds many versions: the oldest come first, and must not be trained on for that."""
+    bench.begin()
+    batches = {v: bench.post(f"v{v}", policy_version=v) for v in (3, 9)}
+    bench.drain(bench.worker(max_policy_lag=2, claim_tokens=10_000))
+    assert {v: bench.state(b) for v, b in batches.items()} == {3: "skipped", 9: "trained"}
+
+
+def test_a_batch_is_stale_by_what_still_waits_in_the_queue(bench: Bench) -> None:
+    """A worker that is behind must not train on every version on its way to the newest."""
+    bench.begin()
+    batches = {v: bench.post(f"v{v}", policy_version=v) for v in (1, 2, 8, 9)}
+    bench.drain(bench.worker(max_policy_lag=1))
+    states = {v: bench.state(b) for v, b in batches.items()}
+    assert states == {1: "skipped", 2: "skipped", 8: "trained", 9: "trained"}
+
+
+def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_is_listened_to(bench: Bench) -> None:
+    bench.begin()
+    worker = bench.worker(max_policy_lag=2)
+    bench.post("before", policy_version=500)
+    bench.drain(worker)
+    batches = []
+    for number in range(12):
+        batches.append(bench.post(f"after{number}", policy_version=450 + number))
+        bench.drain(worker)
+    states = [bench.state(b) for b in batches]
+    assert states == ["skipped"] * 7 + ["trained"] * 5
+
+
+def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) -> None:
+    bench.begin()
+    batch = bench.post("a")
+    chosen = bench.settings.model_copy(update={"train_passes": 50.0})
+    asked = iter([False, False, True])
+    worker = RunWorker(chosen, bench.layout, bench.queue, bench.store, "default", stopping=lambda: next(asked, True))
+    worker.cycle()
+    assert worker._lineage.trainer is not None
+    assert worker._lineage.trainer.windows == 3
+    assert bench.state(batch) == "trained", "what was learnt is kept"
+    assert worker._controller.trainings == 0, "and half a training says nothing about gains"
+
+
+def test_a_worker_with_nothing_to_do_does_not_put_its_checkpoint_off(bench: Bench) -> None:
+    bench.begin()
+    worker = bench.worker(checkpoint_seconds=0.05)
+    worker._checkpoint_took = 100.0  # as on a disk that once stood still
+    worker._backlog = False
+    batch = bench.post("a")
+    worker.cycle()
+    assert bench.state(batch) == "queued"
+    time.sleep(0.1)
+    worker.cycle()
+    assert bench.state(batch) == "trained"
+
+
+def test_an_update_that_was_left_out_is_not_counted_as_trained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.begin()
+    left_out = _Outcome("the loss is nan", float("nan"), float("nan"), [], [])
+    monkeypatch.setattr(DrafterTrainer, "_update", lambda *_: left_out)
+    bench.post("a")
+    bench.drain(bench.worker())
+    assert bench.totals()["trained_tokens"] == 0
+
+
+def test_scores_carry_what_the_page_shows(bench: Bench) -> None:
+    bench.begin()
+    first = bench.post("a", rewards=[float(i) for i in range(8)])
+    bench.drain(bench.worker())
+    (version,) = Registry(bench.layout).versions("default")
+    record = bench.store.scores()[first]
+    assert record["drafter_version"] == version
+    assert record["action"] == "train"
+    assert record["train_seconds"] > 0
+    assert (record["reward_sum"], record["reward_count"]) == (28.0, 8)
+    assert record["logprob_gap"] < 0.01
+    assert record["served"] == record["frozen"] == record["candidate"], "nothing was trained before the first batch"
+    gauges = bench.store.worker()
+    assert gauges["action"] == "train"
+    assert gauges["trained_tokens_total"] > 0
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_log_lines_name_the_decision(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.begin()
+    bench.post("a")
+    with caplog.at_level(logging.INFO, "draftalign.worker"):
+        bench.drain(bench.worker())
+    assert "served α" in caplog.text
+    assert "train: 0 of the first 4 trainings done" in caplog.text
+
+
+def test_a_world_of_another_seed_is_another_world() -> None:
+    assert not torch.equal(World(seed=1).embed, World(seed=2).embed)

@@ -1,0 +1,556 @@
+"""Restarts of one run's worker, in this process: whatever the moment, every batch counts once and none is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from worker_fixtures import Bench
+
+import service.worker.loop
+import service.worker.process
+from drafter.training.trainer import DrafterTrainer
+from service.storage.queue import MAX_DELIVERIES, RolloutQueue
+from service.storage.registry import Registry
+from service.storage.reports import Store
+from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
+from service.worker.loop import LeaseLost, RunWorker, TrainingStopped
+from service.worker.process import Worker
+from service.worker.recent import RecentRollouts
+
+
+def states(bench: Bench) -> list[str]:
+    return [bench.state(b) for b in bench.posted]
+
+
+class Stopped(BaseException):
+    """The process dies here."""
+
+
+def die_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool = False, calls: int = 1) -> None:
+    """From the `calls`-th call on, `owner.name` ends the process, before or after doing its work."""
+    real = getattr(owner, name)
+    count = 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count < calls:
+            return real(*args, **kwargs)
+        if after:
+            real(*args, **kwargs)
+        raise Stopped
+
+    monkeypatch.setattr(owner, name, dying)
+
+
+MOMENTS = [
+    (RunWorker, "_test", False),
+    (RunWorker, "_train", False),
+    (RunWorker, "_train", True),
+    (RunWorker, "_judge", False),
+    (RunWorker, "_judge", True),
+    (Store, "put_score", False),
+    (Store, "put_score", True),
+    (WorkerCheckpoint, "save", False),
+    (WorkerCheckpoint, "save", True),
+    (RolloutQueue, "ack", False),
+    (RolloutQueue, "ack", True),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), MOMENTS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_a_death_at_any_step_leaves_the_state_of_an_undisturbed_run(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool
+) -> None:
+    """Weights, optimizer and counters bit for bit; one score per batch; nothing left in queue or spool."""
+    bench.begin()
+    for batch in "abcde":
+        bench.post(batch)
+    with monkeypatch.context() as patch:
+        die_in(patch, owner, name, after=after, calls=3)
+        with pytest.raises(Stopped):
+            bench.drain(bench.worker())
+    bench.drain(bench.worker())
+    found = final_state(bench)
+
+    bench.redis.flushall()
+    with Bench(tmp_path / "calm", bench.redis_url) as calm:
+        calm.begin()
+        for batch in "abcde":
+            calm.post(batch)
+        calm.drain(calm.worker())
+        assert found == final_state(calm)
+
+
+def final_state(bench: Bench) -> dict[str, Any]:
+    """All that must not depend on how often a worker died."""
+    assert states(bench) == ["trained"] * len(bench.posted)
+    assert bench.queue.depth() == (0, 0)
+    assert bench.spooled() == []
+    scores = bench.store.scores()
+    assert set(scores) == set(bench.posted)
+    trainer = bench.checkpoint() / "trainer"
+    state = trainer / json.loads((trainer / "trainer.json").read_text())["file"]
+    totals = {k: v for k, v in bench.totals().items() if k != "train_seconds"}
+    kept = ("candidate", "served", "policy_version", "action", "best_version")
+    return {
+        "weights": state.read_bytes(),
+        "counts": bench.trainer_counts(),
+        "totals": totals,
+        "scores": {b: {k: r[k] for k in kept} for b, r in scores.items()},
+    }
+
+
+def test_a_stop_right_after_a_death_between_checkpoint_and_ack_trains_nothing_twice(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The orderly stop writes a checkpoint of its own, which must not forget what the one before had applied."""
+    bench.begin()
+    bench.post("a")
+    with monkeypatch.context() as patch:
+        die_in(patch, RolloutQueue, "ack")
+        with pytest.raises(Stopped):
+            bench.drain(bench.worker())
+    counts = bench.trainer_counts()
+    bench.worker().close()
+    bench.drain(bench.worker())
+    assert states(bench) == ["trained"]
+    assert bench.trainer_counts() == counts
+    assert bench.totals()["batches"] == 1
+
+
+def test_files_are_moved_out_of_the_spool_by_the_next_start(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only by its first checkpoint: meanwhile the reaper would take them for orphans."""
+    bench.begin()
+    bench.post("a")
+    with monkeypatch.context() as patch:
+        die_in(patch, WorkerCheckpoint, "save", after=True)
+        with pytest.raises(Stopped):
+            bench.drain(bench.worker())
+    assert len(bench.spooled()) == 1
+    bench.worker()
+    assert bench.spooled() == []
+
+
+def test_restarts_while_a_vocabulary_is_gathered_lose_nothing_and_count_nothing_twice(bench: Bench) -> None:
+    """More deaths than an entry may have deliveries: they only waited, so they are not to blame."""
+    bench.register()
+    for name in "abc":
+        bench.post(name, rollouts=4)
+    for _ in range(6):
+        worker = bench.worker(vocab_min_tokens=100_000)
+        for _ in range(5):
+            worker.cycle()
+        counted = int(worker._counts.sum())
+        assert len(worker._waiting) == 3
+    assert states(bench) == ["queued"] * 3
+    bench.post("d", rollouts=4)
+    bench.drain(bench.worker(vocab_min_tokens=counted + 1))
+    assert states(bench) == ["trained"] * 4
+    assert set(bench.store.scores()) == set(bench.posted)
+    assert bench.totals()["batches"] == 4
+
+
+def test_a_batch_that_kills_its_worker_once_gathering_ends_is_dead_and_the_others_live(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.register()
+    batches = [bench.post(name, rollouts=4) for name in "abc"]
+    real = RunWorker._test
+
+    def deadly(self: RunWorker, entry: Any, batch: Any, **more: Any) -> Any:
+        if entry.batch_id == batches[1]:
+            raise Stopped
+        return real(self, entry, batch, **more)
+
+    monkeypatch.setattr(RunWorker, "_test", deadly)
+    for _ in range(8):
+        try:
+            bench.drain(bench.worker(vocab_min_tokens=50, claim_tokens=10_000))
+            break
+        except Stopped:
+            continue
+    assert states(bench) == ["trained", "dead", "trained"]
+    assert bench.reason(batches[1]) == "killed its worker 3 times"
+
+
+def test_an_orderly_stop_while_gathering_gives_the_entries_back_unblamed(bench: Bench) -> None:
+    bench.register()
+    bench.post("a")
+    for _ in range(5):
+        worker = bench.worker(vocab_min_tokens=100_000)
+        worker.cycle()
+        worker.close()
+    assert states(bench) == ["queued"]
+
+
+def test_what_is_in_hand_is_not_claimed_again_after_redis_was_away_for_long(bench: Bench) -> None:
+    """Its idle time then exceeds the limit at which a dead worker's entries are taken over."""
+    bench.begin()
+    bench.post("a")
+    worker = bench.worker(claim_idle_seconds=0.05, checkpoint_seconds=1e9)
+    worker._backlog = False
+    worker.cycle()
+    counts = worker._lineage.trainer.windows  # type: ignore[union-attr]
+    time.sleep(0.1)
+    assert not worker.cycle()
+    assert worker._lineage.trainer.windows == counts  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_that_fails_is_tried_again_without_training_twice(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    bench.post("a")
+    worker = bench.worker()
+    with monkeypatch.context() as patch:
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(WorkerCheckpoint, "save", full)
+        for _ in range(6):
+            with pytest.raises(OSError, match="No space"):
+                bench.drain(worker)
+    assert states(bench) == ["queued"]
+    bench.drain(worker)
+    bench.post("b")
+    bench.drain(worker)
+    assert states(bench) == ["trained", "trained"]
+    assert bench.totals()["batches"] == 2
+
+
+def test_a_score_that_redis_did_not_take_is_sent_before_the_batch_is_acknowledged(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    bench.post("a")
+    worker = bench.worker()
+    with monkeypatch.context() as patch:
+
+        def away(*_: Any) -> None:
+            raise RedisConnectionError("away")
+
+        patch.setattr(Store, "put_score", away)
+        with pytest.raises(RedisConnectionError):
+            worker.cycle()
+    worker.cycle()
+    worker.close()
+    assert states(bench) == ["trained"]
+    assert set(bench.store.scores()) == set(bench.posted)
+
+
+def test_a_candidate_is_checkpointed_before_it_is_published(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a redelivered batch would be scored by a served drafter that was trained on it."""
+    bench.register()
+    for name in "abcdefghijkl":
+        bench.post(name)
+    with monkeypatch.context() as patch:
+        die_in(patch, Registry, "publish", after=True)
+        with pytest.raises(Stopped):
+            bench.drain(bench.worker(gate_min_gain=0.0, checkpoint_seconds=1e9, recent_tokens=100_000))
+    before = bench.store.scores()
+    assert Registry(bench.layout).latest("default") is not None
+    bench.drain(bench.worker(gate_min_gain=1e6))
+    after = bench.store.scores()
+    assert {b: after[b]["candidate"] for b in before} == {b: before[b]["candidate"] for b in before}
+    assert all(after[b]["drafter_version"] is None for b in before)
+
+
+def test_a_torn_file_among_the_recent_ones_does_not_stop_the_run(bench: Bench) -> None:
+    bench.begin()
+    bench.post("a")
+    bench.drain(bench.worker())
+    (path,) = (bench.layout.worker("default") / "recent").iterdir()
+    path.write_bytes(path.read_bytes()[:50])
+    bench.post("b")
+    bench.drain(bench.worker())
+    assert states(bench) == ["trained", "trained"]
+
+
+def test_leftovers_of_killed_checkpoints_are_removed(bench: Bench) -> None:
+    bench.begin()
+    directory = bench.layout.worker("default")
+    bench.post("a")
+    bench.drain(bench.worker())
+    (directory / "checkpoint-000000000").mkdir()
+    (directory / ".writing-1").mkdir()
+    bench.post("b")
+    bench.drain(bench.worker())
+    assert sorted(p.name for p in directory.iterdir()) == ["checkpoint-000000002", "recent"]
+
+
+def test_a_worker_that_was_overtaken_writes_no_checkpoint(bench: Bench) -> None:
+    """It was stopped for longer than its lease, another one went on, and now it wakes up in the middle of a batch."""
+    bench.begin()
+    bench.post("a")
+    sleeper = bench.worker()
+    bench.drain(sleeper)
+    bench.post("b")
+    bench.drain(bench.worker())
+    newest, counts = bench.checkpoint(), bench.trainer_counts()
+    with pytest.raises(CheckpointSuperseded, match="its state is newer"):
+        sleeper.save()
+    assert (bench.checkpoint(), bench.trainer_counts()) == (newest, counts)
+    assert not list(bench.layout.worker("default").glob(".writing*"))
+
+
+def test_a_worker_without_its_lease_neither_checkpoints_nor_publishes(bench: Bench) -> None:
+    bench.register()
+    for name in "abcd":
+        bench.post(name)
+    worker = RunWorker(
+        bench.settings.model_copy(update={"gate_min_gain": 0.0, "claim_tokens": 10_000}),
+        bench.layout,
+        bench.queue,
+        bench.store,
+        "default",
+        holds_lease=lambda: False,
+    )
+    with pytest.raises(LeaseLost):
+        bench.drain(worker)
+    assert states(bench) == ["queued"] * 4
+    assert Registry(bench.layout).latest("default") is None
+    assert not list(bench.layout.worker("default").glob("checkpoint-*"))
+
+
+def test_two_heirs_of_a_dead_worker_do_not_take_the_lease_from_each_other(bench: Bench) -> None:
+    """Both have read the dead one's name; the first deletes it and moves in, the second must not delete the first's."""
+    heirs = [Worker(bench.settings, bench.redis) for _ in range(2)]
+    key = heirs[0]._lease_key("default")
+    bench.redis.set(key, "dead")
+    heirs[0]._free(key, "dead")
+    assert heirs[0]._lease("default")
+    heirs[1]._free(key, "dead")
+    assert not heirs[1]._lease("default")
+    assert heirs[0]._lease("default")
+    heirs[0]._free(key, heirs[0]._name)
+    assert heirs[1]._lease("default")
+
+
+def test_a_worker_that_was_stopped_while_it_renewed_its_lease_does_not_renew_anothers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    mine, other = (Worker(bench.settings, Redis.from_url(bench.redis_url)) for _ in range(2))
+    key = mine._lease_key("default")
+    for number in range(1, 6):
+        bench.redis.delete(key)
+        assert mine._lease("default")
+        steps = 0
+
+        def step(*words: Any, number: int = number, **options: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == number:
+                bench.redis.delete(key)  # expired: this one was stopped for longer
+                assert other._lease("default")
+            return type(mine._redis).execute_command(mine._redis, *words, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mine._redis, "execute_command", step)
+            claims = mine._lease("default")
+        assert not claims or steps < number, f"stopped before step {number}"
+
+
+def test_the_last_heartbeat_takes_no_lease_that_was_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the middle of its round when the worker ends in order: a standby would wait for the lease to expire."""
+    bench.begin()
+    bench.register(run="before-default")
+    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker._turn()
+    beat, began, closed = RolloutQueue.heartbeat, threading.Event(), threading.Event()
+
+    def slow(self: RolloutQueue, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        if threading.current_thread() is heartbeat and not began.is_set():
+            began.set()
+            assert closed.wait(20)
+        return beat(self, consumer, entry_ids)
+
+    monkeypatch.setattr(RolloutQueue, "heartbeat", slow)
+    heartbeat = threading.Thread(target=worker._beat_once)
+    heartbeat.start()
+    assert began.wait(20)
+    worker._close()
+    closed.set()
+    heartbeat.join(20)
+    assert [bench.redis.get(worker._lease_key(run)) for run in ("before-default", "default")] == [None, None]
+
+
+def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_once_and_unblamed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five times: without the release they would be dead, without the second look they would wait for a minute."""
+    bench.begin()
+    bench.post("a")
+    bench.post("b")
+    worker = bench.worker(claim_tokens=10_000, checkpoint_seconds=1e9)
+    for _ in range(5):
+        with monkeypatch.context() as patch:
+
+            def away(*_: Any) -> None:
+                raise RedisConnectionError("away")
+
+            patch.setattr(RunWorker, "_admit", away)
+            with pytest.raises(RedisConnectionError):
+                worker.cycle()
+    bench.drain(worker)
+    assert states(bench) == ["trained", "trained"]
+    assert bench.totals()["batches"] == 2
+    bench.post("c")
+    worker.cycle()
+    assert states(bench)[2] == "queued", "afterwards checkpoints are as rare as before"
+
+
+def test_a_worker_that_was_asked_to_stop_keeps_its_lease_until_its_last_checkpoint_is_written(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a standby would take over while it still writes, and its last training would be for nothing."""
+    monkeypatch.setattr(service.worker.process, "_LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(service.worker.process, "_BEAT_SECONDS", 0.1)
+    bench.begin()
+    bench.post("a")
+    worker, standby = Worker(bench.settings, bench.redis), Worker(bench.settings, bench.redis)
+    save, taken = RunWorker.save, []
+
+    def slow(self: RunWorker) -> None:
+        worker.stop()
+        time.sleep(3.0)
+        taken.append(standby._lease("default"))
+        save(self)
+
+    monkeypatch.setattr(RunWorker, "save", slow)
+    worker.serve()
+    assert taken
+    assert not any(taken)
+    assert states(bench) == ["trained"]
+    assert standby._lease("default"), "given back"
+
+
+def fails_with(error: Exception) -> Any:
+    """A stand-in for whatever meets that error."""
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return failing
+
+
+def test_a_file_that_cannot_be_read_for_long_keeps_nobody_waiting_and_is_never_blamed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files, a disk that fails: the batch was acknowledged, and has done no harm."""
+    bench.begin()
+    unread, read = bench.post("a"), bench.post("b")
+    idle = 0.1
+    load = service.worker.loop.load_batch
+
+    def failing(path: Path, **options: Any) -> Any:
+        if path.name.startswith(unread):
+            raise OSError(24, "Too many open files")
+        return load(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service.worker.loop, "load_batch", failing)
+        for _ in range(2):  # the second is a restart
+            worker = bench.worker(claim_idle_seconds=idle)
+            for _ in range(MAX_DELIVERIES):
+                bench.drain(worker)
+                time.sleep(2 * idle)
+    assert (bench.state(unread), bench.state(read)) == ("queued", "trained")
+    bench.drain(worker)
+    assert states(bench) == ["trained", "trained"]
+
+
+@pytest.mark.parametrize("error", [RedisConnectionError("away"), OSError(5, "Input/output error")])
+def test_what_fails_again_and_again_after_a_death_is_not_laid_to_the_batch(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    bench.begin()
+    bench.post("a")
+    bench.worker()._claim()  # and dies
+    worker = bench.worker()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWorker, "_test", fails_with(error))
+        for _ in range(2 * MAX_DELIVERIES):
+            with pytest.raises(type(error)):
+                worker.cycle()
+    bench.drain(worker)
+    assert states(bench) == ["trained"], bench.reason(bench.posted[0])
+
+
+def test_a_disk_that_fails_in_each_training_is_not_laid_to_the_batch(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    bench.post("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterTrainer, "step", fails_with(OSError(5, "Input/output error")))
+        for _ in range(2 * MAX_DELIVERIES):
+            with pytest.raises(TrainingStopped):  # the worker drops the run for that, and opens it again
+                bench.worker().cycle()
+    bench.drain(bench.worker())
+    assert states(bench) == ["trained"], bench.reason(bench.posted[0])
+
+
+@pytest.mark.parametrize("when", ["opened", "worked on"])
+def test_a_run_whose_part_of_the_disk_fails_keeps_no_other_run_waiting(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    bench.begin()
+    bench.register(run="before-default")
+    bench.post("a")
+    if when == "opened":
+        restore = RecentRollouts.__init__
+
+        def failing(self: RecentRollouts, directory: Path, **options: Any) -> None:
+            if "before-default" in directory.parts:
+                raise OSError(5, "Input/output error")
+            restore(self, directory, **options)
+
+        monkeypatch.setattr(RecentRollouts, "__init__", failing)
+    else:
+        cycle = RunWorker.cycle
+        broken = fails_with(OSError(5, "Input/output error"))
+        monkeypatch.setattr(RunWorker, "cycle", lambda self: (cycle if self.run == "default" else broken)(self))
+    worker = Worker(bench.settings, bench.redis)
+    with contextlib.suppress(OSError):  # of the one run, after the other had its turn
+        worker._turn()
+    assert states(bench) == ["trained"]
+    if when == "opened":
+        assert "Input/output" in Store(bench.redis, "before-default").worker()["error"]
+
+
+def test_a_full_redis_keeps_nothing_from_being_worked_on_and_acknowledged(bench: Bench) -> None:
+    """Not the first worker nor one that starts meanwhile: what is queued would fill it for ever."""
+    bench.begin()
+    for name in "abc":
+        bench.post(name)
+    first = Worker(bench.settings, bench.redis)
+    first._turn()
+    bench.post("d")
+    limit = bench.redis.config_get("maxmemory")["maxmemory"]
+    bench.redis.config_set("maxmemory", 1)
+    try:
+        first._turn()
+        bench.redis.delete(first._lease_key("default"))  # expired
+        second = Worker(bench.settings, bench.redis)
+        for _ in range(4):
+            second._turn()
+        assert states(bench) == ["trained"] * 4
+        assert len(bench.store.scores()) == 1
+    finally:
+        bench.redis.config_set("maxmemory", limit)
+    bench.post("e")
+    second._turn()
+    assert states(bench) == ["trained"] * 5
+    assert set(bench.posted[2:]) <= set(bench.store.scores()), "those of the worker that lives were kept"
