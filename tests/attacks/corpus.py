@@ -1,6 +1,7 @@
 """The corpus. An attack is a file that lies, a request that lies, or a name that leads elsewhere.
 
-To add one: write a function that returns an `Attack`, decorated with `@attack`; tests/service/api/test_attacks.py does the rest.
+To add one: write a function that returns an `Attack`, decorated with `@attack`. tests/service/api/test_attacks.py
+does the rest.
 """
 
 from __future__ import annotations
