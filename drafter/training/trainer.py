@@ -41,7 +41,7 @@ else:
     _D = TypeVar("_D", bound=Drafter)
 
 #: What training minimises; `drafter.training.loss` and `drafter.training.chain_loss` give the formulas.
-Loss = Literal["kl", "lk", "nla", "alpha"]
+Loss = Literal["kl", "alpha"]
 
 log = logging.getLogger("draftalign.drafter")
 
@@ -159,12 +159,11 @@ class DrafterTrainer(Generic[_D]):
     def step(
         self,
         batches: RolloutBatch | Sequence[RolloutBatch | Prepared],
-        head: TargetHead | Sequence[TargetHead] | None,
+        head: TargetHead | Sequence[TargetHead],
     ) -> StepReport:
         """One optimizer step on all the batches together, prepared ahead or not.
 
-        `head`: the policy's head as of each batch's policy version, one per batch, or one for all. It may be None only
-        if all batches carry top entries.
+        `head`: the policy's head as of each batch's policy version, one per batch, or one for all.
         """
         started = time.perf_counter()
         sent = [batches] if isinstance(batches, RolloutBatch) else batches
@@ -203,12 +202,12 @@ class DrafterTrainer(Generic[_D]):
             skipped=outcome.skipped,
         )
 
-    def evaluate(self, batch: RolloutBatch, head: TargetHead | None) -> DraftLoss | None:
+    def evaluate(self, batch: RolloutBatch, head: TargetHead) -> DraftLoss | None:
         """The loss of one batch without gradients, per its own response tokens; None when nothing is supervised."""
         with torch.no_grad():
             return self._loss(self.prepare(batch), head, max(batch.response_tokens, 1))
 
-    def _loss(self, prepared: Prepared, head: TargetHead | None, denominator: int) -> DraftLoss | None:
+    def _loss(self, prepared: Prepared, head: TargetHead, denominator: int) -> DraftLoss | None:
         if not any(prepared.plan.entries):
             return None
         plan, batch = prepared.plan.to(self.device), prepared.batch.to(self.device)
@@ -222,16 +221,9 @@ class DrafterTrainer(Generic[_D]):
         unrolled = unroll_batch(self.drafter, plan, batch, dtype=self._dtype)
         if self.config.loss == "alpha":
             return chain_loss(self.drafter, unrolled, target, denominator=denominator)
-        return draft_loss(
-            self.drafter,
-            unrolled,
-            target,
-            denominator=denominator,
-            step_decay=self.config.step_decay,
-            kind=self.config.loss,
-        )
+        return draft_loss(self.drafter, unrolled, target, denominator=denominator, step_decay=self.config.step_decay)
 
-    def _accumulate(self, prepared: Prepared, head: TargetHead | None, denominator: int) -> DraftLoss | None:
+    def _accumulate(self, prepared: Prepared, head: TargetHead, denominator: int) -> DraftLoss | None:
         result = self._loss(prepared, head, denominator)
         if result is not None:
             torch.autograd.backward(result.loss)
