@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from record_fixtures import stored
+
 from service.api.snapshot import run_document
-from service.monitor.alpha import drafter_sums
 from service.monitor.dead_drafter import DeadRule
 from service.monitor.metrics import CONTENT_TYPE, RunSnapshot, render
+from service.monitor.records import DrafterSums
 from service.settings import Settings
 
 PAGE = Path(__file__).resolve().parents[1] / "service" / "api" / "page.html"
@@ -52,7 +54,7 @@ def sample_run(
         rounds, noise = [rng.uniform(15, 60) for _ in range(32)], [rng.gauss(0, 0.25) + shared for _ in range(32)]
         for name, level in levels.items():  # the same rollouts: what differs is the drafter
             tokens = [max(r, r * (level + n)) for r, n in zip(rounds, noise, strict=True)]
-            record[name] = drafter_sums(tokens, rounds)
+            record[name] = DrafterSums.of(tokens, rounds)
         sequence, version = _event(history, rng, policy, age, sequence, version, policies)
         record |= {
             "drafter_version": f"v{version:06d}-{version:08x}",
@@ -105,7 +107,7 @@ def sample_run(
         }
     counters = {"items": 2, "bytes": 9_400_000, "accepted_total": policies} if policies else {"items": 0, "bytes": 0}
     latest = {"version": f"v{version:06d}-{version:08x}", "sequence": sequence, "created": now} if version else None
-    return RunSnapshot(scores, acceptances, history, counters, worker, latest)
+    return stored(scores, acceptances, history, counters, worker, latest)
 
 
 def _event(

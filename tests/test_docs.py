@@ -22,7 +22,7 @@ from service.api.acceptance import AcceptanceReport
 from service.api.app import create_app
 from service.api.auth import allowed_scopes
 from service.cli.main import app as command_line
-from service.monitor.alpha import drafter_sums
+from service.monitor import records
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.queue import COUNTERS, Keys
@@ -245,13 +245,40 @@ def test_every_counter_and_field_that_is_stored_is_documented() -> None:
     document = "docs/architecture.md"
     assert missing_words(COUNTERS, document) == []
     assert missing_words(AcceptanceReport.model_fields, document) == []
-    assert missing_words(drafter_sums([], []), document) == []
-    assert missing_words(dict_keys("service/worker/scoring.py", "score"), document) == []
-    written = {"loop": ("_test", "save"), "journal": ("state", "record", "_set_gauges")}
-    for module, function in ((module, name) for module, names in written.items() for name in names):
-        # statistic and limit are one level deeper; docs/metrics.md has them.
-        stored = dict_keys(f"service/worker/{module}.py", function) - {"statistic", "limit"}
-        assert missing_words(stored, document) == [], function
+    for module, function in (("loop", "save"), ("journal", "state")):
+        assert missing_words(dict_keys(f"service/worker/{module}.py", function), document) == [], function
+
+
+def fields(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def section(heading: str) -> str:
+    """What docs/architecture.md says under a heading."""
+    return page("docs/architecture.md").partition(f"\n## {heading}")[2].partition("\n## ")[0]
+
+
+def test_the_tables_of_records_have_the_fields_of_the_models_and_no_others() -> None:
+    scores = section("Score record")
+    assert {name for cell in rows(scores) for name in cell.split(", ")} == set(fields(records.ScoreRecord))
+    [sums] = re.findall(r"`\{([^}]*)\}`", scores)
+    assert sums.split(", ") == fields(records.DrafterSums)
+    counts = section("Acceptance record").partition("\n")[2].partition("\n`created`")
+    named = {name for cell in re.findall(r"`([^`]*)`", counts[0]) for name in re.split(r",\s", cell)}
+    assert named | {"created", "as_of_arrival"} == set(fields(records.AcceptanceRecord))
+    assert "`as_of_arrival`" in counts[2]
+    gauges = rows(page("docs/architecture.md"))["da:{run}:worker"][1]
+    assert {
+        name for cell in gauges.split("`")[1::2] if re.fullmatch("[a-z_, ]+", cell) for name in cell.split(", ")
+    } == set(fields(records.WorkerGauges))
+    events = section("`GET /alpha`")
+    assert [name for name in fields(records.RunEvent) if name != "written" and f"`{name}`" not in events] == []
+
+
+def test_whatever_the_worker_sets_is_a_gauge() -> None:
+    for module, function in (("journal", "_set_gauges"), ("process", "_proven"), ("process", "_close_until")):
+        kinds = (records.WorkerGauges, records.Lane)
+        assert dict_keys(f"service/worker/{module}.py", function) <= {name for kind in kinds for name in fields(kind)}
 
 
 def test_every_path_of_the_state_directory_is_documented() -> None:

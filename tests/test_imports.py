@@ -166,11 +166,7 @@ def test_nothing_imports_pickle(path: Path) -> None:
     assert not tops(path) & {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 
-# Not metrics.py: a snapshot is of now unless it is told otherwise.
-JUDGES = [path for path in files("service/monitor") if path.stem != "metrics"]
-
-
-@pytest.mark.parametrize("path", [*JUDGES, ROOT / "service/errors.py"], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*files("service/monitor"), ROOT / "service/errors.py"], ids=lambda p: p.name)
 def test_what_judges_has_no_clock_no_network_and_no_dice(path: Path) -> None:
     assert not tops(path) & {"redis", "torch", "time", "fastapi", "random", "os"}
 

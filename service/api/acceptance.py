@@ -12,13 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.snapshot import read_snapshot, run_document
 from service.api.uploads import parse_body
-from service.monitor.counts import OUR_DRAFTER
 from service.monitor.dead_drafter import (
     REPLAYED_BATCHES,
     Judgement,
     judge,
     pooled_replay_alpha,
 )
+from service.monitor.records import OUR_DRAFTER, AcceptanceRecord
 from service.settings import Settings
 from service.storage.registry import Manifest, canary_key
 
@@ -83,7 +83,8 @@ async def post_acceptance(request: Request, context: Context) -> AcceptanceReply
     """Report an engine's acceptance counts. A drafter that the engine has lost is pushed again."""
     report = await parse_body(request, AcceptanceReport)
     context.run(report.run)
-    rounds, accepted = await context.store(report.run).book(report.model_dump() | {"created": time.time()})
+    record = AcceptanceRecord(**report.model_dump(), created=time.time())
+    rounds, accepted = await context.store(report.run).book(record)
     if report.canary is not None:
         await asyncio.to_thread(_record_canary, context, report, report.canary)
     judgement = await _judge(context, report, rounds, accepted)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from pydantic_core import to_jsonable_python
 
 from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
 from service.api.context import Context, ServiceContext
@@ -119,8 +120,8 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
     if not context.layout.run_json(run).exists() or not untouched(context.layout, run):
         return None
     file = file_id(context.layout.target(run))
-    refused = (await context.store(run).worker()).get("refused")
-    return file if file is not None and refused == list(file) else None
+    refused = (await context.store(run).worker()).refused
+    return file if file is not None and refused == tuple(file) else None
 
 
 @router.get("/runs/{run}")
@@ -139,11 +140,11 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
         "drafter": None if latest is None else latest.version,
         "reference_version": versions[0] if versions else None,
         "latest_head": await context.store(run).latest_head(),
-        "worker_error": worker.get("error"),
+        "worker_error": worker.error or None,
         # What the drafters in use can propose, and the share of the newest scored tokens that this is.
-        "draft_vocab_size": worker.get("draft_vocab_size") or record.draft_vocab_size,
-        "draft_coverage": worker.get("draft_coverage"),
-        "headline": (await read_headline(context, run)).as_json(),
+        "draft_vocab_size": worker.draft_vocab_size or record.draft_vocab_size,
+        "draft_coverage": worker.draft_coverage,
+        "headline": to_jsonable_python(await read_headline(context, run)),
     }
 
 

@@ -11,18 +11,14 @@ from dataclasses import replace
 from itertools import pairwise, takewhile
 from typing import Any, Final
 
+from pydantic_core import to_jsonable_python
 from redis.exceptions import RedisError
 
 from service.api.context import ServiceContext
 from service.errors import ServiceError
-from service.monitor.alpha import alpha_document
-from service.monitor.counts import (
-    OUR_DRAFTER,
-    live_sums,
-    method_of,
-    number,
-)
-from service.monitor.current import arrival, current
+from service.monitor.alpha import alpha_series
+from service.monitor.counts import live_sums
+from service.monitor.current import current
 from service.monitor.dead_drafter import REPLAYED_BATCHES, DeadRule, pooled_replay_alpha
 from service.monitor.headline import (
     ENGINE_SILENT_SECONDS,
@@ -33,6 +29,7 @@ from service.monitor.headline import (
     headline,
 )
 from service.monitor.metrics import RunSnapshot
+from service.monitor.records import AcceptanceRecord, Arrival, Lane, ScoreRecord, ServedDrafter, Vocabulary, arrival
 from service.settings import Settings
 from service.storage.reports import NEWEST_REPORTS
 
@@ -46,9 +43,9 @@ async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
     store = context.store(run)
     return replace(
         await _read_bounded(context, run),
-        scores=await store.scores(),
+        scores=list((await store.scores()).values()),
         acceptances=await store.acceptances(),
-        history=await asyncio.to_thread(context.registry.history, run),
+        history=await asyncio.to_thread(context.registry.events, run),
     )
 
 
@@ -60,7 +57,7 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     return RunSnapshot(
         counters=await queue.counters(),
         worker=await context.store(run).worker(),
-        latest_manifest=None if latest is None else latest.model_dump(),
+        latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
         now=time.time(),
         dead_letters=await queue.dead_letters(RECENT_BATCHES),
         oldest_queued=arrivals.oldest,
@@ -85,102 +82,99 @@ async def read_headline(context: ServiceContext, run: str) -> Headline:
 
 def run_document(run: str, snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> dict[str, Any]:
     """Build the answer of `GET /alpha`: the series, what is true now, and that in words."""
-    document = alpha_document(run, snapshot.scores, snapshot.acceptances, snapshot.history, settings.depth)
+    series = alpha_series(run, snapshot.scores, snapshot.acceptances, snapshot.history, settings.depth)
     now = current(snapshot.scores, snapshot.acceptances, snapshot.now)
-    return document | {"current": now, "headline": headline(facts_of(snapshot, settings, rule)).as_json()}
+    said = headline(facts_of(snapshot, settings, rule))
+    document: dict[str, Any] = to_jsonable_python(series)
+    return document | {"current": to_jsonable_python(now), "headline": to_jsonable_python(said)}
 
 
 def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFacts:
     """Find out what the headline has to know: the same from all of a run as from what `read_headline` reads."""
     worker, counters = snapshot.worker, snapshot.counters
-    scores = snapshot.scores.values() if isinstance(snapshot.scores, Mapping) else snapshot.scores
-    recent = sorted(scores, key=arrival)
-    letters = sorted(snapshot.dead_letters, key=arrival)
-    ended = sorted([*((arrival(r), None) for r in recent[-RECENT_BATCHES:]), *((arrival(r), r) for r in letters)],
-                   key=lambda one: one[0])[-RECENT_BATCHES:]  # fmt: skip
+    recent = sorted(snapshot.scores, key=lambda score: score.arrival)
+    ended: list[tuple[Arrival, Mapping[str, str] | None]] = [
+        (score.arrival, None) for score in recent[-RECENT_BATCHES:]
+    ]
+    ended += [(arrival(letter.get("entry_id")), letter) for letter in snapshot.dead_letters]
+    ended = sorted(ended, key=lambda one: one[0])[-RECENT_BATCHES:]
     dead = [letter for _, letter in ended if letter is not None]
     engines = _engines(snapshot)
     published = snapshot.published
     if published is None:
-        published = Counter(event.get("event") for event in snapshot.history)["published"]
-    vocabulary = worker.get("vocabulary") or {}
-    served = snapshot.latest_manifest
+        published = Counter(event.event for event in snapshot.history)["published"]
+    vocabulary = worker.vocabulary or Vocabulary()
     queued, size = int(counters.get("items") or 0), int(counters.get("bytes") or 0)
     return RunFacts(
         now=snapshot.now,
         registered=snapshot.registered,
-        heartbeat=number(worker.get("heartbeat")),
-        worker_error=worker.get("error"),
-        action=worker.get("action"),
+        heartbeat=worker.heartbeat,
+        worker_error=worker.error,
+        action=worker.action,
         accepted=int(counters.get("accepted_total") or 0),
         queued=queued,
         queue_fill=max(queued / settings.queue_max_items, size / settings.queue_max_bytes),
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,
-        last_scored=max((_reported(r) for r in recent), default=None),
+        last_scored=max((r.created for r in recent), default=None),
         longest_pause=_longest_pause(recent[-RECENT_BATCHES:]),
         recent_batches=len(ended),
         recent_dead=len(dead),
         newest_dead=len(list(takewhile(lambda one: one[1] is not None, reversed(ended)))),
         dead_reason=dead[-1].get("reason") if dead else None,
-        gathered=vocabulary.get("tokens"),
-        wanted=vocabulary.get("wanted"),
-        served_version=served.get("version") if served else None,
+        gathered=vocabulary.tokens,
+        wanted=vocabulary.wanted,
+        served_version=None if snapshot.latest is None else snapshot.latest.version,
         published=published,
         current=current(recent, [r for reports in engines.values() for r in reports], snapshot.now),
-        drift_alarm=any(_above(lane) for lane in (worker.get("drift") or {}).values()),
-        drift_alpha=number(worker.get("drift_alpha")),
-        drift_level=number(worker.get("drift_level")),
+        drift_alarm=any(map(_above, worker.drift.values())),
+        drift_alpha=worker.drift_alpha,
+        drift_level=worker.drift_level,
         dead_engines=sorted(_dead_engines(engines, recent[-REPLAYED_BATCHES:], rule), key=lambda e: e.reporter),
-        last_engine_report=max((_reported(r) for r in snapshot.acceptances), default=snapshot.last_report),
+        last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),
     )
 
 
-def _above(lane: Mapping[str, Any]) -> bool:
-    statistic, limit = number(lane.get("statistic")), number(lane.get("limit"))
-    return statistic is not None and limit is not None and statistic > limit
+def _above(lane: Lane) -> bool:
+    return lane.statistic is not None and lane.limit is not None and lane.statistic > lane.limit
 
 
-def _longest_pause(records: Sequence[Mapping[str, Any]]) -> float | None:
+def _longest_pause(records: Sequence[ScoreRecord]) -> float | None:
     """Seconds between batches that arrived one after the other; None where their queue entries are not known."""
-    known = [milliseconds / 1000.0 for has, milliseconds, _ in map(arrival, records) if has]
+    known = [milliseconds / 1000.0 for has, milliseconds, _ in (record.arrival for record in records) if has]
     return max((later - earlier for earlier, later in pairwise(known)), default=None)
 
 
-def _reported(record: Mapping[str, Any]) -> float:
-    return number(record.get("created")) or 0.0
-
-
-def _engines(snapshot: RunSnapshot) -> dict[str, list[Mapping[str, Any]]]:
+def _engines(snapshot: RunSnapshot) -> dict[str, list[AcceptanceRecord]]:
     """What engines that have reported lately counted with our drafters: the newest records of each, newest first."""
-    reports: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for record in sorted(snapshot.acceptances, key=_reported, reverse=True):
-        if (reporter := record.get("reporter")) is not None and len(reports[str(reporter)]) < NEWEST_REPORTS:
-            reports[str(reporter)].append(record)
+    reports: defaultdict[str, list[AcceptanceRecord]] = defaultdict(list)
+    for record in sorted(snapshot.acceptances, key=lambda record: record.reported, reverse=True):
+        if record.reporter is not None and len(reports[record.reporter]) < NEWEST_REPORTS:
+            reports[record.reporter].append(record)
     return {
-        reporter: [record for record in found if method_of(record) == OUR_DRAFTER]
+        reporter: [record for record in found if record.ours]
         for reporter, found in reports.items()
-        if snapshot.now - _reported(found[0]) <= ENGINE_SILENT_SECONDS
+        if snapshot.now - found[0].reported <= ENGINE_SILENT_SECONDS
     }
 
 
 def _dead_engines(
-    engines: Mapping[str, Sequence[Mapping[str, Any]]], scores: Sequence[Mapping[str, Any]], rule: DeadRule
+    engines: Mapping[str, Sequence[AcceptanceRecord]], scores: Sequence[ScoreRecord], rule: DeadRule
 ) -> Iterator[DeadEngine]:
     """Engines whose last rounds the dead-drafter rule's limits call dead."""
     for reporter, newest_first in engines.items():
         if not newest_first:
             continue
-        drafter = newest_first[0].get("drafter_version")
-        replayed = pooled_replay_alpha(scores, drafter)  # type: ignore[arg-type]  # None is the one of unnamed drafters
+        drafter = newest_first[0].drafter_version
+        replayed = pooled_replay_alpha(scores, drafter)
         if replayed is None:
             continue
-        live = _last_rounds([r for r in newest_first if r.get("drafter_version") == drafter], rule.min_rounds)
+        live = _last_rounds([r for r in newest_first if r.drafter_version == drafter], rule.min_rounds)
         if live is not None and live[0] / live[1] <= rule.live_alpha and replayed > rule.replay_alpha:
             yield DeadEngine(reporter, str(drafter), live[0] / live[1], int(live[1]), replayed)
 
 
-def _last_rounds(newest_first: Sequence[Mapping[str, Any]], wanted: int) -> tuple[float, float] | None:
+def _last_rounds(newest_first: Sequence[AcceptanceRecord], wanted: int) -> tuple[float, float] | None:
     """Tokens and rounds of the newest records that hold `wanted` rounds; None where all of them do not."""
     for count in range(1, len(newest_first) + 1):
         sums = live_sums(newest_first[:count])

@@ -15,22 +15,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final
+from typing import Final
 
-from service.monitor.alpha import (
-    DRAFTERS,
-    RUNNING_TOTALS,
-    pool_point,
-    version,
-)
-from service.monitor.counts import (
-    OUR_DRAFTER,
-    live_sums,
-    method_of,
-    number,
-)
+from service.monitor.alpha import Compared, Point, pool_point
+from service.monitor.counts import LiveAlpha, live_sums
+from service.monitor.records import DRAFTERS, AcceptanceRecord, ScoreRecord
 
 #: Fewer live rounds than this say little: the page shows no live α that rests on fewer, and no engine is called dead.
 ENOUGH_ROUNDS: Final = 200
@@ -38,86 +30,101 @@ ENOUGH_ROUNDS: Final = 200
 LOOK_BACK: Final = 256
 #: Two machines' clocks may differ by so much; a report from further ahead was made before the clock was set back.
 _CLOCKS_DIFFER_SECONDS: Final = 5.0
-_ALONE: Final = ("regret", "best_version", "entropy", "reward", "action", *RUNNING_TOTALS)
-
-Record = Mapping[str, Any]
 
 
-def arrival(record: Record) -> tuple[int, float, int]:
-    """Sort key: the order in which batches arrived. Records that name no queue entry come first, by `created`."""
-    milliseconds, _, number_in_it = str(record.get("entry_id")).partition("-")
-    if milliseconds.isdigit() and number_in_it.isdigit():
-        return 1, float(milliseconds), int(number_in_it)
-    return 0, number(record.get("created")) or 0.0, 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Current:
+    """What is true now. Names are those of a point of `GET /alpha`.
+
+    `compared`: on the newest batches that were scored with both. `live`: the engines' last reports, of as many policy
+    versions as it takes to have `ENOUGH_ROUNDS`; None below that.
+    """
+
+    drafter_version: str | None = None
+    compared: Compared | None = None
+    alpha_served: float | None = None
+    alpha_candidate: float | None = None
+    alpha_frozen: float | None = None
+    alpha_ngram: float | None = None
+    alpha_best: float | None = None
+    regret: float | None = None
+    best_version: str | None = None
+    entropy: float | None = None
+    reward: float | None = None
+    action: str | None = None
+    published_total: float | None = None
+    refused_total: float | None = None
+    trained_tokens_total: float | None = None
+    alpha_served_half_width: float | None = None
+    alpha_candidate_half_width: float | None = None
+    alpha_frozen_half_width: float | None = None
+    alpha_ngram_half_width: float | None = None
+    alpha_best_half_width: float | None = None
+    alpha_live: float | None = None
+    live_rounds: int | None = None
+    live: LiveAlpha | None = None
+    policy_version: int | None = None
+
+
+_ALPHAS: Final = tuple(f"alpha_{drafter}" for drafter in DRAFTERS)
+#: Figures of which each is of the newest batches that have it.
+_FIGURES: Final = (
+    *("drafter_version", "compared", *_ALPHAS, "regret", "best_version", "entropy", "reward", "action"),
+    *("published_total", "refused_total", "trained_tokens_total"),
+)
 
 
 def current(
-    scores: Mapping[str, Record] | Iterable[Record], acceptances: Iterable[Record], now: float = math.inf
-) -> dict[str, Any] | None:
+    scores: Iterable[ScoreRecord], acceptances: Iterable[AcceptanceRecord], now: float = math.inf
+) -> Current | None:
     """Figures of what came last; None while there are neither scores nor counts of a policy version.
 
-    Field names are those of a point of `GET /alpha`; `compared` holds `alpha_frozen` and `alpha_served` on the newest
-    batches on which both were scored. `live`: `{alpha, rounds}` of the engines' last reports, of as many policy
-    versions as it takes to have `ENOUGH_ROUNDS`; null below that. `now`: Unix seconds.
+    `now`: Unix seconds.
     """
-    records = sorted(scores.values() if isinstance(scores, Mapping) else scores, key=arrival)[-LOOK_BACK:]
-    spells = [list(found) for _, found in groupby((r for r in records if _policy(r) is not None), _policy)]
+    records = sorted(scores, key=lambda score: score.arrival)[-LOOK_BACK:]
+    known = [(score.policy_version, score) for score in records if score.policy_version is not None]
+    spells = [_Spell(policy, [s for _, s in found]) for policy, found in groupby(known, key=lambda pair: pair[0])]
     reports = _reports(acceptances, spells, now)
     if not spells and not reports:
         return None
-    return _of_scores(spells) | _of_reports(reports) | {"policy_version": _policy((spells or reports)[-1][-1])}
+    points = _Points(spells)
+    holders = {name: next((p for p in points if getattr(p, name) is not None), None) for name in _FIGURES}
+    figures = {name: getattr(point, name, None) for name, point in holders.items()}
+    widths = {f"{name}_half_width": getattr(holders[name], f"{name}_half_width", None) for name in _ALPHAS}
+    live = next((sums for _, group in reversed(reports) if (sums := live_sums(group)) is not None), None)
+    return Current(
+        **figures,
+        **widths,
+        alpha_live=None if live is None else live[0] / live[1],
+        live_rounds=None if live is None else int(live[1]),
+        live=_enough_live([group for _, group in reports]),
+        policy_version=spells[-1].policy_version if spells else reports[-1][0],
+    )
 
 
-def _policy(record: Record) -> int | None:
-    return version(record.get("policy_version"))
+@dataclass(frozen=True, slots=True)
+class _Spell:
+    """Batches of one policy version that arrived in a row."""
+
+    policy_version: int
+    scores: list[ScoreRecord]
 
 
-def _of_scores(spells: Sequence[Sequence[Record]]) -> dict[str, Any]:
-    """Each figure from the newest spell (batches of one policy version in a row) that has it."""
-    found: dict[str, Any] = {"drafter_version": None, "compared": None}
-    for name in (*(f"alpha_{drafter}" for drafter in DRAFTERS), *_ALONE):
-        found[name] = None
-    for drafter in DRAFTERS:
-        found[f"alpha_{drafter}_half_width"] = None
-    missing = {*(f"alpha_{drafter}" for drafter in DRAFTERS), *_ALONE, "compared", "drafter_version"}
-    for point in _points(spells):
-        for name in [name for name in missing if point.get(name) is not None]:
-            missing.remove(name)
-            found[name] = point[name]
-            if f"{name}_half_width" in found:
-                found[f"{name}_half_width"] = point[f"{name}_half_width"]
-        if not missing:
-            break
-    return found
+class _Points:
+    """A point per spell, newest first, pooled when first asked for: often the newest has all figures."""
+
+    def __init__(self, spells: Sequence[_Spell]) -> None:
+        self._known: list[Point] = []
+        self._older = (pool_point(spell.policy_version, spell.scores, ()) for spell in reversed(spells))
+
+    def __iter__(self) -> Iterator[Point]:
+        yield from self._known
+        for point in self._older:
+            self._known.append(point)
+            yield point
 
 
-def _points(spells: Sequence[Sequence[Record]]) -> Iterator[dict[str, Any]]:
-    """A point per spell, newest first."""
-    for spell in reversed(spells):
-        policy = _policy(spell[-1])
-        if policy is None:
-            continue
-        point = pool_point(policy, spell, ())
-        if point["alpha_served_compared"] is not None:
-            point["compared"] = {
-                "policy_version": policy,
-                "alpha_frozen": point["alpha_frozen"],
-                "alpha_served": point["alpha_served_compared"],
-            }
-        yield point
-
-
-def _of_reports(reports: Sequence[Sequence[Record]]) -> dict[str, Any]:
-    """Live α of the policy version reported last that has a round, and of the last `ENOUGH_ROUNDS`."""
-    newest = next((sums for group in reversed(reports) if (sums := live_sums(group)) is not None), None)
-    return {
-        "alpha_live": None if newest is None else newest[0] / newest[1],
-        "live_rounds": None if newest is None else int(newest[1]),
-        "live": enough_live(reports),
-    }
-
-
-def enough_live(reports: Sequence[Sequence[Record]]) -> dict[str, Any] | None:
+def _enough_live(reports: Sequence[Sequence[AcceptanceRecord]]) -> LiveAlpha | None:
     """Pool groups of reports, newest (last) first, until there are `ENOUGH_ROUNDS`; None where there are not."""
     tokens = rounds = 0.0
     for group in reversed(reports):
@@ -125,35 +132,33 @@ def enough_live(reports: Sequence[Sequence[Record]]) -> dict[str, Any] | None:
             continue
         tokens, rounds = tokens + sums[0], rounds + sums[1]
         if rounds >= ENOUGH_ROUNDS:
-            return {"alpha": tokens / rounds, "rounds": int(rounds)}
+            return LiveAlpha(tokens / rounds, int(rounds))
     return None
 
 
-def _reports(acceptances: Iterable[Record], spells: Sequence[Sequence[Record]], now: float) -> list[list[Record]]:
+def _reports(
+    acceptances: Iterable[AcceptanceRecord], spells: Sequence[_Spell], now: float
+) -> list[tuple[int, list[AcceptanceRecord]]]:
     """Counts of published drafters by policy version, in the order in which engines last reported them."""
 
-    def reported(record: Record) -> float:
-        created = number(record.get("created")) or 0.0
-        return created if created <= now + _CLOCKS_DIFFER_SECONDS else -math.inf
+    def reported(record: AcceptanceRecord) -> float:
+        return record.reported if record.reported <= now + _CLOCKS_DIFFER_SECONDS else -math.inf
 
-    groups: defaultdict[int, list[Record]] = defaultdict(list)
+    groups: defaultdict[int, list[AcceptanceRecord]] = defaultdict(list)
     for record in sorted(acceptances, key=reported):
-        if (policy := _policy(record)) is not None and method_of(record) == OUR_DRAFTER:
-            groups[policy].append(record)
+        if record.policy_version is not None and record.ours:
+            groups[record.policy_version].append(record)
     back = _went_back(spells)
-    if back is not None and (group := groups.get(_policy(spells[-1][-1]) or 0)):
+    if back is not None and (group := groups.get(spells[-1].policy_version)):
         # Counted with the policies of an attempt that the trainer gave up, unless there is nothing else.
         group[:] = [record for record in group if reported(record) >= back] or group
-    return [groups[policy] for policy in sorted(groups, key=lambda p: (reported(groups[p][-1]), p))]
+    return sorted(groups.items(), key=lambda item: (reported(item[1][-1]), item[0]))
 
 
-def _went_back(spells: Sequence[Sequence[Record]]) -> float | None:
+def _went_back(spells: Sequence[_Spell]) -> float | None:
     """When the last batch of a higher policy version than the current one arrived, in Unix seconds."""
-    if not spells:
+    higher = [spell.scores[-1] for spell in spells if spell.policy_version > spells[-1].policy_version]
+    if not higher:
         return None
-    now = _policy(spells[-1][-1]) or 0
-    higher = next((spell[-1] for spell in reversed(spells) if (_policy(spell[-1]) or 0) > now), None)
-    if higher is None:
-        return None
-    known, when, _ = arrival(higher)
+    known, when, _ = higher[-1].arrival
     return when / 1000.0 if known else when

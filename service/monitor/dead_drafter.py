@@ -8,9 +8,11 @@ rollouts that the engine produced. Live low *and* replay high means: the engine 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
+
+from service.monitor.records import ScoreRecord
 
 #: Replay α of the last so many scored batches is what an engine's live α is compared with.
 REPLAYED_BATCHES: Final = 64
@@ -40,15 +42,10 @@ class Judgement:
     reason: str
 
 
-def pooled_replay_alpha(scores: Iterable[Mapping[str, Any]], drafter_version: str) -> float | None:
+def pooled_replay_alpha(scores: Iterable[ScoreRecord], drafter_version: str | None) -> float | None:
     """Pooled replay α of a version over the batches scored while it was served; None without a round."""
-    tokens = rounds = 0.0
-    for record in scores:
-        served = record.get("served")
-        if record.get("drafter_version") == drafter_version and isinstance(served, Mapping):
-            tokens += served.get("tokens") or 0.0
-            rounds += served.get("rounds") or 0.0
-    return tokens / rounds if rounds > 0 else None
+    found = [sums for r in scores if r.drafter_version == drafter_version and (sums := r.sums("served")) is not None]
+    return sum(sums.tokens for sums in found) / sum(sums.rounds for sums in found) if found else None
 
 
 def judge(

@@ -8,9 +8,11 @@ That the API itself is gone only the page can say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from service.monitor.current import Current
 
 #: So many of the last batches, by arrival, are looked at.
 RECENT_BATCHES: Final = 20
@@ -79,7 +81,7 @@ class RunFacts:
     wanted: int | None = None
     served_version: str | None = None
     published: int = 0
-    current: Mapping[str, Any] | None = None
+    current: Current | None = None
     drift_alarm: bool = False
     drift_alpha: float | None = None
     drift_level: float | None = None
@@ -96,10 +98,6 @@ class Headline:
     word: str
     text: str
     also: tuple[str, ...] = field(default=())
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self) | {"also": list(self.also)}
 
 
 def headline(facts: RunFacts) -> Headline:
@@ -122,9 +120,8 @@ def _findings(facts: RunFacts) -> Iterator[Headline]:
     yield from _of_engines(facts)
     yield from _of_queue(facts)
     yield from _of_trainer(facts)
-    alpha = _alpha(facts, "alpha_served")
-    if alpha is not None:
-        yield from _of_alpha(facts, alpha)
+    if facts.current is not None and facts.current.alpha_served is not None:
+        yield from _of_alpha(facts, facts.current, facts.current.alpha_served)
     else:
         yield from _before_the_first_score(facts)
 
@@ -217,9 +214,9 @@ def _of_trainer(facts: RunFacts) -> Iterator[Headline]:
 
 def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
     """What is waited for. Nothing, where it is the worker: that is said already."""
-    live, waiting = _alpha(facts, "live"), "Waiting"
-    if live is not None:
-        text = f": {live:.2f} tokens per round in the engines. No rollout is scored yet."
+    waiting = "Waiting"
+    if facts.current is not None and facts.current.live is not None:
+        text = f": {facts.current.live.alpha:.2f} tokens per round in the engines. No rollout is scored yet."
         yield _found("good", "live", "Live", text)
     elif facts.gathered is not None and facts.wanted and facts.gathered >= facts.wanted:
         text = f": {facts.gathered:,} response tokens are gathered; the first drafter is being made."
@@ -255,74 +252,62 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
         yield _found("note", "no_engine", "No engine", f" has reported for {duration(age)}.")
 
 
-def _of_alpha(facts: RunFacts, alpha: float) -> Iterator[Headline]:
+def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]:
     """What the served drafter is worth: what is wrong with it, else how it stands beside the first one."""
-    says, troubles = _says(facts, alpha), False
-    compared = (facts.current or {}).get("compared")
-    gain = compared["alpha_served"] / compared["alpha_frozen"] if compared else None
+    says, troubles = _says(facts, now, alpha), False
+    compared = now.compared
+    gain = compared.alpha_served / compared.alpha_frozen if compared else None
     if gain is not None and gain < _WORSE:
         troubles = True
-        yield _found("bad", "worse", "Worse than doing nothing", f": {says}{_beside(facts, alpha)}.")
+        yield _found("bad", "worse", "Worse than doing nothing", f": {says}{_beside(now, alpha)}.")
     if facts.drift_alarm:
         troubles = True
         fell = "α fell beyond chance"
         if facts.drift_alpha is not None and facts.drift_level is not None:
             fell = f"α {facts.drift_alpha:.2f} is below its level so far, {facts.drift_level:.2f}"
         yield _found("warn", "drifting", "Drifting", f": {fell}; {says}.")
-    regret = _alpha(facts, "regret")
-    if regret is not None and regret > _BEHIND_SHARE * alpha:
+    if now.regret is not None and now.regret > _BEHIND_SHARE * alpha:
         troubles = True
-        better = (facts.current or {}).get("best_version")
+        better = now.best_version
         name = "the drafter in training" if better == "candidate" else short_version(better) or "the best one kept"
-        yield _found("warn", "regret", "Behind", f": {says}; {name} would give {regret:.2f} more.")
+        yield _found("warn", "regret", "Behind", f": {says}; {name} would give {now.regret:.2f} more.")
     if troubles:
         return
     if gain is None:
         yield _found("good", "serving", "Serving", f": {says}.")
     elif gain > _BETTER:
-        yield _found("good", "aligned", "Aligned", f": {says}{_beside(facts, alpha)}.")
+        yield _found("good", "aligned", "Aligned", f": {says}{_beside(now, alpha)}.")
     else:
         word = "Level" if facts.published > 1 else "At the start"
         text = f": {says}, as the first drafter would; training has gained nothing so far."
         yield _found("good", "level", word, text)
 
 
-def _says(facts: RunFacts, alpha: float) -> str:
+def _says(facts: RunFacts, now: Current, alpha: float) -> str:
     """Which version gives how much; the one served now may be newer than the last rollouts."""
-    gave = (facts.current or {}).get("drafter_version")
-    now = facts.served_version
-    if gave and now and gave != now:
-        since = f"{short_version(now)} is served since"
+    gave, served = now.drafter_version, facts.served_version
+    if gave and served and gave != served:
+        since = f"{short_version(served)} is served since"
         return f"{short_version(gave)} gave {alpha:.2f} tokens per round on the last rollouts ({since})"
-    return f"{_served(facts)} gives {alpha:.2f} tokens per round"
+    return f"{short_version(gave or served) or 'the drafter'} gives {alpha:.2f} tokens per round"
 
 
-def _beside(facts: RunFacts, alpha: float) -> str:
-    compared = (facts.current or {})["compared"]
-    frozen, beside_frozen = compared["alpha_frozen"], compared["alpha_served"]
+def _beside(now: Current, alpha: float) -> str:
+    compared = now.compared
+    if compared is None:
+        return ""
+    frozen, beside_frozen = compared.alpha_frozen, compared.alpha_served
     if abs(beside_frozen - alpha) < 0.005:
         return f"; the first drafter, frozen, would give {frozen:.2f}"
     return (
-        f". On policy {compared['policy_version']}, where both were tested last, it was {beside_frozen:.2f} against "
+        f". On policy {compared.policy_version}, where both were tested last, it was {beside_frozen:.2f} against "
         f"{frozen:.2f} of the first drafter, frozen"
     )
-
-
-def _served(facts: RunFacts) -> str:
-    version = (facts.current or {}).get("drafter_version") or facts.served_version
-    return short_version(version) or "the drafter"
 
 
 # --- words
 def _found(level: Level, state: str, word: str, rest: str) -> Headline:
     return Headline(level, state, word, f"{word}{rest}")
-
-
-def _alpha(facts: RunFacts, name: str) -> float | None:
-    found = (facts.current or {}).get(name)
-    if isinstance(found, Mapping):
-        found = found.get("alpha")
-    return found if isinstance(found, (int, float)) else None
 
 
 def _batches(count: int) -> str:

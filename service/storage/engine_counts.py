@@ -18,21 +18,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from pydantic_core import to_json
-
 from service.errors import TooManyReporters
-from service.monitor.counts import (
-    method_of,
-    number,
-    since,
-    total,
-)
+from service.monitor.counts import since, total
+from service.monitor.records import AcceptanceRecord, read, written
 
-Record = dict[str, Any]
 #: Records of a reporter that stay apart: twice what an agent keeps, which reports all of them again after a restart.
 KEPT_APART: Final = 64
 #: Drafter versions of a reporter with sums of their own; the agent's 32 pairs cannot name more.
@@ -78,13 +71,13 @@ class Account:
         """Write it for Redis."""
         return json.dumps({"sums": self.sums, "apart": self.apart}, separators=(",", ":"), ensure_ascii=False)
 
-    def add(self, record: Mapping[str, Any], previous: Mapping[str, Any] | None) -> None:
+    def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None) -> None:
         """Count what a record holds more than the one that it replaces; both become the newest of their kind."""
-        drafter, key = record["drafter_version"], (record["drafter_version"], record["policy_version"])
+        drafter, key = str(record.drafter_version), (str(record.drafter_version), record.policy_version)
+        before = previous or AcceptanceRecord()
         rounds, accepted = self.sums.pop(drafter, (0, 0))
-        before = previous or {"rounds": 0, "accepted_tokens": 0}
-        rounds += record["rounds"] - before["rounds"]
-        accepted += record["accepted_tokens"] - before["accepted_tokens"]
+        rounds += record.rounds - before.rounds
+        accepted += record.accepted_tokens - before.accepted_tokens
         self.sums[drafter] = [rounds, accepted]
         if previous is not None and key in self.apart:  # a search, which adopting an old table has to do without
             self.apart.remove(key)
@@ -107,33 +100,33 @@ class Account:
 class _Changes:
     """What one run of the script writes."""
 
-    set: dict[str, Record] = field(default_factory=dict)
+    set: dict[str, AcceptanceRecord] = field(default_factory=dict)
     delete: list[str] = field(default_factory=list)
-    unplaced: dict[str, Record] = field(default_factory=dict)
+    unplaced: dict[str, AcceptanceRecord] = field(default_factory=dict)
     forget: list[str] = field(default_factory=list)
     live: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def fold(self, record: Record, into: str, older: Record | None, drafter: str | None) -> Record:
+    def fold(
+        self, record: AcceptanceRecord, into: str, older: AcceptanceRecord | None, drafter: str | None
+    ) -> AcceptanceRecord:
         """Add a record to the one of older policy versions at `into`, and return that."""
-        created = max(number(r.get("created")) or 0.0 for r in (record, older or record))
-        merged = record | {"drafter_version": drafter, "policy_version": None, "canary": None, "created": created}
-        self.set[into] = merged | total(record, older)
+        created = max(r.reported for r in (record, older or record))
+        merged = replace(total(record, older), drafter_version=drafter, policy_version=None, canary=None)
+        self.set[into] = replace(merged, created=created)
         return self.set[into]
 
-    def pool(self, record: Record) -> None:
+    def pool(self, record: AcceptanceRecord) -> None:
         """Add a record to the live sums over all reporters."""
-        emitted = record.get("emitted_tokens")
-        tokens = record["rounds"] + record["accepted_tokens"] if emitted is None else emitted
-        if record["policy_version"] is not None and record["rounds"] > 0:
-            name = [method_of(record), record["drafter_version"], record["policy_version"]]
-            self.live.append((json.dumps(name), str(record["rounds"]), str(tokens)))
+        if record.policy_version is not None and record.rounds > 0:
+            name = json.dumps([record.method, record.drafter_version, record.policy_version])
+            self.live.append((name, str(record.rounds), str(record.emitted)))
 
     def text(self) -> str:
         """For the script, which sees numbers as text: its own have 53 bits."""
         document = {
-            "set": [(name, encoded(record)) for name, record in self.set.items()],
+            "set": [(name, written(record)) for name, record in self.set.items()],
             "del": self.delete,
-            "unplaced": [(name, encoded(record)) for name, record in self.unplaced.items()],
+            "unplaced": [(name, written(record)) for name, record in self.unplaced.items()],
             "forget": self.forget,
             "live": self.live,
         }
@@ -148,7 +141,7 @@ class EngineCounts:
         self._keys = keys
         self._book = redis.register_script(BOOK)
 
-    async def book(self, record: Record) -> tuple[int, int]:
+    async def book(self, record: AcceptanceRecord) -> tuple[int, int]:
         """Take a report in; returns rounds and accepted tokens of its reporter's drafter, over all policy versions.
 
         Raises TooManyReporters, and changes nothing, where a new reporter finds no room.
@@ -158,8 +151,9 @@ class EngineCounts:
             if sums is not None:
                 return sums
 
-    async def _try(self, report: Record) -> tuple[int, int] | None:
-        reporter, own = report["reporter"], f"{report['reporter']}/{report['drafter_version']}"
+    async def _try(self, report: AcceptanceRecord) -> tuple[int, int] | None:
+        reporter, drafter = str(report.reporter), str(report.drafter_version)
+        own = f"{reporter}/{drafter}"
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hget(self._keys.reporters, reporter)
             pipe.hget(self._keys.unplaced, own)
@@ -169,27 +163,26 @@ class EngineCounts:
             return None
         account = Account() if known is None else Account.read(known)
         changes, record, more = _Changes(), report, None
-        if report["policy_version"] is None:
-            record = report | {"policy_version": None if latest is None else int(latest), "as_of_arrival": True}
-            more = since(report, None if unplaced is None else json.loads(unplaced))
+        if report.policy_version is None:
+            record = replace(report, policy_version=None if latest is None else int(latest), as_of_arrival=True)
+            more = since(record, None if unplaced is None else read(AcceptanceRecord, unplaced))
             changes.unplaced[own] = report
-        name = acceptance_key(record)
+        name = acceptance_key(reporter, drafter, record.policy_version)
         previous = await self._record(name)
-        if more is not None:
-            record |= total(more, previous)
+        record = record if more is None else total(more, previous)
         account.add(record, previous)
         changes.set[name] = record
-        sums = account.sums[report["drafter_version"]]
+        rounds, accepted = account.sums[drafter]
         await self._shrink(reporter, account, changes)
-        written = await self._write(reporter, known, account.text(), report["created"], changes)
-        return (sums[0], sums[1]) if written else None
+        booked = await self._write(reporter, known, account.text(), report.reported, changes)
+        return (rounds, accepted) if booked else None
 
     async def _shrink(self, reporter: str, account: Account, changes: _Changes) -> None:
         """Add the account's oldest records up, where it has too many."""
         dropped, folded = account.shrink()
         if not (dropped or folded):
             return
-        sources = [acceptance_key({"reporter": reporter, "drafter_version": d, "policy_version": p}) for d, p in folded]
+        sources = [acceptance_key(reporter, d, p) for d, p in folded]
         sources += [older_key(reporter, drafter) for drafter in dropped]
         names = [d for d, _ in folded] + dropped
         into = [None if drafter in dropped else drafter for drafter in names]
@@ -205,16 +198,16 @@ class EngineCounts:
             changes.delete.append(source)
         changes.forget += [f"{reporter}/{drafter}" for drafter in dropped]
 
-    async def _begin(self, report: Record) -> bool:
+    async def _begin(self, report: AcceptanceRecord) -> bool:
         """Make room for a new reporter; true where there was more to do, so that the table is to be read again."""
         if not await self._redis.exists(self._keys.reporters):
             return await self._adopt()
         if await self._redis.zcard(self._keys.reported) >= MAX_REPORTERS:
             ((silent, last),) = await self._redis.zrange(self._keys.reported, 0, 0, withscores=True)
-            if report["created"] - last < _SILENT_SECONDS:
+            if report.reported - last < _SILENT_SECONDS:
                 raise TooManyReporters(
                     f"the run has {MAX_REPORTERS} reporters already, as many as it may, and all of them have reported "
-                    f"within the last hour; {report['reporter']!r} is not counted. Report through fewer agents, or "
+                    f"within the last hour; {report.reporter!r} is not counted. Report through fewer agents, or "
                     "split the engines over several runs"
                 )
             await self._forget(silent.decode())
@@ -225,9 +218,10 @@ class EngineCounts:
         records = await self._redis.hvals(self._keys.acceptance)
         accounts: dict[str, Account] = {}
         times: dict[str, float] = {}
-        for record in sorted(map(json.loads, records), key=lambda r: number(r.get("created")) or 0.0):
-            accounts.setdefault(record["reporter"], Account()).add(record, None)
-            times[record["reporter"]] = number(record.get("created")) or 0.0
+        known = [record for text in records if (record := read(AcceptanceRecord, text)) is not None]
+        for record in sorted(known, key=lambda r: r.reported):
+            accounts.setdefault(str(record.reporter), Account()).add(record, None)
+            times[str(record.reporter)] = record.reported
         if not accounts:
             return False
         async with self._redis.pipeline(transaction=True) as pipe:
@@ -242,9 +236,7 @@ class EngineCounts:
         known = await self._redis.hget(self._keys.reporters, reporter)
         account = Account() if known is None else Account.read(known)
         changes = _Changes(forget=[f"{reporter}/{drafter}" for drafter in account.sums])
-        names = [
-            acceptance_key({"reporter": reporter, "drafter_version": d, "policy_version": p}) for d, p in account.apart
-        ]
+        names = [acceptance_key(reporter, d, p) for d, p in account.apart]
         for record in await self._records(names):
             if record is not None:
                 changes.pool(record)
@@ -257,19 +249,19 @@ class EngineCounts:
         arguments = [reporter, known or "", now, created, MAX_LIVE, changes.text()]
         return bool(await self._book(keys=names, args=arguments))
 
-    async def _record(self, name: str) -> Record | None:
+    async def _record(self, name: str) -> AcceptanceRecord | None:
         return (await self._records([name]))[0]
 
-    async def _records(self, names: Sequence[str]) -> list[Record | None]:
+    async def _records(self, names: Sequence[str]) -> list[AcceptanceRecord | None]:
         if not names:
             return []
         found = await self._redis.hmget(self._keys.acceptance, list(names))
-        return [None if value is None else json.loads(value) for value in found]
+        return [None if value is None else read(AcceptanceRecord, value) for value in found]
 
 
-def acceptance_key(record: Mapping[str, Any]) -> str:
+def acceptance_key(reporter: str, drafter_version: str, policy_version: int | None) -> str:
     """Identity of an acceptance record."""
-    return f"{record['reporter']}/{record['drafter_version']}/{record['policy_version']}"
+    return f"{reporter}/{drafter_version}/{policy_version}"
 
 
 def older_key(reporter: str, drafter: str | None) -> str:
@@ -277,21 +269,16 @@ def older_key(reporter: str, drafter: str | None) -> str:
     return f"{reporter}/{drafter or ''}/older"
 
 
-def live_records(table: Mapping[str, bytes | str]) -> Iterable[Record]:
+def live_records(table: Mapping[str, bytes | str]) -> Iterable[AcceptanceRecord]:
     """The live sums over all reporters, as records without a reporter."""
     for name, rounds in table.items():
         identity, _, kind = name.rpartition(":")
         if kind == "rounds":
             method, drafter, policy = json.loads(identity)
-            yield {
-                "method": method,
-                "drafter_version": drafter,
-                "policy_version": policy,
-                "rounds": int(rounds),
-                "emitted_tokens": int(table.get(f"{identity}:tokens", 0)),
-            }
-
-
-def encoded(record: Mapping[str, Any]) -> str:
-    """A record for Redis."""
-    return to_json(dict(record), inf_nan_mode="null").decode()  # NaN is not JSON; "no value" is what it means here
+            yield AcceptanceRecord(
+                method=method,
+                drafter_version=drafter,
+                policy_version=policy,
+                rounds=int(rounds),
+                emitted_tokens=int(table.get(f"{identity}:tokens", 0)),
+            )

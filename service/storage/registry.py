@@ -34,6 +34,7 @@ from pydantic_core import to_json
 from rl_hooks.durable import sync, write_synced
 from rl_hooks.lock import LockHeld, exclusive
 from service.errors import LatestMoved, RegistryBusy, RegistryError, VersionNotFound
+from service.monitor.records import RunEvent
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
 
 MANIFEST = "manifest.json"
@@ -174,6 +175,10 @@ class Registry:
         except FileNotFoundError:
             return []
         return list(_events(lines))
+
+    def events(self, run: str) -> list[RunEvent]:
+        """The history, for whoever looks into it."""
+        return [RunEvent.of(event) for event in self.history(run)]
 
     def digest(self, run: str) -> HistoryDigest:
         """What the history says of publishes, pushes and canaries; a line of it is read once."""

@@ -11,24 +11,23 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, TypeVar
 
 import redis.asyncio
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
-from service.monitor.current import LOOK_BACK, arrival
+from service.monitor.current import LOOK_BACK
+from service.monitor.records import AcceptanceRecord, ScoreRecord, WorkerGauges, read, written
 from service.storage.engine_counts import (
     Account,
     EngineCounts,
     acceptance_key,
-    encoded,
     live_records,
 )
 from service.storage.queue import Keys
 
-Record = dict[str, Any]
 #: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
 MAX_SCORES: Final = 4096
 #: The order in which so many of the last scored batches arrived is kept: all that a headline is made of.
@@ -63,11 +62,11 @@ class Store:
         self._redis: Any = redis
         self._keys = StoreKeys(run)
 
-    def put_score(self, batch_id: str, record: Mapping[str, Any]) -> bool:
+    def put_score(self, batch_id: str, record: ScoreRecord) -> bool:
         """Record the scores of one batch; a redelivered batch replaces its own. False: Redis is full."""
         try:
-            self._redis.hset(self._keys.scores, batch_id, encoded(record))
-            self._redis.zadd(self._keys.recent_scores, {batch_id: arrival(record)[1]})
+            self._redis.hset(self._keys.scores, batch_id, written(record))
+            self._redis.zadd(self._keys.recent_scores, {batch_id: record.arrival[1]})
         except OutOfMemoryError:
             return False
         self._redis.zremrangebyrank(self._keys.recent_scores, 0, -RECENT_SCORES - 1)
@@ -76,19 +75,19 @@ class Store:
             self._redis.hdel(self._keys.scores, *oldest)
         return True
 
-    def scores(self) -> dict[str, Record]:
+    def scores(self) -> dict[str, ScoreRecord]:
         """Score records by batch id, oldest first."""
         return _scores(self._redis.hgetall(self._keys.scores))
 
-    def acceptances(self) -> list[Record]:
+    def acceptances(self) -> list[AcceptanceRecord]:
         """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
         with self._redis.pipeline(transaction=True) as pipe:  # a report moves records from one to the other
             pipe.hgetall(self._keys.acceptance)
             pipe.hgetall(self._keys.live)
             return _acceptances(*pipe.execute())
 
-    def set_worker(self, gauges: Mapping[str, Any]) -> None:
-        """Update some of the worker's gauges and its `heartbeat` (Unix seconds). Numbers and short text only.
+    def set_worker(self, gauges: Mapping[str, object]) -> None:
+        """Update some fields of `WorkerGauges`, and its `heartbeat` (Unix seconds).
 
         Nothing is done while Redis is full: the next ones replace these.
         """
@@ -100,8 +99,8 @@ class Store:
         """Take back that the run's file was refused; by deletion, which works while Redis is full."""
         self._redis.hdel(self._keys.worker, "refused")
 
-    def worker(self) -> Record:
-        """The worker's gauges; empty before its first sign of life."""
+    def worker(self) -> WorkerGauges:
+        """The worker's gauges; unknown before its first sign of life."""
         return _gauges(self._redis.hgetall(self._keys.worker))
 
     def latest_head(self) -> int | None:
@@ -117,34 +116,34 @@ class AsyncStore:
         self._redis: Any = redis
         self._keys = StoreKeys(run)
 
-    async def scores(self) -> dict[str, Record]:
+    async def scores(self) -> dict[str, ScoreRecord]:
         """Score records by batch id, oldest first."""
         return _scores(await self._redis.hgetall(self._keys.scores))
 
-    async def recent_scores(self, count: int = RECENT_SCORES) -> list[Record]:
+    async def recent_scores(self, count: int = RECENT_SCORES) -> list[ScoreRecord]:
         """The score records of the batches that arrived last, at most `RECENT_SCORES`, oldest first."""
         newest = await self._redis.zrange(self._keys.recent_scores, -count, -1)
         if len(newest) < min(count, await self._redis.hlen(self._keys.scores)):
             return (await self._order_scores())[-count:]
         found = await self._redis.hmget(self._keys.scores, newest) if newest else []
-        return [json.loads(value) for value in found if value is not None]
+        return _known(ScoreRecord, found)
 
-    async def _order_scores(self) -> list[Record]:
+    async def _order_scores(self) -> list[ScoreRecord]:
         """Keep the order of records that were scored before so many were kept in order, so that all are read once."""
         newest = dict(list((await self.scores()).items())[-RECENT_SCORES:])
         with contextlib.suppress(OutOfMemoryError):  # the next reader tries again
             if newest:
-                await self._redis.zadd(self._keys.recent_scores, {i: arrival(r)[1] for i, r in newest.items()})
+                await self._redis.zadd(self._keys.recent_scores, {i: r.arrival[1] for i, r in newest.items()})
         return list(newest.values())
 
-    async def book(self, record: Mapping[str, Any]) -> tuple[int, int]:
+    async def book(self, record: AcceptanceRecord) -> tuple[int, int]:
         """Record an engine's cumulative counts; returns rounds and accepted tokens of its drafter over all policies.
 
         The newest report of one reporter, drafter and policy version replaces. Where it names no policy version, what
         came since the last such report goes to the version of the batch that arrived last. A crash loses no report and
         counts none twice.
         """
-        return await EngineCounts(self._redis, self._keys).book(dict(record))
+        return await EngineCounts(self._redis, self._keys).book(record)
 
     async def judged(self, reporter: str, drafter_version: str) -> tuple[int, int]:
         """Rounds and accepted tokens of a reporter's drafter when it was last judged dead or alive."""
@@ -158,33 +157,33 @@ class AsyncStore:
             self._keys.judged, f"{reporter}/{drafter_version}", json.dumps([rounds, accepted_tokens])
         )
 
-    async def acceptances(self) -> list[Record]:
+    async def acceptances(self) -> list[AcceptanceRecord]:
         """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
         async with self._redis.pipeline(transaction=True) as pipe:  # a report moves records from one to the other
             pipe.hgetall(self._keys.acceptance)
             pipe.hgetall(self._keys.live)
             return _acceptances(*await pipe.execute())
 
-    async def newest_acceptances(self, since: float) -> list[Record]:
+    async def newest_acceptances(self, since: float) -> list[AcceptanceRecord]:
         """The `NEWEST_REPORTS` last records of each reporter that has reported since then (Unix seconds)."""
         reporters = [_text(name) for name in await self._redis.zrangebyscore(self._keys.reported, since, "+inf")]
         accounts = await self._redis.hmget(self._keys.reporters, reporters) if reporters else []
         names = [
-            acceptance_key({"reporter": reporter, "drafter_version": drafter, "policy_version": policy})
+            acceptance_key(reporter, drafter, policy)
             for reporter, account in zip(reporters, accounts, strict=True)
             if account is not None
             for drafter, policy in Account.read(account).apart[-NEWEST_REPORTS:]
         ]
         found = await self._redis.hmget(self._keys.acceptance, names) if names else []
-        return [json.loads(value) for value in found if value is not None]
+        return _known(AcceptanceRecord, found)
 
     async def last_report(self) -> float | None:
         """When an engine reported last, in Unix seconds."""
         newest = await self._redis.zrange(self._keys.reported, -1, -1, withscores=True)
         return float(newest[0][1]) if newest else None
 
-    async def worker(self) -> Record:
-        """The worker's gauges; empty before its first sign of life."""
+    async def worker(self) -> WorkerGauges:
+        """The worker's gauges; unknown before its first sign of life."""
         return _gauges(await self._redis.hgetall(self._keys.worker))
 
     async def forget_refusal(self) -> None:
@@ -219,17 +218,26 @@ def glob_escape(text: str) -> str:
     return re.sub(r"([\\*?\[\]])", r"\\\1", text)
 
 
-def _acceptances(table: Mapping[Any, Any], live: Mapping[Any, Any]) -> list[Record]:
-    return [*(json.loads(value) for value in table.values()), *live_records({_text(k): v for k, v in live.items()})]
+_Kind = TypeVar("_Kind", ScoreRecord, AcceptanceRecord)
 
 
-def _scores(table: Mapping[Any, Any]) -> dict[str, Record]:
-    records = {_text(batch_id): json.loads(value) for batch_id, value in table.items()}
-    return dict(sorted(records.items(), key=lambda item: arrival(item[1])))
+def _known(kind: type[_Kind], texts: Iterable[bytes | str | None]) -> list[_Kind]:
+    """The records among `texts`: what cannot be read is passed over."""
+    return [record for text in texts if text is not None and (record := read(kind, text)) is not None]
 
 
-def _gauges(table: Mapping[Any, Any]) -> Record:
-    return {_text(k): json.loads(v) for k, v in table.items()}
+def _acceptances(table: Mapping[Any, Any], live: Mapping[Any, Any]) -> list[AcceptanceRecord]:
+    return [*_known(AcceptanceRecord, table.values()), *live_records({_text(k): v for k, v in live.items()})]
+
+
+def _scores(table: Mapping[Any, Any]) -> dict[str, ScoreRecord]:
+    records = {_text(i): record for i, text in table.items() if (record := read(ScoreRecord, text)) is not None}
+    return dict(sorted(records.items(), key=lambda item: item[1].arrival))
+
+
+def _gauges(table: Mapping[Any, Any]) -> WorkerGauges:
+    values = ",".join(f"{json.dumps(_text(name))}:{_text(value)}" for name, value in table.items())
+    return read(WorkerGauges, f"{{{values}}}") or WorkerGauges()
 
 
 def _text(value: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from service.monitor.controller import Decision
@@ -19,6 +19,7 @@ from service.monitor.drift import (
     DriftState,
     Succession,
 )
+from service.monitor.records import ScoreRecord
 from service.storage.queue import Entry
 from service.storage.reports import MAX_SCORES, Store
 from service.worker.promotion import Contest
@@ -56,7 +57,7 @@ class Journal:
         self._reading: DriftReading | None = None
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
         self._quiet_until = 0  # tick before which a drift alarm is not logged again
-        self._unsent: dict[str, dict[str, Any]] = {}  # score records that Redis has not taken yet, by batch
+        self._unsent: dict[str, ScoreRecord] = {}  # score records that Redis has not taken yet, by batch
 
     @property
     def watched(self) -> str | None:
@@ -64,7 +65,7 @@ class Journal:
         return self._succession.watched
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """What a checkpoint keeps: plain JSON values."""
         return {
             "totals": asdict(self.totals),
@@ -94,19 +95,17 @@ class Journal:
         `latest` is the version that engines were offered when the batches were scored.
         """
         for entry, scores in scored:
-            scores.record.update(
-                {
-                    "action": decision.action.value,
-                    "train_seconds": train_seconds / len(scored),
-                    "published_total": self.totals.published,
-                    "refused_total": self.totals.refused,
-                    "trained_tokens_total": self.totals.trained_tokens,
-                }
+            self._unsent[entry.batch_id] = replace(
+                scores.record,
+                action=decision.action.value,
+                train_seconds=train_seconds / len(scored),
+                published_total=self.totals.published,
+                refused_total=self.totals.refused,
+                trained_tokens_total=self.totals.trained_tokens,
             )
-            self._unsent[entry.batch_id] = scores.record
             self.totals.batches += 1
             self._watch(scores, latest)
-            self._coverage = scores.record["draftable_tokens"] / max(1, scores.record["tokens"])
+            self._coverage = (scores.record.draftable_tokens or 0) / max(1, scores.record.tokens or 0)
             replays = dict(scores.replays)
             if "best" in replays and "served" in replays:
                 replays[COMPARED] = replays["served"]
@@ -151,7 +150,7 @@ class Journal:
         log.info(
             "%s: policy %d  served α %s  draftable %s  %s: %s%s",
             self._run,
-            newest.record["policy_version"],
+            newest.record.policy_version,
             "-" if alpha is None else f"{alpha:.3f}",
             "-" if self._coverage is None else f"{self._coverage:.1%}",
             decision.action.value,
@@ -183,7 +182,7 @@ class Journal:
 
     def _watch(self, scores: Scores, latest: str | None) -> None:
         """Feed the drift monitor the served drafter's rollouts, scored before anything was trained on them."""
-        served = scores.record["drafter_version"]
+        served = scores.record.drafter_version
         if served is None:
             return
         replays = {v: (found.tokens.tolist(), found.rounds.tolist()) for v, found in scores.versions.items()}

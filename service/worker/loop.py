@@ -395,7 +395,7 @@ class RunWorker:
             ) from error
         self._finish(tested, newest)
         self._journal.record([(e, scores) for e, _, scores in tested], decision, seconds, latest=self._latest())
-        best_version = scores.record["best_version"]
+        best_version = scores.record.best_version
         cut_short = trained and self._stopping()
         outcome = None
         if not (cut_short or alone):
@@ -465,13 +465,17 @@ class RunWorker:
         if by is not None and (watched := self._lineage.known(self._journal.watched or "")) is not None:
             roles.setdefault("watched", (watched, self._lineage.version(watched)))
         try:
-            scores = score(
+            return score(
                 batch,
                 roles,
                 policy.embed_tokens,
                 depth=self._settings.depth,
                 drafting=self._settings.drafting,
                 head=policy.head,
+                batch_id=entry.batch_id,
+                entry_id=entry.entry_id,
+                drafter_version=by,
+                logprob_gap=gap if checked else None,
             )
         except BatchRejected as error:
             self._bury(entry, str(error))
@@ -479,15 +483,6 @@ class RunWorker:
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
             self._bury_for(entry, error, "cannot be scored")
             return None
-        scores.record.update(
-            {
-                "batch_id": entry.batch_id,
-                "entry_id": entry.entry_id,
-                "drafter_version": by,
-                "logprob_gap": gap if checked else None,
-            }
-        )
-        return scores
 
     def _latest(self) -> str | None:
         """The version that engines are offered now."""

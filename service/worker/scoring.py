@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from drafter.replay.acceptance import Replay
 from drafter.replay.ngram import ngram_replay
 from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
 from drafter.target import TargetHead
-from service.monitor.alpha import drafter_sums
+from service.monitor.records import DrafterSums, ScoreRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Scores:
     """Replays of one batch by name (`served`, `candidate`, `frozen`, `ngram`, `best`) and its score record."""
 
     replays: Mapping[str, Replay]
-    record: dict[str, Any]
+    record: ScoreRecord
     versions: Mapping[str, Replay]  # the same by drafter version, of archived ones too
     prompts: tuple[str, ...]  # `prompt_hashes` of its rollouts
 
@@ -73,8 +72,15 @@ def score(
     depth: int,
     drafting: Drafting,
     head: TargetHead | None = None,
+    batch_id: str,
+    entry_id: str,
+    drafter_version: str | None,
+    logprob_gap: float | None,
 ) -> Scores:
     """Score a batch with every drafter of `drafters`: role -> (version, drafter).
+
+    `batch_id`, `entry_id`: of its queue entry. `drafter_version`: the one that served it. `logprob_gap`: to what the
+    policy's head gives, in nats. What was then done with the batch the record does not say.
 
     Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only, which is of all
     drafters and there where the candidate is.
@@ -89,23 +95,32 @@ def score(
         best_version = max(by_version, key=lambda v: _or_zero(by_version[v].alpha))
     if best_version is not None:
         replays["best"] = by_version[best_version]
-    record: dict[str, Any] = {n: drafter_sums(found.tokens, found.rounds) for n, found in replays.items()}
     response = batch.logprobs[batch.loss_mask]
     vocabularies = [drafter.vocabulary for _, drafter in drafters.values()]  # one, in a lineage
     said = batch.input_ids[batch.loss_mask].cpu()
     rewards = batch.rewards or ()
-    record |= {
-        "policy_version": batch.policy_version,
-        "rollouts": batch.rollouts,
-        "tokens": int(batch.response_tokens),
-        "best_version": best_version,
-        "logprob_sum": float(response.double().sum()),
-        "logprob_tokens": int(response.numel()),
-        "draftable_tokens": int(vocabularies[0].t2d[said].sum()) if vocabularies else None,
-        "reward_sum": math.fsum(rewards),
-        "reward_count": len(rewards),
-        "created": time.time(),
-    }
+    sums = {name: DrafterSums.of(found.tokens, found.rounds) for name, found in replays.items()}
+    record = ScoreRecord(
+        served=sums.get("served"),
+        candidate=sums.get("candidate"),
+        frozen=sums.get("frozen"),
+        ngram=sums["ngram"],
+        best=sums.get("best"),
+        policy_version=batch.policy_version,
+        rollouts=batch.rollouts,
+        tokens=int(batch.response_tokens),
+        best_version=best_version,
+        logprob_sum=float(response.double().sum()),
+        logprob_tokens=int(response.numel()),
+        draftable_tokens=int(vocabularies[0].t2d[said].sum()) if vocabularies else None,
+        reward_sum=math.fsum(rewards),
+        reward_count=len(rewards),
+        created=time.time(),
+        batch_id=batch_id,
+        entry_id=entry_id,
+        drafter_version=drafter_version,
+        logprob_gap=logprob_gap,
+    )
     return Scores(replays, record, by_version, prompt_hashes(batch))
 
 

@@ -125,7 +125,7 @@ def test_mtp_speculation_is_counted_as_vllm_counts_it(
                 store = Store(redis, "default")
                 eventually(
                     lambda: any(
-                        r["drafter_version"] == "mtp" and r["accepted_tokens"] == after.accepted_tokens
+                        r.drafter_version == "mtp" and r.accepted_tokens == after.accepted_tokens
                         for r in store.acceptances()
                     ),
                     30,

@@ -40,9 +40,9 @@ def test_each_batch_says_how_many_of_its_tokens_could_be_drafted_and_so_do_log_a
     inside = int((said < DRAFT).sum())
     assert 0 < inside < said.numel()
     record = bench.store.scores()[name]
-    assert (record["draftable_tokens"], record["tokens"]) == (inside, said.numel())
+    assert (record.draftable_tokens, record.tokens) == (inside, said.numel())
     gauges = bench.store.worker()
-    assert (gauges["draft_vocab_size"], gauges["draft_coverage"]) == (DRAFT, inside / said.numel())
+    assert (gauges.draft_vocab_size, gauges.draft_coverage) == (DRAFT, inside / said.numel())
     assert re.search(rf"draftable {inside / said.numel():.1%}", caplog.text)
 
 

@@ -136,7 +136,7 @@ def test_the_batches_of_a_resumed_trainer_live_however_its_head_has_moved(
         bench.drain(worker)
     assert bench.queue.counters()["dead_total"] == 0
     assert bench.queue.counters()["acked_total"] == 4
-    gaps = [record["logprob_gap"] for record in bench.store.scores().values()]
+    gaps = [record.logprob_gap for record in bench.store.scores().values()]
     assert max(gaps) < 0.05, "of its own head and of no older one"
 
 
@@ -164,7 +164,7 @@ def test_a_resumed_trainer_never_falls_back_onto_heads_of_the_attempt_that_it_ab
         step(resumed, model, version)
         bench.drain(worker)
     assert (bench.queue.counters()["dead_total"], bench.queue.counters()["acked_total"]) == (0, 8)
-    assert max(record["logprob_gap"] for record in bench.store.scores().values()) < 0.05, "of its own head"
+    assert max(record.logprob_gap for record in bench.store.scores().values()) < 0.05, "of its own head"
 
 
 def test_another_policy_under_a_runs_name_is_turned_away_and_costs_the_run_nothing(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -17,13 +18,14 @@ import httpx
 import pytest
 import torch
 from page_fixtures import PAGE, sample_run, serving
+from record_fixtures import stored
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, run_file
 from worker_fixtures import Bench, nest
 
 import service.monitor.headline
-from service.monitor.alpha import drafter_sums
 from service.monitor.metrics import RunSnapshot
+from service.monitor.records import DrafterSums, Lane, RunEvent
 from service.storage.reports import Store
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -130,18 +132,27 @@ def test_a_run_is_drawn_with_its_series_marks_and_headline(tmp_path: Path) -> No
 def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(tmp_path: Path) -> None:
     """The worker passed over the newest policy versions, on which the served drafter is far better than before."""
     snapshot = sample_run(30)
-    for record in snapshot.scores[-3:]:
-        for name in ("frozen", "best", "best_version"):
-            del record[name]
-        record["served"]["tokens"] *= 1.5
+    passed_over = [
+        replace(
+            record,
+            frozen=None,
+            best=None,
+            best_version=None,
+            served=replace(served, tokens=1.5 * served.tokens),
+        )
+        for record in snapshot.scores[-3:]
+        if (served := record.served) is not None
+    ]
     last = snapshot.scores[-4]
-    frozen, served = (last[name]["tokens"] / last[name]["rounds"] for name in ("frozen", "served"))
-    page = show(snapshot, tmp_path)
+    assert last.frozen is not None
+    assert last.served is not None
+    before, beside = last.frozen.alpha, last.served.alpha
+    page = show(replace(snapshot, scores=[*snapshot.scores[:-3], *passed_over]), tmp_path)
     assert page.texts["headline"].endswith(
-        f" On policy 26, where both were tested last, it was {served:.2f} against {frozen:.2f} of the first drafter, "
+        f" On policy 26, where both were tested last, it was {beside:.2f} against {before:.2f} of the first drafter, "
         "frozen."
     )
-    assert f"Rounds saved{round(100 * (1 - frozen / served))} %" in page.texts["tiles"].replace("\n", "")
+    assert f"Rounds saved{round(100 * (1 - before / beside))} %" in page.texts["tiles"].replace("\n", "")
 
 
 @needs_browser
@@ -178,8 +189,8 @@ def test_before_the_first_rollout_it_says_how_to_begin(tmp_path: Path) -> None:
 
 @needs_browser
 def test_a_dead_drafter_is_the_headline(tmp_path: Path) -> None:
-    sums = drafter_sums([38.0, 41.0], [10.0, 10.0])
-    snapshot = RunSnapshot(
+    sums = DrafterSums.of([38.0, 41.0], [10.0, 10.0])
+    snapshot = stored(
         scores=[{"policy_version": 4, "served": sums, "frozen": sums, "created": 1.0}],
         acceptances=[
             {
@@ -199,10 +210,10 @@ def test_a_dead_drafter_is_the_headline(tmp_path: Path) -> None:
 
 @needs_browser
 def test_a_drift_alarm_is_the_headline(tmp_path: Path) -> None:
-    sums = drafter_sums([30.0, 31.0], [10.0, 10.0])
+    sums = DrafterSums.of([30.0, 31.0], [10.0, 10.0])
     scores = [{"policy_version": 4, "served": sums, "frozen": sums, "created": 1.0}]
     worker = {"drift": {"fast": {"statistic": 11.0, "limit": 9.5}}}
-    page = show(RunSnapshot(scores, (), (), {}, worker), tmp_path)
+    page = show(stored(scores, (), (), {}, worker), tmp_path)
     assert page.texts["headline"].startswith("Drifting: ")
     assert "fast lane at 116 %" in page.texts["tiles"]
 
@@ -211,17 +222,17 @@ def test_a_drift_alarm_is_the_headline(tmp_path: Path) -> None:
 def test_a_drift_alarm_says_what_fell_below_what(tmp_path: Path) -> None:
     """Also of a drafter far above the frozen one: not that it is below the level that the run began with."""
     sample = sample_run(20)
-    drift = {"fast": {"statistic": 11.0, "limit": 9.5}}
-    worker = {**sample.worker, "drift": drift, "drift_alpha": 2.51, "drift_level": 3.4}
-    page = show(RunSnapshot(sample.scores, (), (), {}, worker), tmp_path)
+    drift = {"fast": Lane(statistic=11.0, limit=9.5)}
+    worker = replace(sample.worker, drift=drift, drift_alpha=2.51, drift_level=3.4)
+    page = show(RunSnapshot(now=time.time(), scores=sample.scores, worker=worker), tmp_path)
     assert page.texts["headline"].startswith("Drifting: α 2.51 is below its level so far, 3.40; v0000")
     assert "began with" not in page.texts["main"]
 
 
 @needs_browser
 def test_missing_numbers_are_dashes_and_never_zero(tmp_path: Path) -> None:
-    served = drafter_sums([30.0, 31.0], [10.0, 10.0])
-    page = show(RunSnapshot(scores=[{"policy_version": 0, "served": served}]), tmp_path)
+    served = DrafterSums.of([30.0, 31.0], [10.0, 10.0])
+    page = show(stored(scores=[{"policy_version": 0, "served": served}]), tmp_path)
     assert page.texts["headline"] == "Serving: the drafter gives 3.05 tokens per round."
     assert "Live in engines–" in page.texts["tiles"]
     assert "Queue–" in page.texts["tiles"]
@@ -233,7 +244,7 @@ def test_names_and_reasons_from_outside_stay_text(tmp_path: Path) -> None:
     hostile = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     snapshot = sample_run(3)
     event = {"time": 1.0, "event": "refused", "policy_version": 1, "reason": hostile}
-    page = show(RunSnapshot(snapshot.scores, (), [event]), tmp_path)
+    page = show(replace(snapshot, history=[RunEvent.of(event)]), tmp_path)
     assert hostile in page.texts["events"]
     assert not [a for tag, a in page.elements if tag == "img"]
 
@@ -296,15 +307,15 @@ def test_without_engines_nothing_is_compared(tmp_path: Path) -> None:
 
 
 def came(entry: int, policy_version: int, alpha: float, **more: Any) -> dict[str, Any]:
-    sums = drafter_sums([10 * alpha, 12 * alpha], [10.0, 12.0])
-    served = {"policy_version": policy_version, "served": sums, "frozen": drafter_sums([11.0, 13.0], [10.0, 12.0])}
+    sums = DrafterSums.of([10 * alpha, 12 * alpha], [10.0, 12.0])
+    served = {"policy_version": policy_version, "served": sums, "frozen": DrafterSums.of([11.0, 13.0], [10.0, 12.0])}
     return {**served, "entry_id": f"{entry}-0", "created": entry / 1000, "rollouts": 2, **more}
 
 
 @needs_browser
 def test_tiles_and_headline_follow_a_trainer_that_went_back(tmp_path: Path) -> None:
     scores = [came(1000 + v, v, 3.0) for v in range(8)] + [came(2003, 3, 1.5), came(2004, 4, 1.7)]
-    page = show(RunSnapshot(scores), tmp_path)
+    page = show(stored(scores), tmp_path)
     assert page.texts["headline"].startswith("Aligned: the drafter gives 1.70 tokens per round")
     assert "on policy 4" in page.texts["tiles"]
     assert "now: policy 4" in page.texts["alpha"]
@@ -315,7 +326,7 @@ def test_tiles_and_headline_follow_a_trainer_that_went_back(tmp_path: Path) -> N
 def test_one_absurd_policy_version_leaves_room_for_the_others_in_the_chart(tmp_path: Path) -> None:
     scores = [came(1000 + v, v, 3.0 + v / 10) for v in range(8)]
     scores += [came(2000, 999_999_999_999_999, 2.0), came(2001, 8, 3.9)]
-    page = show(RunSnapshot(scores), tmp_path)
+    page = show(stored(scores), tmp_path)
     assert page.texts["headline"].startswith("Aligned: the drafter gives 3.90 tokens per round")
     assert page.having("data-break")
     [line] = [a["d"] for tag, a in page.elements if a.get("data-series") == "served" and tag == "path"]
@@ -329,7 +340,7 @@ def test_one_absurd_policy_version_leaves_room_for_the_others_in_the_chart(tmp_p
 @needs_browser
 def test_live_alpha_is_not_shown_on_few_rounds(tmp_path: Path) -> None:
     few = {"reporter": "e", "policy_version": 4, "rounds": 9, "accepted_tokens": 11, "created": time.time()}
-    page = show(RunSnapshot([came(1000, 4, 3.0)], [few]), tmp_path)
+    page = show(stored([came(1000, 4, 3.0)], [few]), tmp_path)
     assert "Live in engines–9 rounds: too few" in page.texts["tiles"]
 
 
@@ -343,7 +354,7 @@ def test_a_rollback_names_the_version_it_goes_to_and_is_drawn_where_the_run_was(
         "policy_version": 1,
         "reason": "worse on long prompts",
     }
-    page = show(RunSnapshot([came(1000 + v, v, 3.0) for v in range(8)], (), [event]), tmp_path)
+    page = show(stored([came(1000 + v, v, 3.0) for v in range(8)], (), [event]), tmp_path)
     assert "rolled back to v000005 at policy 6" in page.texts["events"]
     assert "from v000007; worse on long prompts" in page.texts["events"]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+from record_fixtures import acceptance, score, stored
 from redis import Redis
 from service_fixtures import RunningService, rollout_file
 from worker_fixtures import Bench
@@ -22,7 +23,7 @@ from service.api.context import ServiceContext
 from service.api.snapshot import facts_of
 from service.monitor.dead_drafter import DeadRule
 from service.monitor.headline import ENGINE_SILENT_SECONDS, Headline, RunFacts
-from service.monitor.metrics import RunSnapshot
+from service.monitor.records import AcceptanceRecord
 from service.settings import Settings
 from service.storage.queue import RolloutQueue
 from service.storage.registry import Registry
@@ -37,8 +38,8 @@ NOW = 5000.0
 VERSION = "v000001-aaaaaaaa"
 
 
-def facts(**stored: Any) -> RunFacts:
-    return facts_of(RunSnapshot(**({"now": NOW} | stored)), Settings(), DeadRule())
+def facts(**fields: Any) -> RunFacts:
+    return facts_of(stored(**({"now": NOW} | fields)), Settings(), DeadRule())
 
 
 def scored(second: float, alpha: float = 3.0) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def test_what_a_headline_reads_does_not_grow_with_the_run(
     def grow(scores: range, silent: range) -> None:
         store = Store(redis_client, "default")
         for n in scores:
-            store.put_score(f"{n:032x}", scored(now - 10_000 + n) | {"drafter_version": version})
+            store.put_score(f"{n:032x}", score(scored(now - 10_000 + n) | {"drafter_version": version}))
         book(redis_url, [counted(500, 9, now - 5, drafter_version=version)])
         book(redis_url, [counted(500, 900, now - 1000, reporter=f"silent {n}") for n in silent])
 
@@ -217,7 +218,7 @@ def test_the_order_of_scores_from_before_so_many_were_kept_in_order_is_found_onc
 ) -> None:
     store, keys = Store(redis_client, "default"), StoreKeys("default")
     for n in range(RECENT_SCORES + 50):
-        store.put_score(f"{n:032x}", scored(100 + n))
+        store.put_score(f"{n:032x}", score(scored(100 + n)))
     newest = redis_client.zrange(keys.recent_scores, 0, -1)
     redis_client.zremrangebyrank(keys.recent_scores, 0, -65)
     before = service.client.get("/alpha").json()["current"]
@@ -230,7 +231,7 @@ def test_the_order_of_scores_from_before_so_many_were_kept_in_order_is_found_onc
 def test_engines_that_fell_silent_are_told_of_by_when_the_last_one_reported(
     service: RunningService, redis_url: str, redis_client: Redis
 ) -> None:
-    Store(redis_client, "default").put_score("a" * 32, scored(time.time()))
+    Store(redis_client, "default").put_score("a" * 32, score(scored(time.time())))
     book(redis_url, [counted(500, 900, time.time() - 7200)])
     for document in (service.client.get("/runs/default").json(), service.client.get("/alpha").json()):
         assert "No engine has reported for 2 h." in document["headline"]["also"]
@@ -241,7 +242,7 @@ def book(url: str, reports: list[dict[str, Any]]) -> None:
         client = redis.asyncio.Redis.from_url(url)
         try:
             for report in reports:
-                await AsyncStore(client, "default").book(report)
+                await AsyncStore(client, "default").book(acceptance(report))
         finally:
             await client.aclose()
 
@@ -264,7 +265,7 @@ def test_a_record_that_is_added_up_meanwhile_is_read_once(redis_url: str, redis_
                         pipe.hset(keys.live, mapping={f"{name}:rounds": 7, f"{name}:tokens": 14})
                     pipe.execute()
 
-    async def read() -> list[list[dict[str, Any]]]:
+    async def read() -> list[list[AcceptanceRecord]]:
         client = redis.asyncio.Redis.from_url(redis_url)
         try:
             return [await AsyncStore(client, "default").acceptances() for _ in range(300)]
@@ -280,4 +281,4 @@ def test_a_record_that_is_added_up_meanwhile_is_read_once(redis_url: str, redis_
     finally:
         stop.set()
         writer.join()
-    assert [sum(record["rounds"] for record in records) for records in seen] == [7] * 600
+    assert [sum(record.rounds for record in records) for records in seen] == [7] * 600

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from record_fixtures import acceptance
 from redis import Redis
 from service_fixtures import RunningService, rollout_file
 
 from service.monitor.counts import (
+    LiveAlpha,
     by_drafter,
     by_method,
     servers,
     since,
     total,
 )
+from service.monitor.records import AcceptanceRecord
 from service.storage.reports import Store
 
 
@@ -34,33 +38,35 @@ def counts(rounds: int, accepted: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def counted(rounds: int, accepted: int, **more: Any) -> AcceptanceRecord:
+    return acceptance(counts(rounds, accepted, **more))
+
+
 def test_a_difference_and_a_sum_undo_each_other() -> None:
-    before, now = counts(10, 4), counts(25, 19, accepted_per_position=[12, 7])
+    before, now = counted(10, 4), counted(25, 19, accepted_per_position=[12, 7])
     more = since(now, before)
-    assert (more["rounds"], more["accepted_tokens"], more["accepted_per_position"]) == (15, 15, [8, 7])
-    whole = total(more, before)
-    assert all(whole[name] == now[name] for name in ("rounds", "accepted_tokens", "emitted_tokens", "drafted_tokens"))
-    assert whole["accepted_per_position"] == [12, 7]
+    assert (more.rounds, more.accepted_tokens, more.accepted_per_position) == (15, 15, (8, 7))
+    assert total(more, before) == replace(now, window_seconds=1.0)
 
 
 def test_counts_that_fell_began_anew() -> None:
-    assert since(counts(3, 1), counts(100, 70))["rounds"] == 3
+    assert since(counted(3, 1), counted(100, 70)).rounds == 3
 
 
 def test_an_unknown_emission_stays_unknown() -> None:
-    more = since(counts(9, 2, emitted_tokens=None), counts(4, 1))
-    assert more["emitted_tokens"] is None
-    assert total(more, counts(4, 1))["emitted_tokens"] is None
+    more = since(counted(9, 2, emitted_tokens=None), counted(4, 1))
+    assert more.emitted_tokens is None
+    assert total(more, counted(4, 1)).emitted_tokens is None
 
 
 def test_methods_and_drafters_are_never_one_number() -> None:
     records = [
-        counts(100, 200),
-        counts(100, 50, drafter_version="v000002-bbbbbbbb"),
-        counts(10, 1, method="ngram", drafter_version="ngram"),
+        counted(100, 200),
+        counted(100, 50, drafter_version="v000002-bbbbbbbb"),
+        counted(10, 1, method="ngram", drafter_version="ngram"),
     ]
-    assert by_method(records) == {"ngram": {"alpha": 1.1, "rounds": 10}}
-    assert {v: s["alpha"] for v, s in by_drafter(records).items()} == {
+    assert by_method(records) == {"ngram": LiveAlpha(1.1, 10)}
+    assert {v: s.alpha for v, s in by_drafter(records).items()} == {
         "v000001-aaaaaaaa": 3.0,
         "v000002-bbbbbbbb": 1.5,
     }
@@ -68,15 +74,15 @@ def test_methods_and_drafters_are_never_one_number() -> None:
 
 def test_a_server_is_shown_with_what_it_runs_now() -> None:
     records = [
-        counts(100, 200, created=1.0),
-        counts(50, 25, drafter_version="v000002-bbbbbbbb", policy_version=3, created=2.0),
-        counts(50, 35, drafter_version="v000002-bbbbbbbb", policy_version=4, created=3.0),
+        counted(100, 200, created=1.0),
+        counted(50, 25, drafter_version="v000002-bbbbbbbb", policy_version=3, created=2.0),
+        counted(50, 35, drafter_version="v000002-bbbbbbbb", policy_version=4, created=3.0),
     ]
     (line,) = servers(records)
-    assert line["drafter_version"] == "v000002-bbbbbbbb"
-    assert line["alpha"] == 1.6
-    assert line["rounds"] == 100
-    assert line["reported"] == 3.0
+    assert line.drafter_version == "v000002-bbbbbbbb"
+    assert line.alpha == 1.6
+    assert line.rounds == 100
+    assert line.reported == 3.0
 
 
 def test_the_half_width_covers_the_truth_19_times_in_20() -> None:
@@ -86,8 +92,9 @@ def test_the_half_width_covers_the_truth_19_times_in_20() -> None:
     for _ in range(400):
         kept = (rng.random((rounds, 3)) < keep).cumprod(axis=1)
         accepted = int(kept.sum())
-        (line,) = servers([counts(rounds, accepted, accepted_per_position=kept.sum(axis=0).tolist())])
-        hits += abs(line["alpha"] - truth) <= line["half_width"]
+        (line,) = servers([counted(rounds, accepted, accepted_per_position=kept.sum(axis=0).tolist())])
+        assert line.half_width is not None
+        hits += abs(line.alpha - truth) <= line.half_width
     assert 0.92 <= hits / 400 <= 0.98
 
 
@@ -105,7 +112,7 @@ def test_a_report_without_a_policy_version_goes_to_the_newest_one(service: Runni
     report(None, **counts(30, 20))  # the same again: nothing is counted twice
     report(4, **counts(80, 90))
     report(None, **counts(5, 5))  # the engine began anew
-    found = {r["policy_version"]: (r["rounds"], r["accepted_tokens"]) for r in store.acceptances()}
+    found = {r.policy_version: (r.rounds, r.accepted_tokens) for r in store.acceptances()}
     assert found == {None: (10, 5), 3: (20, 15), 4: (55, 75)}
     points = {p["policy_version"]: p for p in service.client.get("/alpha").json()["points"]}
     assert points[3]["alpha_live"] == pytest.approx(1 + 15 / 20)
@@ -122,7 +129,7 @@ def test_counts_follow_a_trainer_that_went_back_and_not_one_absurd_policy_versio
 
     for policy, rounds in ((7, 10), (999_999_999_999_999, 30), (3, 60)):
         report(policy, rounds)
-    found = {r["policy_version"]: r["rounds"] for r in Store(redis_client, "default").acceptances()}
+    found = {r.policy_version: r.rounds for r in Store(redis_client, "default").acceptances()}
     assert found == {7: 10, 999_999_999_999_999: 20, 3: 30}
 
 

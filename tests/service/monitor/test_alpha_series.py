@@ -9,8 +9,11 @@ import statistics
 from typing import Any
 
 import pytest
+import record_fixtures
+from pydantic_core import to_jsonable_python
 
-from service.monitor.alpha import alpha_document, drafter_sums
+from service.monitor.alpha import alpha_series
+from service.monitor.records import DrafterSums, RunEvent
 
 
 def score(policy_version: int, **more: Any) -> dict[str, Any]:
@@ -30,7 +33,8 @@ def counts(tokens: float, rounds: float) -> dict[str, float]:
 
 
 def points(scores: list[dict[str, Any]], acceptances: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-    document = alpha_document("default", {str(i): s for i, s in enumerate(scores)}, acceptances or [], [], 4)
+    counted = [record_fixtures.acceptance(one) for one in acceptances or []]
+    document = to_jsonable_python(alpha_series("default", map(record_fixtures.score, scores), counted, [], 4))
     json.dumps(document, allow_nan=False)  # what the API must be able to do with it
     found: list[dict[str, Any]] = document["points"]
     return found
@@ -48,7 +52,8 @@ def test_what_has_no_data_is_null_and_never_zero() -> None:
     empty = [k for k, v in point.items() if v is None]
     assert {"alpha_served", "alpha_ngram", "alpha_best", "alpha_frozen", "alpha_candidate"} <= set(empty)
     assert {"regret", "entropy", "reward", "alpha_live", "live_rounds", "action", "best_version"} <= set(empty)
-    assert alpha_document("r", {}, [], [], 4) == {"run": "r", "depth": 4, "points": [], "events": [], "servers": []}
+    nothing = to_jsonable_python(alpha_series("r", [], [], [], 4))
+    assert nothing == {"run": "r", "depth": 4, "points": [], "events": [], "servers": []}
 
 
 def test_what_frozen_is_compared_with_is_of_the_same_rollouts() -> None:
@@ -128,7 +133,7 @@ def test_half_widths_pool_over_batches_and_cover_the_truth() -> None:
     estimates, widths = [], []
     for _ in range(300):
         batches = [[rollout() for _ in range(20)] for _ in range(3)]
-        records = [score(1, served=drafter_sums(*zip(*batch, strict=True))) for batch in batches]
+        records = [score(1, served=DrafterSums.of(*zip(*batch, strict=True))) for batch in batches]
         [point] = points(records)
         estimates.append(point["alpha_served"])
         widths.append(point["alpha_served_half_width"])
@@ -139,22 +144,17 @@ def test_half_widths_pool_over_batches_and_cover_the_truth() -> None:
 
 
 def test_no_half_width_is_given_when_a_record_lacks_its_moments() -> None:
-    [point] = points([score(1, served=drafter_sums([8, 4], [2, 2])), score(1, served=counts(8, 2))])
+    [point] = points([score(1, served=DrafterSums.of([8, 4], [2, 2])), score(1, served=counts(8, 2))])
     assert point["alpha_served"] == pytest.approx(20 / 6)
     assert point["alpha_served_half_width"] is None
 
 
 def test_rollouts_without_a_round_leave_the_sums_alone() -> None:
-    assert drafter_sums([8, 0, 4], [2, 0, 2]) == {
-        "tokens": 12.0,
-        "rounds": 4.0,
-        "rollouts": 2.0,
-        "tokens_squared": 80.0,
-        "rounds_squared": 8.0,
-        "tokens_rounds": 24.0,
-    }
+    assert DrafterSums.of([8, 0, 4], [2, 0, 2]) == DrafterSums(
+        tokens=12.0, rounds=4.0, rollouts=2.0, tokens_squared=80.0, rounds_squared=8.0, tokens_rounds=24.0
+    )
 
 
 def test_events_are_passed_on_as_the_registry_wrote_them() -> None:
     event = {"time": 3.0, "event": "refused", "policy_version": 4, "reason": "no gain"}
-    assert alpha_document("r", {}, [], [event], 3)["events"] == [event]
+    assert alpha_series("r", [], [], [RunEvent.of(event)], 3).events == [event]

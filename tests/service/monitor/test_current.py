@@ -4,51 +4,53 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from record_fixtures import score
 from service_fixtures import RunningService
 from worker_fixtures import Bench
 
-from service.monitor.current import ENOUGH_ROUNDS, arrival, current
+from service.monitor.alpha import Compared
+from service.monitor.counts import LiveAlpha
+from service.monitor.current import ENOUGH_ROUNDS, current
+from service.monitor.records import AcceptanceRecord, ScoreRecord
 
 
-def scored(entry: str, policy_version: int, **drafters: float) -> dict[str, Any]:
+def scored(entry: str, policy_version: int, **drafters: float) -> ScoreRecord:
     sums = {name: {"tokens": 100 * alpha, "rounds": 100.0} for name, alpha in drafters.items()}
-    return {"entry_id": entry, "policy_version": policy_version, **sums}
+    return score({"entry_id": entry, "policy_version": policy_version, **sums})
 
 
-def counted(policy_version: int, rounds: int, alpha: float, created: float, **more: Any) -> dict[str, Any]:
+def counted(policy_version: int, rounds: int, alpha: float, created: float, version: str = "v1") -> AcceptanceRecord:
     emitted = round(rounds * alpha)
-    return {
-        "reporter": "e",
-        "drafter_version": "v1",
-        "policy_version": policy_version,
-        "rounds": rounds,
-        "accepted_tokens": emitted - rounds,
-        "emitted_tokens": emitted,
-        "created": created,
-        **more,
-    }
+    return AcceptanceRecord(
+        reporter="e",
+        drafter_version=version,
+        policy_version=policy_version,
+        rounds=rounds,
+        accepted_tokens=emitted - rounds,
+        emitted_tokens=emitted,
+        created=created,
+    )
 
 
 def test_nothing_is_true_of_nothing() -> None:
-    assert current({}, []) is None
-    assert current([{"policy_version": None}], [{"policy_version": None, "rounds": 3}]) is None
+    assert current([], []) is None
+    assert current([ScoreRecord()], [AcceptanceRecord(rounds=3)]) is None
 
 
 def test_a_figure_that_the_newest_lack_is_of_the_newest_that_have_it() -> None:
     found = current([scored("1-0", 3, served=3.0, frozen=2.0), scored("2-0", 4, served=3.5)], [])
     assert found is not None
-    assert (found["policy_version"], found["alpha_served"], found["alpha_frozen"]) == (4, 3.5, 2.0)
-    assert found["compared"] == {"policy_version": 3, "alpha_frozen": 2.0, "alpha_served": 3.0}
-    assert found["alpha_best"] is None
-    assert found["alpha_served_half_width"] is None, "of another batch than its α it would say nothing"
+    assert (found.policy_version, found.alpha_served, found.alpha_frozen) == (4, 3.5, 2.0)
+    assert found.compared == Compared(policy_version=3, alpha_frozen=2.0, alpha_served=3.0)
+    assert found.alpha_best is None
+    assert found.alpha_served_half_width is None, "of another batch than its α it would say nothing"
 
 
 def test_records_that_name_no_queue_entry_come_before_those_that_do() -> None:
-    old = {"created": 9e12}
-    assert sorted([scored("7-1", 1), scored("7-0", 1), old, scored("12-0", 1)], key=arrival) == [
+    old = ScoreRecord(created=9e12)
+    assert sorted([scored("7-1", 1), scored("7-0", 1), old, scored("12-0", 1)], key=lambda one: one.arrival) == [
         old,
         scored("7-0", 1),
         scored("7-1", 1),
@@ -60,18 +62,18 @@ def test_live_alpha_that_rests_on_few_rounds_is_pooled_with_what_came_before() -
     reports = [counted(7, ENOUGH_ROUNDS, 3.0, 10.0), counted(8, 9, 1.0, 20.0)]
     found = current([], reports)
     assert found is not None
-    assert (found["alpha_live"], found["live_rounds"]) == (1.0, 9)
-    assert found["live"] == {"alpha": pytest.approx((3 * ENOUGH_ROUNDS + 9) / (ENOUGH_ROUNDS + 9)), "rounds": 209}
-    assert current([], reports[1:])["live"] is None  # type: ignore[index]
+    assert (found.alpha_live, found.live_rounds) == (1.0, 9)
+    assert found.live == LiveAlpha(pytest.approx((3 * ENOUGH_ROUNDS + 9) / (ENOUGH_ROUNDS + 9)), 209)
+    assert current([], reports[1:]).live is None  # type: ignore[union-attr]
 
 
 def test_live_alpha_is_not_of_an_attempt_that_the_trainer_gave_up() -> None:
     scores = [scored("3000-0", 3), scored("7000-0", 7), scored("8000-0", 3)]
-    before, after = counted(3, 900, 3.0, 3.5), counted(3, 300, 2.0, 8.5, drafter_version="v2")
+    before, after = counted(3, 900, 3.0, 3.5), counted(3, 300, 2.0, 8.5, version="v2")
     found = current(scores, [before, after])
     assert found is not None
-    assert (found["alpha_live"], found["live_rounds"]) == (2.0, 300)
-    assert current(scores, [before])["alpha_live"] == 3.0  # type: ignore[index]  # there is nothing else
+    assert (found.alpha_live, found.live_rounds) == (2.0, 300)
+    assert current(scores, [before]).alpha_live == 3.0  # type: ignore[union-attr]  # there is nothing else
 
 
 def test_the_service_follows_a_trainer_that_resumed(bench: Bench, serve: Callable[..., RunningService]) -> None:

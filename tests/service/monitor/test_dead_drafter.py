@@ -11,6 +11,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from record_fixtures import score
 from redis import Redis
 from service_fixtures import RunningService
 
@@ -86,8 +87,8 @@ def test_replay_alpha_pools_sums_of_that_version_only() -> None:
         {"drafter_version": "v1", "served": None},
         {"drafter_version": "v1"},
     ]
-    assert pooled_replay_alpha(scores, "v1") == 2.0
-    assert pooled_replay_alpha(scores, "v3") is None
+    assert pooled_replay_alpha(map(score, scores), "v1") == 2.0
+    assert pooled_replay_alpha(map(score, scores), "v3") is None
 
 
 # --- through the API
@@ -132,7 +133,7 @@ def engine(service: RunningService, redis_client: Redis) -> Engine:
     for number in range(3):
         served = {"tokens": 300.0, "rounds": 100.0}
         record = {"policy_version": 1, "drafter_version": version, "served": served, "created": float(number)}
-        store.put_score(f"{number:032x}", record)
+        store.put_score(f"{number:032x}", score(record))
     return Engine(service, version)
 
 
@@ -181,7 +182,7 @@ def test_after_the_pause_it_is_pushed_once_more(serve: Callable[..., RunningServ
     service.register()
     version = service.publish().version
     record = {"drafter_version": version, "served": {"tokens": 3.0, "rounds": 1.0}, "created": 1.0}
-    Store(redis_client, "default").put_score("0" * 32, record)
+    Store(redis_client, "default").put_score("0" * 32, score(record))
     engine = Engine(service, version)
     assert [engine.report(300, 0).json()["pushed_again"]["sequence"] for _ in range(3)] == [2, 3, 4]
 
@@ -195,7 +196,7 @@ def test_an_older_version_is_not_pushed_again(engine: Engine) -> None:
 def test_a_drafter_that_is_bad_on_replay_too_is_not_dead(service: RunningService, redis_client: Redis) -> None:
     version = service.publish().version
     record = {"drafter_version": version, "served": {"tokens": 105.0, "rounds": 100.0}, "created": 1.0}
-    Store(redis_client, "default").put_score("0" * 32, record)
+    Store(redis_client, "default").put_score("0" * 32, score(record))
     reply = Engine(service, version).report(1000, 0).json()
     assert reply["dead"] is False
     assert "bad, not dead" in reply["verdict"]
@@ -281,7 +282,7 @@ def test_replay_alpha_is_of_the_newest_batches_in_whatever_order_they_were_score
         served = {"tokens": 300.0 if number >= 200 - REPLAYED_BATCHES else 0.0, "rounds": 100.0}
         record = {"drafter_version": version, "served": served, "created": float(number)}
         for _ in range(2):  # a redelivered batch is scored again
-            store.put_score(f"{number:032x}", record)
+            store.put_score(f"{number:032x}", score(record))
     assert "against replay α 3.00" in Engine(service, version).report(300, 0).json()["verdict"]
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from service.monitor.alpha import Compared
+from service.monitor.counts import LiveAlpha
+from service.monitor.current import Current
 from service.monitor.headline import (
     DeadEngine,
     Headline,
@@ -16,16 +20,15 @@ from service.monitor.headline import (
 )
 
 NOW = 10_000.0
-POINT = {
-    "policy_version": 5,
-    "drafter_version": "v000007-0a1b2c3d",
-    "alpha_served": 4.77,
-    "alpha_ngram": 1.2,
-    "compared": {"policy_version": 5, "alpha_frozen": 2.14, "alpha_served": 4.77},
-    "regret": 0.0,
-    "best_version": "v000007-0a1b2c3d",
-    "live": None,
-}
+POINT = Current(
+    policy_version=5,
+    drafter_version="v000007-0a1b2c3d",
+    alpha_served=4.77,
+    alpha_ngram=1.2,
+    compared=Compared(policy_version=5, alpha_frozen=2.14, alpha_served=4.77),
+    regret=0.0,
+    best_version="v000007-0a1b2c3d",
+)
 
 
 def facts(**changes: Any) -> RunFacts:
@@ -53,8 +56,8 @@ def new(**changes: Any) -> RunFacts:
     return facts(**(nothing | changes))
 
 
-def point(**changes: Any) -> dict[str, Any]:
-    return POINT | changes
+def point(**changes: Any) -> Current:
+    return replace(POINT, **changes)
 
 
 def said(found: Headline) -> tuple[str, str, str]:
@@ -133,7 +136,7 @@ STATES = [
         ),
     ),
     (
-        facts(current=point(compared={"policy_version": 5, "alpha_frozen": 5.0, "alpha_served": 4.77})),
+        facts(current=point(compared=Compared(5, 5.0, 4.77))),
         (
             "bad",
             "worse",
@@ -185,7 +188,7 @@ STATES = [
         ("wait", "learning", "Learning: no drafter is served yet; the first one is being made."),
     ),
     (
-        facts(current={"live": {"alpha": 2.5, "rounds": 900}}),
+        facts(current=Current(live=LiveAlpha(2.5, 900))),
         ("good", "live", "Live: 2.50 tokens per round in the engines. No rollout is scored yet."),
     ),
     (
@@ -197,7 +200,7 @@ STATES = [
         ),
     ),
     (
-        facts(current=point(compared={"policy_version": 3, "alpha_frozen": 2.14, "alpha_served": 4.18})),
+        facts(current=point(compared=Compared(3, 2.14, 4.18))),
         (
             "good",
             "aligned",
@@ -214,7 +217,7 @@ STATES = [
         ),
     ),
     (
-        facts(published=1, current=point(compared={"policy_version": 5, "alpha_frozen": 4.77, "alpha_served": 4.77})),
+        facts(published=1, current=point(compared=Compared(5, 4.77, 4.77))),
         (
             "good",
             "level",
@@ -291,7 +294,7 @@ def test_something_is_always_said() -> None:
         "heartbeat": (None, NOW, NOW - 50),
         "accepted": (0, 3),
         "queued": (0, 3),
-        "current": (None, {}, POINT),
+        "current": (None, Current(), POINT),
         "gathered": (None, 7),
         "registered": (None, NOW - 2),
     }

@@ -6,11 +6,13 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from record_fixtures import stored
 
 from service.monitor.metrics import RunSnapshot, render
 
@@ -55,7 +57,7 @@ def full_snapshot() -> RunSnapshot:
 
     drafters = {"served": 3.5, "candidate": 3.6, "frozen": 1.75, "ngram": 1.25, "best": 3.625}
     newest = {"policy_version": 8, **{name: sums(alpha) for name, alpha in drafters.items()}}
-    return RunSnapshot(
+    return stored(
         scores=[
             {"policy_version": 7, "frozen": sums(9.0), "logprob_sum": -50.0, "logprob_tokens": 100},
             newest,
@@ -91,7 +93,7 @@ def full_snapshot() -> RunSnapshot:
             "vocabulary": {"tokens": 27_648, "wanted": 50_000},
             "drift": {"fast": {"statistic": 1.5, "limit": 9.5}, "slow": {"statistic": 0.0, "limit": 36.1}},
         },
-        latest_manifest={"version": "v000001-aaaaaaaa", "sequence": 3, "created": 99.0},
+        latest={"version": "v000001-aaaaaaaa", "sequence": 3, "created": 99.0},
         last_arrival=990.0,
     )
 
@@ -139,15 +141,15 @@ def test_values_come_through() -> None:
 
 def test_a_run_that_the_worker_refuses_shows_until_it_works_again() -> None:
     for worker, shown in (({"error": "fc.weight holds NaN"}, 1), ({"error": None, "heartbeat": 5.0}, 0)):
-        assert value(render({"r": RunSnapshot(worker=worker)}), "draftalign_worker_error", run="r") == shown
-    assert "draftalign_worker_error" not in render({"r": RunSnapshot(worker={"heartbeat": 5.0})}).decode()
+        assert value(render({"r": stored(worker=worker)}), "draftalign_worker_error", run="r") == shown
+    assert "draftalign_worker_error" not in render({"r": stored(worker={"heartbeat": 5.0})}).decode()
 
 
 def test_a_metric_without_data_is_absent() -> None:
     assert render({}) == b""
-    assert render({"new": RunSnapshot()}) == b""
-    partial = RunSnapshot(
-        scores={"x": {"policy_version": 3, "served": {"tokens": 0.0, "rounds": 0.0}}},
+    assert render({"new": stored()}) == b""
+    partial = stored(
+        scores=[{"policy_version": 3, "served": {"tokens": 0.0, "rounds": 0.0}}],
         worker={"heartbeat": math.nan, "rounds_total": {"served": None}, "drift": {}, "action": None},
     )
     assert {name for name, _ in samples(render({"r": partial}))} == {"draftalign_policy_version"}
@@ -170,24 +172,24 @@ def test_gauges_follow_a_trainer_that_went_back_to_an_earlier_checkpoint() -> No
     for n, policy_version in enumerate((3, 4, 5)):
         again.append(scored(f"{200 + n}-0", policy_version, 1.5 + n / 10, created=200.0 + n))
         # Not pooled with what the first attempt wrote under the same policy version.
-        assert gauges(RunSnapshot([*first, *again])) == (policy_version, pytest.approx(1.5 + n / 10))
+        assert gauges(stored([*first, *again])) == (policy_version, pytest.approx(1.5 + n / 10))
 
 
 def test_gauges_pool_what_came_since_the_policy_version_changed() -> None:
     scores = [scored("1-0", 4, 9.0), scored("2-0", 5, 2.0), scored("3-0", 4, 3.0), scored("3-1", 4, 3.5)]
-    assert gauges(RunSnapshot(scores)) == (4, pytest.approx(3.25))
+    assert gauges(stored(scores)) == (4, pytest.approx(3.25))
 
 
 def test_one_absurd_policy_version_freezes_no_gauge() -> None:
     scores = [scored("1-0", 999999999999999, 1.3), scored("2-0", 7, 2.5)]
-    assert gauges(RunSnapshot(scores)) == (7, 2.5)
+    assert gauges(stored(scores)) == (7, 2.5)
 
 
 def test_gauges_follow_what_came_last_also_after_the_clock_was_set_back() -> None:
     """Ids of a stream only grow, whatever the clock does; `created` is the worker's clock."""
     scores = [scored("9000-0", 8, 3.0, created=9.0), scored("9000-1", 7, 2.5, created=2.0)]
-    assert gauges(RunSnapshot(scores)) == (7, 2.5)
-    assert gauges(RunSnapshot(list(reversed(scores)))) == (7, 2.5)
+    assert gauges(stored(scores)) == (7, 2.5)
+    assert gauges(stored(list(reversed(scores)))) == (7, 2.5)
 
 
 def test_the_live_gauge_is_of_what_engines_reported_last() -> None:
@@ -201,9 +203,9 @@ def test_the_live_gauge_is_of_what_engines_reported_last() -> None:
         }
 
     before, after = counted(7, 200, 50.0), counted(3, 50, 60.0)
-    assert value(render({"r": RunSnapshot((), [after, before])}), "draftalign_alpha", run="r", drafter="live") == 1.5
+    assert value(render({"r": stored((), [after, before])}), "draftalign_alpha", run="r", drafter="live") == 1.5
     # Reported in the future: before the clock was set back.
-    snapshot = RunSnapshot((), [counted(7, 200, 5000.0), after], now=60.0)
+    snapshot = stored((), [counted(7, 200, 5000.0), after], now=60.0)
     assert value(render({"r": snapshot}), "draftalign_alpha", run="r", drafter="live") == 1.5
 
 
@@ -213,20 +215,18 @@ def test_there_are_no_created_series() -> None:
 
 def test_labels_with_hostile_characters_are_escaped() -> None:
     name = 'a"b\\c\nd'
-    snapshot = RunSnapshot(acceptances=[{"reporter": name, "rounds": 1, "accepted_tokens": 1}])
+    snapshot = stored(acceptances=[{"reporter": name, "rounds": 1, "accepted_tokens": 1}])
     assert value(render({"r": snapshot}), "draftalign_live_rounds_total", run="r", reporter=name) == 1
 
 
 def test_totals_do_not_depend_on_the_bounded_score_records() -> None:
     snapshot = full_snapshot()
-    trimmed = RunSnapshot(scores=[], worker=snapshot.worker)
+    trimmed = replace(snapshot, scores=[])
     for text in (render({"r": snapshot}), render({"r": trimmed})):
         assert value(text, "draftalign_rounds_total", run="r", drafter="served") == 700
 
 
-@pytest.mark.parametrize(
-    "stores", [{"a": full_snapshot(), "b": RunSnapshot()}, {"a": RunSnapshot(counters={"items": 0})}]
-)
+@pytest.mark.parametrize("stores", [{"a": full_snapshot(), "b": stored()}, {"a": stored(counters={"items": 0})}])
 def test_promtool_accepts_the_output(stores: dict[str, Any]) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

@@ -6,25 +6,29 @@ import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import redis.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from record_fixtures import acceptance, score
 from redis import Redis
 from redis.exceptions import RedisError
 from service_fixtures import RunningService
 
 from service.api import snapshot
 from service.errors import TooManyReporters
-from service.monitor.alpha import alpha_document
+from service.monitor.alpha import alpha_series
 from service.monitor.counts import (
+    LiveAlpha,
     by_drafter,
     servers,
     since,
     total,
 )
+from service.monitor.records import AcceptanceRecord
 from service.storage import engine_counts
 from service.storage.engine_counts import KEPT_APART, Account, acceptance_key
 from service.storage.reports import AsyncStore, Store, StoreKeys
@@ -68,7 +72,7 @@ def with_store(url: str, work: Any) -> Any:
 
 def book(url: str, *reports: Record) -> list[tuple[int, int]]:
     async def work(store: AsyncStore) -> list[tuple[int, int]]:
-        return [await store.book(one) for one in reports]
+        return [await store.book(acceptance(one)) for one in reports]
 
     found: list[tuple[int, int]] = with_store(url, work)
     return found
@@ -78,23 +82,19 @@ class FullRead:
     """What was done before: every record is kept, and all of them are read for each report."""
 
     def __init__(self) -> None:
-        self.records: dict[str, Record] = {}
-        self.unplaced: dict[tuple[str, str], Record] = {}
+        self.records: dict[tuple[str | None, str | None, int | None], AcceptanceRecord] = {}
+        self.unplaced: dict[tuple[str | None, str | None], AcceptanceRecord] = {}
 
-    def book(self, record: Record, latest: int | None) -> tuple[int, int]:
-        if record["policy_version"] is None:
-            own = (record["reporter"], record["drafter_version"])
-            placed = record | {"policy_version": latest, "as_of_arrival": True}
+    def book(self, record: AcceptanceRecord, latest: int | None) -> tuple[int, int]:
+        own = (record.reporter, record.drafter_version)
+        if record.policy_version is None:
             more = since(record, self.unplaced.get(own))
             self.unplaced[own] = record
-            record = placed | total(more, self.records.get(acceptance_key(placed)))
-        self.records[acceptance_key(record)] = record
-        same = [
-            r
-            for r in self.records.values()
-            if (r["reporter"], r["drafter_version"]) == (record["reporter"], record["drafter_version"])
-        ]
-        return sum(r["rounds"] for r in same), sum(r["accepted_tokens"] for r in same)
+            placed = replace(more, policy_version=latest, as_of_arrival=True)
+            record = total(placed, self.records.get((*own, latest)))
+        self.records[*own, record.policy_version] = record
+        same = [r for r in self.records.values() if (r.reporter, r.drafter_version) == own]
+        return sum(r.rounds for r in same), sum(r.accepted_tokens for r in same)
 
 
 class Engine:
@@ -164,7 +164,8 @@ def test_running_sums_are_those_of_reading_everything(
             redis_client.set(KEYS.latest_policy, latest)
             document = engines[which].do(what, rounds, accepted)
             if document is not None:
-                assert await store.book(document) == model.book(document, latest)
+                record = acceptance(document)
+                assert await store.book(record) == model.book(record, latest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_counts, "KEPT_APART", apart)
@@ -178,18 +179,18 @@ def test_running_sums_are_those_of_reading_everything(
         assert servers(wanted) == servers(found)
 
 
-def point_live(records: list[Record]) -> dict[int, Any]:
-    points = alpha_document("default", {}, records, [], 4)["points"]
-    return {p["policy_version"]: (p["live_by_drafter"], p["live_rounds"]) for p in points if p["live_rounds"]}
+def point_live(records: list[AcceptanceRecord]) -> dict[int, Any]:
+    points = alpha_series("default", [], records, [], 4).points
+    return {p.policy_version: (p.live_by_drafter, p.live_rounds) for p in points if p.live_rounds}
 
 
-def of_reporters(records: list[Record]) -> dict[str, tuple[int, int]]:
+def of_reporters(records: list[AcceptanceRecord]) -> dict[str, tuple[int, int]]:
     """As the counters of `/metrics` add them up."""
     sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
     for record in records:
-        if record.get("reporter") is not None:
-            sums[record["reporter"]][0] += record["rounds"]
-            sums[record["reporter"]][1] += record["accepted_tokens"]
+        if record.reporter is not None:
+            sums[record.reporter][0] += record.rounds
+            sums[record.reporter][1] += record.accepted_tokens
     return {reporter: (rounds, accepted) for reporter, (rounds, accepted) in sums.items()}
 
 
@@ -202,9 +203,9 @@ def test_a_long_run_keeps_a_bounded_number_of_records_and_all_of_its_rounds(
     drafters = 1 + (policies - 1) // 100
     assert redis_client.hlen(KEYS.acceptance) <= 2 * (KEPT_APART + drafters)
     records = Store(redis_client, "default").acceptances()
-    assert point_live(records) == {p: ({f"v{p // 100}": {"alpha": 3.0, "rounds": 20}}, 20) for p in range(policies)}
+    assert point_live(records) == {p: ({f"v{p // 100}": LiveAlpha(3.0, 20)}, 20) for p in range(policies)}
     assert of_reporters(records) == {f"e{i}": (10 * policies, 20 * policies) for i in range(2)}
-    assert {line["reporter"]: line["rounds"] for line in servers(records)} == {"e0": 200, "e1": 200}
+    assert {line.reporter: line.rounds for line in servers(records)} == {"e0": 200, "e1": 200}
 
 
 def test_many_drafter_versions_leave_one_record_of_the_oldest(
@@ -229,7 +230,7 @@ def test_a_reporter_that_was_silent_for_an_hour_gives_way_and_its_rounds_stay(
     book(redis_url, report("d", "v1", 7, created=next(CLOCK) + 3600.0))
     records = Store(redis_client, "default").acceptances()
     assert set(of_reporters(records)) == {"a", "c", "d"}
-    assert by_drafter(records)["v1"]["rounds"] == 40
+    assert by_drafter(records)["v1"].rounds == 40
     for key in (KEYS.reporters, KEYS.acceptance):
         assert redis_client.hlen(key) == 3
     assert redis_client.zcard(KEYS.reported) == 3
@@ -249,7 +250,7 @@ def test_reporters_beyond_the_bound_are_refused_and_no_round_is_counted_twice(
     assert refused == {20, 21, 22, 23}
     records = Store(redis_client, "default").acceptances()
     assert of_reporters(records) == {f"e{engine}": (100, 200) for engine in range(20)}
-    assert by_drafter(records)["v1"]["rounds"] == 2000
+    assert by_drafter(records)["v1"].rounds == 2000
     assert not redis_client.exists(KEYS.live)
 
 
@@ -280,8 +281,13 @@ def test_live_sums_go_back_a_bounded_number_of_policy_versions(
 
 
 def test_records_from_before_there_were_sums_are_taken_over(redis_url: str, redis_client: Redis) -> None:
+    def key_of(record: Record) -> str:
+        return acceptance_key(record["reporter"], record["drafter_version"], record["policy_version"])
+
     old = [report(f"e{i}", "v1", p, rounds=100) for p in range(KEPT_APART + 5) for i in range(3)]
-    redis_client.hset(KEYS.acceptance, mapping={acceptance_key(r): json.dumps(r) for r in old})
+    redis_client.hset(
+        KEYS.acceptance, mapping={acceptance_key(r["reporter"], "v1", r["policy_version"]): json.dumps(r) for r in old}
+    )
     newest = KEPT_APART + 4
     before = 100 * (KEPT_APART + 5)
     again, more, new = book(
@@ -307,14 +313,14 @@ def test_a_record_that_replaces_none_is_not_searched_for_among_those_of_its_repo
 
     account = Account(apart=Unsearched())
     for policy in range(5):
-        account.add(report("a", "v1", policy), None)
+        account.add(acceptance(report("a", "v1", policy)), None)
     assert account.apart == [("v1", policy) for policy in range(5)]
     assert account.sums == {"v1": [50, 100]}
 
 
 def test_reports_of_one_reporter_at_the_same_moment_are_all_counted(redis_url: str, redis_client: Redis) -> None:
     async def work(store: AsyncStore) -> None:
-        await asyncio.gather(*(store.book(report("a", "v1", p)) for p in range(40)))
+        await asyncio.gather(*(store.book(acceptance(report("a", "v1", p))) for p in range(40)))
 
     with_store(redis_url, work)
     assert book(redis_url, report("a", "v1", 39)) == [(400, 800)]
@@ -377,7 +383,9 @@ def test_a_report_costs_the_same_at_ten_and_at_a_thousand_records(
     store = Store(redis_client, "default")
     served = {"tokens": 300.0, "rounds": 100.0}
     for number in range(200):
-        store.put_score(f"{number:032x}", {"drafter_version": version, "served": served, "created": float(number)})
+        store.put_score(
+            f"{number:032x}", score({"drafter_version": version, "served": served, "created": float(number)})
+        )
     work = []
     rounds = 0
     for engines in (10, 1000):

@@ -46,7 +46,7 @@ def states(bench: Bench, run: str, batches: list[str]) -> dict[str, dict[str, st
 
 
 def errors(bench: Bench, runs: list[str]) -> dict[str, Any]:
-    return {run: Store(bench.redis, run).worker().get("error") for run in runs}
+    return {run: Store(bench.redis, run).worker().error or None for run in runs}
 
 
 def test_a_worker_lives_through_every_hostile_run_and_trains_the_honest_one(

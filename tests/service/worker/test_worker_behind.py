@@ -35,7 +35,10 @@ def scored_and_trained(
     monkeypatch.setattr(RunWorker, "_train", watched)
     bench.drain(worker)
     roles = {"served", "candidate", "frozen", "best"}
-    return {batch: roles & set(record) for batch, record in bench.store.scores().items()}, about
+    return {
+        batch: {role for role in roles if getattr(record, role) is not None}
+        for batch, record in bench.store.scores().items()
+    }, about
 
 
 ALL = {"served", "candidate", "frozen", "best"}
@@ -51,15 +54,15 @@ def test_a_worker_that_is_behind_trains_on_the_newest_policy_only(
     assert about == [{batches[5]}]
     assert scored == {batches[v]: ALL if v == 5 else {"served"} for v in range(6)}
     records = bench.store.scores()
-    assert [records[batches[v]]["action"] for v in range(6)] == ["defer"] * 5 + ["train"]
-    assert {records[batches[v]]["best_version"] for v in range(5)} == {None}
-    assert [records[batches[v]]["train_seconds"] for v in range(5)] == [0.0] * 5
+    assert [records[batches[v]].action for v in range(6)] == ["defer"] * 5 + ["train"]
+    assert {records[batches[v]].best_version for v in range(5)} == {None}
+    assert [records[batches[v]].train_seconds for v in range(5)] == [0.0] * 5
     totals = worker._journal.totals
-    assert totals.rounds["served"] == pytest.approx(sum(r["served"]["rounds"] for r in records.values()))
-    compared = records[batches[5]]["served"]
+    assert totals.rounds["served"] == pytest.approx(sum(r.served.rounds for r in records.values()))
+    compared = records[batches[5]].served
     assert (totals.rounds["served_compared"], totals.round_tokens["served_compared"]) == (
-        pytest.approx(compared["rounds"]),
-        pytest.approx(compared["tokens"]),
+        pytest.approx(compared.rounds),
+        pytest.approx(compared.tokens),
     )
     assert {bench.state(b) for b in batches.values()} == {"trained"}
     assert len(worker._recent.names()) == 6, "what was passed over is in the mix"
@@ -87,8 +90,8 @@ def test_while_nothing_is_served_what_is_passed_over_is_scored_by_the_candidate(
     bench.drain(bench.worker(vocab_min_tokens=1, recent_tokens=10_000))
     records = bench.store.scores()
     assert {bench.state(b) for b in batches} == {"trained"}
-    assert all("candidate" in records[b] and "served" not in records[b] for b in batches)
-    assert all(records[b]["draftable_tokens"] > 0 for b in batches)
+    assert all(records[b].candidate is not None and records[b].served is None for b in batches)
+    assert all((records[b].draftable_tokens or 0) > 0 for b in batches)
 
 
 def test_a_worker_that_is_behind_says_so(bench: Bench) -> None:
@@ -98,11 +101,11 @@ def test_a_worker_that_is_behind_says_so(bench: Bench) -> None:
     worker = bench.worker()
     worker.cycle()
     told = bench.store.worker()
-    assert told["action"] == "defer"
-    assert "newer policy" in told["action_reason"]
-    assert told["rounds_total"]["served"] > 0
+    assert told.action == "defer"
+    assert "newer policy" in (told.action_reason or "")
+    assert told.rounds_total["served"] > 0
     bench.drain(worker)
-    assert bench.store.worker()["action"] == "train"
+    assert bench.store.worker().action == "train"
 
 
 def test_a_batch_that_is_all_held_out_ends_so(bench: Bench) -> None:

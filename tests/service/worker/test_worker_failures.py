@@ -59,7 +59,7 @@ def broken(error: BaseException, when: Any, real: Any) -> Any:
 
 
 def error_of(bench: Bench, run: str = FIRST) -> Any:
-    return Store(bench.redis, run).worker().get("error")
+    return Store(bench.redis, run).worker().error or None
 
 
 def holds(recent: RecentRollouts, batch: str) -> bool:
@@ -130,7 +130,7 @@ def test_only_a_file_that_the_worker_cannot_begin_with_is_refused_and_only_until
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused() -> Any:
-        return Store(bench.redis, FIRST).worker().get("refused")
+        return Store(bench.redis, FIRST).worker().refused
 
     file = file_id(bench.layout.target(FIRST))
     assert file is not None

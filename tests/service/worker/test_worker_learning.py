@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from worker_fixtures import Bench, World
 from drafter.batch import load_batch
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, _Outcome
+from service.monitor.records import DrafterSums, ScoreRecord, read, written
 from service.storage.registry import Registry
 from service.worker.loop import RunWorker
 
@@ -32,8 +32,8 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
         bench.drain(worker)
         after = replay(worker._lineage.candidate, load_batch(path), depth=4, drafting="probabilistic").total()
         record = bench.store.scores()[batch_id]
-        assert {k: record["candidate"][k] for k in before} == pytest.approx(before)
-        assert record["candidate"]["rounds"] != pytest.approx(after["rounds"], rel=1e-6), "training changed nothing"
+        assert {k: getattr(record.candidate, k) for k in before} == pytest.approx(before)
+        assert record.candidate.rounds != pytest.approx(after["rounds"], rel=1e-6), "training changed nothing"
 
 
 def test_held_out_rollouts_never_enter_a_training_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_one_token_responses_are_scored_and_trained(bench: Bench) -> None:
     other = bench.post("long")
     bench.drain(bench.worker())
     assert [bench.state(b) for b in (batch, other)] == ["trained", "trained"]
-    assert set(bench.store.scores()[batch]["candidate"].values()) <= {0.0}
+    assert bench.store.scores()[batch].candidate == DrafterSums(0.0, 0.0)
 
 
 def test_stale_batches_are_skipped(bench: Bench) -> None:
@@ -234,16 +234,17 @@ def test_scores_carry_what_the_page_shows(bench: Bench) -> None:
     bench.drain(bench.worker())
     (version,) = Registry(bench.layout).versions("default")
     record = bench.store.scores()[first]
-    assert record["drafter_version"] == version
-    assert record["action"] == "train"
-    assert record["train_seconds"] > 0
-    assert (record["reward_sum"], record["reward_count"]) == (28.0, 8)
-    assert record["logprob_gap"] < 0.01
-    assert record["served"] == record["frozen"] == record["candidate"], "nothing was trained before the first batch"
+    assert record.drafter_version == version
+    assert record.action == "train"
+    assert (record.train_seconds or 0) > 0
+    assert (record.reward_sum, record.reward_count) == (28.0, 8)
+    assert record.logprob_gap is not None
+    assert record.logprob_gap < 0.01
+    assert record.served == record.frozen == record.candidate, "nothing was trained before the first batch"
     gauges = bench.store.worker()
-    assert gauges["action"] == "train"
-    assert gauges["trained_tokens_total"] > 0
-    assert json.loads(json.dumps(record)) == record
+    assert gauges.action == "train"
+    assert (gauges.trained_tokens_total or 0) > 0
+    assert read(ScoreRecord, written(record)) == record
 
 
 def test_log_lines_name_the_decision(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

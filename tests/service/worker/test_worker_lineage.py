@@ -257,7 +257,7 @@ def test_a_batch_is_checked_and_trained_with_the_newest_head_not_newer_than_its_
     bench.drain(bench.worker())
     assert {v: bench.state(b) for v, b in batches.items()} == dict.fromkeys(batches, "trained")
     scores = bench.store.scores()
-    assert all(scores[b]["logprob_gap"] < 0.01 for b in batches.values())
+    assert all(scores[b].logprob_gap < 0.01 for b in batches.values())
 
 
 def test_a_head_that_was_never_sent_shows_as_a_stale_head(bench: Bench) -> None:
@@ -391,8 +391,8 @@ def test_a_better_candidate_is_published_with_its_evidence(bench: Bench) -> None
     assert latest.gate["rollouts"] >= 16
     assert latest.parent is not None
     scores = list(bench.store.scores().values())
-    assert scores[0]["drafter_version"] == first.version
-    assert scores[-1]["frozen"]["rounds"] > scores[-1]["served"]["rounds"], "the new one needs fewer rounds"
+    assert scores[0].drafter_version == first.version
+    assert scores[-1].frozen.rounds > scores[-1].served.rounds, "the new one needs fewer rounds"
 
 
 def test_an_archived_version_that_fits_better_is_served_again(bench: Bench, tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_an_archived_version_that_fits_better_is_served_again(bench: Bench, tmp_
     assert (latest.version, latest.sequence > bad.sequence) == (good.version, True)
     assert "re-selected from the archive" in latest.reason
     assert "rolled_back" in events(bench)
-    assert bench.store.scores()[bench.posted[0]]["best_version"] == good.version
+    assert bench.store.scores()[bench.posted[0]].best_version == good.version
 
 
 def test_a_score_names_the_version_that_served_the_batch_where_the_trainer_knew_it(bench: Bench) -> None:
@@ -427,9 +427,9 @@ def test_a_score_names_the_version_that_served_the_batch_where_the_trainer_knew_
     by_unknown = bench.post("c", drafter_version="v000099-deadbeef")
     bench.drain(worker)
     scores = bench.store.scores()
-    assert scores[by_first]["served"] == scores[by_first]["frozen"]
+    assert scores[by_first].served == scores[by_first].frozen
     for batch in (by_latest, by_unknown):
-        assert scores[batch]["served"] != scores[batch]["frozen"]
+        assert scores[batch].served != scores[batch].frozen
 
 
 def test_the_candidate_that_is_exported_is_the_one_that_was_trained(bench: Bench) -> None:

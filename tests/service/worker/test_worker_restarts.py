@@ -106,7 +106,7 @@ def final_state(bench: Bench) -> dict[str, Any]:
         "weights": state.read_bytes(),
         "counts": bench.trainer_counts(),
         "totals": totals,
-        "scores": {b: {k: r[k] for k in kept} for b, r in scores.items()},
+        "scores": {b: {k: getattr(r, k) for k in kept} for b, r in scores.items()},
     }
 
 
@@ -262,8 +262,8 @@ def test_a_candidate_is_checkpointed_before_it_is_published(bench: Bench, monkey
     assert Registry(bench.layout).latest("default") is not None
     bench.drain(bench.worker(gate_min_gain=1e6))
     after = bench.store.scores()
-    assert {b: after[b]["candidate"] for b in before} == {b: before[b]["candidate"] for b in before}
-    assert all(after[b]["drafter_version"] is None for b in before)
+    assert {b: after[b].candidate for b in before} == {b: before[b].candidate for b in before}
+    assert all(after[b].drafter_version is None for b in before)
 
 
 def test_a_torn_file_among_the_recent_ones_does_not_stop_the_run(bench: Bench) -> None:
@@ -527,7 +527,7 @@ def test_a_run_whose_part_of_the_disk_fails_keeps_no_other_run_waiting(
         worker._turn()
     assert states(bench) == ["trained"]
     if when == "opened":
-        assert "Input/output" in Store(bench.redis, "before-default").worker()["error"]
+        assert "Input/output" in Store(bench.redis, "before-default").worker().error
 
 
 def test_a_full_redis_keeps_nothing_from_being_worked_on_and_acknowledged(bench: Bench) -> None:

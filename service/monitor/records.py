@@ -1,0 +1,313 @@
+"""The facts that travel between worker, engines and API: score, acceptance, gauges, event (docs/architecture.md).
+
+Pure: no torch, no Redis, no clock. Frozen, and checked once: where `read` takes them from JSON. Whoever makes or reads
+them otherwise relies on the types. What is unknown is None.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+#: Drafters that a score record may carry, in the order in which people compare them.
+DRAFTERS: Final = ("served", "candidate", "frozen", "ngram", "best")
+#: Method of counts that were made with a published drafter; others carry the engine's name for theirs (ngram, mtp).
+OUR_DRAFTER: Final = "drafter"
+#: Two-sided 95 % quantile of the normal distribution.
+Z_95: Final = 1.959963984540054
+_CHECKED: Final = ConfigDict(strict=True, allow_inf_nan=False)
+
+_Kind = TypeVar("_Kind", "ScoreRecord", "AcceptanceRecord", "WorkerGauges")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSums:
+    """Additive statistics of one drafter over rollouts with a round.
+
+    The second moments give pooled confidence half-widths. `rollouts` is 0 in a record from before there were any.
+    """
+
+    __pydantic_config__: ClassVar = _CHECKED
+    tokens: float
+    rounds: float
+    rollouts: float = 0.0
+    tokens_squared: float = 0.0
+    rounds_squared: float = 0.0
+    tokens_rounds: float = 0.0
+
+    @classmethod
+    def of(cls, tokens: Iterable[float], rounds: Iterable[float]) -> DrafterSums:
+        """Sum one drafter's tokens and rounds per rollout. Rollouts without a round add nothing.
+
+        `DrafterSums.of([8, 4], [2, 2]) == DrafterSums(12, 4, rollouts=2, tokens_squared=80, rounds_squared=8,
+        tokens_rounds=24)`.
+        """
+        sums = cls(0.0, 0.0)
+        for token, rnd in zip(map(float, tokens), map(float, rounds), strict=True):
+            if rnd > 0:
+                sums = sums + cls(token, rnd, 1.0, token * token, rnd * rnd, token * rnd)
+        return sums
+
+    def __add__(self, other: DrafterSums) -> DrafterSums:
+        return DrafterSums(
+            self.tokens + other.tokens,
+            self.rounds + other.rounds,
+            self.rollouts + other.rollouts,
+            self.tokens_squared + other.tokens_squared,
+            self.rounds_squared + other.rounds_squared,
+            self.tokens_rounds + other.tokens_rounds,
+        )
+
+    @property
+    def alpha(self) -> float:
+        """Tokens per round."""
+        return self.tokens / self.rounds
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the 95 % confidence interval of `alpha`, clustered by rollout; None below two rollouts."""
+        if self.rollouts < 2:
+            return None
+        alpha = self.alpha
+        residual = self.tokens_squared - 2 * alpha * self.tokens_rounds + alpha * alpha * self.rounds_squared
+        variance = self.rollouts / (self.rollouts - 1) * max(residual, 0.0) / (self.rounds * self.rounds)
+        return Z_95 * math.sqrt(variance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRecord:
+    """What every drafter would have had on one batch, and what was done with it."""
+
+    __pydantic_config__: ClassVar = _CHECKED
+    absent: ClassVar = frozenset(DRAFTERS)
+    ngram: DrafterSums | None = None
+    served: DrafterSums | None = None
+    candidate: DrafterSums | None = None
+    frozen: DrafterSums | None = None
+    best: DrafterSums | None = None
+    policy_version: int | None = None
+    rollouts: int | None = None
+    tokens: int | None = None
+    best_version: str | None = None
+    logprob_sum: float | None = None
+    logprob_tokens: int | None = None
+    draftable_tokens: int | None = None
+    reward_sum: float | None = None
+    reward_count: int | None = None
+    created: float = 0.0
+    batch_id: str | None = None
+    entry_id: str | None = None
+    drafter_version: str | None = None
+    logprob_gap: float | None = None
+    action: str | None = None
+    train_seconds: float | None = None
+    published_total: int | None = None
+    refused_total: int | None = None
+    trained_tokens_total: int | None = None
+
+    def sums(self, drafter: str) -> DrafterSums | None:
+        """What a drafter had; None where it was not scored or had no round."""
+        found: DrafterSums | None = getattr(self, drafter)
+        return found if found is not None and found.rounds > 0 else None
+
+    @property
+    def arrival(self) -> Arrival:
+        """Sort key: the order in which batches arrived. Records that name no queue entry come first, by `created`."""
+        return arrival(self.entry_id, self.created)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceRecord:
+    """Cumulative counts of one reporter for one drafter version and policy version.
+
+    Without a reporter it is a sum over all of them; without a policy version, of older ones.
+    """
+
+    __pydantic_config__: ClassVar = _CHECKED
+    absent: ClassVar = frozenset({"as_of_arrival"})
+    run: str = "default"
+    reporter: str | None = None
+    engine: str = ""
+    method: Annotated[str, Field(min_length=1)] = OUR_DRAFTER
+    drafter_version: str | None = None
+    policy_version: int | None = None
+    rounds: int = 0
+    accepted_tokens: int = 0
+    drafted_tokens: int | None = None
+    emitted_tokens: int | None = None
+    accepted_per_position: tuple[int, ...] = ()
+    window_seconds: float | None = None
+    depth: int | None = None
+    drafting: str | None = None
+    final: bool = False
+    canary: dict[str, object] | None = None
+    created: float | None = None
+    as_of_arrival: bool | None = None
+
+    @property
+    def reported(self) -> float:
+        """When it was reported, in Unix seconds; 0 where nobody knows."""
+        return self.created or 0.0
+
+    @property
+    def emitted(self) -> int:
+        """What rounds emitted after trimming at the end of a response, which is what replay α counts.
+
+        Where the engine does not know it, every round is taken to have emitted its accepted drafts and one token more,
+        which is high by what was trimmed.
+        """
+        return self.accepted_tokens + self.rounds if self.emitted_tokens is None else self.emitted_tokens
+
+    @property
+    def ours(self) -> bool:
+        """Whether the engine speculated with a published drafter."""
+        return self.method == OUR_DRAFTER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One lane of the drift monitor."""
+
+    __pydantic_config__: ClassVar = _CHECKED
+    statistic: float | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """Response tokens gathered for a draft vocabulary, and how many it waits for."""
+
+    __pydantic_config__: ClassVar = _CHECKED
+    tokens: int | None = None
+    wanted: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGauges:
+    """The worker's gauges; all are unknown before its first sign of life.
+
+    `rounds_total`, `round_tokens_total`: sums since the run began by drafter, kept by the worker because the score
+    records are bounded in number and a counter must never fall. `drift`: by lane, absent until the monitor's warm-up is
+    over. `error`: None while there is none, "" where the worker has not said.
+    """
+
+    __pydantic_config__: ClassVar = _CHECKED
+    heartbeat: float | None = None
+    action: str | None = None
+    action_reason: str | None = None
+    trained_tokens_total: int | None = None
+    train_seconds_total: float | None = None
+    published_total: int | None = None
+    refused_total: int | None = None
+    rounds_total: dict[str, float] = field(default_factory=dict)
+    round_tokens_total: dict[str, float] = field(default_factory=dict)
+    draft_vocab_size: int | None = None
+    draft_coverage: float | None = None
+    drift: dict[str, Lane] = field(default_factory=dict)
+    drift_alpha: float | None = None
+    drift_level: float | None = None
+    vocabulary: Vocabulary | None = None
+    error: str | None = ""
+    refused: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """An event of the registry. `written`: all of it, as it stands in the history."""
+
+    event: str | None = None
+    time: float | None = None
+    sequence: int | None = None
+    written: Mapping[str, object]
+
+    @classmethod
+    def of(cls, written: Mapping[str, object]) -> Self:
+        """Take the fields that are of the right type."""
+        event, time, sequence = (written.get(name) for name in ("event", "time", "sequence"))
+        return cls(
+            event=event if isinstance(event, str) else None,
+            time=float(time) if isinstance(time, (int, float)) and math.isfinite(time) else None,
+            sequence=sequence if isinstance(sequence, int) else None,
+            written=written,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDrafter:
+    """What the registry's pointer says. `created`: when the version was published, in Unix seconds."""
+
+    version: str
+    sequence: int
+    created: float
+
+
+Arrival = tuple[int, float, int]
+
+
+def arrival(entry_id: str | None, created: float = 0.0) -> Arrival:
+    """Sort key of a queue entry: `1-7` comes after `1-6`, whatever a clock does."""
+    milliseconds, _, number_in_it = (entry_id or "").partition("-")
+    if milliseconds.isdigit() and number_in_it.isdigit():
+        return 1, float(milliseconds), int(number_in_it)
+    return 0, created, 0
+
+
+# --- JSON
+_READERS: Final[Mapping[type, TypeAdapter[Any]]] = {
+    kind: TypeAdapter(kind) for kind in (ScoreRecord, AcceptanceRecord, WorkerGauges)
+}
+
+
+def read(kind: type[_Kind], text: str | bytes) -> _Kind | None:
+    """Read a record. Fields of another type are taken for unknown; None where it is no JSON object."""
+    try:
+        found: _Kind = _READERS[kind].validate_json(text)
+    except ValidationError:
+        return _read_odd(kind, text)
+    return found
+
+
+def _read_odd(kind: type[_Kind], text: str | bytes) -> _Kind | None:
+    """Read a record without its fields of another type: an older one, or one that was written by hand."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return None
+    while isinstance(document, dict):
+        try:
+            found: _Kind = _READERS[kind].validate_json(json.dumps(document))
+        except ValidationError as error:
+            for fault in error.errors(include_url=False, include_context=False, include_input=False):
+                if not fault["loc"]:  # text that JSON allows and Unicode does not
+                    return None
+                _mend(document, [str(name) for name in fault["loc"]])
+        else:
+            return found
+    return None
+
+
+def _mend(document: dict[str, object], place: list[str]) -> None:
+    """Make an integer of 7.0, and forget any other value at `place`."""
+    name, *deeper = place
+    value = document.get(name)
+    if name in DRAFTERS and isinstance(value, dict) and deeper[:1] not in (["tokens"], ["rounds"]):
+        document[name] = {key: value.get(key) for key in ("tokens", "rounds")}  # half of the moments is none
+    elif name not in DRAFTERS and isinstance(value, dict) and deeper:
+        _mend(value, deeper)
+    elif isinstance(value, float) and value.is_integer():
+        document[name] = int(value)
+    else:
+        document.pop(name, None)
+
+
+def written(record: ScoreRecord | AcceptanceRecord) -> str:
+    """A record as JSON. Drafters that were not scored are absent."""
+    values = {one.name: getattr(record, one.name) for one in fields(record)}
+    kept = {name: value for name, value in values.items() if value is not None or name not in record.absent}
+    return to_json(kept, inf_nan_mode="null").decode()  # NaN is not JSON; "no value" is what it means here

@@ -1,0 +1,56 @@
+"""Records as tests write them: plain fields, read as what lies in Redis is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic_core import to_json
+
+from service.monitor.metrics import RunSnapshot
+from service.monitor.records import AcceptanceRecord, RunEvent, ScoreRecord, ServedDrafter, WorkerGauges, read
+
+Fields = Mapping[str, Any]
+
+
+def score(fields: Fields) -> ScoreRecord:
+    """A score record with these fields."""
+    found = read(ScoreRecord, to_json(dict(fields)))
+    assert found is not None
+    return found
+
+
+def acceptance(fields: Fields) -> AcceptanceRecord:
+    """An acceptance record with these fields."""
+    found = read(AcceptanceRecord, to_json(dict(fields)))
+    assert found is not None
+    return found
+
+
+def gauges(fields: Fields) -> WorkerGauges:
+    """A worker's gauges, these and no others."""
+    found = read(WorkerGauges, to_json(dict(fields)))
+    assert found is not None
+    return found
+
+
+def stored(
+    scores: Iterable[Fields] = (),
+    acceptances: Iterable[Fields] = (),
+    history: Iterable[Fields] = (),
+    counters: Mapping[str, int] | None = None,
+    worker: Fields | None = None,
+    latest: Fields | None = None,
+    **more: Any,
+) -> RunSnapshot:
+    """What is stored about a run, from plain fields."""
+    return RunSnapshot(
+        **({"now": time.time()} | more),
+        scores=[score(one) for one in scores],
+        acceptances=[acceptance(one) for one in acceptances],
+        history=[RunEvent.of(one) for one in history],
+        counters=counters or {},
+        worker=gauges(worker or {}),
+        latest=None if latest is None else ServedDrafter(**latest),
+    )

@@ -1,0 +1,116 @@
+"""Records are read once, from what any version has written; what is odd about them is dealt with there."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+from record_fixtures import acceptance, gauges, score
+from redis import Redis
+
+from service.api.snapshot import run_document
+from service.monitor.dead_drafter import DeadRule
+from service.monitor.metrics import RunSnapshot, render
+from service.monitor.records import (
+    AcceptanceRecord,
+    DrafterSums,
+    Lane,
+    ScoreRecord,
+    ServedDrafter,
+    WorkerGauges,
+    read,
+    written,
+)
+from service.settings import Settings
+from service.storage.layout import Layout
+from service.storage.registry import Registry
+from service.storage.reports import AsyncStore, StoreKeys
+
+RECORDED = Path(__file__).with_name("recorded")
+
+
+def test_what_the_version_before_had_stored_reads_as_it_did(
+    redis_url: str, redis_client: Redis, tmp_path: Path
+) -> None:
+    """`stored.json` holds sound and odd records; `metrics.txt` and `alpha.jsonl` are what that version made of them."""
+    stored = json.loads((RECORDED / "stored.json").read_text())
+    layout, keys = Layout(tmp_path), StoreKeys("default")
+    layout.run("default").mkdir(parents=True)
+    layout.history("default").write_text(stored["history"])
+
+    async def snapshot(gauges: str | None, **more: Any) -> RunSnapshot:
+        redis_client.flushall()
+        tables = {keys.scores: "scores", keys.acceptance: "acceptance", keys.live: "live", keys.worker: gauges}
+        for key, name in tables.items():
+            if name is not None:
+                redis_client.hset(key, mapping=stored[name])
+        client = redis.asyncio.Redis.from_url(redis_url)
+        store = AsyncStore(client, "default")
+        read_now: dict[str, Any] = {
+            "now": 1362.0,
+            "scores": list((await store.scores()).values()),
+            "acceptances": await store.acceptances(),
+            "history": Registry(layout).events("default"),
+            "counters": {"items": 2, "bytes": 4096, "accepted_total": 47, "duplicates_total": 0},
+            "worker": await store.worker(),
+            "latest": ServedDrafter("v000003-0a1b2c3d", 6, 99.5),
+            "dead_letters": [
+                {"entry_id": "1345000-0", "reason": "blob_missing"},
+                {"entry_id": "1351000-0", "reason": "r"},
+            ],
+            "oldest_queued": 1300.0,
+            "last_arrival": 1350.0,
+            "registered": 900.0,
+        }
+        await client.aclose()
+        return RunSnapshot(**(read_now | more))
+
+    runs = {
+        "default": asyncio.run(snapshot("worker")),
+        "odd": asyncio.run(snapshot("worker_odd", history=[], scores=[])),
+        "no-engines": asyncio.run(snapshot(None, acceptances=[])),
+        "new": RunSnapshot(now=5.0),
+    }
+    assert render(runs, queue_limit_bytes=1 << 34) == (RECORDED / "metrics.txt").read_bytes()
+    documents = (run_document(run, found, Settings(), DeadRule()) for run, found in runs.items())
+    lines = [json.dumps(one, allow_nan=False, separators=(",", ":"), ensure_ascii=False) for one in documents]
+    assert lines == (RECORDED / "alpha.jsonl").read_text().splitlines()
+
+
+def test_what_is_written_is_what_was_read() -> None:
+    stored = json.loads((RECORDED / "stored.json").read_text())
+    for text in list(stored["scores"].values())[:36]:
+        record = read(ScoreRecord, text)
+        assert record is not None
+        assert written(record) == text
+
+
+def test_what_is_of_another_type_is_unknown() -> None:
+    sums = dataclasses.asdict(DrafterSums.of([8, 4], [2, 2]))
+    odd = {"policy_version": 7.0, "tokens": True, "created": "noon", "best_version": 3, "later": {"x": 1}}
+    found = score(odd | {"served": {**sums, "rollouts": None}, "frozen": {"rounds": 3.0}, "best": []})
+    assert found == ScoreRecord(policy_version=7, served=DrafterSums(12.0, 4.0))
+    counted = acceptance({"rounds": None, "method": "", "accepted_per_position": [1, None], "policy_version": "7"})
+    assert counted == AcceptanceRecord()
+    lanes = {"fast": {"statistic": None, "limit": 9.5}, "slow": None}
+    assert gauges({"drift": lanes, "rounds_total": {"served": 3, "frozen": "x"}}) == WorkerGauges(
+        drift={"fast": Lane(limit=9.5)}, rounds_total={"served": 3.0}
+    )
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", '"x"', b"\xff", '{"batch_id": "\\ud800", "tokens": "x"}'])
+def test_what_is_no_record_is_passed_over(text: str | bytes, redis_url: str, redis_client: Redis) -> None:
+    assert read(ScoreRecord, text) is None
+    keys = StoreKeys("default")
+    redis_client.hset(keys.scores, mapping={"a": text, "b": written(ScoreRecord(batch_id="b", policy_version=3))})
+
+    async def scores() -> dict[str, ScoreRecord]:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            return await AsyncStore(client, "default").scores()
+
+    assert list(asyncio.run(scores())) == ["b"]
