@@ -15,6 +15,7 @@ import pytest
 import redis.asyncio
 from redis import Redis
 from service_fixtures import RunningService, rollout_file
+from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
 import service.api.snapshot
@@ -24,14 +25,8 @@ from service.monitor.dead_drafter import DeadRule
 from service.monitor.headline import ENGINE_SILENT_SECONDS, Headline, RunFacts
 from service.monitor.metrics import RunSnapshot
 from service.settings import Settings
-from service.storage.queue import RolloutQueue
 from service.storage.registry import Registry
-from service.storage.reports import (
-    RECENT_SCORES,
-    AsyncStore,
-    Store,
-    StoreKeys,
-)
+from service.storage.reports import RECENT_SCORES, AsyncStore, StoreKeys
 
 NOW = 5000.0
 VERSION = "v000001-aaaaaaaa"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from redis import Redis
 from service_fixtures import RunningService, rollout_file
+from storage_fixtures import Store
 
 from service.monitor.counts import (
     by_drafter,
@@ -17,7 +18,6 @@ from service.monitor.counts import (
     since,
     total,
 )
-from service.storage.reports import Store
 
 
 def counts(rounds: int, accepted: int, **more: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import Redis
 from service_fixtures import RunningService
+from storage_fixtures import Store
 
 from service.monitor.dead_drafter import (
     REPLAYED_BATCHES,
@@ -20,7 +21,7 @@ from service.monitor.dead_drafter import (
     judge,
     pooled_replay_alpha,
 )
-from service.storage.reports import Store, StoreKeys
+from service.storage.reports import StoreKeys
 
 RULE = DeadRule()
 

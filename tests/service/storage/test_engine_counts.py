@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from redis import Redis
 from redis.exceptions import RedisError
 from service_fixtures import RunningService
+from storage_fixtures import Store
 
 from service.api import snapshot
 from service.errors import TooManyReporters
@@ -27,7 +28,7 @@ from service.monitor.counts import (
 )
 from service.storage import engine_counts
 from service.storage.engine_counts import KEPT_APART, Account, acceptance_key
-from service.storage.reports import AsyncStore, Store, StoreKeys
+from service.storage.reports import AsyncStore, StoreKeys
 
 Record = dict[str, Any]
 KEYS = StoreKeys("default")
