@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -16,10 +18,10 @@ import httpx
 import pytest
 from redis import Redis
 from service_fixtures import HEADERS, rollout_file, run_file
+from storage_fixtures import RolloutQueue
 
 from service.cli.valkey import EmbeddedValkey
 from service.storage.layout import Layout
-from service.storage.queue import RolloutQueue
 
 API = """
 import sys
@@ -106,7 +108,9 @@ def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(tmp_pa
                         sender.start()
                 time.sleep(rng.uniform(0.05, 0.5))
                 if life % 2:
-                    valkey.kill()
+                    assert valkey.pid is not None
+                    os.kill(valkey.pid, signal.SIGKILL)
+                    valkey.stop()
                     time.sleep(rng.uniform(0.0, 0.3))
                     valkey.start()
                     wait_until_ready(port)

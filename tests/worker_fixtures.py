@@ -27,6 +27,7 @@ import numpy as np
 import redis.asyncio
 import torch
 from redis import Redis
+from storage_fixtures import RolloutQueue, Store
 from torch import Tensor
 
 from drafter.batch import load_batch
@@ -39,8 +40,7 @@ from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.queue import AsyncRolloutQueue, Batch, RolloutQueue
-from service.storage.reports import Store
+from service.storage.queue import AsyncRolloutQueue, Batch
 from service.storage.runs import commit_run, read_run_header
 from service.storage.spool import Spool
 from service.worker.loop import RunWorker

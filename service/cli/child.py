@@ -6,12 +6,13 @@ import os
 import runpy
 import sys
 
-from service.cli.supervisor import PARENT_VARIABLE, die_with_parent
+from service.cli.supervisor import PARENT_VARIABLE, parent_death_signal
 
 
 def main() -> None:
     """Tie this process to its parent, then become MODULE."""
-    die_with_parent()
+    if (tie := parent_death_signal()) is not None:
+        tie()
     if os.environ.get(PARENT_VARIABLE) != str(os.getppid()):
         sys.exit("draftalign: the parent process ended before this one had started")
     sys.argv = sys.argv[1:]

@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 log = logging.getLogger("draftalign.up")
@@ -28,10 +29,14 @@ _HEALTHY_SECONDS = 30.0
 _MAX_DELAY_SECONDS = 15.0
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to end this process (SIGTERM) when its parent dies, however it dies. Linux only; else nothing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def parent_death_signal() -> Callable[[], object] | None:
+    """A call that asks the kernel to end the calling process (SIGTERM) when its parent dies. None: not on Linux.
+
+    libc is loaded here, so that the call itself may run between fork and exec.
+    """
+    if sys.platform != "linux":
+        return None
+    return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def spawn(name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:

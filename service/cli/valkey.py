@@ -15,17 +15,14 @@ may be stopped, or still end), and a second one would write into its append-only
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import hashlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +32,8 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from rl_hooks.lock import LockHeld, exclusive
+from service.cli import supervisor
+from service.cli.supervisor import parent_death_signal
 from service.errors import ValkeyError
 from service.storage.layout import Layout
 
@@ -42,7 +41,6 @@ from service.storage.layout import Layout
 _MAX_SOCKET_PATH: Final = 100
 _START_SECONDS: Final = 15.0
 _STOP_SECONDS: Final = 10.0
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def find_binary() -> Path:
@@ -113,7 +111,7 @@ class EmbeddedValkey:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(lock,),
                 start_new_session=True,  # Ctrl-C in the terminal is for our parent, which stops us in order
-                preexec_fn=_die_with_parent(),  # noqa: PLW1509 - one prctl, with libc loaded beforehand
+                preexec_fn=parent_death_signal(),  # noqa: PLW1509 - one prctl, with libc loaded beforehand
             )
         deadline = time.monotonic() + _START_SECONDS
         while not self.ping():
@@ -151,21 +149,8 @@ class EmbeddedValkey:
     def stop(self) -> None:
         """Stop: SIGTERM lets it flush its file; SIGKILL if it does not obey. Idempotent."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    def kill(self) -> None:
-        """SIGKILL, as a crash would: for tests of what survives."""
-        process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.wait()
+            supervisor.stop(process, patience_seconds=_STOP_SECONDS)
 
     def _log(self) -> str:
         try:
@@ -181,12 +166,6 @@ def _socket_path(directory: Path) -> Path:
     # Not random: every process that serves this state directory must find the same path.
     name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"draftalign-{os.getuid()}-{name}" / "valkey.sock"
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    if sys.platform != "linux":
-        return None
-    return functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main() -> None:

@@ -209,25 +209,6 @@ class RolloutQueue:
         waiting = self._redis.xrevrange(self._keys.queue, min="-" if after is None else f"({after}", count=16)
         return max((_entry(message, 0).policy_version_max for message in waiting), default=None)
 
-    def depth(self) -> Depth:
-        """Items and bytes in the queue now."""
-        items, size = self._redis.hmget(self._keys.counters, "items", "bytes")
-        return Depth(int(items or 0), int(size or 0))
-
-    def counters(self) -> dict[str, int]:
-        """All counters, zero where nothing was counted yet."""
-        return dict(
-            zip(COUNTERS, (int(v or 0) for v in self._redis.hmget(self._keys.counters, *COUNTERS)), strict=True)
-        )
-
-    def batch(self, batch_id: str) -> dict[str, str] | None:
-        """The fate of one batch, or None if it is unknown or was forgotten."""
-        return _record(self._redis.hgetall(self._keys.batch(batch_id)))
-
-    def dead_letters(self, count: int = 100) -> list[dict[str, str]]:
-        """The newest dead letters, newest first."""
-        return [_strings(fields) for _, fields in self._redis.xrevrange(self._keys.dead, count=count)]
-
     def _end(self, entry: Entry, state: str, reason: str) -> bool:
         keys = self._keys
         reason = reason[:2000].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8

@@ -79,13 +79,6 @@ class Store:
         """Score records by batch id, oldest first."""
         return _scores(self._redis.hgetall(self._keys.scores))
 
-    def acceptances(self) -> list[AcceptanceRecord]:
-        """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
-        with self._redis.pipeline(transaction=True) as pipe:  # a report moves records from one to the other
-            pipe.hgetall(self._keys.acceptance)
-            pipe.hgetall(self._keys.live)
-            return _acceptances(*pipe.execute())
-
     def set_worker(self, gauges: Mapping[str, object]) -> None:
         """Update some fields of `WorkerGauges`, and its `heartbeat` (Unix seconds).
 
@@ -98,15 +91,6 @@ class Store:
     def forget_refusal(self) -> None:
         """Take back that the run's file was refused; by deletion, which works while Redis is full."""
         self._redis.hdel(self._keys.worker, "refused")
-
-    def worker(self) -> WorkerGauges:
-        """The worker's gauges; unknown before its first sign of life."""
-        return _gauges(self._redis.hgetall(self._keys.worker))
-
-    def latest_head(self) -> int | None:
-        """Highest policy version whose head was received."""
-        value = self._redis.get(self._keys.latest_head)
-        return None if value is None else int(value)
 
 
 class AsyncStore:

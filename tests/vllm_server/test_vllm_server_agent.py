@@ -13,6 +13,7 @@ from engine_fixtures import base_policy, elicit_prompts
 from redis import Redis
 from safetensors.torch import load_file
 from service_fixtures import RunningService
+from storage_fixtures import Store
 from test_vllm_server_conformance import logged
 from torch import Tensor
 from vllm_load import Load, alpha, edited
@@ -28,7 +29,6 @@ from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.engines.counters import Snapshot
 from service.monitor.records import DrafterSums, ScoreRecord
-from service.storage.reports import Store
 
 pytestmark = pytest.mark.timeout(600)
 

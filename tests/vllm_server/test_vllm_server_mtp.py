@@ -18,12 +18,12 @@ from agent_fixtures import eventually, start_agent
 from redis import Redis
 from safetensors.torch import save_file
 from service_fixtures import RunningService
+from storage_fixtures import Store
 from torch import Tensor
 from vllm_process import VllmServer
 
 from examples.policy import BASE_POLICY
 from rl_hooks.agent.follower import EngineFollower
-from service.storage.reports import Store
 
 pytestmark = pytest.mark.timeout(600)
 HIDDEN, MIDDLE, VOCABULARY, HEADS = 64, 128, 105, 2

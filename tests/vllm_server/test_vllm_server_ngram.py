@@ -11,13 +11,13 @@ from agent_fixtures import eventually, start_agent
 from engine_fixtures import base_policy, elicit_prompts, odd_prompts
 from redis import Redis
 from service_fixtures import RunningService
+from storage_fixtures import Store
 from test_vllm_server_conformance import logged
 from vllm_process import DEPTH, VllmServer
 
 from drafter.replay.ngram import ngram_replay
 from examples.features import batch_of
 from rl_hooks.agent.follower import EngineFollower
-from service.storage.reports import Store
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -16,13 +16,12 @@ from engine_fixtures import base_policy, elicit_prompts, odd_prompts
 from redis import Redis
 from safetensors.torch import load_file
 from service_fixtures import RunningService
+from storage_fixtures import RolloutQueue, Store
 from vllm_process import DEPTH, V2_RUNNER, VllmServer
 
 from drafter.batch import load_batch
 from examples.policy import AUX_LAYERS
 from service.storage.layout import Layout
-from service.storage.queue import RolloutQueue
-from service.storage.reports import Store
 from service.worker.loop import RunWorker
 
 pytestmark = pytest.mark.timeout(900)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from redis import Redis
 from service_fixtures import CONFIG, RunningService
+from storage_fixtures import Store
 from worker_fixtures import DRAFT, VOCAB, Bench
 
 from drafter.batch import load_batch
@@ -18,7 +19,6 @@ from drafter.errors import CheckpointError
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.errors import WorkerError
 from service.storage.registry import Registry
-from service.storage.reports import Store
 
 
 @pytest.fixture

@@ -28,16 +28,12 @@ from service_fixtures import (
     rollout_tensors,
     run_file,
 )
+from storage_fixtures import RolloutQueue
 
 from rl_hooks import wire
 from service.api.context import ServiceContext
 from service.cli.valkey import EmbeddedValkey
-from service.storage.queue import (
-    AsyncRolloutQueue,
-    Batch,
-    Enqueued,
-    RolloutQueue,
-)
+from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued
 
 Serve = Callable[..., RunningService]
 

@@ -15,10 +15,10 @@ from attacks.corpus import MAKERS, Attack
 from attacks.runs import RUNS
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, rollout_file
+from storage_fixtures import RolloutQueue
 
 from rl_hooks import wire
 from service.cli.valkey import EmbeddedValkey
-from service.storage.queue import RolloutQueue
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,12 @@ from page_fixtures import PAGE, sample_run, serving
 from record_fixtures import stored
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, run_file
+from storage_fixtures import Store
 from worker_fixtures import Bench, nest
 
 import service.monitor.headline
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import DrafterSums, Lane, RunEvent
-from service.storage.reports import Store
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian package chromium)")

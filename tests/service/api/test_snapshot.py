@@ -16,6 +16,7 @@ import redis.asyncio
 from record_fixtures import acceptance, score, stored
 from redis import Redis
 from service_fixtures import RunningService, rollout_file
+from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
 import service.api.snapshot
@@ -25,14 +26,8 @@ from service.monitor.dead_drafter import DeadRule
 from service.monitor.headline import ENGINE_SILENT_SECONDS, Headline, RunFacts
 from service.monitor.records import AcceptanceRecord
 from service.settings import Settings
-from service.storage.queue import RolloutQueue
 from service.storage.registry import Registry
-from service.storage.reports import (
-    RECENT_SCORES,
-    AsyncStore,
-    Store,
-    StoreKeys,
-)
+from service.storage.reports import RECENT_SCORES, AsyncStore, StoreKeys
 
 NOW = 5000.0
 VERSION = "v000001-aaaaaaaa"

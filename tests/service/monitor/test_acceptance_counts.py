@@ -11,6 +11,7 @@ import pytest
 from record_fixtures import acceptance
 from redis import Redis
 from service_fixtures import RunningService, rollout_file
+from storage_fixtures import Store
 
 from service.monitor.counts import (
     LiveAlpha,
@@ -21,7 +22,6 @@ from service.monitor.counts import (
     total,
 )
 from service.monitor.records import AcceptanceRecord
-from service.storage.reports import Store
 
 
 def counts(rounds: int, accepted: int, **more: Any) -> dict[str, Any]:

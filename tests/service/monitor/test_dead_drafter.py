@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from record_fixtures import score
 from redis import Redis
 from service_fixtures import RunningService
+from storage_fixtures import Store
 
 from service.monitor.dead_drafter import (
     REPLAYED_BATCHES,
@@ -21,7 +22,7 @@ from service.monitor.dead_drafter import (
     judge,
     pooled_replay_alpha,
 )
-from service.storage.reports import Store, StoreKeys
+from service.storage.reports import StoreKeys
 
 RULE = DeadRule()
 

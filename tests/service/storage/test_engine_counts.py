@@ -17,6 +17,7 @@ from record_fixtures import acceptance, score
 from redis import Redis
 from redis.exceptions import RedisError
 from service_fixtures import RunningService
+from storage_fixtures import Store
 
 from service.api import snapshot
 from service.errors import TooManyReporters
@@ -31,7 +32,7 @@ from service.monitor.counts import (
 from service.monitor.records import AcceptanceRecord
 from service.storage import engine_counts
 from service.storage.engine_counts import KEPT_APART, Account, acceptance_key
-from service.storage.reports import AsyncStore, Store, StoreKeys
+from service.storage.reports import AsyncStore, StoreKeys
 
 Record = dict[str, Any]
 KEYS = StoreKeys("default")

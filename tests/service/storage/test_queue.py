@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 from redis import Redis
+from storage_fixtures import RolloutQueue
 
 from service.storage.queue import (
     COUNTERS,
@@ -21,7 +22,6 @@ from service.storage.queue import (
     Enqueued,
     Entry,
     Keys,
-    RolloutQueue,
 )
 
 

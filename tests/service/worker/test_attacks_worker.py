@@ -15,10 +15,8 @@ from attacks.accepted import ACCEPTED
 from attacks.runs import RUNS
 from service_fixtures import HEADERS, RunningService
 from service_fixtures import run_file as plain_run_file
+from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench, Nest, alive, nest
-
-from service.storage.queue import RolloutQueue
-from service.storage.reports import Store
 
 
 @pytest.fixture

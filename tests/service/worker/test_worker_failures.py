@@ -12,6 +12,7 @@ import pytest
 import torch
 from redis import Redis
 from service_fixtures import HEADERS, RunningService
+from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
 import service.worker.loop
@@ -21,8 +22,7 @@ from drafter.files.checkpoint import export_config
 from drafter.training.trainer import DrafterTrainer
 from service.errors import WorkerError
 from service.storage.layout import file_id
-from service.storage.queue import MAX_DELIVERIES, RolloutQueue
-from service.storage.reports import Store
+from service.storage.queue import MAX_DELIVERIES
 from service.storage.runs import untouched
 from service.worker.lineage import Lineage
 from service.worker.loop import LeaseLost, RunWorker

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
 import service.worker.loop
 import service.worker.process
 from drafter.training.trainer import DrafterTrainer
-from service.storage.queue import MAX_DELIVERIES, RolloutQueue
+from service.storage.queue import MAX_DELIVERIES
 from service.storage.registry import Registry
-from service.storage.reports import Store
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.loop import LeaseLost, RunWorker, TrainingStopped
 from service.worker.process import Worker

@@ -1,0 +1,49 @@
+"""The worker's side of queue and store, with the readings that only the API's side has, for tests that block."""
+
+from __future__ import annotations
+
+from service.monitor.records import AcceptanceRecord, WorkerGauges
+from service.storage import queue, reports
+from service.storage.queue import COUNTERS, Depth
+
+
+class RolloutQueue(queue.RolloutQueue):
+    """The worker's queue, and what the API reads of it."""
+
+    def depth(self) -> Depth:
+        """Items and bytes in the queue now."""
+        counters = self.counters()
+        return Depth(counters["items"], counters["bytes"])
+
+    def counters(self) -> dict[str, int]:
+        """All counters, zero where nothing was counted yet."""
+        values = self._redis.hmget(self._keys.counters, *COUNTERS)
+        return dict(zip(COUNTERS, (int(v or 0) for v in values), strict=True))
+
+    def batch(self, batch_id: str) -> dict[str, str] | None:
+        """The fate of one batch, or None if it is unknown or was forgotten."""
+        return queue._record(self._redis.hgetall(self._keys.batch(batch_id)))
+
+    def dead_letters(self, count: int = 100) -> list[dict[str, str]]:
+        """The newest dead letters, newest first."""
+        return [queue._strings(fields) for _, fields in self._redis.xrevrange(self._keys.dead, count=count)]
+
+
+class Store(reports.Store):
+    """The worker's store, and what the API reads of it."""
+
+    def acceptances(self) -> list[AcceptanceRecord]:
+        """All acceptance records, and the live sums that older ones were added to, read in one transaction."""
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hgetall(self._keys.acceptance)
+            pipe.hgetall(self._keys.live)
+            return reports._acceptances(*pipe.execute())
+
+    def worker(self) -> WorkerGauges:
+        """The worker's gauges; unknown before its first sign of life."""
+        return reports._gauges(self._redis.hgetall(self._keys.worker))
+
+    def latest_head(self) -> int | None:
+        """Highest policy version whose head was received."""
+        value = self._redis.get(self._keys.latest_head)
+        return None if value is None else int(value)
