@@ -43,14 +43,13 @@ def compare_decoders(
     depth: int,
     max_tokens: int,
     eos_id: int | Collection[int] | None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Tokens per round of a chain of `depth` drafts and of a tree of the same depth, sampled and greedy.
 
     `policy` is a transformers causal LM (`drafter.reference.decode` says which), in the drafter's precision, on its
-    device. Prompts are decoded in groups, so that logits fit in memory; `progress` is told after each how many of how
-    many are done. Sampled figures are at each prompt's own temperature; `warped` says that they are of another
-    distribution than some of the rollouts. Ready for JSON: an α without any round is None.
+    device. Prompts are decoded in groups, so that logits fit in memory. Sampled figures are at each prompt's own
+    temperature; `warped` says that they are of another distribution than some of the rollouts. Ready for JSON: an α
+    without any round is None.
 
     `greedy_texts_equal` counts prompts on which plain decoding, chain and tree write the same text: all, if lossless
     (but for ties, which rounding may break otherwise where more tokens are read at once).
@@ -63,17 +62,19 @@ def compare_decoders(
     chain = partial(generate, policy, drafter, depth=depth, **common)
     tree = partial(generate_tree, policy, drafter, depth=depth, branches=branches, nodes=NODES, **common)
     groups = list(_groups(prompts, embedding.shape[0]))
-    done = itertools.count(1)
 
     def run(decode: Callable[..., Generation], *, greedy: bool) -> Generation:
         dice = torch.Generator().manual_seed(0)
-        parts = []
-        for group in groups:
-            temperature = 0.0 if greedy else group[0].temperature
-            parts.append(decode([prompt.tokens for prompt in group], temperature=temperature, generator=dice))
-            if progress is not None:
-                progress(next(done), 5 * len(groups))
-        return Generation.concat(parts)
+        return Generation.concat(
+            [
+                decode(
+                    [prompt.tokens for prompt in group],
+                    temperature=0.0 if greedy else group[0].temperature,
+                    generator=dice,
+                )
+                for group in groups
+            ]
+        )
 
     greedy = [run(decode, greedy=True) for decode in (plain, chain, tree)]
     texts = zip(*(found.tokens for found in greedy), strict=True)

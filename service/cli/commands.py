@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -354,26 +354,15 @@ def _load(path: Path, vocab_size: int) -> RolloutBatch:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
-class _Policy(Protocol):
-    """What a drafter shares with its target: the embedding, and for MTP the head."""
-
-    @property
-    def embed_tokens(self) -> Tensor:
-        """The first one known, [V, H]."""
-
-    def lm_head(self) -> Tensor:
-        """The first one known, [V, H]."""
-
-    def share(self, drafter: Drafter, policy_version: int) -> None:
-        """Set a drafter up for rollouts of this version."""
-
-
 class _FixedPolicy:
     """Of a safetensors file or of a model's directory, sharded or not: the same for all versions."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.embed_tokens = self._need(_EMBEDDINGS, "token embedding")
+        embed_tokens = self._find(_EMBEDDINGS)
+        if embed_tokens is None:
+            raise ConfigurationError(f"{path} holds no token embedding; looked for {', '.join(_EMBEDDINGS)}")
+        self.embed_tokens = embed_tokens
 
     def lm_head(self) -> Tensor:
         head = self._find(_HEADS)
@@ -396,12 +385,6 @@ class _FixedPolicy:
             return read_config(directory / CONFIG_FILE).get("tie_word_embeddings") is True
         # One shard of several holds what it holds; the head may be in another.
         return not self._path.is_dir() and read_index(directory) is None
-
-    def _need(self, names: Sequence[str], what: str) -> Tensor:
-        found = self._find(names)
-        if found is None:
-            raise ConfigurationError(f"{self._path} holds no {what}; looked for {', '.join(names)}")
-        return found
 
     def _find(self, names: Sequence[str]) -> Tensor | None:
         from rl_hooks.wire import MappedFile
@@ -429,7 +412,7 @@ class _RunsPolicy:
         share(drafter, then.embed_tokens, then.head)
 
 
-def _policy(target: str, state_dir: Path | None) -> _Policy:
+def _policy(target: str, state_dir: Path | None) -> _FixedPolicy | _RunsPolicy:
     from service.worker.target import Target
 
     path = Path(target)

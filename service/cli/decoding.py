@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from service.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -82,14 +80,5 @@ def decode_with(
             f"{source} embeds {rows} tokens in {hidden} numbers, the drafter is for {drafter.config.vocab_size} tokens "
             f"in {drafter.config.target_hidden_size}: not its policy"
         )
-    doing = f"decoding {len(chosen)} prompts, five times"
-    with Console(stderr=True).status(doing) as status:
-        return compare_decoders(
-            policy,
-            drafter.float(),
-            chosen,
-            depth=depth,
-            max_tokens=max_tokens,
-            eos_id=policy.generation_config.eos_token_id,
-            progress=lambda done, of: status.update(f"{doing}: {done} of {of} groups done"),
-        )
+    ends = policy.generation_config.eos_token_id
+    return compare_decoders(policy, drafter.float(), chosen, depth=depth, max_tokens=max_tokens, eos_id=ends)
