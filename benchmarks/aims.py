@@ -23,8 +23,8 @@ from drafter.batch import RolloutBatch
 from drafter.kinds import unroll_batch
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.model.pointwise import rms_norm
-from drafter.target import DraftTarget
 from drafter.training.loss import DraftLoss
+from drafter.training.target import DraftTarget
 from drafter.training.trainer import DrafterTrainer
 from drafter.unroll.plan import Plan
 

@@ -38,7 +38,8 @@ from parity_fixtures import VOCAB, Case, _imported, case  # noqa: E402 - the pat
 
 from drafter.files.checkpoint import StoredDrafter  # noqa: E402
 from drafter.files.formats import export_drafter, import_drafter  # noqa: E402
-from drafter.unroll.unroll import make_plan, unroll  # noqa: E402
+from drafter.model.eagle3_unroll import unroll  # noqa: E402
+from drafter.unroll.plan import make_plan  # noqa: E402
 
 LIMIT = 1e-5
 EXPORT = "specforge export --to sglang"

@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.step_peers import AUX, SIZES, Size
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import DraftTarget
+from drafter.training.target import DraftTarget
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
-from drafter.unroll.unroll import make_plan
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 
 GIB = 1 << 30
 

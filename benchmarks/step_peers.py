@@ -20,11 +20,13 @@ from torch import Tensor
 
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead, draft_target
+from drafter.model.eagle3_unroll import unroll
+from drafter.policy import TargetHead
 from drafter.training.loss import draft_loss
+from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, TrainConfig
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 
 Step = Callable[..., dict[str, Tensor]]
 STEP_DECAY = 0.8

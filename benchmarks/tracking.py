@@ -38,8 +38,8 @@ from benchmarks.recording import Recording, open_recording, record
 from drafter.batch import RolloutBatch
 from drafter.files.checkpoint import read_drafter
 from drafter.model.eagle3 import Eagle3Drafter
+from drafter.policy import TargetHead
 from drafter.replay.replay import replay
-from drafter.target import TargetHead
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
 from examples.initial_drafter import LEARNING_RATE, SEQUENCES_PER_STEP, save_drafter, train_initial_drafter
 from rl_hooks.sending.features import to_e4m3

@@ -11,9 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
+from drafter.model.eagle3_unroll import unroll
 from drafter.reference.decode import Generation
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 
 AUX_LAYERS = (1, 2, 3)
 #: A token that the default target emits within 20 in about 40 % of responses, greedy or sampled.

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead, draft_target
+from drafter.model.eagle3_unroll import unroll
+from drafter.policy import TargetHead
 from drafter.training.loss import DraftLoss, draft_loss
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.training.target import draft_target
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 
 HIDDEN, VOCAB = 12, 17
 AUX = (1, 2, 3)

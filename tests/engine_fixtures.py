@@ -13,9 +13,9 @@ import torch
 
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead
+from drafter.policy import TargetHead
 from drafter.training.trainer import DrafterTrainer, TrainConfig
+from drafter.vocabulary import DraftVocabulary
 from examples import elicit, policy
 from examples.engine import Engine
 from examples.engine_sequences import Completion, Sampling

@@ -32,9 +32,9 @@ from torch import Tensor
 from drafter.batch import load_batch
 from drafter.files.checkpoint import export_config
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead
+from drafter.policy import TargetHead
 from drafter.training.trainer import DrafterTrainer, TrainConfig
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.settings import Settings

@@ -205,7 +205,7 @@ class _TreeDrafter(_DrafterReader):
             text = _some(self.kept)[:, None, :].expand(B, level.token.shape[1], -1)
             position = (_some(self.position)[:, None] + step).expand_as(level.token)
             pre, key, val = self.drafter.attend(
-                self.drafter.embed(level.token),
+                self.drafter.embed(level.token, self.embed_tokens),
                 level.pre,
                 position,
                 keys,

@@ -13,8 +13,8 @@ from drafter_worlds import SHAPES, VOCAB, cast, world
 
 from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.errors import BatchRejected, DrafterError
+from drafter.policy import TargetHead
 from drafter.replay.replay import replay
-from drafter.target import TargetHead
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
 

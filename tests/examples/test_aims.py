@@ -9,9 +9,10 @@ from test_losses import laws
 from torch import Tensor
 
 from benchmarks.aims import SHARPER, Aim, AimedTrainer
-from drafter.target import TargetHead, draft_target
+from drafter.policy import TargetHead
+from drafter.training.target import draft_target
 from drafter.training.trainer import TrainConfig
-from drafter.unroll.unroll import make_plan
+from drafter.unroll.plan import make_plan
 
 STEPS, DENOMINATOR, DECAY = 3, 7.0, 0.8
 

@@ -20,8 +20,8 @@ from vllm_process import DEPTH, VllmServer
 
 from drafter.files.checkpoint import config_fingerprint
 from drafter.model.eagle3 import Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
 from drafter.replay.replay import replay
+from drafter.vocabulary import DraftVocabulary
 from examples.features import batch_of
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule

@@ -27,7 +27,7 @@ from drafter.files.checkpoint import (
     write_drafter,
 )
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
+from drafter.vocabulary import DraftVocabulary
 
 CONFIG = DrafterConfig(
     hidden_size=16,

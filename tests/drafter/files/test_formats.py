@@ -42,8 +42,9 @@ from drafter.files.formats import (
     import_drafter,
 )
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.model.eagle3_unroll import unroll
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.download import _make_safe
 from rl_hooks.errors import CheckpointError as AgentCheckpointError
 from service.cli.main import app

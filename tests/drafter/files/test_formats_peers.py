@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from drafter.files.checkpoint import StoredDrafter
 from drafter.files.formats import Verifier, export_drafter, import_drafter
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.model.eagle3_unroll import unroll
+from drafter.unroll.plan import make_plan
 
 pytestmark = [
     pytest.mark.slow,

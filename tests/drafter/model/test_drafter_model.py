@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from drafter.errors import DrafterError, VocabularyError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.model.eagle3_unroll import unroll
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 
 
 def test_names_and_shapes_are_those_of_published_checkpoints() -> None:

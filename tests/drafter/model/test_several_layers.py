@@ -24,13 +24,14 @@ from drafter.files.checkpoint import (
 from drafter.files.formats import export_drafter, import_drafter
 from drafter.kinds import plan_batch
 from drafter.model.eagle3 import Eagle3Drafter
+from drafter.model.eagle3_unroll import unroll
+from drafter.policy import TargetHead
 from drafter.replay.replay import replay
-from drafter.target import TargetHead, draft_target
 from drafter.training.loss import DraftLoss, draft_loss
+from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.unroll import unroll as unroll_module
 from drafter.unroll.plan import make_plan
-from drafter.unroll.unroll import unroll
 
 
 def deepened(one: Eagle3Drafter, layers: int = 2, dtype: torch.dtype = torch.float64) -> Eagle3Drafter:

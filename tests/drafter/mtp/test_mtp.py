@@ -30,8 +30,9 @@ from drafter.kinds import plan_batch
 from drafter.model.pointwise import rms_norm
 from drafter.mtp.experts import Cast, Experts, ExpertSizes
 from drafter.mtp.module import MtpConfig, MtpDrafter, unroll_mtp
+from drafter.policy import TargetHead
 from drafter.replay.replay import replay
-from drafter.target import TargetHead, draft_target
+from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
 from drafter.unroll.plan import make_plan
 from rl_hooks.format.mtp import mtp_shapes

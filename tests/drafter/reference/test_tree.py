@@ -23,7 +23,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
 from drafter.reference.decode import generate
 from drafter.reference.tree import (
     DraftTree,
@@ -33,6 +32,7 @@ from drafter.reference.tree import (
     generate_tree,
     walk,
 )
+from drafter.vocabulary import DraftVocabulary
 
 
 def seeded(seed: int) -> torch.Generator:

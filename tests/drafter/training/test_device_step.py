@@ -22,14 +22,15 @@ from benchmarks.step_memory import LiveBytes, peak_of
 from benchmarks.step_peers import SIZES, Size
 from drafter.device import ahead, fused_on_cuda, has_triton
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.eagle3_unroll import unroll
 from drafter.model.pointwise import rms_norm
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead, draft_target
+from drafter.policy import TargetHead
+from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
 from drafter.unroll.layout import Packed
 from drafter.unroll.packed import runs_flash
 from drafter.unroll.plan import make_plan
-from drafter.unroll.unroll import unroll
+from drafter.vocabulary import DraftVocabulary
 
 
 @pytest.mark.parametrize("loss", ["kl", "lk", "nla", "alpha"])

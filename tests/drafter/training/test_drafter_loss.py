@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter.errors import TargetHeadError
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead, draft_target
+from drafter.model.eagle3_unroll import unroll
+from drafter.policy import TargetHead
 from drafter.training.loss import _fold, draft_loss, token_logprobs
-from drafter.unroll.unroll import Unrolled, make_plan, unroll
+from drafter.training.target import draft_target
+from drafter.unroll.plan import make_plan
+from drafter.unroll.unrolled import Unrolled
+from drafter.vocabulary import DraftVocabulary
 
 AWKWARD = SHAPES["packed, awkward"]
 

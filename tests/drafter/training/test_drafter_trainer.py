@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from drafter.batch import RolloutBatch
 from drafter.errors import CheckpointError, DrafterError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead
+from drafter.policy import TargetHead
 from drafter.training.optimizer import Method
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
+from drafter.vocabulary import DraftVocabulary
 
 CONFIG = TrainConfig(steps_ahead=3, learning_rate=1e-2, weight_decay=0.1, warmup_windows=2)
 

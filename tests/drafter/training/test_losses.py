@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.autograd.gradcheck import gradcheck
 
 from drafter.errors import DrafterError
-from drafter.target import DraftTarget, TargetHead, draft_target
+from drafter.model.eagle3_unroll import unroll
+from drafter.policy import TargetHead
 from drafter.training.chain_loss import _FusedChain, chain_length, chain_loss
 from drafter.training.loss import DraftLoss, _FusedLoss, draft_loss
 from drafter.training.optimizer import Method
+from drafter.training.target import DraftTarget, draft_target
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
-from drafter.unroll.plan import Plan
-from drafter.unroll.unroll import Unrolled, make_plan, unroll
+from drafter.unroll.plan import Plan, make_plan
+from drafter.unroll.unrolled import Unrolled
 from service.settings import Settings
 
 AWKWARD = SHAPES["packed, awkward"]

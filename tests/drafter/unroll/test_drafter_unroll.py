@@ -11,13 +11,15 @@ from drafter_worlds import HIDDEN, SHAPES, Expected, World, deviation, expected,
 import drafter.unroll.unroll
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import Eagle3Drafter, LayerWeights
+from drafter.model.eagle3_unroll import unroll
 from drafter.model.pointwise import rms_norm, rotary
-from drafter.target import TargetHead, draft_target
+from drafter.policy import TargetHead
 from drafter.training.loss import DraftLoss, draft_loss
+from drafter.training.target import draft_target
 from drafter.unroll import attention
 from drafter.unroll import packed as packed_attention
 from drafter.unroll.layout import pack, pad
-from drafter.unroll.unroll import Plan, make_plan, unroll
+from drafter.unroll.plan import Plan, make_plan
 
 #: What float64 leaves; the gate asked for is 1e-5.
 EXACT = 1e-10

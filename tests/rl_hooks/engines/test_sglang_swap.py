@@ -21,7 +21,7 @@ from torch import Tensor
 
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.sglang.adapter import (
     SGLangEngine,

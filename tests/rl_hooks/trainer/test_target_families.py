@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import draft_target
+from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.hook import DrafterHook

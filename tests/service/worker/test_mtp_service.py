@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from worker_fixtures import CONFIG, FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
 
 from drafter.errors import TargetHeadError
+from drafter.files.kinds import read_kind, share
 from drafter.files.mtp import write_mtp
-from drafter.kinds import read_kind, share
 from drafter.mtp.module import MtpConfig, MtpDrafter
-from drafter.target import TargetHead
+from drafter.policy import TargetHead
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.storage.registry import Registry

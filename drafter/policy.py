@@ -1,0 +1,138 @@
+"""The policy of one version, as far as a drafter is concerned: its embedding, and its lm_head.
+
+Engines share the live embedding with the drafter (with an MTP module the lm_head as well), so drafts depend on them.
+A batch of policy version v is unrolled, scored and trained with the `Policy` of version v.
+
+Legend: T tokens, V target vocabulary, D draft vocabulary, H drafter hidden size, Ht target hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafter.batch import RolloutBatch
+from drafter.errors import DrafterError, TargetHeadError
+from drafter.vocabulary import DraftVocabulary
+from rl_hooks.wire import LogitMap
+
+_GAP_CHUNK_ROWS = 4096
+_GAP_TOKENS = 16_384
+_PLAIN = LogitMap()
+
+
+class TargetHead:
+    """The policy's lm_head: whole [V, Ht], or only the rows of the target tokens `ids`. It may lie on any device."""
+
+    def __init__(self, lm_head: Tensor, ids: Tensor | None = None, logit_map: LogitMap = _PLAIN) -> None:
+        if lm_head.ndim != 2 or not lm_head.numel():
+            raise TargetHeadError(f"lm_head must be [tokens, hidden] and not empty, got shape {tuple(lm_head.shape)}")
+        largest = [part.abs().amax() for part in torch.split(lm_head, _GAP_CHUNK_ROWS)]  # NaN, if any is
+        if not bool(torch.isfinite(torch.stack(largest)).all()):
+            raise TargetHeadError("lm_head holds NaN or infinity; keep the head that was used before")
+        if ids is not None and (ids.shape != lm_head.shape[:1] or torch.unique(ids).numel() != ids.numel()):
+            raise TargetHeadError(f"expected one distinct id for each of the {lm_head.shape[0]} rows")
+        self.lm_head = lm_head.detach()
+        self.logit_map = logit_map
+        self._ids = None if ids is None else ids.to("cpu", torch.int64)
+        self._slices: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the policy's whole head, row by row."""
+        return self._ids is None
+
+    @property
+    def hidden_size(self) -> int:
+        """Ht."""
+        return self.lm_head.shape[1]
+
+    def _places(self, tokens: Tensor) -> Tensor:
+        """Row of each target token, int64 on the CPU; -1 where it is not held."""
+        tokens = tokens.to("cpu", torch.int64)
+        if self._ids is None:
+            return torch.where((tokens >= 0) & (tokens < self.lm_head.shape[0]), tokens, -1)
+        order = torch.argsort(self._ids)
+        place = torch.searchsorted(self._ids[order], tokens).clamp(max=self._ids.numel() - 1)
+        return torch.where(self._ids[order][place] == tokens, order[place], -1)
+
+    def rows(
+        self, vocabulary: DraftVocabulary, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """The draft vocabulary's rows [D, Ht], cached per vocabulary, device and dtype."""
+        device = device or self.lm_head.device
+        key = (vocabulary.digest, device, dtype)
+        if key not in self._slices:
+            places = self._places(vocabulary.ids)
+            missing = int((places < 0).sum())
+            if missing:
+                raise TargetHeadError(
+                    f"{missing} of {len(vocabulary)} draft tokens have no row in this head; send the whole lm_head, or "
+                    "the rows of every draft token"
+                )
+            self._slices[key] = self.lm_head[places.to(self.lm_head.device)].to(device=device, dtype=dtype)
+        return self._slices[key]
+
+    def token_logprobs(self, batch: RolloutBatch, rows: Tensor | None = None) -> Tensor:
+        """Recomputed log p of every token, f32[T]: f(W[x[t]].last_hidden[t-1]) / tau - logsumexp[t-1].
+
+        nan where a token is the first of its rollout, its row is not held, or `rows` bool[T] is not true. Compare with
+        `batch.logprobs`.
+        """
+        if batch.last_hidden.shape[1] != self.hidden_size:
+            raise TargetHeadError(f"last_hidden is {batch.last_hidden.shape[1]} wide, the head {self.hidden_size}")
+        places = self._places(batch.input_ids)
+        places[batch.cu_seqlens[:-1]] = -1
+        wanted = places >= 0 if rows is None else (places >= 0) & rows.cpu()
+        known = torch.nonzero(wanted).flatten()
+        out = torch.full((batch.tokens,), float("nan"), device=batch.last_hidden.device)
+        for t in torch.split(known, _GAP_CHUNK_ROWS):
+            weight = self.lm_head[places[t].to(self.lm_head.device)].to(batch.last_hidden.device, torch.float32)
+            t = t.to(batch.last_hidden.device)
+            logits = self.logit_map.apply(torch.linalg.vecdot(weight, batch.last_hidden[t - 1].float()))
+            out[t] = logits / batch.divisor - batch.logsumexp[t - 1].float()
+        return out
+
+    def logprob_gap(self, batch: RolloutBatch) -> tuple[float, int]:
+        """Mean |recomputed - logged| log p in nats over the response tokens whose row is held, and their number.
+
+        One figure that catches a pre-norm state, a stale head, a wrong temperature and a shifted mask. Where sampling
+        was truncated (`batch.warped`), a logged log p above the recomputed one is rightful and counts as no gap.
+        Of long batches at most 16,384 tokens, evenly spaced, are compared. (nan, 0) when no token could be.
+        """
+        rows = torch.zeros_like(batch.loss_mask)
+        said = torch.nonzero(batch.loss_mask).flatten()
+        rows[said[:: max(1, math.ceil(said.numel() / _GAP_TOKENS))]] = True
+        recomputed = self.token_logprobs(batch, rows)
+        compared = rows & ~recomputed.isnan()
+        tokens = int(compared.sum())
+        if not tokens:
+            return float("nan"), 0
+        gap = (recomputed[compared] - batch.logprobs[compared].float()).double()
+        gap = gap.clamp(min=0) if batch.warped else gap.abs()
+        return float(gap.mean()), tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Policy:
+    """What drafters need of the policy of one version. Immutable: a policy that moved is another `Policy`."""
+
+    version: int
+    embed_tokens: Tensor  # [V, H], on the drafter's device
+    head: TargetHead | None = None  # None: enough to replay a drafter that has a head of its own
+
+    def needed_head(self) -> TargetHead:
+        """The head. Raises `TargetHeadError` where there is none."""
+        if self.head is None:
+            raise TargetHeadError(f"the lm_head of policy version {self.version} is needed; send it")
+        return self.head
+
+    def embedding(self, vocab_size: int, hidden_size: int) -> Tensor:
+        """embed_tokens. Raises `DrafterError` unless it is [vocab_size, hidden_size]."""
+        if tuple(self.embed_tokens.shape) != (vocab_size, hidden_size):
+            found = tuple(self.embed_tokens.shape)
+            raise DrafterError(f"embed_tokens must be {(vocab_size, hidden_size)}, got {found}")
+        return self.embed_tokens
