@@ -37,8 +37,6 @@ DOCUMENTS = {"one": (96,), "packed": (40, 18, 64, 21)}
 
 def countable(c: Case) -> Case:
     """Take those tokens out of the mask whose target has its argmax outside the draft vocabulary."""
-    if c.batch.last_hidden is None:
-        raise ValueError("the case has no last_hidden")
     inside = torch.isin((c.batch.last_hidden @ c.head.T).argmax(-1), c.drafter.vocabulary.ids)
     scored = c.batch.loss_mask.clone()
     scored[1:] &= inside[:-1]
@@ -47,7 +45,6 @@ def countable(c: Case) -> Case:
 
 def with_entropy(result: Result, c: Case, scored: torch.Tensor) -> Result:
     """Add the target's entropy at every row that a step scores: the target of row r at step k is row r + 1 + k."""
-    assert c.batch.last_hidden is not None
     logp = (c.batch.last_hidden @ c.head[c.drafter.vocabulary.ids].T).log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1)
     sums = result.sums.clone()

@@ -34,7 +34,6 @@ class Recipe:
     extra_steps: int = 0  # more of that training, with a fresh optimizer and
     extra_loss: Loss = "kl"
     fp8: bool = False
-    top_k: int = 0  # 0: last_hidden
     stale: bool = False  # train on the base policy's rollouts alone
     newest_share: float = 0.5  # of a step's tokens, where there are older ones
     reservoir: float = 0.0  # share of steps whose older half comes from the base policy
@@ -59,7 +58,6 @@ RECIPES: Final = (
     Recipe(REFERENCE),
     Recipe(FROZEN, passes=0),
     Recipe("loss alpha", loss="alpha"),
-    Recipe("loss lk", loss="lk"),
     Recipe("static, kl then alpha", passes=0, extra_steps=100, extra_loss="alpha"),
     Recipe("rate 1e-2", learning_rate=1e-2),
     Recipe("stale rollouts", stale=True),
@@ -67,7 +65,6 @@ RECIPES: Final = (
     Recipe("newest only", recent_tokens=1),
     Recipe("every 2nd version", every=2),
     Recipe("static, kl, as many steps", passes=0, extra_steps=100),
-    Recipe("top-8 targets", top_k=8),
     Recipe("fp8 features", fp8=True),
     Recipe("from scratch", start_steps=0),
     Recipe("static, alpha", passes=0, start_loss="alpha"),
@@ -80,16 +77,13 @@ RECIPES: Final = (
     Recipe("every 4th version, 4x the passes", every=4, passes=16),
     Recipe("reservoir 25 %", reservoir=0.25),
     Recipe("depth 7", steps_ahead=7),
-    Recipe("loss nla", loss="nla"),
     Recipe("every 4th version", every=4),
     Recipe("depth 3", steps_ahead=3),
     Recipe("loss alpha, start alpha", loss="alpha", start_loss="alpha"),
     Recipe("2 passes", passes=2),
-    Recipe("top-16 targets", top_k=16),
     Recipe("steps of 1800 tokens", step_tokens=1800, passes=8),
     Recipe("recent 3000 tokens", recent_tokens=3000),
     Recipe("depth 5", steps_ahead=5),
-    Recipe("loss lk, rate 1e-2", loss="lk", learning_rate=1e-2),
     Recipe("steps of 450 tokens", step_tokens=450, passes=2),
     Recipe("recent 32000 tokens", recent_tokens=32000),
     Recipe("rejected positions", aim="rejected"),
@@ -107,7 +101,6 @@ RECIPES: Final = (
     Recipe("rate 1e-3, 8 passes", learning_rate=1e-3, passes=8),
     Recipe("warm-up, 8 passes, depth 3", warmup_windows=30, passes=8, steps_ahead=3),
     Recipe("warm-up, 8 passes, recent 32000", warmup_windows=30, passes=8, recent_tokens=32000),
-    Recipe("loss nla, warm-up, 8 passes", loss="nla", warmup_windows=30, passes=8),
     Recipe("loss alpha, warm-up, 16 passes", loss="alpha", warmup_windows=30, passes=16),
     Recipe("16 passes", passes=16),
     Recipe("rate 6e-3, warm-up, 8 passes", learning_rate=6e-3, warmup_windows=30, passes=8),
@@ -123,9 +116,6 @@ RECIPES: Final = (
     _muon("muon, recent 32000, 8 passes", recent_tokens=32000),
     _muon("muon, newest only, 8 passes", recent_tokens=1),
     _muon("muon, every 2nd version, 16 passes", every=2, passes=16),
-    _muon("muon, top-8 targets, 8 passes", top_k=8),
-    _muon("muon, loss lk, 8 passes", loss="lk"),
-    _muon("muon, loss nla, 8 passes", loss="nla"),
     _muon("muon, fp8 features, 8 passes", fp8=True),
     _muon("muon, reservoir 25 %, 8 passes", reservoir=0.25),
     _muon("muon, depth 5, 8 passes", steps_ahead=5),

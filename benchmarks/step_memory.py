@@ -120,8 +120,7 @@ def peak_of(
         rows = plan.target_rows
         target = DraftTarget(
             1.0,
-            size.draft,
-            hidden=batch.last_hidden.index_select(0, rows) if batch.last_hidden is not None else None,
+            hidden=batch.last_hidden.index_select(0, rows),
             head_rows=head_rows,
             logsumexp=made(rows.numel(), dtype=torch.float32),
         )

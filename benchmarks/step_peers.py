@@ -146,7 +146,7 @@ def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
         batch = case.batches[which]
         plan = make_plan(batch.cu_seqlens, batch.loss_mask, case.steps).to(batch.input_ids.device)
         unrolled = unroll(drafter, plan, batch.input_ids, batch.aux_hidden)
-        if full_vocabulary and batch.last_hidden is not None:
+        if full_vocabulary:
             for rows in batch.last_hidden[plan.target_rows].split(128):
                 (rows @ case.head.T).float().max(-1)
         product = torch.float32 if batch.input_ids.device.type == "cpu" else batch.aux_hidden.dtype  # as the trainer
@@ -220,7 +220,7 @@ def speculators(case: Case) -> Step:
         return {
             "input_ids": b.input_ids[None, 1:],
             "hidden_states": b.aux_hidden[None, :-1],
-            "verifier_last_hidden_states": _states(b)[None, 1:],
+            "verifier_last_hidden_states": b.last_hidden[None, 1:],
             "loss_mask": _predicted(b)[None, : T - 1],
             "document_ids": document[None, : T - 1].to(b.input_ids.device),
             "position_ids": torch.arange(1, T, device=b.input_ids.device)[None],
@@ -268,7 +268,7 @@ def specforge_model(case: Case) -> tuple[Any, Any, list[dict[str, Any]]]:
             "target": None,
             "loss_mask": _predicted(b).view(*shape, 1).int(),
             "hidden_states": b.aux_hidden.view(*shape, -1),
-            "target_hidden_for_compact": _left(_states(b)).view(*shape, -1),
+            "target_hidden_for_compact": _left(b.last_hidden).view(*shape, -1),
             "target_head_weight": case.head,
         }
 
@@ -331,12 +331,6 @@ def _layer_settings(config: DrafterConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
     }
-
-
-def _states(batch: RolloutBatch) -> Tensor:
-    if batch.last_hidden is None:
-        raise ValueError("the case has no last_hidden")
-    return batch.last_hidden
 
 
 def _left(x: Tensor) -> Tensor:

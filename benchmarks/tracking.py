@@ -137,18 +137,11 @@ def _draw_base(base: RolloutBatch, tokens: int, rng: np.random.Generator) -> Rol
 
 
 def as_sent(batch: RolloutBatch, head: TargetHead, recipe: Recipe) -> RolloutBatch:
-    """The batch as it would have come in with fp8 features, or with top entries in the place of last_hidden."""
+    """The batch as it would have come in with fp8 features."""
     if recipe.fp8:
         layers = batch.aux_hidden.shape[1] // head.hidden_size
         values, scale = to_e4m3(batch.aux_hidden.view(batch.tokens * layers, -1))
         batch = replace(batch, aux_hidden=(values.float() * scale[:, None]).view(batch.tokens, -1))
-    if recipe.top_k:
-        if batch.last_hidden is None or batch.logsumexp is None:
-            raise ValueError("the recording holds no last_hidden to take top entries from; record it again")
-        logp = batch.last_hidden.float() @ head.lm_head.t() - batch.logsumexp[:, None]
-        top = logp.topk(recipe.top_k, dim=-1)
-        values16 = top.values.to(torch.float16).float()  # as the rollout file carries them
-        batch = replace(batch, last_hidden=None, logsumexp=None, top_ids=top.indices, top_logprobs=values16)
     return batch
 
 

@@ -1,8 +1,8 @@
 """A batch of rollouts as tensors: packed along the token axis, no padding.
 
-Legend: T tokens, R rollouts, H target hidden size, A aux layers, k top entries.
-Row t holds features after consuming `input_ids[t]`; `logprobs[t]` is of `input_ids[t]` itself; `logsumexp[t]` and
-`top_*[t]` describe the distribution of `input_ids[t+1]`. Log-probabilities are of logits divided by the temperature.
+Legend: T tokens, R rollouts, H target hidden size, A aux layers.
+Row t holds features after consuming `input_ids[t]`; `logprobs[t]` is of `input_ids[t]` itself; `logsumexp[t]`
+describes the distribution of `input_ids[t+1]`. Log-probabilities are of logits divided by the temperature.
 """
 
 from __future__ import annotations
@@ -25,17 +25,8 @@ from drafter.errors import BatchRejected, DrafterError
 from rl_hooks import wire
 
 #: Tensors with one row per token, in file order.
-_PER_TOKEN = (
-    "input_ids",
-    "loss_mask",
-    "aux_hidden",
-    "last_hidden",
-    "logprobs",
-    "logsumexp",
-    "top_ids",
-    "top_logprobs",
-)
-_FLOATS = ("aux_hidden", "last_hidden", "logprobs", "logsumexp", "top_logprobs")
+_PER_TOKEN = ("input_ids", "loss_mask", "aux_hidden", "last_hidden", "logprobs", "logsumexp")
+_FLOATS = ("aux_hidden", "last_hidden", "logprobs", "logsumexp")
 #: No log-probability is larger, however it was rounded: a probability of 1 plus one unit in the last place of bfloat16
 #: (2^-7) has 0.0078. What float32 or a log-softmax in any type leaves is at most 1e-4.
 _LARGEST_LOGPROB = 0.01
@@ -50,10 +41,8 @@ class RolloutBatch:
     loss_mask: Tensor  # bool[T], True where the policy generated the token
     aux_hidden: Tensor  # f32|bf16[T, A*H], states entering the aux layers
     logprobs: Tensor  # f32[T]
-    last_hidden: Tensor | None = None  # [T, H], after the final norm
-    logsumexp: Tensor | None = None  # f32[T], full vocabulary
-    top_ids: Tensor | None = None  # int64[T, k]
-    top_logprobs: Tensor | None = None  # f32[T, k]
+    last_hidden: Tensor  # [T, H], after the final norm
+    logsumexp: Tensor  # f32[T], full vocabulary
     temperature: float = 1.0
     warped: bool = False  # top_p < 1 or top_k > 0: `logprobs` are of the truncated distribution
     rollout_ids: tuple[str, ...] = ()
@@ -67,7 +56,7 @@ class RolloutBatch:
         T = self.input_ids.numel()
         for name in _PER_TOKEN:
             tensor = getattr(self, name)
-            if tensor is not None and tensor.shape[:1] != (T,):
+            if tensor.shape[:1] != (T,):
                 raise DrafterError(f"{name} must have one row for each of {T} tokens, got shape {tuple(tensor.shape)}")
         if not T or self.cu_seqlens.numel() < 2 or int(self.cu_seqlens[-1]) != T:
             raise DrafterError(
@@ -105,9 +94,7 @@ class RolloutBatch:
         index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in rollouts])
         lengths = torch.tensor([0] + [starts[i + 1] - starts[i] for i in rollouts])
         index = index.to(self.input_ids.device)
-        changes: dict[str, Any] = {
-            name: tensor[index] for name in _PER_TOKEN if (tensor := getattr(self, name)) is not None
-        }
+        changes: dict[str, Any] = {name: getattr(self, name)[index] for name in _PER_TOKEN}
         return replace(
             self,
             cu_seqlens=lengths.cumsum(0),
@@ -136,7 +123,7 @@ class RolloutBatch:
     def kind(self) -> tuple[object, ...]:
         """What batches must have in common to be packed together."""
         tensors = [getattr(self, name) for name in _PER_TOKEN]
-        shapes = [None if t is None else (t.shape[1:], t.dtype) for t in tensors]
+        shapes = [(t.shape[1:], t.dtype) for t in tensors]
         return self.temperature, self.warped, self.aux_layers, *shapes
 
     @staticmethod
@@ -147,11 +134,7 @@ class RolloutBatch:
         if len({b.kind for b in batches}) > 1:
             raise DrafterError("batches differ in temperature, warping, layers, or in their tensors; keep them apart")
         ends = torch.cat([b.cu_seqlens[1:] - b.cu_seqlens[:-1] for b in batches]).cumsum(0)
-        changes: dict[str, Any] = {
-            name: torch.cat([getattr(b, name) for b in batches])
-            for name in _PER_TOKEN
-            if getattr(batches[0], name) is not None
-        }
+        changes: dict[str, Any] = {name: torch.cat([getattr(b, name) for b in batches]) for name in _PER_TOKEN}
         rewards = [b.rewards for b in batches]
         return replace(
             batches[0],
@@ -165,16 +148,14 @@ class RolloutBatch:
 
     def pinned(self) -> RolloutBatch:
         """The batch in memory from which copies to a GPU need not be waited for."""
-        return replace(self, **{n: t.pin_memory() for n in _PER_TOKEN if (t := getattr(self, n)) is not None})
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in _PER_TOKEN})
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> RolloutBatch:
         """Move to a device; `dtype` converts the features (not log-probabilities). `cu_seqlens` stays on the CPU."""
         changes: dict[str, Any] = {}
         for name in _PER_TOKEN:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                wanted = dtype if name in ("aux_hidden", "last_hidden") else None
-                changes[name] = to_device(tensor, device, wanted)
+            wanted = dtype if name in ("aux_hidden", "last_hidden") else None
+            changes[name] = to_device(getattr(self, name), device, wanted)
         return replace(self, **changes)
 
 
@@ -202,22 +183,16 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
     file = wire.MappedFile(path)
     header = wire.check_rollout_header(file.header)
     ids, starts, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
-    top_ids = file.array("top_ids") if "top_ids" in file else None
     V = np.iinfo(np.int32).max if vocab_size is None else vocab_size
-    wire.check_index(header, ids, starts, mask, V, top_ids)
-    top = {}
-    if top_ids is not None:
-        top["top_ids"] = torch.from_numpy(top_ids.astype(np.int64))
-        top["top_logprobs"] = torch.from_numpy(file.array("top_logprobs").astype(np.float32))
-    if "last_hidden" in file:
-        top["last_hidden"] = _features(file, "last_hidden")
-        top["logsumexp"] = torch.from_numpy(file.array("logsumexp").astype(np.float32))
+    wire.check_index(header, ids, starts, mask, V)
     return RolloutBatch(
         input_ids=torch.from_numpy(ids.astype(np.int64)),
         cu_seqlens=torch.from_numpy(starts.astype(np.int64)),
         loss_mask=torch.from_numpy(mask.astype(np.bool_)),
         aux_hidden=_features(file, "aux_hidden"),
+        last_hidden=_features(file, "last_hidden"),
         logprobs=torch.from_numpy(file.array("logprobs").astype(np.float32)),
+        logsumexp=torch.from_numpy(file.array("logsumexp").astype(np.float32)),
         temperature=header.temperature,
         warped=header.top_p < 1.0 or header.top_k > 0,
         rollout_ids=header.rollout_ids,
@@ -225,7 +200,6 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         rewards=header.rewards,
         aux_layers=header.aux_layers,
         prompt_hashes=header.prompt_hashes or _prompt_hashes(ids, starts, mask),
-        **top,
     )
 
 
@@ -242,27 +216,18 @@ def _features(file: wire.MappedFile, name: str) -> Tensor:
 def screen(batch: RolloutBatch) -> None:
     """Raise `BatchRejected` when a float tensor holds NaN or infinity: one bad row would poison the drafter.
 
-    Only `top_logprobs` may hold -inf. No log-probability of a response token or of a top entry may be above 0.
+    No log-probability of a response token may be above 0.
     """
     for name in _FLOATS:
-        tensor = getattr(batch, name)
-        if tensor is None:
-            continue
-        rows = tensor.reshape(batch.tokens, -1)
-        if name == "top_logprobs":  # a truncated sampler's may be -inf: never drawn
-            largest = rows.amax(dim=1).clamp(min=0)
-        else:
-            largest = rows.abs().amax(dim=1)  # NaN if any is; four times faster than to look at each
+        largest = getattr(batch, name).reshape(batch.tokens, -1).abs().amax(dim=1)  # NaN if any is; faster than isnan
         _refuse(batch, ~torch.isfinite(largest), f"{name} holds NaN or infinity", "or its capture is broken")
     said = torch.where(batch.loss_mask, batch.logprobs, 0.0)
-    for name, rows in (("logprobs", said[:, None]), ("top_logprobs", batch.top_logprobs)):
-        if rows is not None:
-            _refuse(
-                batch,
-                rows.amax(dim=1) > _LARGEST_LOGPROB,
-                f"{name} holds log-probabilities above 0",
-                "sends logits, or logs another quantity",
-            )
+    _refuse(
+        batch,
+        said > _LARGEST_LOGPROB,
+        "logprobs holds log-probabilities above 0",
+        "sends logits, or logs another quantity",
+    )
 
 
 def _refuse(batch: RolloutBatch, bad_rows: Tensor, what: str, why: str) -> None:

@@ -3,10 +3,10 @@
 The request body *is* the file on disk *is* what the worker maps; it is never re-encoded. This module is the leaf that
 every other part shares: it needs NumPy and nothing else, and never touches the features themselves.
 
-Legend: T tokens, R rollouts, H target hidden size, A aux layers, k top entries, V vocabulary.
+Legend: T tokens, R rollouts, H target hidden size, A aux layers, V vocabulary.
 
-Row `t` holds features *after consuming* `input_ids[t]`; `logprobs[t]` is of `input_ids[t]` itself; `logsumexp[t]` and
-`top_*[t]` describe the distribution of `input_ids[t+1]`. Log-probabilities and `logsumexp` are of the logits
+Row `t` holds features *after consuming* `input_ids[t]`; `logprobs[t]` is of `input_ids[t]` itself; `logsumexp[t]`
+describes the distribution of `input_ids[t+1]`. Log-probabilities and `logsumexp` are of the logits
 *divided by the temperature* (for temperature 0, by 1).
 
 Errors: everything raises `WireError`, whose message says what was expected, what came and what to do.
@@ -372,18 +372,10 @@ def _check_rollout_tensors(header: Header, aux_count: int, ids: int) -> tuple[in
     H = aux.shape[1] // aux_count
     if aux.dtype == "F8_E4M3":
         take("aux_hidden_scale", ("F32",), (T, aux_count))
-    if "last_hidden" in tensors:
-        last = take("last_hidden", _FEATURES, (T, H))
-        if last.dtype == "F8_E4M3":
-            take("last_hidden_scale", ("F32",), (T, 1))
-        take("logsumexp", ("F32",), (T,))
-    elif "top_ids" in tensors:
-        k = take("top_ids", ("I32",), (T, None)).shape[1]
-        if k == 0:
-            raise WireError("top_ids", "holds no entries")
-        take("top_logprobs", ("F16",), (T, k))
-    else:
-        raise WireError("last_hidden", "is missing; send last_hidden with logsumexp, or top_ids with top_logprobs")
+    last = take("last_hidden", _FEATURES, (T, H))
+    if last.dtype == "F8_E4M3":
+        take("last_hidden_scale", ("F32",), (T, 1))
+    take("logsumexp", ("F32",), (T,))
     if tensors:
         raise WireError(min(tensors), "is not a tensor of this format, or contradicts the others; leave it out")
     return T, ids, H
@@ -395,32 +387,22 @@ def check_index(
     cu_seqlens: npt.NDArray[np.int32],
     loss_mask: npt.NDArray[np.uint8],
     vocab_size: int,
-    top_ids: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Verify the integer tensors: boundaries, token ids inside the vocabulary, mask of zeros and ones.
-
-    `top_ids`: of a file that has them.
-    """
+    """Verify the integer tensors: boundaries, token ids inside the vocabulary, mask of zeros and ones."""
     T = header.tokens
     if T == 0:
         raise WireError("input_ids", "holds no tokens")
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != T or bool((np.diff(cu_seqlens) < 2).any()):
         raise WireError("cu_seqlens", f"must ascend from 0 to {T} in steps of at least 2 tokens")
-    _check_tokens("input_ids", input_ids, vocab_size)
-    if top_ids is not None:
-        _check_tokens("top_ids", top_ids, vocab_size)
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
+        bad = input_ids[(input_ids < 0) | (input_ids >= vocab_size)][0]
+        raise WireError("input_ids", f"token {int(bad)} is outside the vocabulary of {vocab_size}")
     if int(loss_mask.max()) > 1:
         raise WireError("loss_mask", f"must hold 0 and 1 only, got {int(loss_mask.max())}")
     if bool((np.add.reduceat(loss_mask.astype(np.int64), cu_seqlens[:-1]) == 0).any()):
         raise WireError("loss_mask", "a rollout has no token that the policy generated; leave such rollouts out")
     if bool(loss_mask[cu_seqlens[:-1]].any()):
         raise WireError("loss_mask", "the first token of a rollout has no features before it; it must be 0")
-
-
-def _check_tokens(name: str, ids: npt.NDArray[np.int32], vocab_size: int) -> None:
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise WireError(name, f"token {int(bad)} is outside the vocabulary of {vocab_size}")
 
 
 # --- the target's head -----------------------------------------------------------------------------------------------

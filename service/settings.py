@@ -105,7 +105,7 @@ class Settings(BaseSettings):
     warmup_steps: int = Field(30, ge=0, description="Optimizer steps over which the learning rate rises to its value.")
     learning_rate: float = Field(3e-4, gt=0, description="Learning rate after that, constant.")
     optimizer: Literal["muon", "adamw"] = Field("muon", description="What moves matrices; AdamW moves all the rest.")
-    loss: Literal["kl", "lk", "nla", "alpha"] = Field(
+    loss: Literal["kl", "alpha"] = Field(
         "kl", description="What training minimises: distance per draft, or drafts lost by whole chains."
     )
     recent_tokens: int = Field(262_144, gt=0, description="Tokens of recent rollouts that are kept and mixed in.")

@@ -77,14 +77,17 @@ def log_rollouts(
     """Pack prompts and responses with features and log-probabilities of separate clean forward passes."""
     texts = [prompt + response for prompt, response in zip(prompts, generation.tokens, strict=True)]
     features, logprobs = [Tensor()] * len(texts), [Tensor()] * len(texts)
+    last, logsumexp = [Tensor()] * len(texts), [Tensor()] * len(texts)
     for length in {len(text) for text in texts}:  # equal lengths together: no padding to get wrong
         rows = [row for row, text in enumerate(texts) if len(text) == length]
         ids = torch.tensor([texts[row] for row in rows])
         logits, aux = read_whole(target, ids)
-        law = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+        states = target.model(input_ids=ids, use_cache=False).last_hidden_state
+        tempered = logits / (temperature or 1.0)
+        law = torch.log_softmax(tempered, dim=-1)
         own = law[:, :-1].gather(2, ids[:, 1:, None])[:, :, 0]
         for place, row in enumerate(rows):
-            features[row] = aux[place]
+            features[row], last[row], logsumexp[row] = aux[place], states[place], tempered[place].logsumexp(-1)
             logprobs[row] = torch.cat([torch.zeros(1), own[place]])
     masks = [torch.arange(len(text)) >= len(prompt) for prompt, text in zip(prompts, texts, strict=True)]
     return RolloutBatch(
@@ -92,7 +95,9 @@ def log_rollouts(
         cu_seqlens=torch.tensor([0, *map(len, texts)]).cumsum(0),
         loss_mask=torch.cat(masks),
         aux_hidden=torch.cat(features),
+        last_hidden=torch.cat(last),
         logprobs=torch.cat(logprobs),
+        logsumexp=torch.cat(logsumexp),
         temperature=temperature,
         rollout_ids=tuple(f"r{i}" for i in range(len(texts))),
     )

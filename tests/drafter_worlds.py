@@ -111,17 +111,7 @@ def world(
 
 
 def cast(batch: RolloutBatch, dtype: torch.dtype) -> RolloutBatch:
-    assert batch.logsumexp is not None
     return replace(batch.to("cpu", dtype), logsumexp=batch.logsumexp.to(dtype), logprobs=batch.logprobs.to(dtype))
-
-
-def with_top(w: World, k: int) -> World:
-    """The world with the k largest log-probabilities of each row in the place of last_hidden."""
-    assert w.batch.last_hidden is not None
-    logp = torch.log_softmax(w.batch.last_hidden @ w.head.T / w.batch.temperature, -1)
-    values, ids = logp.topk(k)
-    batch = replace(w.batch, last_hidden=None, logsumexp=None, top_ids=ids, top_logprobs=values)
-    return World(w.drafter, w.head, batch)
 
 
 def ours(w: World, steps: int, *, decay: float = 0.8, denominator: float = 7.0, chunk: int = 1 << 22) -> DraftLoss:

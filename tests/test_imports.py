@@ -33,7 +33,7 @@ ARROWS = {
     "drafter.kinds": """drafter.batch drafter.device drafter.errors drafter.files drafter.model drafter.mtp
         drafter.target drafter.unroll rl_hooks.format""",
     "drafter.files": "drafter.errors drafter.model drafter.mtp rl_hooks.durable rl_hooks.format",
-    "drafter.target": "drafter.batch drafter.device drafter.errors drafter.model drafter.unroll rl_hooks.wire",
+    "drafter.target": "drafter.batch drafter.errors drafter.model drafter.unroll rl_hooks.wire",
     "drafter.mtp": "drafter.errors drafter.model drafter.unroll rl_hooks.format",
     "drafter.unroll": "drafter.device drafter.errors drafter.model",
     "drafter.model": "drafter.device drafter.errors rl_hooks.format",

@@ -144,7 +144,6 @@ class World:
         lengths: Sequence[int] | None = None,
         temperature: float = 1.0,
         change: Callable[[dict[str, Tensor]], None] | None = None,
-        top_k_only: bool = False,
         prompts: Sequence[int] | None = None,
         **metadata: Any,
     ) -> bytes:
@@ -184,10 +183,6 @@ class World:
             "logprobs": logprobs,
             "logsumexp": torch.logsumexp(logits, -1)[x],
         }
-        if top_k_only:
-            del tensors["last_hidden"], tensors["logsumexp"]
-            top = torch.log_softmax(logits, -1)[x].topk(8)
-            tensors |= {"top_ids": top.indices.int(), "top_logprobs": top.values.half()}
         if change is not None:
             change(tensors)
         facts: dict[str, Any] = {

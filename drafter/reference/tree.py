@@ -91,7 +91,7 @@ def generate_tree(
     latest = _draw(first[:, 0], temperature, generator)
     ledger = _Ledger(len(prompts), max_tokens, eos_id)
     ledger.add(latest[:, None], first, torch.zeros_like(latest), temperature)
-    chain = _TreeDrafter(drafter, temperature=temperature, generator=None)
+    chain = _TreeDrafter(drafter, embedding(target), temperature=temperature, generator=None)
     chain.read(aux, _followed_by(ids[:, 1:], latest, lengths - 1), places, places < lengths[:, None])
     position = lengths  # of `latest`, which the target has not read yet
 

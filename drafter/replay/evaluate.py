@@ -169,10 +169,7 @@ def _text_only(batch: RolloutBatch) -> RolloutBatch:
     return replace(
         batch,
         aux_hidden=batch.aux_hidden.new_zeros(batch.tokens, 0, dtype=torch.float32),
-        last_hidden=None,
-        logsumexp=None,
-        top_ids=None,
-        top_logprobs=None,
+        last_hidden=batch.last_hidden.new_zeros(batch.tokens, 0, dtype=torch.float32),
         temperature=1.0,
         warped=False,
     )

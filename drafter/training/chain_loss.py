@@ -32,7 +32,6 @@ from drafter.training.loss import (
     acceptance_slope,
     chunk_size,
     kernels,
-    spread_tail,
     target_of,
 )
 from drafter.training.target import DraftTarget
@@ -109,7 +108,7 @@ class _FusedChain(torch.autograd.Function):
         grad_head = torch.zeros_like(lm_head, dtype=wide) if want_head else None
         loss = hidden.new_zeros((), dtype=wide)
         sums = hidden.new_zeros(2, steps, dtype=wide)  # kl, acceptance
-        fused = kernels(hidden, target)
+        fused = kernels(hidden)
         for begin, end in chains.chunks(max(1, chunk_elements // lm_head.shape[0])):
             entries = slice(chains.starts[begin], chains.starts[end])
             step, chain = chains.step[entries], chains.row[entries] - begin
@@ -125,8 +124,6 @@ class _FusedChain(torch.autograd.Function):
             else:
                 p, own = p.index_select(0, pick), own.index_select(0, pick)
                 q = F.log_softmax(logits.div_(target.divisor), dim=-1)
-                if target.tail is not None:
-                    p, _, own = spread_tail(p, q, target.tail.index_select(0, chains.target_index[entries]))
                 kl = own - torch.linalg.vecdot(p, q)
                 acceptance = torch.minimum(p, q.exp_()).sum(-1)
             sums.index_add_(1, step, torch.stack([kl, acceptance]))

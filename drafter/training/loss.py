@@ -9,18 +9,9 @@ mass there and q = softmax(lm_head(norm(pre)) / tau):
 a is the probability that rejection sampling keeps the draft, 1 - a the total variation where m = 1. What is minimised:
 
     "kl"     kl
-    "lk"     w kl + (1 - w) (1 - a), w = exp(-3 a) held constant: KL while the two are far apart, total variation near
-    "nla"    -log a: the gradient of total variation, divided by a where it would otherwise vanish
     "alpha"  the chain as a whole: `drafter.training.chain_loss`
 
-Targets from top entries say nothing of single tokens outside them, only what all of those have together: the *tail*,
-r = 1 - sum p over the entries sent. It is compared with what the drafter gives to its tokens outside the entries
-together, in all formulas above, as if they were one token: equal to p_v = r q_v / sum_tail q for each of them, held
-constant. So a drafter that equals the target has no slope. Where the tail lies outside the draft vocabulary this asks
-too much of the drafter's; what part does cannot be told.
-
-"lk" and "nla" are the hybrid and the plain objective of LK losses (arXiv 2602.23881; per entry, as in speculators 0.9).
-The loss is sum_j step_decay**j sum_entries value / denominator, where the *caller's* denominator is the number of
+The loss is sum_j step_decay**j sum_entries kl / denominator, where the *caller's* denominator is the number of
 response tokens in the whole optimizer window, across ranks. Peers divide by other counts, so learning rates do not
 transfer.
 
@@ -42,14 +33,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from drafter.device import has_triton, to_device
-from drafter.errors import DrafterError
 from drafter.model.draft_model import DraftModel
 from drafter.model.matmul import times, times_wide
 from drafter.model.pointwise import rms_norm, take_rows
@@ -65,12 +55,6 @@ _DEVICE_CHUNK_ELEMENTS = 1 << 27
 _BLOCK_ELEMENTS = 1 << 16
 #: Stands for log 0 where it is multiplied by that 0.
 _LEAST_LOG: Final = -1e30
-#: Losses per entry. "alpha" couples the steps of a row and has a module of its own.
-EntryLoss = Literal["kl", "lk", "nla"]
-#: How soon "lk" turns from KL to total variation: the authors' best setting.
-_LK_ETA: Final = 3.0
-#: Acceptance below which "nla" stops growing: float32 cannot tell it from no overlap at all.
-_LEAST_ACCEPTANCE: Final = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +74,6 @@ def draft_loss(
     *,
     denominator: float,
     step_decay: float = 1.0,
-    kind: EntryLoss = "kl",
     chunk_elements: int | None = None,
 ) -> DraftLoss:
     """Weighted loss over every entry of the unroll. Gradients reach `pre`, norm and, unless it is frozen, lm_head.
@@ -98,8 +81,6 @@ def draft_loss(
     Holds logits of at most `chunk_elements` (default: what suits the device) or of one target row's entries. Never
     waits for the device.
     """
-    if kind not in get_args(EntryLoss):
-        raise DrafterError(f"a loss per entry is one of {', '.join(get_args(EntryLoss))}, got {kind!r}")
     weights, plan = unrolled.weights, unrolled.plan
     wide = torch.promote_types(weights.lm_head.dtype, torch.float32)
     device = weights.lm_head.device
@@ -113,7 +94,6 @@ def draft_loss(
         target,
         plan,
         step_weights,
-        kind,
         chunk_elements or chunk_size(device, plan.order.numel() * weights.lm_head.shape[0]),
         torch.is_grad_enabled(),
     )
@@ -127,9 +107,9 @@ def chunk_size(device: torch.device, elements: int | None = None) -> int:
     return CHUNK_ELEMENTS if elements is None else min(CHUNK_ELEMENTS, max(CHUNK_ELEMENTS // 2, elements // 8))
 
 
-def kernels(x: Tensor, target: DraftTarget) -> ModuleType | None:
-    """The Triton kernels, for tensors on CUDA where Triton is installed; they know no tail. None: torch does it all."""
-    return import_module("drafter.training.triton_loss") if target.tail is None and x.is_cuda and has_triton() else None
+def kernels(x: Tensor) -> ModuleType | None:
+    """The Triton kernels, for tensors on CUDA where Triton is installed. None: torch does it all."""
+    return import_module("drafter.training.triton_loss") if x.is_cuda and has_triton() else None
 
 
 def _chunks(plan: Plan, size: int, chunk_elements: int) -> Iterator[tuple[int, int]]:
@@ -152,7 +132,6 @@ class _FusedLoss(torch.autograd.Function):
         target: DraftTarget,
         plan: Plan,
         step_weights: Tensor,
-        kind: EntryLoss,
         chunk_elements: int,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,13 +141,12 @@ class _FusedLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_head = torch.zeros_like(lm_head, dtype=wide) if want_head else None
         kl = hidden.new_zeros(hidden.shape[0], dtype=wide)
-        acceptance, value = torch.zeros_like(kl), torch.zeros_like(kl)
+        acceptance = torch.zeros_like(kl)
         row_weights = step_weights.index_select(0, plan.entry_step)
-        fused = kernels(hidden, target)
+        fused = kernels(hidden)
         for begin, end in _chunks(plan, lm_head.shape[0], chunk_elements):
             entries = slice(plan.target_starts[begin], plan.target_starts[end])
             p, mass, own = target_of(target, begin, end, wide)
-            tail = None if target.tail is None else target.tail[begin:end]
             pick = plan.target_index[entries] - begin
             h = hidden[entries]
             logits = times_wide(h, lm_head)
@@ -176,18 +154,17 @@ class _FusedLoss(torch.autograd.Function):
             if fused is not None:
                 found = fused.measure(logits, p, own, pick, target.divisor)
                 kl[entries], acceptance[entries] = found.kl, found.acceptance
-                value[entries], by_kl, by_acceptance = _value(kind, found.kl, found.acceptance)
                 if not grad_enabled:
                     continue
-                by_acceptance = torch.zeros_like(by_kl) if by_acceptance is None else by_acceptance * scale
-                slope = fused.slope(logits, p, mass, pick, found, by_kl * scale, by_acceptance, target.divisor, h.dtype)
+                none = torch.zeros_like(scale)
+                slope = fused.slope(logits, p, mass, pick, found, scale, none, target.divisor, h.dtype)
             else:
                 if target.divisor != 1:
                     logits.div_(target.divisor)
                 for rows in _blocks(logits):
                     at = slice(entries.start + rows.start, entries.start + rows.stop)
-                    kl[at], acceptance[at], value[at] = _fold(
-                        kind, logits[rows], p, mass, own, tail, pick[rows], scale[rows] if grad_enabled else None
+                    kl[at], acceptance[at] = _fold(
+                        logits[rows], p, mass, own, pick[rows], scale[rows] if grad_enabled else None
                     )
                 slope = logits.to(h.dtype)
             if grad_hidden is not None:
@@ -199,19 +176,19 @@ class _FusedLoss(torch.autograd.Function):
         kl_sums = sums.index_add(0, plan.entry_step, kl)
         acceptance_sums = sums.index_add(0, plan.entry_step, acceptance)
         ctx.mark_non_differentiable(kl_sums, acceptance_sums)
-        return (value * row_weights).sum(), kl_sums, acceptance_sums
+        return (kl * row_weights).sum(), kl_sums, acceptance_sums
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         scaled = [None if g is None else g * grads[0].to(g.dtype) for g in (grad_hidden, grad_head)]
-        return (*scaled, None, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def target_of(target: DraftTarget, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Give p [n, D] of the target rows [begin, end), its mass m [n] and sum p log p - m log m [n]."""
     logp = target.logprobs(begin, end, dtype)
-    if (fused := kernels(logp, target)) is not None:
+    if (fused := kernels(logp)) is not None:
         p = logp.contiguous()
         return p, *fused.target(p)
     logp.clamp_(min=_LEAST_LOG)
@@ -227,58 +204,22 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(begin, min(begin + size, n)) for begin in range(0, n, size))
 
 
-def spread_tail(p: Tensor, logq: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give tokens that no top entry names their share of the tail: r q / (sum of q over them).
-
-    p, log q [e, D], tail r [e]. Returns p with those shares, its mass m [e] and sum p log p - m log m [e], as
-    `target_of`. By logarithms, as q may be too small for a float where the drafter is sure and wrong.
-    """
-    outside = p == 0
-    log_share = tail.log() - torch.where(outside, logq, -torch.inf).logsumexp(-1)
-    p = torch.where(outside, (logq + log_share[:, None]).exp(), p)
-    mass = p.sum(-1)
-    return p, mass, torch.special.entr(mass) - torch.special.entr(p).sum(-1)
-
-
 def _fold(
-    kind: EntryLoss,
-    logits: Tensor,
-    p: Tensor,
-    mass: Tensor,
-    own: Tensor,
-    tail: Tensor | None,
-    pick: Tensor,
-    scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The kl, acceptance and loss [e] of entries with these tempered logits [e, D], whose targets are rows `pick` of p.
+    logits: Tensor, p: Tensor, mass: Tensor, own: Tensor, pick: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The kl and acceptance [e] of entries with these tempered logits [e, D], whose targets are rows `pick` of p.
 
-    Unless `scale` [e] is None, the logits are overwritten by the derivative of the loss by them, times `scale`.
+    Unless `scale` [e] is None, the logits are overwritten by the derivative of kl by them, times `scale`.
     """
     p, mass, own = p.index_select(0, pick), mass.index_select(0, pick), own.index_select(0, pick)
     q = F.log_softmax(logits, dim=-1)
-    if tail is not None:
-        p, mass, own = spread_tail(p, q, tail.index_select(0, pick))
     kl = own - torch.linalg.vecdot(p, q)
     q.exp_()
     acceptance = torch.minimum(p, q).sum(-1)
-    value, by_kl, by_acceptance = _value(kind, kl, acceptance)
     if scale is not None:
-        by_kl = (by_kl * scale)[:, None]
-        torch.mul(q, by_kl * mass[:, None], out=logits).addcmul_(p, by_kl, value=-1)
-        if by_acceptance is not None:
-            logits.addcmul_(acceptance_slope(p, q), (by_acceptance * scale)[:, None])
-    return kl, acceptance, value
-
-
-def _value(kind: EntryLoss, kl: Tensor, acceptance: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The loss of entries [E], and its derivatives by their kl and acceptance (None: it has none)."""
-    if kind == "lk":
-        weight = torch.exp(-_LK_ETA * acceptance)
-        return weight * kl + (1 - weight) * (1 - acceptance), weight, weight - 1
-    if kind == "nla":
-        floor = acceptance.clamp(min=_LEAST_ACCEPTANCE)
-        return -floor.log(), torch.zeros_like(kl), -1 / floor
-    return kl, torch.ones_like(kl), None
+        scale = scale[:, None]
+        torch.mul(q, scale * mass[:, None], out=logits).addcmul_(p, scale, value=-1)
+    return kl, acceptance
 
 
 def acceptance_slope(p: Tensor, q: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ else:
     _D = TypeVar("_D", bound=DraftModel)
 
 #: What training minimises; `drafter.training.loss` and `drafter.training.chain_loss` give the formulas.
-Loss = Literal["kl", "lk", "nla", "alpha"]
+Loss = Literal["kl", "alpha"]
 
 log = logging.getLogger("draftalign.drafter")
 
@@ -212,14 +212,7 @@ class DrafterTrainer(Generic[_D]):
         unrolled = self.drafter.unroll(plan, batch, policy, dtype=self._dtype)
         if self.config.loss == "alpha":
             return chain_loss(self.drafter, unrolled, target, denominator=denominator)
-        return draft_loss(
-            self.drafter,
-            unrolled,
-            target,
-            denominator=denominator,
-            step_decay=self.config.step_decay,
-            kind=self.config.loss,
-        )
+        return draft_loss(self.drafter, unrolled, target, denominator=denominator, step_decay=self.config.step_decay)
 
     def _accumulate(self, prepared: Prepared, policy: Policy, denominator: int) -> DraftLoss | None:
         result = self._loss(prepared, policy, denominator)

@@ -146,8 +146,7 @@ def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None
     file = MappedFile(upload.path)
     arrays = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
     input_ids, cu_seqlens, loss_mask = arrays
-    top_ids = file.array("top_ids") if "top_ids" in file else None
-    check_index(header, input_ids, cu_seqlens, loss_mask, vocab_size, top_ids)
+    check_index(header, input_ids, cu_seqlens, loss_mask, vocab_size)
 
 
 async def _enqueue(context: ServiceContext, upload: Upload, header: RolloutHeader, length: int) -> Enqueued:

@@ -448,8 +448,7 @@ class RunWorker:
         policy = self._target.at(batch.policy_version, batch=self._layout.blob(self.run, entry.blob))
         drafter_version = self._drafter_of.pop(entry.entry_id, "")
         try:
-            # Top entries instead of hidden states leave nothing to recompute.
-            gap, checked = (math.nan, 0) if batch.last_hidden is None else policy.needed_head().logprob_gap(batch)
+            gap, checked = policy.needed_head().logprob_gap(batch)
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
             self._bury_for(entry, error, "cannot be compared with the policy's head")
             return None

@@ -53,19 +53,6 @@ def fp8(scale: float, code: int = 0x7E) -> Changes:
     }
 
 
-def top(value: float, k: int = 4, first: int = 0) -> Changes:
-    """Top entries instead of hidden states."""
-    ids = (np.arange(k) % VOCAB if first == 0 else np.full(k, first)).astype(np.int32)
-    return {
-        "tensors": {
-            "last_hidden": None,
-            "logsumexp": None,
-            "top_ids": wire.Tensor.of(np.tile(ids, (TOKENS, 1)), "I32"),
-            "top_logprobs": wire.Tensor.of(np.full((TOKENS, k), value, np.float16), "F16"),
-        }
-    }
-
-
 @accepted
 def nothing_wrong() -> Changes:
     return {}
@@ -139,36 +126,6 @@ def log_probabilities_of_a_certainty_and_more() -> Changes:
 @accepted
 def log_probabilities_that_cannot_be() -> Changes:
     return {"tensors": {"logprobs": every(-3e38)}}
-
-
-@accepted
-def top_entries_far_above_one() -> Changes:
-    return top(65504.0)
-
-
-@accepted
-def top_entries_that_are_never_drawn() -> Changes:
-    return top(float("-inf"))
-
-
-@accepted
-def top_entries_of_nan() -> Changes:
-    return top(float("nan"))
-
-
-@accepted
-def one_top_entry() -> Changes:
-    return top(-0.5, k=1)
-
-
-@accepted
-def more_top_entries_than_tokens() -> Changes:
-    return top(-1.0, k=4 * VOCAB)
-
-
-@accepted
-def one_top_entry_again_and_again() -> Changes:
-    return top(-0.1, k=8, first=7)
 
 
 @accepted

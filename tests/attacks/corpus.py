@@ -236,9 +236,23 @@ def an_unknown_extra_tensor() -> Attack:
     return Attack(422, "payload", tensor(payload=i32(1, 2, 3)))
 
 
+def top_entries(**others: wire.Tensor | None) -> bytes:
+    """A file with the top entries of each row, which the format does not have."""
+    return tensor(
+        top_ids=wire.Tensor.of(np.zeros((11, 2), np.int32), "I32"),
+        top_logprobs=wire.Tensor.of(np.full((11, 2), -1, np.float16), "F16"),
+        **others,
+    )
+
+
 @attack
-def both_kinds_of_targets_at_once() -> Attack:
-    return Attack(422, "top_ids", tensor(top_ids=wire.Tensor.of(np.zeros((11, 2), np.int32), "I32")))
+def top_entries_beside_hidden_states() -> Attack:
+    return Attack(422, "top_ids: is not a tensor of this format", top_entries())
+
+
+@attack
+def top_entries_instead_of_hidden_states() -> Attack:
+    return Attack(422, "last_hidden: is missing", top_entries(last_hidden=None, logsumexp=None))
 
 
 @attack
@@ -433,32 +447,6 @@ def a_token_beyond_the_vocabulary() -> Attack:
 @attack
 def a_negative_token() -> Attack:
     return Attack(422, "token -1", tensor(input_ids=i32(*range(10), -1)))
-
-
-def top_entries(*ids: int) -> bytes:
-    """A file with top entries instead of hidden states, whose ids are these in every row."""
-    shape = (11, len(ids))
-    return tensor(
-        last_hidden=None,
-        logsumexp=None,
-        top_ids=wire.Tensor.of(np.tile(np.array(ids, np.int32), (11, 1)), "I32"),
-        top_logprobs=wire.Tensor.of(np.full(shape, -1, np.float16), "F16"),
-    )
-
-
-@attack
-def a_top_entry_beyond_the_vocabulary() -> Attack:
-    return Attack(422, f"top_ids: token {VOCAB} is outside", top_entries(0, VOCAB))
-
-
-@attack
-def a_top_entry_far_beyond_the_vocabulary() -> Attack:
-    return Attack(422, "top_ids", top_entries(0, (1 << 31) - 1))
-
-
-@attack
-def a_negative_top_entry() -> Attack:
-    return Attack(422, "top_ids: token -1 is outside", top_entries(0, -1))
 
 
 @attack

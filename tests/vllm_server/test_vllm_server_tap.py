@@ -167,7 +167,6 @@ def _check_service(service: RunningService, redis_url: str, counters: tuple[Any,
     eventually(lambda: service.client.get("/runs/live").status_code == 200, 30)
     files = eventually(lambda: [p for p in service.spooled() if "live" in p.parts], 30)
     batch = load_batch(files[0])
-    assert batch.last_hidden is not None
     assert bool(batch.last_hidden.isfinite().all())
     assert bool((batch.last_hidden[batch.cu_seqlens[1:] - 1] == 0).all())  # of the last token, which nobody computed
     with Redis.from_url(redis_url) as redis:

@@ -112,7 +112,6 @@ def reference(w: World, weights: dict[str, Tensor], steps: int) -> list[Tensor]:
                 if not doc.loss_mask[t + 2 + j]:
                     continue
                 z = weights["lm_head.weight"] @ rms(pre, weights["norm.weight"], c.rms_norm_eps)
-                assert doc.last_hidden is not None
                 p = torch.softmax(w.head @ doc.last_hidden[t + 1 + j], -1)[ids]
                 sums[j] = sums[j] + (p * (p / (p.sum() * torch.softmax(z, -1))).log()).sum()
     return sums

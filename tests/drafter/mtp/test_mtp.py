@@ -18,7 +18,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig,
 from transformers.modeling_layers import MtpModel
 
 from drafter.batch import RolloutBatch
-from drafter.errors import BatchRejected, CheckpointError, DrafterError
+from drafter.errors import CheckpointError, DrafterError
 from drafter.files.mtp import (
     extract_mtp,
     parse_mtp_config,
@@ -345,8 +345,8 @@ def test_the_worker_s_trainer_lowers_its_loss_and_replay_finds_it_better(variant
     assert torch.equal(drafter.head, shared)
 
 
-@pytest.mark.parametrize("how", [{"loss": "lk"}, {"loss": "alpha"}, {"compute_dtype": "bfloat16"}])
-def test_other_losses_and_half_precision_serve_it_too(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", [{"loss": "alpha"}, {"compute_dtype": "bfloat16"}])
+def test_the_other_loss_and_half_precision_serve_it_too(how: dict[str, Any]) -> None:
     model = policy()
     batch, head = sampled(model, rollouts=8), TargetHead(model.lm_head.weight)
     trainer = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=3, learning_rate=1e-2, **how))
@@ -441,15 +441,6 @@ def test_a_trainer_s_state_is_resumed_to_the_bit(tmp_path: Path) -> None:
         trainer.step(batch, head)
     for name, parameter in one.drafter.named_parameters():
         assert torch.equal(parameter, dict(two.drafter.named_parameters())[name]), name
-
-
-def test_a_batch_without_last_hidden_is_refused() -> None:
-    model = policy()
-    batch = sampled(model, rollouts=2)
-    top = torch.topk(batch.last_hidden, 2, dim=-1)  # type: ignore[arg-type]
-    without = replace(batch, last_hidden=None, logsumexp=None, top_ids=top.indices, top_logprobs=top.values)
-    with pytest.raises(BatchRejected, match="reads last_hidden"):
-        replay(fresh(model), without, depth=2)
 
 
 @torch.no_grad()

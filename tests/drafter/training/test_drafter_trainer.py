@@ -203,9 +203,9 @@ def test_bfloat16_computing_agrees_roughly_with_float32() -> None:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("loss", "bound"), [("kl", 0.03), ("lk", 0.05), ("alpha", 0.05), ("nla", 0.2)])
+@pytest.mark.parametrize(("loss", "bound"), [("kl", 0.03), ("alpha", 0.05)])
 def test_gradients_of_a_bfloat16_window_come_near_those_of_float64(loss: Loss, bound: float) -> None:
-    """Over two batches. Found: 0.018, 0.034, 0.034, 0.14 ("nla" divides by acceptances near 0); float32: 5e-7."""
+    """Over two batches. Found: 0.018, 0.034; float32: 5e-7."""
     found = {}
     for dtype in ("float64", "bfloat16"):
         data, head = batches(2)

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, gradients, with_top, world
-from test_losses import brute_force, prepared, production
+from drafter_worlds import SHAPES, gradients, world
+from test_losses import brute_force, production
 from torch import Tensor
 from triton_fixtures import interpreted
 
@@ -69,7 +69,7 @@ def test_the_kernels_measure_what_the_formulas_say(kernels: ModuleType, D: int, 
 def test_extreme_logits_and_empty_targets_stay_exact(kernels: ModuleType) -> None:
     logits, logp, pick = case(9, 4, 50)
     logits[0], logits[1, 3], logits[2, :] = -1e4, 1e4, 0.0
-    logp[:, 7:20] = -torch.inf  # top entries say nothing about these
+    logp[:, 7:20] = -torch.inf  # the target never draws these
     logp[pick[4]] = -torch.inf  # a target without mass on the draft vocabulary
     want = reference(logits, logp, pick, 1.0)
     p = logp.clone()
@@ -109,7 +109,7 @@ def routed(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return kernels
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("lk", 0.75), ("nla", 0.75), ("alpha", 0.75), ("lk", 0.0)])
+@pytest.mark.parametrize(("kind", "temperature"), [("kl", 0.75), ("alpha", 0.75), ("kl", 0.0), ("alpha", 0.0)])
 def test_every_loss_through_the_kernels_equals_brute_force(routed: ModuleType, kind: str, temperature: float) -> None:
     w = world(SHAPES["packed, awkward"], temperature=temperature or 1.0)
     w = replace(w, batch=replace(w.batch, temperature=temperature))  # greedy: logits are not divided
@@ -118,16 +118,6 @@ def test_every_loss_through_the_kernels_equals_brute_force(routed: ModuleType, k
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-9)
     for name, gradient in gradients(w, result.loss).items():
         torch.testing.assert_close(gradient, slopes[name], rtol=1e-7, atol=1e-10, msg=name)
-
-
-def test_targets_from_top_entries_keep_their_tail_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "has_triton", lambda: True)
-    monkeypatch.setattr(loss, "import_module", ModuleType)
-    on_cuda = SimpleNamespace(is_cuda=True)
-    w = world(SHAPES["packed, awkward"])
-    (_, dense), (_, sparse) = prepared(w, 3), prepared(with_top(w, 4), 3)
-    assert loss.kernels(on_cuda, dense) is not None  # type: ignore[arg-type]
-    assert loss.kernels(on_cuda, sparse) is None, "they know no tail"  # type: ignore[arg-type]
 
 
 def test_kl_through_the_kernels_equals_kl_without_them(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,13 +147,18 @@ def _untempered(module: Any) -> Any:
     return {"measure": lambda logits, p, own, pick, _divisor: measure(logits, p, own, pick, 1.0)}
 
 
-@pytest.mark.parametrize("break_it", [_without_mass, _wrong_pick, _untempered])
-def test_a_broken_kernel_would_be_noticed(routed: ModuleType, monkeypatch: pytest.MonkeyPatch, break_it: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "break_it"),
+    [("kl", _without_mass), ("kl", _untempered), ("alpha", _untempered), ("alpha", _wrong_pick)],
+)
+def test_a_broken_kernel_would_be_noticed(
+    routed: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, break_it: Any
+) -> None:
     w = world(SHAPES["packed, awkward"], temperature=0.75)
-    _, slopes = brute_force(w, 3, "lk")
+    _, slopes = brute_force(w, 3, kind)
     for name, function in break_it(routed).items():
         monkeypatch.setattr(routed, name, function)
-    found = gradients(w, production(w, 3, "lk").loss)
+    found = gradients(w, production(w, 3, kind).loss)
     worst = max(float((found[n] - slopes[n]).norm() / slopes[n].norm()) for n in slopes)
     assert worst > 1e-2
 

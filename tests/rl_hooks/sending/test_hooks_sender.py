@@ -387,7 +387,7 @@ def test_deaths_are_counted_from_the_first_answer_on_and_each_kind_of_reason_is_
             {"dead_total": 7, "last_dead_reason": "of another trainer"},
             {"dead_total": 8, "last_dead_reason": gap.format(2.5)},
             {"dead_total": 10, "last_dead_reason": gap.format(0.31)},
-            {"dead_total": 11, "last_dead_reason": "top_ids: holds an id outside the vocabulary"},
+            {"dead_total": 11, "last_dead_reason": "input_ids: holds an id outside the vocabulary"},
             {"dead_total": 12, "last_dead_reason": gap.format(1)},
         )
         assert (stats["dead"], stats["last_dead_reason"]) == (5, gap.format(1))
@@ -396,7 +396,7 @@ def test_deaths_are_counted_from_the_first_answer_on_and_each_kind_of_reason_is_
         assert (
             "batches of run 'r' die in the drafter service (1 so far) and train nothing: " + gap.format(2.5) in told[0]
         )
-        assert "(4 so far) and train nothing: top_ids: holds" in told[1]
+        assert "(4 so far) and train nothing: input_ids: holds" in told[1]
         assert (stats["sent"], stats["dropped_error"]) == (6, 0)
         # The run was made anew, or Redis emptied: counting began again.
         stats = heard(

@@ -136,14 +136,7 @@ def test_every_form_of_the_file_is_taken(service: RunningService) -> None:
         "last_hidden": wire.Tensor.of(np.zeros((T, 8), np.uint8), "F8_E4M3"),
         "last_hidden_scale": wire.Tensor.of(np.ones((T, 1), np.float32), "F32"),
     }
-    top = {
-        "last_hidden": None,
-        "logsumexp": None,
-        "top_ids": wire.Tensor.of(np.zeros((T, 4), np.int32), "I32"),
-        "top_logprobs": wire.Tensor.of(np.zeros((T, 4), np.float16), "F16"),
-    }
     assert service.post(rollout_file(("1", "2"), tensors=fp8)).status_code == 202
-    assert service.post(rollout_file(("3", "4"), tensors=top)).status_code == 202
     extra = rollout_file(("5", "6"), rewards=[0.0, 1.0], raw_metadata={"anything": "else"})
     assert service.post(extra).status_code == 202
 

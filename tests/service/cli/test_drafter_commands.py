@@ -8,7 +8,6 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from decode_fixtures import (
     make_drafter,
     make_prompts,
     make_target,
-    read_whole,
     train_lightly,
 )
 from safetensors.torch import load_file, save_file
@@ -384,22 +382,18 @@ def trained_dir(tmp_path: Path, trained: Eagle3Drafter) -> Path:
 
 
 def logged(target: Any, prompts: list[list[int]], name: str, temperature: float = 1.0, top_p: float = 1.0) -> bytes:
-    """Rollouts of `target` as a trainer would send them, with its top entries in the place of last states."""
+    """Rollouts of `target` as a trainer would send them."""
     dice = torch.Generator().manual_seed(3)
     made = generate(target, None, prompts, max_tokens=12, temperature=temperature, generator=dice)
     batch = log_rollouts(target, prompts, made, temperature)
-    top = [
-        torch.log_softmax(read_whole(target, batch.input_ids[None, begin:end])[0][0] / temperature, -1).topk(8)
-        for begin, end in pairwise(batch.cu_seqlens.tolist())
-    ]
     tensors = {
         "input_ids": batch.input_ids.int(),
         "cu_seqlens": batch.cu_seqlens.int(),
         "loss_mask": batch.loss_mask.to(torch.uint8),
         "aux_hidden": batch.aux_hidden.bfloat16(),
+        "last_hidden": batch.last_hidden.bfloat16(),
         "logprobs": batch.logprobs,
-        "top_ids": torch.cat([one.indices for one in top]).int(),
-        "top_logprobs": torch.cat([one.values for one in top]).half(),
+        "logsumexp": batch.logsumexp,
     }
     facts = wire.rollout_metadata(
         run="default",

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from worker_fixtures import World
 
 from drafter.batch import load_batch, prompt_hashes
@@ -320,11 +319,10 @@ def test_the_older_half_is_of_one_policy_version_where_that_has_enough(memory: M
 
 def test_what_may_not_be_packed_together_is_kept_apart(memory: Memory) -> None:
     kept = [memory.add(name, policy_version=1) for name in "ab"]
-    narrow = replace(kept[1].batch, last_hidden=None, logsumexp=None)
-    tops = [replace(narrow, top_ids=torch.zeros(narrow.tokens, k, dtype=torch.int64),
-                    top_logprobs=torch.zeros(narrow.tokens, k)) for k in (4, 8)]  # fmt: skip
-    packed = _packed([kept[0].batch, *tops, tops[1], kept[0].batch])
-    assert [b.tokens for b in packed] == [2 * kept[0].batch.tokens, narrow.tokens, 2 * narrow.tokens]
+    other = kept[1].batch
+    eighths, cold = replace(other, aux_hidden=other.aux_hidden.double()), replace(other, temperature=0.5)
+    packed = _packed([kept[0].batch, eighths, cold, cold, kept[0].batch])
+    assert [b.tokens for b in packed] == [2 * kept[0].batch.tokens, other.tokens, 2 * other.tokens]
 
 
 @pytest.mark.parametrize("step_tokens", [1, 2, 64])

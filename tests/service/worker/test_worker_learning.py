@@ -144,14 +144,6 @@ def test_a_truncated_file_is_dead_with_its_reason(bench: Bench) -> None:
     assert "bytes long" in bench.reason(torn)
 
 
-def test_a_batch_with_top_entries_instead_of_hidden_states_is_trained_on(bench: Bench) -> None:
-    bench.begin()
-    batch = bench.post("top", top_k_only=True)
-    bench.drain(bench.worker())
-    assert bench.state(batch) == "trained", bench.reason(batch)
-    assert bench.store.scores()[batch]["logprob_gap"] is None
-
-
 def test_one_token_responses_are_scored_and_trained(bench: Bench) -> None:
     """They hold no round at all: α of such a batch is nothing, not an error."""
     bench.begin()
