@@ -34,9 +34,7 @@ class Draft:
 class Drafting:
     """One drafter with its key-value cache of S slots. A swap makes a new one; its cache is filled again on demand."""
 
-    def __init__(
-        self, drafter: Eagle3Drafter, embed_tokens: Tensor, version: str, slots: int, positions: int
-    ) -> None:
+    def __init__(self, drafter: Eagle3Drafter, embed_tokens: Tensor, version: str, slots: int, positions: int) -> None:
         self.drafter = drafter.eval().requires_grad_(False)
         self.version = version
         self._weights = drafter.weights()

@@ -32,7 +32,7 @@ from torch import Tensor
 from drafter.batch import load_batch
 from drafter.files.checkpoint import export_config
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.policy import TargetHead
+from drafter.policy import Policy, TargetHead
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
@@ -104,6 +104,11 @@ class World:
 
     def head_at(self, policy_version: int) -> Tensor:
         return self.heads[max(v for v in self.heads if v <= policy_version)]
+
+    def policy(self, policy_version: int = 0) -> Policy:
+        """What the worker takes the policy of this version for."""
+        head = self.head_at(policy_version)
+        return Policy(policy_version, head if self.tied else self.embed, TargetHead(head))
 
     def move_head(self, policy_version: int, seed: int = 1) -> Tensor:
         """A new head from this policy version on."""
@@ -202,9 +207,7 @@ class World:
         """A random drafter."""
         ids = torch.arange(DRAFT) if vocabulary is None else vocabulary
         torch.manual_seed(seed)
-        drafter = Eagle3Drafter(
-            DrafterConfig.from_target(CONFIG, LAYERS, ids.numel()), DraftVocabulary(ids, VOCAB), self.embed
-        )
+        drafter = Eagle3Drafter(DrafterConfig.from_target(CONFIG, LAYERS, ids.numel()), DraftVocabulary(ids, VOCAB))
         drafter.init_from_target(self.heads[0][ids])
         return drafter
 
@@ -216,7 +219,7 @@ class World:
         batch = load_batch(path)
         trainer = DrafterTrainer(drafter, TrainConfig(learning_rate=1e-2))
         for _ in range(steps):
-            trainer.step(batch, TargetHead(self.head_at(policy_version)))
+            trainer.step([(batch, self.policy(policy_version))])
         return drafter
 
 

@@ -8,8 +8,8 @@ The layout is DeepSeek-V3's, with its own latent attention or, as in GLM-4.5, a 
     q   = softmax(head(norm(pre)))                  over the whole vocabulary, `norm` is shared_head.norm
 
 Embedding and head are the policy's: they come with each call, engines share the live ones, and no file of ours holds
-them. Rows, steps, keys and positions are those of `drafter.model.eagle3_unroll`, so plan, loss, trainer and replay serve
-both kinds of drafter.
+them. Rows, steps, keys and positions are those of `drafter.model.eagle3_unroll`, so plan, loss, trainer and replay
+serve both kinds of drafter.
 
 Legend: H hidden, V vocabulary, n rows of a step, N heads, hd width of a query.
 """

@@ -35,6 +35,7 @@ from drafter.reference.decode import (
     _pad,
     _some,
     _TargetReader,
+    embedding,
     sampling_logprobs,
 )
 

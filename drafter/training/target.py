@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.policy import TargetHead
 from drafter.errors import TargetHeadError
 from drafter.model.matmul import times_wide
-from drafter.vocabulary import DraftVocabulary
+from drafter.policy import TargetHead
 from drafter.unroll.plan import Plan
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks.wire import LogitMap
 
 _PLAIN = LogitMap()

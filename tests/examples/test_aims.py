@@ -46,7 +46,7 @@ def test_an_aimed_loss_and_its_gradients_are_what_its_definition_says(aim: Aim) 
     plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, STEPS)
     target = draft_target(w.batch, plan, w.drafter.vocabulary, TargetHead(w.head), w.head.dtype)
     parameters = list(w.drafter.parameters())
-    got = trainer.loss_of(plan, w.batch, target, DENOMINATOR).loss
+    got = trainer.loss_of(plan, w.batch, w.policy, target, DENOMINATOR).loss
     want = defined(w, aim)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
     ours = torch.autograd.grad(got, parameters, allow_unused=True)

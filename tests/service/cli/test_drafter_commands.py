@@ -156,7 +156,7 @@ def test_convert_says_what_the_config_leaves_open(tmp_path: Path, drafter_dir: P
 
 def test_inspect_gives_the_identity_that_the_service_gives(drafter_dir: Path, world: World) -> None:
     facts = json.loads(worked("inspect", drafter_dir, "--json"))
-    drafter = read_drafter(drafter_dir, world.embed)
+    drafter = read_drafter(drafter_dir)
     assert facts["config_fingerprint"] == config_fingerprint(drafter.config, drafter.vocabulary)
     assert facts["d2t_sha256"] == drafter.vocabulary.digest
     assert facts["aux_layers_entering"] == ENTERING
@@ -187,7 +187,7 @@ def test_inspect_refuses_what_engines_would_load_silently(drafter_dir: Path) -> 
 
 def test_eval_is_replay_pooled_over_the_files(drafter_dir: Path, rollouts: Path, embedding: Path, world: World) -> None:
     facts = json.loads(worked("eval", drafter_dir, rollouts, "--target", embedding, "--depth", 3, "--json"))
-    drafter = read_drafter(drafter_dir, world.embed)
+    drafter = read_drafter(drafter_dir)
     batches = [load_batch(path) for path in sorted(rollouts.iterdir())]
     parts = [replay(drafter, batch, depth=3) for batch in batches]
     tokens, rounds = (sum(float(getattr(p, name).sum()) for p in parts) for name in ("tokens", "rounds"))
@@ -251,7 +251,7 @@ def test_eval_takes_the_embedding_of_each_policy_version_from_a_run(tmp_path: Pa
     options = ("--target", "tied", "--state-dir", tmp_path / "state", "--json")
     alpha = json.loads(worked("eval", directory, file, *options))["drafters"]["drafter"]["alpha"]
     own = replay(read_drafter(directory, moved), load_batch(file), depth=4).alpha
-    stale = replay(read_drafter(directory, world.embed), load_batch(file), depth=4).alpha
+    stale = replay(read_drafter(directory), load_batch(file), depth=4).alpha
     assert alpha == pytest.approx(own, rel=1e-9)
     assert abs(alpha - stale) > 1e-4
 
@@ -644,7 +644,7 @@ def target() -> Any:
 def trained(target: Any) -> Eagle3Drafter:
     prompts = make_prompts(60, 64, seed=9)
     plain = generate(target, None, prompts, max_tokens=20, generator=torch.Generator().manual_seed(9))
-    return train_lightly(make_drafter(target, 56), log_rollouts(target, prompts, plain), steps=25)
+    return train_lightly(target, make_drafter(target, 56), log_rollouts(target, prompts, plain), steps=25)
 
 
 def test_a_bound_of_one_branch_is_greedy_replay_and_more_branches_only_help(

@@ -98,7 +98,7 @@ def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decodin
     assert first.gate["low"] > 0
     assert first.gate["alpha_served"] == pytest.approx(1.0), "plain decoding: one token a round"
     assert first.gate["alpha_candidate"] > 1.0
-    drafter = read_drafter(bench.layout.drafter("default", first.version), bench.world.embed)
+    drafter = read_drafter(bench.layout.drafter("default", first.version))
     assert drafter.vocabulary == worker._lineage.candidate.vocabulary
 
 
@@ -110,7 +110,7 @@ def test_an_initial_drafter_is_the_first_version_bit_for_bit(bench: Bench) -> No
     manifest = Registry(bench.layout).latest("default")
     assert manifest is not None
     assert (manifest.version[:8], manifest.parent, manifest.reason) == ("v000001-", None, "initial drafter")
-    published = read_drafter(bench.layout.drafter("default", manifest.version), bench.world.embed)
+    published = read_drafter(bench.layout.drafter("default", manifest.version))
     for name, value in drafter.state_dict().items():
         assert torch.equal(published.state_dict()[name], value)
         assert torch.equal(worker._lineage.candidate.state_dict()[name], value)
@@ -128,7 +128,7 @@ def test_an_initial_drafter_of_two_layers_is_taken_up_trained_and_scored(bench: 
     assert worker._lineage.candidate.config.num_hidden_layers == 2
     manifest = Registry(bench.layout).latest("default")
     assert manifest is not None
-    published = read_drafter(bench.layout.drafter("default", manifest.version), bench.world.embed)
+    published = read_drafter(bench.layout.drafter("default", manifest.version))
     assert published.config == deep.config
     before = {n: p.clone() for n, p in worker._lineage.candidate.named_parameters()}
     for _ in range(5):
@@ -438,7 +438,7 @@ def test_the_candidate_that_is_exported_is_the_one_that_was_trained(bench: Bench
     for name in "abcdefgh":
         bench.post(name)
         bench.drain(worker)
-    saved = read_drafter(bench.checkpoint() / "drafter", bench.world.embed)
+    saved = read_drafter(bench.checkpoint() / "drafter")
     for name, value in worker._lineage.candidate.state_dict().items():
         assert torch.equal(saved.state_dict()[name], value)
     assert (bench.checkpoint() / "drafter" / MODEL_FILE).is_file()
