@@ -105,7 +105,7 @@ def log_rollouts(
 
 def policy_of(target: Any) -> Policy:
     """What drafters share with it."""
-    head = TargetHead(target.lm_head.weight)
+    head = TargetHead(target.get_output_embeddings().weight)
     return Policy(0, target.get_input_embeddings().weight.detach(), head)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from unittest import mock
 
 import numpy as np
@@ -33,7 +33,7 @@ from drafter.batch import load_batch
 from drafter.files.checkpoint import export_config
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
-from drafter.training.trainer import DrafterTrainer, TrainConfig
+from drafter.training.trainer import DrafterTrainer, Prepared, StepReport, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
@@ -44,6 +44,9 @@ from service.storage.reports import Store
 from service.storage.runs import commit_run, read_run_header
 from service.storage.spool import Spool
 from service.worker.loop import RunWorker
+
+if TYPE_CHECKING:
+    import pytest
 
 VOCAB, HIDDEN, DRAFT, LAYERS = 40, 16, 32, (2, 4, 5)
 CONFIG: dict[str, Any] = {
@@ -221,6 +224,19 @@ class World:
         for _ in range(steps):
             trainer.step([(batch, self.policy(policy_version))])
         return drafter
+
+
+def recorded_windows(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, Policy]]]:
+    """Every window that trainers are given from now on: policy version and policy of each batch."""
+    windows: list[list[tuple[int, Policy]]] = []
+    step = DrafterTrainer.step
+
+    def recorded(self: DrafterTrainer, window: Sequence[tuple[Prepared, Policy]]) -> StepReport:
+        windows.append([(prepared.batch.policy_version, policy) for prepared, policy in window])
+        return step(self, window)
+
+    monkeypatch.setattr(DrafterTrainer, "step", recorded)
+    return windows
 
 
 class Bench:

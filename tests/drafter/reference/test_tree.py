@@ -23,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.reference.decode import generate
+from drafter.reference.decode import embedding, generate
 from drafter.reference.tree import (
     DraftTree,
     _likeliest,
@@ -68,7 +68,7 @@ def prefilled(
     with torch.no_grad():
         logits, aux = reader.read(ids, places[None])
         latest = logits[:, -1].argmax(-1)
-        chain = _TreeDrafter(drafter, temperature=1.0, generator=None)
+        chain = _TreeDrafter(drafter, embedding(target), temperature=1.0, generator=None)
         following = torch.cat([ids[:, 1:], latest[:, None]], dim=1)
         chain.read(aux, following, places, torch.ones_like(ids, dtype=torch.bool))
     return reader, chain, latest, torch.tensor([len(prompt)])

@@ -62,10 +62,11 @@ def test_a_step_of_fixed_shapes_can_be_captured_once_it_ran(loss: Loss) -> None:
     trainer = DrafterTrainer(w.drafter.to("meta"), TrainConfig(steps_ahead=3, loss=loss, compute_dtype="bfloat16"))
     plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, 3).to("meta")
     batch = w.batch.to("meta", torch.bfloat16)
-    target = draft_target(batch, plan, w.drafter.vocabulary, TargetHead(w.head), torch.bfloat16)
-    trainer.loss_of(plan, batch, w.policy, target, 1.0).loss.backward()  # as before any capture
+    policy = replace(w, embed_tokens=w.embed_tokens.to("meta")).policy
+    target = draft_target(batch, plan, w.drafter.vocabulary, policy.needed_head(), torch.bfloat16)
+    trainer.loss_of(plan, batch, policy, target, 1.0).loss.backward()  # as before any capture
     with OnDevice():
-        trainer.loss_of(plan, batch, w.policy, target, 1.0).loss.backward()
+        trainer.loss_of(plan, batch, policy, target, 1.0).loss.backward()
     with pytest.raises(HostTensorError), OnDevice():
         replace(plan).chains  # noqa: B018 - a property that copies from the host, the first time
 

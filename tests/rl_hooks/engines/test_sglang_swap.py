@@ -67,7 +67,7 @@ def drafter_files(
 ) -> dict[str, bytes]:
     """The files of a small drafter, with tensors or fields changed."""
     torch.manual_seed(seed)
-    drafter = Eagle3Drafter(CONFIG, DraftVocabulary(torch.arange(0, 16, 2), 16), torch.zeros(16, 8))
+    drafter = Eagle3Drafter(CONFIG, DraftVocabulary(torch.arange(0, 16, 2), 16))
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter)
     directory.mkdir(parents=True, exist_ok=True)
