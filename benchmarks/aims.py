@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.kinds import unroll_batch
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.model.pointwise import rms_norm
-from drafter.target import DraftTarget
+from drafter.policy import Policy
 from drafter.training.loss import DraftLoss
+from drafter.training.target import DraftTarget
 from drafter.training.trainer import DrafterTrainer
 from drafter.unroll.plan import Plan
 
@@ -38,9 +38,11 @@ class AimedTrainer(DrafterTrainer[Eagle3Drafter]):
 
     aim: Aim = ""
 
-    def loss_of(self, plan: Plan, batch: RolloutBatch, target: DraftTarget, denominator: float) -> DraftLoss:
+    def loss_of(
+        self, plan: Plan, batch: RolloutBatch, policy: Policy, target: DraftTarget, denominator: float
+    ) -> DraftLoss:
         """Give the aimed loss of a plan, its batch and its target; entries are in the plan's order."""
-        unrolled = unroll_batch(self.drafter, plan, batch, dtype=self._dtype)
+        unrolled = self.drafter.unroll(plan, batch, policy, dtype=self._dtype)
         hidden = torch.cat(unrolled.pre).index_select(0, plan.order)
         normed = rms_norm(hidden, unrolled.weights.norm, self.drafter.config.rms_norm_eps)
         logits = normed @ unrolled.weights.lm_head.t() / target.divisor  # [E, D]

@@ -38,7 +38,8 @@ from parity_fixtures import VOCAB, Case, _imported, case  # noqa: E402 - the pat
 
 from drafter.files.checkpoint import StoredDrafter  # noqa: E402
 from drafter.files.formats import export_drafter, import_drafter  # noqa: E402
-from drafter.unroll.unroll import make_plan, unroll  # noqa: E402
+from drafter.model.eagle3_unroll import unroll  # noqa: E402
+from drafter.unroll.plan import make_plan  # noqa: E402
 
 LIMIT = 1e-5
 EXPORT = "specforge export --to sglang"
@@ -66,7 +67,7 @@ def their_model(directory: Path, c: Case, dtype: torch.dtype) -> Any:
     )
     assert report.missing_keys == ("embed_tokens.weight",), report
     with torch.no_grad():
-        model.embed_tokens.weight.copy_(c.drafter.embed_tokens)
+        model.embed_tokens.weight.copy_(c.embed_tokens)
     model.freeze_embedding()
     return model
 
@@ -111,7 +112,7 @@ def forward_error(model: Any, c: Case) -> float:
     b = c.batch.select([0])
     T = b.tokens
     plan = make_plan(b.cu_seqlens, torch.ones(T, dtype=torch.bool), STEPS)
-    ours = unroll(c.drafter, plan, b.input_ids, b.aux_hidden)
+    ours = unroll(c.drafter, plan, b.input_ids, b.aux_hidden, c.embed_tokens)
     mask = eagle.prepare_decoder_attention_mask(torch.ones(1, T, dtype=torch.bool), (1, T), b.aux_hidden[None], 0)
     h, cache, errors = model.project_hidden_states(b.aux_hidden[None]), [[], []], []
     for step in range(STEPS):

@@ -66,7 +66,9 @@ def _document(c: Case, begin: int, end: int, steps: int) -> Result:
     b, per_token = c.batch, ("input_ids", "loss_mask", "aux_hidden", "logprobs", "last_hidden", "logsumexp")
     cut: dict[str, Any] = {name: getattr(b, name)[begin:end] for name in per_token}
     batch = replace(b, cu_seqlens=torch.tensor([0, end - begin]), **cut)
-    model, draft, rows = step_peers.specforge_model(step_peers.Case(c.drafter, c.head, batch, steps, True))
+    model, draft, rows = step_peers.specforge_model(
+        step_peers.Case(c.drafter, c.embed_tokens, c.head, batch, steps, True)
+    )
     losses = torch.stack(list(model(**rows[0])[0])) * (end - begin)
     weighted = (losses * DECAY ** torch.arange(steps)).sum()
     trained = {n: p for n, p in draft.named_parameters() if p.requires_grad}

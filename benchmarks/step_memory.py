@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.step_peers import AUX, SIZES, Size
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import DraftTarget
+from drafter.policy import Policy
+from drafter.training.target import DraftTarget
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
-from drafter.unroll.unroll import make_plan
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 
 GIB = 1 << 30
 
@@ -98,14 +99,15 @@ def peak_of(
     vocabulary = DraftVocabulary(torch.arange(size.draft), size.vocab)
     with LiveBytes() as memory:
         with torch.device("meta"):
-            drafter = Eagle3Drafter(config, vocabulary, made(size.vocab, size.hidden)).to("meta")
+            drafter = Eagle3Drafter(config, vocabulary).to("meta")
+        policy = Policy(0, made(size.vocab, size.hidden))
         trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=steps, compute_dtype="bfloat16", loss=loss))
         for parameter in drafter.parameters():
             parameter.grad = torch.zeros_like(parameter)
         trainer._optimizer.step(0.0)  # makes its moments
         trainer._optimizer.forget_gradients()
         head_rows = made(size.draft, size.hidden)  # the draft vocabulary's, gathered once per policy version
-        memory.hold([list(drafter.parameters()), drafter.embed_tokens, trainer._optimizer.moments(), head_rows])
+        memory.hold([list(drafter.parameters()), policy.embed_tokens, trainer._optimizer.moments(), head_rows])
         resident = memory.live
         batch = RolloutBatch(
             input_ids=made(tokens, dtype=torch.int64),
@@ -124,7 +126,7 @@ def peak_of(
             head_rows=head_rows,
             logsumexp=made(rows.numel(), dtype=torch.float32),
         )
-        result = trainer.loss_of(plan, batch, target, max(int(mask.sum()), 1))
+        result = trainer.loss_of(plan, batch, policy, target, max(int(mask.sum()), 1))
         torch.autograd.backward(result.loss)
         if any(p.grad is None for p in drafter.parameters()):
             raise AssertionError("a parameter got no gradient")

@@ -20,11 +20,13 @@ from torch import Tensor
 
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead, draft_target
+from drafter.model.eagle3_unroll import unroll
+from drafter.policy import Policy, TargetHead
 from drafter.training.loss import draft_loss
+from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, TrainConfig
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 
 Step = Callable[..., dict[str, Tensor]]
 STEP_DECAY = 0.8
@@ -58,6 +60,7 @@ class Case:
     """Weights and documents that every implementation gets. Several batches: for steps of changing shapes."""
 
     drafter: Eagle3Drafter
+    embed_tokens: Tensor  # [V, H]
     head: Tensor  # [V, H]
     batch: RolloutBatch
     steps: int  # K
@@ -105,8 +108,8 @@ def make_case(
     )
     ids = torch.randperm(size.vocab, generator=g, device=device)[: size.draft].sort().values.cpu()
     with torch.device(device):
-        drafter = Eagle3Drafter(c, DraftVocabulary(ids, size.vocab), drawn(size.vocab, size.hidden, scale=0.5))
-    drafter = drafter.to(device, dtype)
+        embed_tokens = drawn(size.vocab, size.hidden, scale=0.5).to(dtype)
+        drafter = Eagle3Drafter(c, DraftVocabulary(ids, size.vocab)).to(device, dtype)
     drafter.lm_head.weight.requires_grad_(train_head)
     head = drawn(size.vocab, size.hidden, scale=size.hidden**-0.5)
     head[ids.to(device), 0] += 2.0
@@ -129,7 +132,7 @@ def make_case(
 
     length = tokens // documents
     first, *others = [rollouts(length - i * length // 67) for i in range(batches)]
-    return Case(drafter, head.to(dtype), first, steps, train_head, tuple(others))
+    return Case(drafter, embed_tokens, head.to(dtype), first, steps, train_head, tuple(others))
 
 
 def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
@@ -143,7 +146,7 @@ def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
     def step(which: int = 0) -> dict[str, Tensor]:
         batch = case.batches[which]
         plan = make_plan(batch.cu_seqlens, batch.loss_mask, case.steps).to(batch.input_ids.device)
-        unrolled = unroll(drafter, plan, batch.input_ids, batch.aux_hidden)
+        unrolled = unroll(drafter, plan, batch.input_ids, batch.aux_hidden, case.embed_tokens)
         if full_vocabulary:
             for rows in batch.last_hidden[plan.target_rows].split(128):
                 (rows @ case.head.T).float().max(-1)
@@ -164,11 +167,12 @@ def ours_trainer(case: Case) -> Step:
     settings = TrainConfig(
         steps_ahead=case.steps, step_decay=STEP_DECAY, train_lm_head=case.train_head, compute_dtype=compute
     )
-    trainer, head = DrafterTrainer(case.drafter, settings), TargetHead(case.head.cpu())
+    trainer = DrafterTrainer(case.drafter, settings)
+    policy = Policy(0, case.embed_tokens, TargetHead(case.head.cpu()))
     batches = [batch.to("cpu") for batch in case.batches]
 
     def step(which: int = 0) -> dict[str, Tensor]:
-        report = trainer.step(batches[which], head)
+        report = trainer.step([(batches[which], policy)])
         if report.skipped is not None:
             raise RuntimeError(f"the trainer skipped the step: {report.skipped}")
         return {}
@@ -204,7 +208,7 @@ def speculators(case: Case) -> Step:
     ).to(case.head.device, case.head.dtype)
     rotary = model.rotary_emb.inv_freq.float()  # kept wide, as transformers keeps it
     state = {n.replace("midlayer.", "layers.0."): t for n, t in case.drafter.state_dict().items()}
-    state["embed_tokens.weight"] = case.drafter.embed_tokens
+    state["embed_tokens.weight"] = case.embed_tokens
     state["verifier_lm_head.weight"] = case.head[case.drafter.vocabulary.ids.to(case.head.device)]
     state["verifier_norm.weight"] = case.head.new_ones(size.hidden_size)
     model.load_state_dict(state, strict=False)
@@ -253,7 +257,7 @@ def specforge_model(case: Case) -> tuple[Any, Any, list[dict[str, Any]]]:
     backend = "sdpa" if cpu else "flex_attention"
     draft = llama.LlamaForCausalLMEagle3(_imported("transformers").LlamaConfig(**settings), attention_backend=backend)
     draft = draft.to(case.head.device, case.head.dtype)
-    draft.load_state_dict({**case.drafter.state_dict(), "embed_tokens.weight": case.drafter.embed_tokens}, strict=False)
+    draft.load_state_dict({**case.drafter.state_dict(), "embed_tokens.weight": case.embed_tokens}, strict=False)
     draft.embed_tokens.weight.requires_grad_(False)
     draft.lm_head.weight.requires_grad_(case.train_head)
     model = model_module.OnlineEagle3Model(draft, length=case.steps, attention_backend=backend)

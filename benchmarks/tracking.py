@@ -38,8 +38,8 @@ from benchmarks.recording import Recording, open_recording, record
 from drafter.batch import RolloutBatch
 from drafter.files.checkpoint import read_drafter
 from drafter.model.eagle3 import Eagle3Drafter
+from drafter.policy import Policy, TargetHead
 from drafter.replay.replay import replay
-from drafter.target import TargetHead
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
 from examples.initial_drafter import LEARNING_RATE, SEQUENCES_PER_STEP, save_drafter, train_initial_drafter
 from rl_hooks.sending.features import to_e4m3
@@ -81,22 +81,21 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
     if recipe.aim:
         trainer = AimedTrainer(drafter, config)
         trainer.aim = recipe.aim
-    heads = {v: TargetHead(h, v) for v, h in zip(recording.versions, recording.heads, strict=True)}
+    policies = {v: _policy(h, v) for v, h in zip(recording.versions, recording.heads, strict=True)}
     track = Track(recipe.name, recording.seed, list(recording.versions))
     with tempfile.TemporaryDirectory() as scratch:
         recent = RecentRollouts(
             Path(scratch), capacity_tokens=recipe.recent_tokens, holdout_one_in=HOLDOUT_ONE_IN
         )  # the files stay where they are: it is never settled
         for index, (version, batch) in enumerate(zip(recording.versions, recording.batches, strict=True)):
-            drafter.embed_tokens = heads[version].lm_head
             if recipe.late_loss is not None and index >= len(recording.versions) // 2:
                 trainer.config = replace(config, loss=recipe.late_loss)
             for drafting in DRAFTINGS:
-                result = replay(drafter, batch, depth=recipe.serving_depth, drafting=drafting)
+                result = replay(drafter, batch, policies[version], depth=recipe.serving_depth, drafting=drafting)
                 track.alpha[drafting].append(result.alpha)
             track.cpu_seconds.append(track.total_cpu_seconds)
             started = time.process_time()
-            newest = recent.add(recording.files[index], as_sent(batch, heads[version], recipe))
+            newest = recent.add(recording.files[index], as_sent(batch, policies[version].needed_head(), recipe))
             if recipe.passes and index % recipe.every == 0:
                 draws = recent.train_steps(
                     [newest],
@@ -106,14 +105,18 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
                     newest_share=recipe.newest_share,
                 )
                 for drawn in _substituted(draws, recipe, recording, seed=index):
-                    drafter.embed_tokens = heads[drawn[0].policy_version].lm_head
-                    track.skipped += trainer.step(drawn, [heads[b.policy_version] for b in drawn]).skipped is not None
+                    report = trainer.step([(b, policies[b.policy_version]) for b in drawn])
+                    track.skipped += report.skipped is not None
                 track.total_cpu_seconds += time.process_time() - started
-    drafter.embed_tokens = recording.heads[0]
     base = recording.base.select(range(min(BASE_ROLLOUTS, recording.base.rollouts)))
-    track.base_alpha = replay(drafter, base, depth=recipe.serving_depth).alpha
+    track.base_alpha = replay(drafter, base, _policy(recording.heads[0]), depth=recipe.serving_depth).alpha
     track.windows = trainer.windows
     return track
+
+
+def _policy(head: torch.Tensor, version: int = 0) -> Policy:
+    """A policy whose embedding is its head, as the demo's."""
+    return Policy(version, head, TargetHead(head))
 
 
 def _substituted(
@@ -158,7 +161,7 @@ def initial_drafter(directory: Path, loss: Loss, steps: int, extra_loss: Loss, e
     if extra_steps:
         kept = kept.with_name(f"{kept.name}-{extra_loss}-{extra_steps}")
     if kept.exists():
-        return read_drafter(kept, recording.heads[0])
+        return read_drafter(kept)
     policy, tokenizer = load()
     if extra_steps:
         drafter = copy.deepcopy(initial_drafter(directory, loss, steps, extra_loss, 0))
@@ -174,10 +177,10 @@ def initial_drafter(directory: Path, loss: Loss, steps: int, extra_loss: Loss, e
 
 def _train_on_base(drafter: Eagle3Drafter, recording: Recording, loss: Loss, steps: int, seed: int) -> None:
     trainer = DrafterTrainer(drafter, TrainConfig(SERVING_DEPTH, LEARNING_RATE, loss=loss, optimizer="adamw"))
-    head, rng = TargetHead(recording.heads[0]), np.random.default_rng(seed)
+    policy, rng = _policy(recording.heads[0]), np.random.default_rng(seed)
     for _ in range(steps):
         chosen = rng.choice(recording.base.rollouts, size=SEQUENCES_PER_STEP, replace=False)
-        trainer.step(recording.base.select([int(i) for i in chosen]), head)
+        trainer.step([(recording.base.select([int(i) for i in chosen]), policy)])
 
 
 # --- results --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from drafter.model.eagle3 import Eagle3Drafter
+from drafter.policy import Policy
 from drafter.replay.replay import replay
 from examples.elicit import is_worked
 from examples.features import Rollout, batch_of
@@ -33,8 +34,8 @@ def take_apart(
         kept = [r for r in rollouts if len(r.token_ids) > 1]
         if not kept:
             return None
-        frozen.embed_tokens = policy.get_input_embeddings().weight.detach().float()
-        return replay(frozen, batch_of(policy, kept), depth=depth, drafting=drafting).alpha
+        shared = Policy(0, policy.get_input_embeddings().weight.detach().float())
+        return replay(frozen, batch_of(policy, kept), shared, depth=depth, drafting=drafting).alpha
 
     def split(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
         worked = [r for r in rollouts if is_worked(tokenizer.decode(list(r.token_ids), skip_special_tokens=True))]

@@ -111,7 +111,7 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
     from examples.policy import load
 
     initial_policy, tokenizer = load()
-    frozen = read_drafter(session.initial, initial_policy.get_input_embeddings().weight.detach().float())
+    frozen = read_drafter(session.initial)
     versions = sorted(session.live)
     final_policy = session.trainer.accelerator.unwrap_model(session.trainer.model).eval()
     parts = take_apart(
@@ -139,11 +139,10 @@ def _decoders(session: Session) -> dict[str, Any]:
     if served is None:
         raise RuntimeError("the run serves no drafter, although it began with one")
     policy = session.trainer.accelerator.unwrap_model(session.trainer.model).eval()
-    embedding = policy.get_input_embeddings().weight.detach().float()
     prompts = elicit.sample_prompts(_DECODED_PROMPTS, seed=1_000_000 + session.config.seed)
     return compare_decoders(
         policy,
-        read_drafter(layout.drafter(RUN, served.version), embedding),
+        read_drafter(layout.drafter(RUN, served.version)),
         [Prompt(session.tokenizer.encode(prompt)) for prompt in prompts],
         depth=session.engine.drafter()["depth"],
         max_tokens=elicit.MAX_ANSWER_TOKENS,

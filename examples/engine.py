@@ -123,9 +123,9 @@ class Engine:
         Anything wrong with the files raises `DrafterError` or `EngineError` before the engine is touched.
         """
         with self._swap_lock:
-            candidate = read_drafter(directory, self._embedding)
+            candidate = read_drafter(directory)
             self._check_drafter(candidate)
-            fresh = Drafting(candidate, version, self._max_sequences, self._positions)
+            fresh = Drafting(candidate, self._embedding, version, self._max_sequences, self._positions)
 
             def apply() -> str | None:
                 previous = self.drafter_version
@@ -141,12 +141,12 @@ class Engine:
             served = self._drafting
             if served is None:
                 raise EngineError("there is no drafter to break; swap one in first")
-            dead = Eagle3Drafter(served.drafter.config, served.drafter.vocabulary, self._embedding)
+            dead = Eagle3Drafter(served.drafter.config, served.drafter.vocabulary)
             generator = torch.Generator().manual_seed(seed)
             with torch.no_grad():
                 for parameter in dead.parameters():
                     parameter.normal_(generator=generator)
-            fresh = Drafting(dead, served.version, self._max_sequences, self._positions)
+            fresh = Drafting(dead, self._embedding, served.version, self._max_sequences, self._positions)
 
             def apply() -> None:
                 self._drafting = fresh

@@ -34,10 +34,11 @@ class Draft:
 class Drafting:
     """One drafter with its key-value cache of S slots. A swap makes a new one; its cache is filled again on demand."""
 
-    def __init__(self, drafter: Eagle3Drafter, version: str, slots: int, positions: int) -> None:
+    def __init__(self, drafter: Eagle3Drafter, embed_tokens: Tensor, version: str, slots: int, positions: int) -> None:
         self.drafter = drafter.eval().requires_grad_(False)
         self.version = version
         self._weights = drafter.weights()
+        self._embed_tokens = embed_tokens  # the policy's live one
         config = drafter.config
         # [2 (keys, values), S, G, T, hd]
         self._cache = torch.zeros(2, slots, drafter.cache_heads, positions, config.head_dim)
@@ -105,7 +106,7 @@ class Drafting:
         )
         keys, values = self._cache[0, :B, :, :past], self._cache[1, :B, :, :past]
         pre, new_keys, new_values = self.drafter.attend(
-            self.drafter.embed(tokens), r, positions, keys, values, mask, self._weights
+            self.drafter.embed(tokens, self._embed_tokens), r, positions, keys, values, mask, self._weights
         )
         capacity = self._cache.shape[3]
         slots = torch.arange(B)[:, None].expand(B, rows)

@@ -16,9 +16,9 @@ import torch
 from drafter.batch import RolloutBatch
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead
+from drafter.policy import Policy, TargetHead
 from drafter.training.trainer import DrafterTrainer, TrainConfig
+from drafter.vocabulary import DraftVocabulary
 from examples.policy import AUX_LAYERS
 
 #: Fewer than the policy's words, so that the reduced draft vocabulary (d2t, t2d) is exercised for real.
@@ -44,16 +44,15 @@ def train_initial_drafter(
     vocabulary = DraftVocabulary.build(counts, DRAFT_VOCAB_SIZE, always=[eos_id])
     config = DrafterConfig.from_target(policy.config.to_dict(), AUX_LAYERS, len(vocabulary))
     torch.manual_seed(seed)
-    embed_tokens = policy.get_input_embeddings().weight.detach().float().clone()
-    drafter = Eagle3Drafter(config, vocabulary, embed_tokens)
+    drafter = Eagle3Drafter(config, vocabulary)
     head = policy.lm_head.weight.detach().float()
     drafter.init_from_target(head[vocabulary.ids])
     trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=depth, learning_rate=LEARNING_RATE, optimizer="adamw"))
-    target = TargetHead(head)
+    frozen = Policy(0, policy.get_input_embeddings().weight.detach().float(), TargetHead(head))
     rng = np.random.default_rng(seed)
     for step in range(steps):
         chosen = rng.choice(batch.rollouts, size=min(SEQUENCES_PER_STEP, batch.rollouts), replace=False)
-        trainer.step(batch.select([int(i) for i in chosen]), target)
+        trainer.step([(batch.select([int(i) for i in chosen]), frozen)])
         if report is not None:
             report(step + 1)
     return drafter

@@ -11,9 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
+from drafter.policy import Policy, TargetHead
 from drafter.reference.decode import Generation
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 
 AUX_LAYERS = (1, 2, 3)
 #: A token that the default target emits within 20 in about 40 % of responses, greedy or sampled.
@@ -52,7 +53,7 @@ def make_drafter(target: Any, draft_vocab_size: int | None = None, seed: int = 1
     D = draft_vocab_size or V
     ids = torch.randperm(V)[:D].sort().values
     config = DrafterConfig.from_target(target.config.to_dict(), AUX_LAYERS, D)
-    drafter = Eagle3Drafter(config, DraftVocabulary(ids, V), target.get_input_embeddings().weight)
+    drafter = Eagle3Drafter(config, DraftVocabulary(ids, V))
     drafter.init_from_target(target.lm_head.weight.detach()[ids])
     return drafter
 
@@ -102,13 +103,21 @@ def log_rollouts(
     )
 
 
-def train_lightly(drafter: Eagle3Drafter, batch: RolloutBatch, steps: int = 40, depth: int = 3) -> Eagle3Drafter:
+def policy_of(target: Any) -> Policy:
+    """What drafters share with it."""
+    head = TargetHead(target.get_output_embeddings().weight)
+    return Policy(0, target.get_input_embeddings().weight.detach(), head)
+
+
+def train_lightly(
+    target: Any, drafter: Eagle3Drafter, batch: RolloutBatch, steps: int = 40, depth: int = 3
+) -> Eagle3Drafter:
     """Cross-entropy on the emitted tokens over the unroll: enough to be often right, no trainer needed."""
-    plan = make_plan(batch.cu_seqlens, batch.loss_mask, depth)
+    plan, policy = make_plan(batch.cu_seqlens, batch.loss_mask, depth), policy_of(target)
     to_draft = drafter.vocabulary.to_draft
     optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
     for _ in range(steps):
-        unrolled = unroll(drafter, plan, batch.input_ids, batch.aux_hidden)
+        unrolled = drafter.unroll(plan, batch, policy)
         loss = torch.zeros(())
         for step in range(depth):
             wanted = to_draft[batch.input_ids[unrolled.rows[step] + 2 + step]]

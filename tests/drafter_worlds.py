@@ -10,10 +10,11 @@ from torch import Tensor
 
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead, draft_target
+from drafter.policy import Policy, TargetHead
 from drafter.training.loss import DraftLoss, draft_loss
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.training.target import draft_target
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 
 HIDDEN, VOCAB = 12, 17
 AUX = (1, 2, 3)
@@ -54,8 +55,13 @@ class World:
     """A drafter, the target's head, and rollouts, whose probabilities are the target's own."""
 
     drafter: Eagle3Drafter
+    embed_tokens: Tensor
     head: Tensor
     batch: RolloutBatch
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.batch.policy_version, self.embed_tokens, TargetHead(self.head))
 
     @property
     def documents(self) -> list[RolloutBatch]:
@@ -96,16 +102,14 @@ def world(
     """Weights large enough that every term of the formulas matters."""
     g = torch.Generator().manual_seed(1000 + seed)
     kept = torch.randperm(VOCAB, generator=g)[:draft].sort().values
-    drafter = Eagle3Drafter(
-        config(draft), DraftVocabulary(kept, VOCAB), torch.randn(VOCAB, HIDDEN, generator=g, dtype=torch.float64)
-    )
-    drafter = drafter.to(torch.float64)
+    embed_tokens = torch.randn(VOCAB, HIDDEN, generator=g, dtype=torch.float64)
+    drafter = Eagle3Drafter(config(draft), DraftVocabulary(kept, VOCAB)).to(torch.float64)
     for parameter in drafter.parameters():
         noise = torch.randn(parameter.shape, generator=g, dtype=torch.float64)
         parameter.data = 0.3 * noise if parameter.ndim == 2 else 1 + 0.3 * noise
     head = torch.randn(VOCAB, HIDDEN, generator=g, dtype=torch.float64) * 0.7
     batch = rollouts(masks, head, temperature, seed)
-    return World(drafter.to(dtype), head.to(dtype), cast(batch, dtype))
+    return World(drafter.to(dtype), embed_tokens.to(dtype), head.to(dtype), cast(batch, dtype))
 
 
 def cast(batch: RolloutBatch, dtype: torch.dtype) -> RolloutBatch:
@@ -115,7 +119,7 @@ def cast(batch: RolloutBatch, dtype: torch.dtype) -> RolloutBatch:
 def ours(w: World, steps: int, *, decay: float = 0.8, denominator: float = 7.0, chunk: int = 1 << 22) -> DraftLoss:
     """The production path: plan, unroll, fused loss."""
     plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, steps)
-    unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden)
+    unrolled = w.drafter.unroll(plan, w.batch, w.policy)
     target = draft_target(w.batch, plan, w.drafter.vocabulary, TargetHead(w.head), w.head.dtype)
     return draft_loss(w.drafter, unrolled, target, denominator=denominator, step_decay=decay, chunk_elements=chunk)
 
@@ -142,7 +146,7 @@ def expected(w: World, steps: int, *, decay: float = 0.8, denominator: float = 7
     results = reference_steps(
         weights,
         w.drafter.config,
-        w.drafter.embed_tokens.double(),
+        w.embed_tokens.double(),
         w.drafter.vocabulary.ids.tolist(),
         documents,
         steps,

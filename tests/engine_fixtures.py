@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_fixtures import policy_of
 
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead
 from drafter.training.trainer import DrafterTrainer, TrainConfig
+from drafter.vocabulary import DraftVocabulary
 from examples import elicit, policy
 from examples.engine import Engine
 from examples.engine_sequences import Completion, Sampling
@@ -52,7 +52,7 @@ def random_drafter(model: Any, seed: int, draft_vocab_size: int | None = None) -
     head = model.get_output_embeddings().weight.detach()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        drafter = Eagle3Drafter(config, vocabulary, model.get_input_embeddings().weight.detach().clone())
+        drafter = Eagle3Drafter(config, vocabulary)
     drafter.init_from_target(head[vocabulary.ids])
     return drafter
 
@@ -74,9 +74,9 @@ def trained_drafter() -> Eagle3Drafter:
     batch = batch_of(model, rollouts(prompts, done))
     drafter = random_drafter(model, seed=0, draft_vocab_size=96)
     trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=4, learning_rate=2e-3, optimizer="adamw"))
-    head = TargetHead(model.get_output_embeddings().weight.detach())
+    shared = policy_of(model)
     for step in range(48):
-        trainer.step(batch.select([(step * 40 + i) % batch.rollouts for i in range(40)]), head)
+        trainer.step([(batch.select([(step * 40 + i) % batch.rollouts for i in range(40)]), shared)])
     return drafter.eval().requires_grad_(False)
 
 

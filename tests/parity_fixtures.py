@@ -22,10 +22,12 @@ from torch import Tensor
 
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead, draft_target
+from drafter.model.eagle3_unroll import unroll
+from drafter.policy import TargetHead
 from drafter.training.loss import draft_loss
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.training.target import draft_target
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 
 AUX = (1, 2, 3)
 VOCAB, HIDDEN, DECAY = 61, 32, 0.8
@@ -44,6 +46,7 @@ class Case:
     """Weights and documents for both implementations."""
 
     drafter: Eagle3Drafter
+    embed_tokens: Tensor  # [V, H]
     head: Tensor  # [V, H]
     final_norm: Tensor  # [H]
     raw_last: Tensor  # [T, H], before the final norm
@@ -56,7 +59,7 @@ def case(lengths: tuple[int, ...], *, response: float, draft: int, seed: int = 0
     drawn = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731 - one line, used all over
     config = DrafterConfig(HIDDEN, HIDDEN, 48, 4, 2, 8, VOCAB, draft, AUX)
     kept = torch.randperm(VOCAB, generator=g)[:draft].sort().values
-    drafter = Eagle3Drafter(config, DraftVocabulary(kept, VOCAB), drawn(VOCAB, HIDDEN))
+    embed_tokens, drafter = drawn(VOCAB, HIDDEN), Eagle3Drafter(config, DraftVocabulary(kept, VOCAB))
     for parameter in drafter.parameters():
         parameter.data = 0.2 * drawn(*parameter.shape) if parameter.ndim == 2 else 1 + 0.2 * drawn(*parameter.shape)
     head, final_norm, T = 0.4 * drawn(VOCAB, HIDDEN), 1 + 0.2 * drawn(HIDDEN), sum(lengths)
@@ -72,13 +75,13 @@ def case(lengths: tuple[int, ...], *, response: float, draft: int, seed: int = 0
         last_hidden=last,
         logsumexp=(last @ head[kept].T).logsumexp(-1),
     )
-    return Case(drafter, head, final_norm, raw_last, batch)
+    return Case(drafter, embed_tokens, head, final_norm, raw_last, batch)
 
 
 def ours(c: Case, steps: int) -> Result:
     """The production path."""
     plan = make_plan(c.batch.cu_seqlens, c.batch.loss_mask, steps)
-    unrolled = unroll(c.drafter, plan, c.batch.input_ids, c.batch.aux_hidden)
+    unrolled = unroll(c.drafter, plan, c.batch.input_ids, c.batch.aux_hidden, c.embed_tokens)
     target = draft_target(c.batch, plan, c.drafter.vocabulary, TargetHead(c.head))
     result = draft_loss(c.drafter, unrolled, target, denominator=1, step_decay=DECAY)
     named = dict(c.drafter.named_parameters())
@@ -159,7 +162,7 @@ def _model(c: Case) -> Any:
         )
     )
     state = {n.replace("midlayer.", "layers.0."): t for n, t in c.drafter.state_dict().items()}
-    state["embed_tokens.weight"] = c.drafter.embed_tokens
+    state["embed_tokens.weight"] = c.embed_tokens
     state["verifier_lm_head.weight"] = c.head[c.drafter.vocabulary.ids]
     state["verifier_norm.weight"] = c.final_norm
     if not model.use_draft_vocab:

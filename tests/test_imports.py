@@ -16,27 +16,29 @@ PACKAGES = ("drafter", "rl_hooks", "service")
 #: Every arrow between rooms, and no other. A room is a folder; a file beside the rooms stands for itself.
 ARROWS = {
     "service.cli": """service.api service.errors service.settings service.storage service.worker examples.demo
-        drafter.batch drafter.errors drafter.files drafter.kinds drafter.model drafter.reference drafter.replay
-        rl_hooks.agent rl_hooks.format rl_hooks.lock rl_hooks.wire""",
+        drafter.batch drafter.errors drafter.files drafter.model drafter.policy drafter.reference drafter.replay
+        drafter.vocabulary rl_hooks.agent rl_hooks.format rl_hooks.lock rl_hooks.wire""",
     "service.api": "service.errors service.monitor service.settings service.storage rl_hooks.release rl_hooks.wire",
     "service.worker": """service.errors service.monitor service.settings service.storage drafter.batch drafter.device
-        drafter.errors drafter.files drafter.kinds drafter.model drafter.mtp drafter.replay drafter.target
-        drafter.training rl_hooks.durable rl_hooks.format rl_hooks.wire""",
+        drafter.errors drafter.files drafter.model drafter.policy drafter.replay drafter.training drafter.vocabulary
+        rl_hooks.durable rl_hooks.format rl_hooks.wire""",
     "service.storage": "service.errors service.monitor rl_hooks.durable rl_hooks.format rl_hooks.lock rl_hooks.wire",
     "service.monitor": "",
     "service.settings": "",
     "service.errors": "",
-    "drafter.training": """drafter.batch drafter.device drafter.errors drafter.kinds drafter.model drafter.target
-        drafter.unroll rl_hooks.durable""",
-    "drafter.replay": "drafter.batch drafter.device drafter.errors drafter.kinds drafter.model drafter.unroll",
+    "drafter.training": """drafter.batch drafter.device drafter.errors drafter.model drafter.policy drafter.unroll
+        drafter.vocabulary rl_hooks.durable rl_hooks.wire""",
+    "drafter.replay": "drafter.batch drafter.device drafter.errors drafter.model drafter.policy drafter.unroll",
     "drafter.reference": "drafter.batch drafter.errors drafter.model drafter.replay",
-    "drafter.kinds": """drafter.batch drafter.device drafter.errors drafter.files drafter.model drafter.mtp
-        drafter.target drafter.unroll rl_hooks.format""",
-    "drafter.files": "drafter.errors drafter.model drafter.mtp rl_hooks.durable rl_hooks.format",
-    "drafter.target": "drafter.batch drafter.errors drafter.model drafter.unroll rl_hooks.wire",
-    "drafter.mtp": "drafter.errors drafter.model drafter.unroll rl_hooks.format",
-    "drafter.unroll": "drafter.device drafter.errors drafter.model",
-    "drafter.model": "drafter.device drafter.errors rl_hooks.format",
+    "drafter.files": """drafter.errors drafter.model drafter.mtp drafter.policy drafter.vocabulary rl_hooks.durable
+        rl_hooks.format""",
+    "drafter.mtp": """drafter.batch drafter.errors drafter.model drafter.policy drafter.unroll drafter.vocabulary
+        rl_hooks.format""",
+    "drafter.model": """drafter.batch drafter.device drafter.errors drafter.policy drafter.unroll drafter.vocabulary
+        rl_hooks.format""",
+    "drafter.unroll": "drafter.device drafter.errors",
+    "drafter.policy": "drafter.batch drafter.errors drafter.vocabulary rl_hooks.wire",
+    "drafter.vocabulary": "drafter.errors",
     "drafter.batch": "drafter.device drafter.errors rl_hooks.wire",
     "drafter.device": "",
     "drafter.errors": "rl_hooks.format",

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from unittest import mock
 
 import numpy as np
@@ -33,9 +33,9 @@ from torch import Tensor
 from drafter.batch import load_batch
 from drafter.files.checkpoint import export_config
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead
-from drafter.training.trainer import DrafterTrainer, TrainConfig
+from drafter.policy import Policy, TargetHead
+from drafter.training.trainer import DrafterTrainer, Prepared, StepReport, TrainConfig
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.settings import Settings
@@ -44,6 +44,9 @@ from service.storage.queue import AsyncRolloutQueue, Batch
 from service.storage.runs import commit_run, read_run_header
 from service.storage.spool import Spool
 from service.worker.loop import RunWorker
+
+if TYPE_CHECKING:
+    import pytest
 
 VOCAB, HIDDEN, DRAFT, LAYERS = 40, 16, 32, (2, 4, 5)
 CONFIG: dict[str, Any] = {
@@ -104,6 +107,11 @@ class World:
 
     def head_at(self, policy_version: int) -> Tensor:
         return self.heads[max(v for v in self.heads if v <= policy_version)]
+
+    def policy(self, policy_version: int = 0) -> Policy:
+        """What the worker takes the policy of this version for."""
+        head = self.head_at(policy_version)
+        return Policy(policy_version, head if self.tied else self.embed, TargetHead(head))
 
     def move_head(self, policy_version: int, seed: int = 1) -> Tensor:
         """A new head from this policy version on."""
@@ -202,9 +210,7 @@ class World:
         """A random drafter."""
         ids = torch.arange(DRAFT) if vocabulary is None else vocabulary
         torch.manual_seed(seed)
-        drafter = Eagle3Drafter(
-            DrafterConfig.from_target(CONFIG, LAYERS, ids.numel()), DraftVocabulary(ids, VOCAB), self.embed
-        )
+        drafter = Eagle3Drafter(DrafterConfig.from_target(CONFIG, LAYERS, ids.numel()), DraftVocabulary(ids, VOCAB))
         drafter.init_from_target(self.heads[0][ids])
         return drafter
 
@@ -216,8 +222,21 @@ class World:
         batch = load_batch(path)
         trainer = DrafterTrainer(drafter, TrainConfig(learning_rate=1e-2))
         for _ in range(steps):
-            trainer.step(batch, TargetHead(self.head_at(policy_version)))
+            trainer.step([(batch, self.policy(policy_version))])
         return drafter
+
+
+def recorded_windows(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, Policy]]]:
+    """Every window that trainers are given from now on: policy version and policy of each batch."""
+    windows: list[list[tuple[int, Policy]]] = []
+    step = DrafterTrainer.step
+
+    def recorded(self: DrafterTrainer, window: Sequence[tuple[Prepared, Policy]]) -> StepReport:
+        windows.append([(prepared.batch.policy_version, policy) for prepared, policy in window])
+        return step(self, window)
+
+    monkeypatch.setattr(DrafterTrainer, "step", recorded)
+    return windows
 
 
 class Bench:

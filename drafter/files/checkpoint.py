@@ -24,10 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter.errors import CheckpointError, DrafterError, VocabularyError
+from drafter.errors import CheckpointError, VocabularyError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
 from drafter.mtp.module import MtpConfig
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks.durable import sync
 from rl_hooks.format.eagle3 import (
     FIXED,
@@ -58,7 +58,7 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredDrafter:
-    """A drafter as files hold it: weights [canonical name] in one dtype, without maps and embedding."""
+    """A drafter as files hold it: weights [canonical name] in one dtype, without maps."""
 
     config: DrafterConfig
     vocabulary: DraftVocabulary
@@ -90,7 +90,7 @@ def write_drafter(
 
 
 def write_stored(directory: Path, stored: StoredDrafter) -> dict[str, FileDigest]:
-    """`write_drafter` for a drafter that needs no embedding because it is not run."""
+    """`write_drafter` for weights that no model was made of."""
     tensors = stored.tensors()
     check_tensors(tensors, stored.config)
     save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
@@ -125,17 +125,12 @@ def check_tensors(tensors: Mapping[str, Tensor], config: DrafterConfig) -> None:
             )
 
 
-def read_drafter(directory: Path, embed_tokens: Tensor, *, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
+def read_drafter(directory: Path, *, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
     """Read what `write_drafter` wrote, or another's export in the same layout, with weights as `dtype` on the CPU.
 
-    embed_tokens [V, H] is the target's. Raises `CheckpointError`: names, shapes, dtypes, vocabulary, values.
+    Raises `CheckpointError`: names, shapes, dtypes, vocabulary, values.
     """
-    try:
-        return build_drafter(read_stored(directory), embed_tokens, dtype=dtype)
-    except CheckpointError:
-        raise
-    except DrafterError as error:
-        raise CheckpointError(f"{directory} does not fit this target: {error}") from error
+    return build_drafter(read_stored(directory), dtype=dtype)
 
 
 def read_stored(directory: Path) -> StoredDrafter:
@@ -146,14 +141,12 @@ def read_stored(directory: Path) -> StoredDrafter:
     return StoredDrafter(config, vocabulary, {n: t for n, t in tensors.items() if n not in MAPS})
 
 
-def build_drafter(stored: StoredDrafter, embed_tokens: Tensor, *, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
-    """Make the model of stored weights, in `dtype` on the CPU, over the target's embed_tokens [V, H]."""
+def build_drafter(stored: StoredDrafter, *, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
+    """Make the model of stored weights, in `dtype` on the CPU."""
     # The constructor draws initial weights; a reader must not advance the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
-        # The embedding is only looked at: `to` would copy it, large as it is.
-        drafter = Eagle3Drafter(stored.config, stored.vocabulary, embed_tokens.to("meta"))
+        drafter = Eagle3Drafter(stored.config, stored.vocabulary)
     drafter.to(dtype)
-    drafter.embed_tokens = embed_tokens.detach()
     maps = {"d2t": stored.vocabulary.d2t, "t2d": stored.vocabulary.t2d}
     drafter.load_state_dict({**{name: t.to(dtype) for name, t in stored.weights.items()}, **maps})
     return drafter

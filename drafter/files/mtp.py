@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter.errors import CheckpointError, DrafterError
+from drafter.errors import CheckpointError
 from drafter.files.checkpoint import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -28,6 +28,7 @@ from drafter.files.checkpoint import (
     read_index,
 )
 from drafter.mtp.module import MtpConfig, MtpDrafter
+from drafter.policy import Policy
 from rl_hooks.format.eagle3 import STORED
 from rl_hooks.format.mtp import (
     COPIES,
@@ -131,29 +132,28 @@ def _attention_fields(sizes: LatentSizes | GroupedSizes) -> dict[str, Any]:
     }
 
 
-def read_mtp(directory: Path, embed_tokens: Tensor, head: Tensor, *, dtype: torch.dtype = torch.float32) -> MtpDrafter:
+def read_mtp(directory: Path, policy: Policy | None = None, *, dtype: torch.dtype = torch.float32) -> MtpDrafter:
     """Read an MTP module, alone or out of the policy's whole checkpoint (sharded or not), as `dtype` on the CPU.
 
-    embed_tokens and head [V, H] are the policy's. Raises `CheckpointError`: names, shapes, dtypes, values.
+    A checkpoint's copies of the policy's embedding and head are left out; those that are not `policy`'s are refused.
+    Raises `CheckpointError`: names, shapes, dtypes, values.
     """
     config = parse_mtp_config(read_config(directory / CONFIG_FILE))
     tensors = _layer_tensors(directory, prefix(config))
     for name, whose in COPIES.items():
         copy = tensors.pop(name, None)
-        policys = embed_tokens if whose == "embed_tokens" else head
-        if copy is not None and not torch.equal(copy, policys.to("cpu", copy.dtype)):
+        if copy is None or policy is None:
+            continue
+        policys = policy.embed_tokens if whose == "embed_tokens" else policy.needed_head().lm_head
+        if not torch.equal(copy, policys.to("cpu", copy.dtype)):
             raise CheckpointError(
                 f"{name} of this module is not the policy's {whose}: it belongs to another policy version. Give the "
                 f"{whose} of the same checkpoint"
             )
-    try:
-        with torch.random.fork_rng(devices=[]):
-            drafter = MtpDrafter(config, embed_tokens.to("meta"), head.to("meta"))  # `to` would copy them
-    except DrafterError as error:
-        raise CheckpointError(f"{directory} does not fit this policy: {error}") from error
+    with torch.random.fork_rng(devices=[]):
+        drafter = MtpDrafter(config)
     _check(tensors, config)
     drafter.to(dtype)
-    drafter.embed_tokens, drafter.head = embed_tokens.detach(), head.detach()
     drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()})
     return drafter
 

@@ -10,8 +10,8 @@ With several layers, plain Llama layers follow (x = input_layernorm(pre), H wide
 head and the next step read: as vLLM serves them and speculators trains them.
 
 Legend: A aux layers, H hidden, V target vocabulary, D draft vocabulary, N query heads, G key-value heads, hd head size.
-Parameter names are those of the published checkpoints; `embed_tokens` is the target's, frozen, never in the state dict.
-Training runs through `drafter.unroll.unroll`; `Eagle3Drafter.attend` is the same layer with a key-value cache, for
+Parameter names are those of the published checkpoints; the embedding e is the policy's, and comes with each call.
+Training runs through `unroll`; `Eagle3Drafter.attend` is the same layer with a key-value cache, for
 decoding.
 """
 
@@ -24,7 +24,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
+from drafter.batch import RolloutBatch
 from drafter.errors import DrafterError
+from drafter.model.draft_model import DraftModel
+from drafter.model.eagle3_unroll import unroll
 from drafter.model.matmul import linear
 from drafter.model.pointwise import (
     rms_norm,
@@ -32,7 +35,10 @@ from drafter.model.pointwise import (
     rotate,
     swiglu,
 )
-from drafter.model.vocabulary import DraftVocabulary
+from drafter.policy import Policy
+from drafter.unroll.plan import Plan
+from drafter.unroll.unrolled import Unrolled
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks.format.eagle3 import DrafterConfig
 
 __all__ = ["DrafterConfig", "Eagle3Drafter", "LaterWeights", "LayerWeights"]
@@ -104,18 +110,16 @@ class _LaterLayer(nn.Module):
         self.mlp = _MLP(config)
 
 
-class Eagle3Drafter(nn.Module):
-    """The drafter of one target. `embed_tokens` [V, H] is the target's own: not copied, not trained, not saved."""
+class Eagle3Drafter(DraftModel):
+    """The drafter of one target. It has a head of its own, over the draft vocabulary; the embedding is the policy's."""
 
+    kind = "eagle3"
+    config: DrafterConfig
     d2t: Tensor
     t2d: Tensor
-    embed_tokens: Tensor
 
-    def __init__(self, config: DrafterConfig, vocabulary: DraftVocabulary, embed_tokens: Tensor) -> None:
+    def __init__(self, config: DrafterConfig, vocabulary: DraftVocabulary) -> None:
         super().__init__()
-        expected = (config.vocab_size, config.hidden_size)
-        if tuple(embed_tokens.shape) != expected:
-            raise DrafterError(f"embed_tokens must be {expected}, got {tuple(embed_tokens.shape)}")
         if (len(vocabulary), vocabulary.vocab_size) != (config.draft_vocab_size, config.vocab_size):
             raise DrafterError(
                 f"the config wants {config.draft_vocab_size} draft of {config.vocab_size} target tokens, "
@@ -131,10 +135,24 @@ class Eagle3Drafter(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", vocabulary.d2t)
         self.register_buffer("t2d", vocabulary.t2d)
-        self.register_buffer("embed_tokens", embed_tokens.detach(), persistent=False)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose entering states it reads."""
+        return self.config.aux_layers
+
+    @property
+    def every_row(self) -> bool:
+        """Whether it has layers after the first."""
+        return self.config.num_hidden_layers > 1
+
+    def unroll(self, plan: Plan, batch: RolloutBatch, policy: Policy, *, dtype: torch.dtype | None = None) -> Unrolled:
+        """Run every step of `plan` on the auxiliary states; see `DraftModel.unroll`."""
+        embed_tokens = policy.embedding(self.config.vocab_size, self.config.hidden_size)
+        return unroll(self, plan, batch.input_ids, batch.aux_hidden, embed_tokens, dtype=dtype)
 
     def init_from_target(self, lm_head_rows: Tensor) -> None:
         """Start lm_head from the target's own rows [D, H] of the draft vocabulary."""
@@ -172,9 +190,9 @@ class Eagle3Drafter(nn.Module):
 
     # --- incremental decoding ---------------------------------------------------------------------------------------
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [.., H] of target token ids [..], in the parameters' dtype."""
-        return F.embedding(tokens, self.embed_tokens).to(self.fc.weight.dtype)
+    def embed(self, tokens: Tensor, embed_tokens: Tensor) -> Tensor:
+        """Embeddings [.., H] of target token ids [..] by the policy's embed_tokens [V, H], in the parameters' dtype."""
+        return F.embedding(tokens, embed_tokens).to(self.fc.weight.dtype)
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Compute r [.., H] from the target's features aux [.., A*Ht]."""

@@ -7,8 +7,9 @@ The layout is DeepSeek-V3's, with its own latent attention or, as in GLM-4.5, a 
     h1  = h + attention(input_layernorm(h));   pre = h1 + mlp(post_attention_layernorm(h1))
     q   = softmax(head(norm(pre)))                  over the whole vocabulary, `norm` is shared_head.norm
 
-Embedding and head are the policy's own: frozen here, shared live by engines, never exported. Rows, steps, keys and
-positions are those of `drafter.unroll.unroll`, so plan, loss, trainer and replay serve both kinds of drafter.
+Embedding and head are the policy's: they come with each call, engines share the live ones, and no file of ours holds
+them. Rows, steps, keys and positions are those of `drafter.model.eagle3_unroll`, so plan, loss, trainer and replay
+serve both kinds of drafter.
 
 Legend: H hidden, V vocabulary, n rows of a step, N heads, hd width of a query.
 """
@@ -21,15 +22,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
-from drafter.errors import DrafterError
+from drafter.batch import RolloutBatch
+from drafter.errors import DrafterError, TargetHeadError
+from drafter.model.draft_model import DraftModel
 from drafter.model.pointwise import rms_norm, take_rows
-from drafter.model.vocabulary import DraftVocabulary
 from drafter.mtp.experts import Cast, Experts, SwiGLU
 from drafter.mtp.grouped import GroupedAttention
 from drafter.mtp.latent import LatentAttention
+from drafter.policy import Policy
 from drafter.unroll.attention import attend, gather_keys
 from drafter.unroll.plan import Plan
-from drafter.unroll.unroll import Unrolled
+from drafter.unroll.unrolled import Unrolled
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks.format.mtp import LatentSizes, MtpConfig
 
 __all__ = ["MtpConfig", "MtpDrafter", "MtpWeights", "unroll_mtp"]
@@ -57,19 +61,14 @@ class _SharedHead(nn.Module):
         self.norm = nn.RMSNorm(size, eps)
 
 
-class MtpDrafter(nn.Module):
-    """The MTP module of one policy. `embed_tokens` and `head` [V, H] are the policy's: set them anew as they move."""
+class MtpDrafter(DraftModel):
+    """The MTP module of one policy, whose embedding and head it drafts with."""
 
-    embed_tokens: Tensor
-    head: Tensor
+    kind = "mtp"
+    config: MtpConfig
 
-    def __init__(self, config: MtpConfig, embed_tokens: Tensor, head: Tensor) -> None:
+    def __init__(self, config: MtpConfig) -> None:
         super().__init__()
-        for name, tensor in (("embed_tokens", embed_tokens), ("head", head)):
-            if tuple(tensor.shape) != (config.vocab_size, config.hidden_size):
-                raise DrafterError(
-                    f"{name} must be {(config.vocab_size, config.hidden_size)}, got {tuple(tensor.shape)}"
-                )
         size, eps = config.hidden_size, config.rms_norm_eps
         self.config = config
         with torch.device("cpu"):  # also where the module is only built for its shapes
@@ -86,14 +85,24 @@ class MtpDrafter(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = SwiGLU(size, config.intermediate_size) if config.experts is None else Experts(size, config.experts)
         self.shared_head = _SharedHead(size, eps)
-        self.register_buffer("embed_tokens", embed_tokens.detach(), persistent=False)
-        self.register_buffer("head", head.detach(), persistent=False)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def weights(self, dtype: torch.dtype | None = None) -> MtpWeights:
-        """Weights in `dtype` (default: as stored), cast once for many uses; gradients flow to all but the head."""
+    def unroll(self, plan: Plan, batch: RolloutBatch, policy: Policy, *, dtype: torch.dtype | None = None) -> Unrolled:
+        """Run every step of `plan` on last_hidden; see `DraftModel.unroll`. The policy's head must be whole."""
+        if policy.head is None or not policy.head.whole:
+            raise TargetHeadError("an MTP drafter draws from the policy's whole lm_head; send all of its rows")
+        embed_tokens = policy.embedding(self.config.vocab_size, self.config.hidden_size)
+        weight = self.eh_proj.weight
+        head = policy.head.rows(self.vocabulary, weight.device, dtype or weight.dtype)
+        return unroll_mtp(self, plan, batch.input_ids, batch.last_hidden, embed_tokens, head, dtype=dtype)
+
+    def weights(self, lm_head: Tensor, dtype: torch.dtype | None = None) -> MtpWeights:
+        """Weights in `dtype` (default: as stored), cast once for many uses, beside the policy's lm_head [V, H].
+
+        Gradients flow to all but the head.
+        """
         cast = dtype or self.eh_proj.weight.dtype
         return MtpWeights(
             enorm=self.enorm.weight.to(cast),
@@ -103,7 +112,7 @@ class MtpDrafter(nn.Module):
             attention=self.self_attn.weights(cast),
             post_norm=self.post_attention_layernorm.weight.to(cast),
             norm=self.shared_head.norm.weight.to(cast),
-            lm_head=self.head.to(cast),
+            lm_head=lm_head.to(cast),
             experts=Cast(cast),
         )
 
@@ -123,14 +132,13 @@ def unroll_mtp(
     plan: Plan,
     input_ids: Tensor,
     last_hidden: Tensor,
+    embed_tokens: Tensor,
+    lm_head: Tensor,
     *,
     dtype: torch.dtype | None = None,
 ) -> Unrolled:
-    """Run every step of `plan` over input_ids int64[T] and last_hidden [T, H], as `drafter.unroll.unroll.unroll` does.
-
-    Gradients flow to all parameters but shared_head.norm, which the loss applies for the last time.
-    """
-    config, weights = drafter.config, drafter.weights(dtype)
+    """`MtpDrafter.unroll` over input_ids int64[T], last_hidden [T, H] and the policy's embed_tokens, lm_head [V, H]."""
+    config, weights = drafter.config, drafter.weights(lm_head, dtype)
     H, eps, cast, layer = config.hidden_size, config.rms_norm_eps, weights.eh.dtype, drafter.self_attn
     if input_ids.shape != (plan.tokens,) or last_hidden.shape != (plan.tokens, H):
         raise DrafterError(
@@ -143,7 +151,7 @@ def unroll_mtp(
 
     # The embedding half of eh_proj does not depend on the step: once per position, read shifted.
     tokens = input_ids.index_select(0, plan.read_rows)
-    embedded = rms_norm(F.embedding(tokens, drafter.embed_tokens).to(cast), weights.enorm, eps)
+    embedded = rms_norm(F.embedding(tokens, embed_tokens).to(cast), weights.enorm, eps)
     embedded = F.linear(embedded, weights.eh[:, :H])
 
     def enter(r: Tensor, step: int) -> Tensor:

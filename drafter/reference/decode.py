@@ -169,7 +169,7 @@ def generate(
     chain = None
     if drafter is not None and K:
         draft_temperature = 0.0 if drafting == "greedy" else temperature
-        chain = _DrafterReader(drafter, temperature=draft_temperature, generator=generator)
+        chain = _DrafterReader(drafter, embedding(target), temperature=draft_temperature, generator=generator)
         chain.read(aux, _followed_by(ids[:, 1:], latest, lengths - 1), columns[: ids.shape[1]], real)
     position = lengths  # of `latest`, which the target has not read yet
 
@@ -189,6 +189,12 @@ def generate(
             chain.read(aux, emitted, positions, kept)
         position = position + accepted + 1
     return ledger.result()
+
+
+def embedding(target: Any) -> Tensor:
+    """The embedding [V, H] of a transformers model, which its drafter shares."""
+    weight: Tensor = target.get_input_embeddings().weight
+    return weight.detach()
 
 
 def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -268,8 +274,11 @@ class _TargetReader:
 class _DrafterReader:
     """The drafter with its cache of step-0 keys; the keys of later steps live for one chain only."""
 
-    def __init__(self, drafter: Eagle3Drafter, *, temperature: float, generator: torch.Generator | None) -> None:
+    def __init__(
+        self, drafter: Eagle3Drafter, embed_tokens: Tensor, *, temperature: float, generator: torch.Generator | None
+    ) -> None:
         self.drafter = drafter
+        self.embed_tokens = embed_tokens  # [V, H], the target's
         self.temperature = temperature  # of the drafts; 0 takes the best token
         self.generator = generator
         self.weights = drafter.weights()
@@ -289,7 +298,7 @@ class _DrafterReader:
         causal = torch.ones(L, L, dtype=torch.bool, device=kept.device).tril().expand(B, L, L)
         positions = positions.expand(B, L)
         pre, keys, values = self.drafter.attend(
-            self.drafter.embed(following),
+            self.drafter.embed(following, self.embed_tokens),
             self.drafter.fuse(aux),
             positions,
             self.keys,
@@ -314,7 +323,7 @@ class _DrafterReader:
         for step in range(depth):
             if step:
                 seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
-                embedding = self.drafter.embed(drafts[-1])
+                embedding = self.drafter.embed(drafts[-1], self.embed_tokens)
                 where = self.position[:, None] + step
                 pre, key, value = self.drafter.attend(
                     embedding, pre, where, keys, values, seen[:, None, :], self.weights

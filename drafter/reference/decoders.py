@@ -15,7 +15,7 @@ import torch
 
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import Eagle3Drafter
-from drafter.reference.decode import Generation, generate
+from drafter.reference.decode import Generation, embedding, generate
 from drafter.reference.tree import generate_tree
 from drafter.replay.evaluate import _plain
 
@@ -54,14 +54,12 @@ def compare_decoders(
     `greedy_texts_equal` counts prompts on which plain decoding, chain and tree write the same text: all, if lossless
     (but for ties, which rounding may break otherwise where more tokens are read at once).
     """
-    embedding = policy.get_input_embeddings().weight.detach()
-    drafter.embed_tokens = embedding.float()
     branches = min(BRANCHES, drafter.config.draft_vocab_size)
     common: dict[str, Any] = {"max_tokens": max_tokens, "eos_id": eos_id}
     plain = partial(generate, policy, None, depth=0, **common)
     chain = partial(generate, policy, drafter, depth=depth, **common)
     tree = partial(generate_tree, policy, drafter, depth=depth, branches=branches, nodes=NODES, **common)
-    groups = list(_groups(prompts, embedding.shape[0]))
+    groups = list(_groups(prompts, embedding(policy).shape[0]))
 
     def run(decode: Callable[..., Generation], *, greedy: bool) -> Generation:
         dice = torch.Generator().manual_seed(0)

@@ -35,6 +35,7 @@ from drafter.reference.decode import (
     _pad,
     _some,
     _TargetReader,
+    embedding,
     sampling_logprobs,
 )
 
@@ -91,7 +92,7 @@ def generate_tree(
     latest = _draw(first[:, 0], temperature, generator)
     ledger = _Ledger(len(prompts), max_tokens, eos_id)
     ledger.add(latest[:, None], first, torch.zeros_like(latest), temperature)
-    chain = _TreeDrafter(drafter, temperature=temperature, generator=None)
+    chain = _TreeDrafter(drafter, embedding(target), temperature=temperature, generator=None)
     chain.read(aux, _followed_by(ids[:, 1:], latest, lengths - 1), places, places < lengths[:, None])
     position = lengths  # of `latest`, which the target has not read yet
 
@@ -205,7 +206,7 @@ class _TreeDrafter(_DrafterReader):
             text = _some(self.kept)[:, None, :].expand(B, level.token.shape[1], -1)
             position = (_some(self.position)[:, None] + step).expand_as(level.token)
             pre, key, val = self.drafter.attend(
-                self.drafter.embed(level.token),
+                self.drafter.embed(level.token, self.embed_tokens),
                 level.pre,
                 position,
                 keys,

@@ -21,8 +21,9 @@ from torch import Tensor
 from drafter.batch import RolloutBatch, screen
 from drafter.device import working_dtype
 from drafter.errors import DrafterError
-from drafter.kinds import Drafter, plan_batch, unroll_batch
+from drafter.model.draft_model import DraftModel
 from drafter.model.pointwise import rms_norm
+from drafter.policy import Policy
 from drafter.replay.acceptance import (
     Ints,
     Replay,
@@ -37,7 +38,7 @@ from drafter.replay.replay import (
     prompt_groups,
     replay,
 )
-from drafter.unroll.unroll import Unrolled
+from drafter.unroll.unrolled import Unrolled
 
 #: Logits held at once, in elements: 128 MiB of float32.
 _LOGITS_ELEMENTS = 1 << 25
@@ -84,17 +85,15 @@ class Evaluation:
 
 
 def evaluate(
-    drafter: Drafter,
+    drafter: DraftModel,
     batches: Iterable[RolloutBatch],
+    policy_at: Callable[[int], Policy],
     *,
     depth: int,
     drafting: Drafting = "probabilistic",
     branches: Sequence[int] = (),
-    share: Callable[[int], None] | None = None,
 ) -> Evaluation:
-    """Replay every batch, one in memory at a time.
-
-    `share` is called with each batch's policy version: to give the drafter what it shares with that policy.
+    """Replay every batch, one in memory at a time, with the policy of its version, which `policy_at` gives.
 
     Raises `BatchRejected` for features that give no probabilities, `DrafterError` where a batch is of another target.
     """
@@ -103,12 +102,11 @@ def evaluate(
     for batch in batches:
         screen(batch)
         texts.append(_text_only(batch))
-        if share is not None:
-            share(batch.policy_version)
-        own.append(replay(drafter, batch, depth=depth, drafting=drafting))
+        policy = policy_at(batch.policy_version)
+        own.append(replay(drafter, batch, policy, depth=depth, drafting=drafting))
         ngram.append(ngram_replay(batch, depth=depth))
         for k, bounds in trees.items():
-            bounds.append(tree_bound(drafter, batch, depth=depth, branches=k))
+            bounds.append(tree_bound(drafter, batch, policy, depth=depth, branches=k))
     if not texts:
         raise DrafterError("expected at least one batch of rollouts to evaluate on")
     versions = [batch.policy_version for batch in texts]
@@ -123,19 +121,19 @@ def evaluate(
 
 
 @torch.no_grad()
-def tree_bound(drafter: Drafter, batch: RolloutBatch, *, depth: int, branches: int) -> Replay:
+def tree_bound(drafter: DraftModel, batch: RolloutBatch, policy: Policy, *, depth: int, branches: int) -> Replay:
     """Upper bound on what a tree of `branches` per step would have had, one forward pass of the unroll."""
     if depth < 1 or not 1 <= branches <= len(drafter.vocabulary):
         raise DrafterError(f"expected depth >= 1 and branches from 1 to the draft vocabulary: {depth=} {branches=}")
-    parts = [_tree_bound(drafter, group, depth, branches) for group in batch.groups(TOKENS_AT_ONCE)]
+    parts = [_tree_bound(drafter, group, policy, depth, branches) for group in batch.groups(TOKENS_AT_ONCE)]
     return Replay.concat(parts)
 
 
-def _tree_bound(drafter: Drafter, batch: RolloutBatch, depth: int, branches: int) -> Replay:
+def _tree_bound(drafter: DraftModel, batch: RolloutBatch, policy: Policy, depth: int, branches: int) -> Replay:
     device = next(drafter.parameters()).device
     segments = find_segments(batch.loss_mask.cpu().numpy(), batch.cu_seqlens.numpy())
-    plan, batch = plan_batch(drafter, batch, depth).to(device), batch.to(device)
-    unrolled = unroll_batch(drafter, plan, batch, dtype=working_dtype(device))
+    plan, batch = drafter.plan(batch, depth).to(device), batch.to(device)
+    unrolled = drafter.unroll(plan, batch, policy, dtype=working_dtype(device))
     place = _places(segments, batch.tokens).to(device)
     found = torch.zeros(int(segments.tokens.sum()), depth, device=device)
     for step, (rows, pre) in enumerate(zip(unrolled.rows, unrolled.pre, strict=True)):
@@ -154,7 +152,7 @@ def _places(segments: Segments, tokens: int) -> Tensor:
     return place
 
 
-def _among_best(drafter: Drafter, unrolled: Unrolled, pre: Tensor, emitted: Tensor, branches: int) -> Tensor:
+def _among_best(drafter: DraftModel, unrolled: Unrolled, pre: Tensor, emitted: Tensor, branches: int) -> Tensor:
     """1 where the emitted target token [n] is among the likeliest drafts of pre [n, H], else 0."""
     weights, ids = unrolled.weights, drafter.vocabulary.ids.to(pre.device)
     limit = max(1, _LOGITS_ELEMENTS // ids.numel())

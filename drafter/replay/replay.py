@@ -24,9 +24,10 @@ from torch import Tensor
 from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.device import working_dtype
 from drafter.errors import BatchRejected, DrafterError
-from drafter.kinds import Drafter, plan_batch, unroll_batch
+from drafter.model.draft_model import DraftModel
 from drafter.model.matmul import times_wide
 from drafter.model.pointwise import rms_norm
+from drafter.policy import Policy
 from drafter.replay.acceptance import (
     Ints,
     Replay,
@@ -34,7 +35,7 @@ from drafter.replay.acceptance import (
     find_segments,
     replay_rounds,
 )
-from drafter.unroll.unroll import Unrolled
+from drafter.unroll.unrolled import Unrolled
 
 Drafting = Literal["probabilistic", "greedy"]
 
@@ -45,8 +46,9 @@ _LOGITS_ELEMENTS = 1 << 25
 
 
 def replay(
-    drafter: Drafter,
+    drafter: DraftModel,
     batch: RolloutBatch,
+    policy: Policy,
     *,
     depth: int,
     drafting: Drafting = "probabilistic",
@@ -54,27 +56,28 @@ def replay(
 ) -> Replay:
     """Expected rounds that `drafter`, drafting `depth` tokens, would have needed for each rollout of `batch`.
 
-    Runs on the drafter's device in its own precision, without gradients, on groups of whole rollouts of about
-    `tokens_at_once` tokens. Raises `BatchRejected` where the features or log-probabilities give no probability.
+    `policy` wrote the rollouts: the drafter uses its embedding, and an MTP module its head. Runs on the drafter's
+    device in its own precision, without gradients, on groups of whole rollouts of about `tokens_at_once` tokens.
+    Raises `BatchRejected` where the features or log-probabilities give no probability.
     """
     if depth < 1 or drafting not in ("probabilistic", "greedy"):
         raise DrafterError(f"expected depth >= 1 and a drafting mode, got {depth=} and {drafting=}")
     greedy = drafting == "greedy" or batch.temperature == 0
-    parts = [_replay_group(drafter, group, depth, greedy=greedy) for group in batch.groups(tokens_at_once)]
+    parts = [_replay_group(drafter, group, policy, depth, greedy=greedy) for group in batch.groups(tokens_at_once)]
     return Replay.concat(parts)
 
 
 @torch.no_grad()
 def conditional_acceptance(
-    drafter: Drafter, batch: RolloutBatch, segments: Segments, *, depth: int, greedy: bool
+    drafter: DraftModel, batch: RolloutBatch, policy: Policy, segments: Segments, *, depth: int, greedy: bool
 ) -> Tensor:
     """Probability [N, K] that draft j of a round begun at each emitted token was accepted, given the emitted text.
 
     Zero where a round has no features to draft from (a response that begins at the first token of its document).
     """
     device = next(drafter.parameters()).device
-    plan, batch = plan_batch(drafter, batch, depth).to(device), batch.to(device)
-    unrolled = unroll_batch(drafter, plan, batch, dtype=working_dtype(device))
+    plan, batch = drafter.plan(batch, depth).to(device), batch.to(device)
+    unrolled = drafter.unroll(plan, batch, policy, dtype=working_dtype(device))
     first_draft = torch.from_numpy(segments.rows()).to(device)  # [N] row of the token that a round drafts first
     place = torch.full((batch.tokens,), -1, device=device)
     place[first_draft] = torch.arange(first_draft.numel(), device=device)
@@ -99,16 +102,16 @@ def prompt_groups(batch: RolloutBatch) -> Ints:
     return np.array([numbers.setdefault(h, len(numbers)) for h in prompt_hashes(batch)], dtype=np.int64)
 
 
-def _replay_group(drafter: Drafter, batch: RolloutBatch, depth: int, *, greedy: bool) -> Replay:
+def _replay_group(drafter: DraftModel, batch: RolloutBatch, policy: Policy, depth: int, *, greedy: bool) -> Replay:
     segments = find_segments(batch.loss_mask.cpu().numpy(), batch.cu_seqlens.numpy())
-    acceptance = conditional_acceptance(drafter, batch, segments, depth=depth, greedy=greedy)
+    acceptance = conditional_acceptance(drafter, batch, policy, segments, depth=depth, greedy=greedy)
     if not bool(torch.isfinite(acceptance).all()):
         raise BatchRejected("replay gives NaN: features or log-probabilities of this batch, or the drafter, are broken")
     return replay_rounds(acceptance.cpu().numpy(), segments)
 
 
 def _acceptance(
-    drafter: Drafter,
+    drafter: DraftModel,
     unrolled: Unrolled,
     pre: Tensor,
     draft_id: Tensor,

@@ -24,17 +24,23 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from drafter.kinds import Drafter
+from drafter.model.draft_model import DraftModel
 from drafter.model.matmul import times, times_wide
 from drafter.model.pointwise import rms_norm, take_rows
-from drafter.target import DraftTarget
-from drafter.training.loss import DraftLoss, acceptance_slope, chunk_size, kernels, target_of
+from drafter.training.loss import (
+    DraftLoss,
+    acceptance_slope,
+    chunk_size,
+    kernels,
+    target_of,
+)
+from drafter.training.target import DraftTarget
 from drafter.unroll.plan import Chains
-from drafter.unroll.unroll import Unrolled
+from drafter.unroll.unrolled import Unrolled
 
 
 def chain_loss(
-    drafter: Drafter,
+    drafter: DraftModel,
     unrolled: Unrolled,
     target: DraftTarget,
     *,

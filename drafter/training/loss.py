@@ -40,12 +40,12 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from drafter.device import has_triton, to_device
-from drafter.kinds import Drafter
+from drafter.model.draft_model import DraftModel
 from drafter.model.matmul import times, times_wide
 from drafter.model.pointwise import rms_norm, take_rows
-from drafter.target import DraftTarget
+from drafter.training.target import DraftTarget
 from drafter.unroll.plan import Plan
-from drafter.unroll.unroll import Unrolled
+from drafter.unroll.unrolled import Unrolled
 
 #: Logits held at once on a CPU: 4 MiB of float32. Twice as many would save 1 % of the time and cost 10 MiB.
 CHUNK_ELEMENTS = 1 << 20
@@ -68,7 +68,7 @@ class DraftLoss:
 
 
 def draft_loss(
-    drafter: Drafter,
+    drafter: DraftModel,
     unrolled: Unrolled,
     target: DraftTarget,
     *,
@@ -230,7 +230,7 @@ def acceptance_slope(p: Tensor, q: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_logprobs(
-    drafter: Drafter,
+    drafter: DraftModel,
     unrolled: Unrolled,
     input_ids: Tensor,
     temperature: float,

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 #: What moves matrices.
 Method = Literal["muon", "adamw"]
 
+#: A drafter's own head among its parameters.
+HEAD: Final = "lm_head.weight"
+
 _ADAMW: Final = ("exp_avg", "exp_avg_sq", "step")
 _MUON: Final = ("momentum_buffer",)
 _MUON_MOMENTUM: Final = 0.95
@@ -34,7 +37,7 @@ class Optimizer:
         epsilon: float,
     ) -> None:
         self._named = dict(named)
-        self._by_muon = {n for n, p in named.items() if method == "muon" and p.ndim == 2 and n != "lm_head.weight"}
+        self._by_muon = {n for n, p in named.items() if method == "muon" and p.ndim == 2 and n != HEAD}
         fused = all(p.device.type == "cuda" for p in named.values())
         self._counts_on_device = fused  # AdamW's own kernel there counts its steps on the device, else the CPU does
         others = {n: p for n, p in named.items() if n not in self._by_muon}

@@ -24,21 +24,21 @@ from safetensors.torch import load_file, save_file
 
 from drafter.batch import RolloutBatch
 from drafter.errors import CheckpointError, DrafterError
-from drafter.kinds import Drafter, plan_batch, unroll_batch
-from drafter.model.eagle3 import Eagle3Drafter
-from drafter.target import DraftTarget, TargetHead, draft_target
+from drafter.model.draft_model import DraftModel
+from drafter.policy import Policy
 from drafter.training.chain_loss import chain_loss
 from drafter.training.loss import DraftLoss, draft_loss
-from drafter.training.optimizer import Method, Optimizer
+from drafter.training.optimizer import HEAD, Method, Optimizer
+from drafter.training.target import DraftTarget, draft_target
 from drafter.unroll.plan import Plan
 from rl_hooks.durable import sync
 
 if TYPE_CHECKING:  # a type variable's default is newer than Python 3.11
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    _D = TypeVarWithDefault("_D", bound=Drafter, default=Drafter)
+    _D = TypeVarWithDefault("_D", bound=DraftModel, default=DraftModel)
 else:
-    _D = TypeVar("_D", bound=Drafter)
+    _D = TypeVar("_D", bound=DraftModel)
 
 #: What training minimises; `drafter.training.loss` and `drafter.training.chain_loss` give the formulas.
 Loss = Literal["kl", "alpha"]
@@ -132,9 +132,10 @@ class DrafterTrainer(Generic[_D]):
         self._dtype: torch.dtype = getattr(torch, config.compute_dtype)
         for parameter in drafter.parameters():
             parameter.data = parameter.data.to(torch.promote_types(self._dtype, torch.float32))
-        if isinstance(drafter, Eagle3Drafter):  # an MTP module has no head of its own
-            drafter.lm_head.weight.requires_grad_(config.train_lm_head)
-        self._named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+        parameters = dict(drafter.named_parameters())
+        if HEAD in parameters:
+            parameters[HEAD].requires_grad_(config.train_lm_head)
+        self._named = {name: p for name, p in parameters.items() if p.requires_grad}
         self._optimizer = Optimizer(
             self._named,
             config.optimizer,
@@ -153,31 +154,19 @@ class DrafterTrainer(Generic[_D]):
 
         Raises `BatchRejected` where the batch does not fit the drafter.
         """
-        plan = plan_batch(self.drafter, batch, self.config.steps_ahead)
+        plan = self.drafter.plan(batch, self.config.steps_ahead)
         return Prepared(batch.pinned() if self.device.type == "cuda" else batch, plan)
 
-    def step(
-        self,
-        batches: RolloutBatch | Sequence[RolloutBatch | Prepared],
-        head: TargetHead | Sequence[TargetHead],
-    ) -> StepReport:
-        """One optimizer step on all the batches together, prepared ahead or not.
-
-        `head`: the policy's head as of each batch's policy version, one per batch, or one for all.
-        """
+    def step(self, window: Sequence[tuple[RolloutBatch | Prepared, Policy]]) -> StepReport:
+        """One optimizer step on all the batches together, prepared ahead or not, each with the policy that wrote it."""
         started = time.perf_counter()
-        sent = [batches] if isinstance(batches, RolloutBatch) else batches
-        prepared = [self.prepare(b) if isinstance(b, RolloutBatch) else b for b in sent]
-        window = [p.batch for p in prepared]
-        heads = list(head) if isinstance(head, Sequence) else [head] * len(window)
-        if len(heads) != len(window):
-            raise DrafterError(f"expected one head for all or one per batch ({len(window)}), got {len(heads)}")
-        response_tokens = sum(b.response_tokens for b in window)
+        pairs = [(self.prepare(b) if isinstance(b, RolloutBatch) else b, policy) for b, policy in window]
+        response_tokens = sum(p.batch.response_tokens for p, _ in pairs)
         self._optimizer.forget_gradients()
         results = [
             result
-            for p, h in zip(prepared, heads, strict=True)
-            if (result := self._accumulate(p, h, max(response_tokens, 1))) is not None
+            for prepared, policy in pairs
+            if (result := self._accumulate(prepared, policy, max(response_tokens, 1))) is not None
         ]
         learning_rate = self._learning_rate()
         entries = [sum(r.entries[j] for r in results) for j in range(self.config.steps_ahead)]
@@ -195,36 +184,38 @@ class DrafterTrainer(Generic[_D]):
             acceptance_per_step=_means(outcome.acceptance_sums, entries),
             entries_per_step=tuple(entries),
             response_tokens=response_tokens,
-            tokens=sum(b.tokens for b in window),
+            tokens=sum(p.batch.tokens for p, _ in pairs),
             grad_norm=outcome.grad_norm,
             learning_rate=learning_rate,
             seconds=time.perf_counter() - started,
             skipped=outcome.skipped,
         )
 
-    def evaluate(self, batch: RolloutBatch, head: TargetHead) -> DraftLoss | None:
+    def evaluate(self, batch: RolloutBatch, policy: Policy) -> DraftLoss | None:
         """The loss of one batch without gradients, per its own response tokens; None when nothing is supervised."""
         with torch.no_grad():
-            return self._loss(self.prepare(batch), head, max(batch.response_tokens, 1))
+            return self._loss(self.prepare(batch), policy, max(batch.response_tokens, 1))
 
-    def _loss(self, prepared: Prepared, head: TargetHead, denominator: int) -> DraftLoss | None:
+    def _loss(self, prepared: Prepared, policy: Policy, denominator: int) -> DraftLoss | None:
         if not any(prepared.plan.entries):
             return None
         plan, batch = prepared.plan.to(self.device), prepared.batch.to(self.device)
         # A GPU's matrix units sum half-precision products in float32; a CPU's do not hand such sums out.
         product = torch.promote_types(self._dtype, torch.float32) if self.device.type == "cpu" else self._dtype
-        target = draft_target(batch, plan, self.drafter.vocabulary, head, product)
-        return self.loss_of(plan, batch, target, denominator)
+        target = draft_target(batch, plan, self.drafter.vocabulary, policy.needed_head(), product)
+        return self.loss_of(plan, batch, policy, target, denominator)
 
-    def loss_of(self, plan: Plan, batch: RolloutBatch, target: DraftTarget, denominator: float) -> DraftLoss:
+    def loss_of(
+        self, plan: Plan, batch: RolloutBatch, policy: Policy, target: DraftTarget, denominator: float
+    ) -> DraftLoss:
         """Give the loss of a plan, its batch and its target, all on the drafter's device. Never waits for it."""
-        unrolled = unroll_batch(self.drafter, plan, batch, dtype=self._dtype)
+        unrolled = self.drafter.unroll(plan, batch, policy, dtype=self._dtype)
         if self.config.loss == "alpha":
             return chain_loss(self.drafter, unrolled, target, denominator=denominator)
         return draft_loss(self.drafter, unrolled, target, denominator=denominator, step_decay=self.config.step_decay)
 
-    def _accumulate(self, prepared: Prepared, head: TargetHead, denominator: int) -> DraftLoss | None:
-        result = self._loss(prepared, head, denominator)
+    def _accumulate(self, prepared: Prepared, policy: Policy, denominator: int) -> DraftLoss | None:
+        result = self._loss(prepared, policy, denominator)
         if result is not None:
             torch.autograd.backward(result.loss)
             result = DraftLoss(result.loss.detach(), result.kl_sums, result.acceptance_sums, result.entries)

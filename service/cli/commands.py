@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 import typer
 
-from service.cli.decoding import decodable_with, decode_with
+from service.cli.decoding import check_decodable, decode_with
 from service.errors import ConfigurationError
 from service.settings import Settings
 from service.storage.layout import Layout
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
     from drafter.batch import RolloutBatch
     from drafter.files.formats import Imported, Verifier
-    from drafter.kinds import Drafter
+    from drafter.model.draft_model import DraftModel
+    from drafter.policy import Policy
     from drafter.replay.evaluate import Evaluation
-    from service.worker.target import Target
 
 #: Names of a target's token embedding: a run's own, and those of transformers checkpoints.
 _EMBEDDINGS: Final = (
@@ -162,24 +163,25 @@ def evaluate(
         from drafter.replay.evaluate import evaluate as replay_all
 
         files = _rollout_files(rollouts)
-        policy = _policy(target, state_dir)
-        embed_tokens = policy.embed_tokens
-        model: Drafter
-        if _is_mtp(drafter):
-            model = read_mtp(drafter, embed_tokens, policy.lm_head())
+        mtp = _is_mtp(drafter)
+        policy = _policy(target, state_dir, with_head=mtp)
+        model: DraftModel
+        if mtp:
+            model = read_mtp(drafter, policy.registered)
         else:
-            model = build_drafter(_read(drafter, from_, aux_layers, norm_before_residual).stored, embed_tokens)
-        decodable = None if decode is None else decodable_with(decode, model)  # a replay may take long
+            model = decodable = build_drafter(_read(drafter, from_, aux_layers, norm_before_residual).stored)
+        if decode is not None:
+            check_decodable(decode, mtp=mtp)  # a replay may take long
         result = replay_all(
             model.eval(),
             (_load(path, model.config.vocab_size) for path in files),
+            policy.at,
             depth=depth,
             drafting=drafting,  # type: ignore[arg-type]
             branches=[k for k in (2, 4, 8) if tree and k <= len(model.vocabulary)],
-            share=lambda policy_version: policy.share(model, policy_version),
         )
         decoded = None
-        if decode is not None and decodable is not None:
+        if decode is not None:
             batches = (_load(path, model.config.vocab_size) for path in files)
             decoded = decode_with(decode, decodable, batches, prompts=prompts, depth=depth, max_tokens=max_tokens)
         if as_json:
@@ -281,7 +283,7 @@ def _is_mtp(source: Path) -> bool:
 def _mtp_facts(source: Path) -> dict[str, Any]:
     from drafter.files.checkpoint import config_fingerprint
     from drafter.files.mtp import prefix, read_stored_mtp
-    from drafter.model.vocabulary import DraftVocabulary
+    from drafter.vocabulary import DraftVocabulary
     from rl_hooks.format.mtp import GroupedSizes
 
     config, tensors = read_stored_mtp(source)
@@ -354,27 +356,42 @@ def _load(path: Path, vocab_size: int) -> RolloutBatch:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
+class _Policies(Protocol):
+    """What drafters are evaluated with: of a run's target, or of files."""
+
+    @property
+    def registered(self) -> Policy:
+        """The first one known."""
+
+    def at(self, policy_version: int) -> Policy:
+        """For rollouts of this version."""
+
+
 class _FixedPolicy:
     """Of a safetensors file or of a model's directory, sharded or not: the same for all versions."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, with_head: bool) -> None:
+        from drafter.policy import Policy, TargetHead
+
         self._path = path
         embed_tokens = self._find(_EMBEDDINGS)
         if embed_tokens is None:
             raise ConfigurationError(f"{path} holds no token embedding; looked for {', '.join(_EMBEDDINGS)}")
-        self.embed_tokens = embed_tokens
+        head = TargetHead(self._lm_head(embed_tokens)) if with_head else None
+        self.registered = Policy(0, embed_tokens, head)
 
-    def lm_head(self) -> Tensor:
+    def at(self, policy_version: int) -> Policy:
+        """The same, under this version."""
+        return replace(self.registered, version=policy_version)
+
+    def _lm_head(self, embed_tokens: Tensor) -> Tensor:
         head = self._find(_HEADS)
         if head is None and not self._tied():
             raise ConfigurationError(
                 f"{self._path} holds no head (looked for {', '.join(_HEADS)}) and no config.json that says that it is "
                 "the embedding (tie_word_embeddings true); give a file or directory that has the policy's head"
             )
-        return self.embed_tokens if head is None else head
-
-    def share(self, drafter: Drafter, policy_version: int) -> None:
-        pass
+        return embed_tokens if head is None else head
 
     def _tied(self) -> bool:
         """Whether the embedding is the head: by config.json; without one, a file alone may hold just a tied one."""
@@ -398,33 +415,19 @@ class _FixedPolicy:
         return None
 
 
-class _RunsPolicy:
-    """Of a run: each batch meets the embedding and head of its own policy version, as in the worker."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
-
-    def share(self, drafter: Drafter, policy_version: int) -> None:
-        from drafter.kinds import share
-
-        then = self._target.at(policy_version)
-        share(drafter, then.embed_tokens, then.head)
-
-
-def _policy(target: str, state_dir: Path | None) -> _FixedPolicy | _RunsPolicy:
+def _policy(target: str, state_dir: Path | None, *, with_head: bool) -> _Policies:
     from service.worker.target import Target
 
     path = Path(target)
     if path.is_dir() or path.suffix == ".safetensors":
-        return _FixedPolicy(path)
+        return _FixedPolicy(path, with_head=with_head)
     layout = Layout(Settings(**({} if state_dir is None else {"state_dir": state_dir})).state_dir)  # type: ignore[arg-type]
     if target not in layout.run_names():
         raise ConfigurationError(
             f"no run {target!r} under {layout.runs}, and no such file; --target takes a run's name, a safetensors file "
             "with the target's embedding, or the directory of a transformers model"
         )
-    return _RunsPolicy(Target.open(layout, target))
+    return Target.open(layout, target)
 
 
 def _shards(directory: Path) -> list[Path]:

@@ -13,15 +13,12 @@ from service.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drafter.batch import RolloutBatch
-    from drafter.kinds import Drafter
     from drafter.model.eagle3 import Eagle3Drafter
 
 
-def decodable_with(source: Path, drafter: Drafter) -> Eagle3Drafter:
-    """The drafter, if the reference decoders take it and the policy at `source`, as far as can be seen at once."""
-    from drafter.model.eagle3 import Eagle3Drafter
-
-    if not isinstance(drafter, Eagle3Drafter):
+def check_decodable(source: Path, *, mtp: bool) -> None:
+    """Raise where it can be seen at once that the reference decoders take no such drafter, or not this policy."""
+    if mtp:
         raise ConfigurationError("--decode is for EAGLE-3 drafters: the reference decoders draft with no MTP module")
     if not (source / "config.json").is_file():  # a name would be looked up elsewhere
         raise ConfigurationError(f"{source} holds no config.json; --decode takes the directory of a transformers model")
@@ -30,7 +27,6 @@ def decodable_with(source: Path, drafter: Drafter) -> Eagle3Drafter:
             f"{source} holds an adapter (adapter_config.json); merge it into its base model and save that, then give "
             "--decode its directory"
         )
-    return drafter
 
 
 def _load_policy(source: Path) -> Any:

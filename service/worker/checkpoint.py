@@ -9,14 +9,14 @@ import contextlib
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import Tensor
 
-from drafter.kinds import Drafter, read_kind, write_kind
+from drafter.files.kinds import read_kind, write_kind
+from drafter.model.draft_model import DraftModel
 from drafter.training.trainer import DrafterTrainer
 from rl_hooks.durable import sync
 from service.errors import WorkerError
@@ -82,9 +82,9 @@ class WorkerCheckpoint:
         for doomed in self._directory.glob(".deleted-*"):
             shutil.rmtree(doomed, ignore_errors=True)
 
-    def drafter(self, embed_tokens: Tensor, lm_head: Callable[[], Tensor]) -> Drafter:
-        """The candidate, as the newest checkpoint holds it, over the policy's embed_tokens and lm_head [V, H]."""
-        return read_kind(self._require() / "drafter", embed_tokens, lm_head)
+    def drafter(self) -> DraftModel:
+        """The candidate, as the newest checkpoint holds it."""
+        return read_kind(self._require() / "drafter")
 
     def restore(self, trainer: DrafterTrainer) -> dict[str, Any]:
         """Load weights and optimizer into `trainer`; returns the state that was saved beside them."""

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 
 from drafter.device import working_dtype
 from drafter.files.checkpoint import config_fingerprint
-from drafter.kinds import Drafter, read_kind, write_kind
+from drafter.files.kinds import read_kind, write_kind
+from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.mtp.module import MtpDrafter
 from drafter.training.trainer import DrafterTrainer, TrainConfig
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks.format.eagle3 import with_layers
 from rl_hooks.format.run import kind_of
 from service.errors import WorkerError
@@ -50,7 +50,7 @@ class Lineage:
         self._target = target
         self._registry = Registry(layout)
         self._device = torch.device(settings.device)
-        self._versions: OrderedDict[str, Drafter] = OrderedDict()
+        self._versions: OrderedDict[str, DraftModel] = OrderedDict()
         self.trainer: DrafterTrainer | None = None
         self._archive_turn = 0
 
@@ -74,7 +74,7 @@ class Lineage:
         log.info("draft vocabulary: %d tokens cover %.2f%%", len(vocabulary), 100 * vocabulary.coverage(counts))
         config = DrafterConfig.from_target(self._target.config, self._target.aux_layers, len(vocabulary))
         torch.manual_seed(self._settings.seed)
-        drafter = Eagle3Drafter(config, vocabulary, self._target.embed_tokens)
+        drafter = Eagle3Drafter(config, vocabulary)
         # A scale is part of what the drafter learns; a soft cap is left for training to find.
         drafter.init_from_target(self._target.lm_head()[vocabulary.ids].float() * self._target.logit_map.scale)
         self.take_up(drafter)
@@ -89,7 +89,7 @@ class Lineage:
             if kind_of(config) == "eagle3":
                 config = with_layers(config, self._target.aux_layers)
             (staged / "config.json").write_text(json.dumps(config, indent=1))
-            drafter = read_kind(staged, self._target.embed_tokens, self._target.lm_head)  # refuses the unservable
+            drafter = read_kind(staged, self._target.registered)  # refuses the unservable
             return self._announce(drafter, staged, self._target.policy_version, None, "initial drafter", None)
 
     @contextlib.contextmanager
@@ -101,7 +101,7 @@ class Lineage:
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 
-    def take_up(self, drafter: Drafter) -> DrafterTrainer:
+    def take_up(self, drafter: DraftModel) -> DrafterTrainer:
         """Make a drafter the candidate, with a fresh trainer."""
         config = TrainConfig(
             steps_ahead=self._settings.depth,
@@ -127,7 +127,7 @@ class Lineage:
 
     # --- drafters by role
     @property
-    def candidate(self) -> Drafter:
+    def candidate(self) -> DraftModel:
         """The drafter that is being trained."""
         if self.trainer is None:
             raise RuntimeError("the lineage has not begun")
@@ -146,7 +146,7 @@ class Lineage:
         """The version if it is still on disk, else None."""
         return version if version in self._registry.versions(self._run) else None
 
-    def roles(self, served: str | None, latest: str | None) -> dict[str, tuple[str, Drafter]]:
+    def roles(self, served: str | None, latest: str | None) -> dict[str, tuple[str, DraftModel]]:
         """Everything worth scoring on a batch: role -> (version, drafter).
 
         `served` drafted the batch's rollouts; `latest` is what the registry offers now.
@@ -163,13 +163,13 @@ class Lineage:
             roles["archive"] = (version, self.version(version))
         return roles
 
-    def role_served(self, served: str | None) -> dict[str, tuple[str, Drafter]]:
+    def role_served(self, served: str | None) -> dict[str, tuple[str, DraftModel]]:
         """What served alone: all that drift needs. The candidate while nothing is served."""
         if served is None:
             return {CANDIDATE: (CANDIDATE, self.candidate)}
         return {"served": (served, self.version(served))}
 
-    def version(self, version: str) -> Drafter:
+    def version(self, version: str) -> DraftModel:
         """A published drafter, from a small cache."""
         if version in self._versions:
             self._versions.move_to_end(version)
@@ -179,16 +179,15 @@ class Lineage:
                 self._versions.popitem(last=False)
         return self._versions[version]
 
-    def _scored(self, drafter: Drafter) -> Drafter:
+    def _scored(self, drafter: DraftModel) -> DraftModel:
         """As it is kept to be scored: on the worker's device, in what it computes in there."""
         drafter = drafter.to(self._device).eval().requires_grad_(False)
         for parameter in drafter.parameters():  # buffers stay as they are: engines keep a router's bias in float32
             parameter.data = parameter.data.to(working_dtype(self._device) or parameter.dtype)
         return drafter
 
-    def _read(self, version: str) -> Drafter:
-        directory = self._layout.drafter(self._run, version)
-        return read_kind(directory, self._target.embed_tokens, self._target.lm_head)
+    def _read(self, version: str) -> DraftModel:
+        return read_kind(self._layout.drafter(self._run, version))
 
     # --- publishing
     def promote(
@@ -211,7 +210,7 @@ class Lineage:
 
     def _announce(
         self,
-        drafter: Drafter,
+        drafter: DraftModel,
         staged: Path,
         policy_version: int,
         parent: str | None,
@@ -226,8 +225,8 @@ class Lineage:
             instead_of=parent,
             config_fingerprint=config_fingerprint(drafter.config, drafter.vocabulary),
             d2t_sha256=drafter.vocabulary.digest,
-            aux_layers=_layers(drafter),
-            kind="mtp" if isinstance(drafter, MtpDrafter) else "eagle3",
+            aux_layers=drafter.aux_layers,
+            kind=drafter.kind,
             gate=evidence,
             reason=reason,
         )
@@ -239,8 +238,3 @@ class Lineage:
         self._registry.record(
             self._run, {"event": "refused", "policy_version": policy_version, "reason": reason, "gate": evidence}
         )
-
-
-def _layers(drafter: Drafter) -> tuple[int, ...]:
-    """Layers whose entering state a drafter reads; an MTP module reads none."""
-    return drafter.config.aux_layers if isinstance(drafter, Eagle3Drafter) else ()

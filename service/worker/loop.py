@@ -33,7 +33,6 @@ from redis.exceptions import RedisError
 from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.device import ahead, is_device_fault, is_out_of_memory
 from drafter.errors import BatchRejected, DrafterError
-from drafter.kinds import Drafter, share
 from rl_hooks.wire import MappedFile, WireError
 from service.errors import LatestMoved, ServiceError, WorkerError
 from service.monitor.controller import (
@@ -160,7 +159,7 @@ class RunWorker:
             self._lineage.begin()
             self._know_vocabulary()
             return
-        state = self._checkpoint.restore(self._lineage.take_up(self._stored_candidate()))
+        state = self._checkpoint.restore(self._lineage.take_up(self._checkpoint.drafter()))
         self._controller = Controller.from_json(state["controller"])
         self._journal.restore(state)
         self._applied = set(state["applied"])
@@ -170,9 +169,6 @@ class RunWorker:
         self._recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self._journal.totals.batches,
                  self._journal.totals.trained_tokens)  # fmt: skip
-
-    def _stored_candidate(self) -> Drafter:
-        return self._checkpoint.drafter(self._target.embed_tokens, self._target.lm_head)
 
     def _know_vocabulary(self) -> None:
         """Heads that lack rows of the draft vocabulary are of no use from now on."""
@@ -452,7 +448,7 @@ class RunWorker:
         policy = self._target.at(batch.policy_version, batch=self._layout.blob(self.run, entry.blob))
         drafter_version = self._drafter_of.pop(entry.entry_id, "")
         try:
-            gap, checked = policy.head.logprob_gap(batch)
+            gap, checked = policy.needed_head().logprob_gap(batch)
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
             self._bury_for(entry, error, "cannot be compared with the policy's head")
             return None
@@ -468,10 +464,9 @@ class RunWorker:
             return score(
                 batch,
                 roles,
-                policy.embed_tokens,
+                policy,
                 depth=self._settings.depth,
                 drafting=self._settings.drafting,
-                head=policy.head,
                 batch_id=entry.batch_id,
                 entry_id=entry.entry_id,
                 drafter_version=by,
@@ -509,9 +504,7 @@ class RunWorker:
             seed=self._settings.seed * 1_000_003 + self._journal.totals.batches,
         )
         for window in ahead(([trainer.prepare(b) for b in batches] for batches in drawn), trainer.device):
-            heads = [self._target.at(prepared.batch.policy_version) for prepared in window]
-            share(trainer.drafter, heads[0].embed_tokens, heads[0].head)
-            report = trainer.step(window, [policy.head for policy in heads])
+            report = trainer.step([(p, self._target.at(p.batch.policy_version)) for p in window])
             if report.skipped is None:
                 self._journal.totals.trained_tokens += report.response_tokens
             if self._stopping():  # what is learnt so far is kept; whoever asked waits neither for the rest nor the gate
@@ -534,7 +527,7 @@ class RunWorker:
         self._say_how_evidence_is_split(evidence.by_prompt)
         policy_version = max(kept.policy_version for kept in newest)
         policy = self._target.at(policy_version)
-        outcomes = contest(self._settings, self._lineage, evidence, policy.embed_tokens, versions, policy.head)
+        outcomes = contest(self._settings, self._lineage, evidence, policy, versions)
         winner = outcomes[0]
         if winner.verdict.promote:
             self._check_still_ours()

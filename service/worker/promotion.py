@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from drafter.batch import RolloutBatch, prompt_hashes
+from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
 from drafter.replay.gate import MIN_ROLLOUTS, Verdict, judge
-from drafter.target import TargetHead
 from service.settings import Settings
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.recent import HeldOut
@@ -51,11 +50,10 @@ def contest(
     settings: Settings,
     lineage: Lineage,
     evidence: HeldOut,
-    embed_tokens: Tensor,
+    policy: Policy,
     versions: Sequence[str],
-    head: TargetHead | None = None,
 ) -> list[Contest]:
-    """Judge each of `versions` against the served drafter on the same rollouts, best lower bound first.
+    """Judge each of `versions` against the served drafter, drafting for `policy`, best lower bound first.
 
     Without a served drafter the incumbent is plain decoding: one token a round.
     """
@@ -63,7 +61,7 @@ def contest(
     served = lineage.served()
     compared = [*versions, *([served.version] if served else [])]
     drafters = {v: lineage.candidate if v == CANDIDATE else lineage.version(v) for v in compared}
-    replays = replay_each(drafters, embed_tokens, evidence.batches, settings.depth, settings.drafting, head)
+    replays = replay_each(drafters, policy, evidence.batches, settings.depth, settings.drafting)
     challengers = {version: replays[version] for version in versions}
     incumbent = replays[served.version] if served else _without_drafter(replays[versions[0]])
     outcomes = []

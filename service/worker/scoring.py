@@ -10,14 +10,12 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from drafter.batch import RolloutBatch, prompt_hashes
-from drafter.kinds import Drafter, share
+from drafter.model.draft_model import DraftModel
+from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
 from drafter.replay.ngram import ngram_replay
 from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
-from drafter.target import TargetHead
 from service.monitor.records import DrafterSums, ScoreRecord
 
 
@@ -43,35 +41,29 @@ class Scores:
 
 
 def replay_each(
-    drafters: Mapping[str, Drafter],
-    embed_tokens: Tensor,
+    drafters: Mapping[str, DraftModel],
+    policy: Policy,
     batches: Iterable[RolloutBatch],
     depth: int,
     drafting: Drafting,
-    head: TargetHead | None = None,
 ) -> dict[str, Replay]:
-    """Replay batches of one policy with each drafter, with that policy's embedding (for MTP, and head).
-
-    Engines share the live ones. `embed_tokens` is on the drafters' device; features are copied there once for all.
-    """
+    """Replay batches with each drafter, drafting for `policy`. Features are copied to its device once for all."""
     found: dict[str, list[Replay]] = {name: [] for name in drafters}
     for batch in batches:
         for group in batch.groups(TOKENS_AT_ONCE):
-            moved = group.to(embed_tokens.device)
+            moved = group.to(policy.embed_tokens.device)
             for name, drafter in drafters.items():
-                share(drafter, embed_tokens, head)
-                found[name].append(replay(drafter, moved, depth=depth, drafting=drafting))
+                found[name].append(replay(drafter, moved, policy, depth=depth, drafting=drafting))
     return {name: Replay.concat(parts) for name, parts in found.items()}
 
 
 def score(
     batch: RolloutBatch,
-    drafters: Mapping[str, tuple[str, Drafter]],
-    embed_tokens: Tensor,
+    drafters: Mapping[str, tuple[str, DraftModel]],
+    policy: Policy,
     *,
     depth: int,
     drafting: Drafting,
-    head: TargetHead | None = None,
     batch_id: str,
     entry_id: str,
     drafter_version: str | None,
@@ -85,7 +77,7 @@ def score(
     Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only, which is of all
     drafters and there where the candidate is.
     """
-    by_version = replay_each(dict(drafters.values()), embed_tokens, [batch], depth, drafting, head)
+    by_version = replay_each(dict(drafters.values()), policy, [batch], depth, drafting)
     replays: dict[str, Replay] = {"ngram": ngram_replay(batch, depth=depth)}
     for role, (version, _) in drafters.items():
         if role in ("served", "candidate", "frozen"):

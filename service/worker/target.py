@@ -17,8 +17,7 @@ import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from drafter.errors import TargetHeadError
-from drafter.target import TargetHead
+from drafter.policy import Policy, TargetHead
 from rl_hooks.wire import LogitMap, MappedFile, WireError
 from service.errors import WorkerError
 from service.storage.layout import Layout
@@ -64,24 +63,70 @@ def _in_force(heads: Mapping[int, Upload], batch_ns: int | None) -> int:
     return max(there[0], *late) if late else there[0]
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyHead:
-    """Head and embedding in force at some policy version."""
+class ReceivedHeads:
+    """The files of heads that came in after the run was registered, and which of them cannot be used."""
 
-    policy_version: int
-    embed_tokens: Tensor  # [V, Ht] as it was sent, on the worker's device
-    head: TargetHead  # on the host
-    file: Upload | None  # where it was read; None: registered with the run
+    def __init__(self, layout: Layout, run: str) -> None:
+        self._layout = layout
+        self._run = run
+        self._useless: set[tuple[int, Upload]] = set()
+
+    def path(self, version: int) -> Path:
+        """Where a version's head lies."""
+        return self._layout.head(self._run, version)
+
+    def refuse(self, version: int, file: Upload) -> None:
+        """Never offer this file again."""
+        self._useless.add((version, file))
+
+    def reconsider(self) -> None:
+        """Offer all files again."""
+        self._useless.clear()
+
+    def in_force(self, policy_version: int, batch: Path | None) -> Iterator[tuple[int, Upload]]:
+        """The heads of `policy_version` and below, that in force first, then what would be in its place."""
+        found, batch_ns = self._up_to(policy_version), None
+        if batch is not None:
+            with contextlib.suppress(FileNotFoundError):
+                batch_ns = batch.stat().st_mtime_ns
+        while found:
+            version = _in_force(found, batch_ns)
+            file = found.pop(version)
+            if (version, file) not in self._useless:
+                yield version, file
+
+    def forget_before(self, policy_version: int, *, newest: int) -> None:
+        """Delete what no batch of `policy_version` or later can need; see `Target.forget_before`."""
+        older, known = self._up_to(policy_version), self._up_to(max(policy_version, newest))
+        in_force = max((v for v in known if v <= newest), default=None)
+        if in_force is None or not older:
+            return
+        needed = {max(older), max(older.items(), key=_received)[0]}
+        for version in older.keys() - needed:
+            if older[version].changed_ns <= known[in_force].changed_ns:
+                self.path(version).unlink(missing_ok=True)
+
+    def _up_to(self, policy_version: int) -> dict[int, Upload]:
+        stems = [p.stem for p in self._layout.heads(self._run).glob("*.safetensors")]
+        versions = [int(stem) for stem in stems if stem.isdigit() and int(stem) <= policy_version]
+        return {v: file for v in versions if (file := self._upload(v)) is not None}
+
+    def _upload(self, version: int) -> Upload | None:
+        """The file that holds a version's head now; None when it has gone."""
+        try:
+            found = self.path(version).stat()
+        except FileNotFoundError:
+            return None
+        return Upload(found.st_mtime_ns, found.st_ino)
 
 
 class Target:
     """The target of a run. `config` is the target's transformers configuration; `device` is where drafters run."""
 
     def __init__(self, layout: Layout, run: str, device: torch.device) -> None:
-        self._layout = layout
-        self._run = run
+        self._path = layout.target(run)
         self._device = device
-        file = MappedFile(layout.target(run))  # closed again: runs are many, and few of them are at work
+        file = MappedFile(self._path)  # closed again: runs are many, and few of them are at work
         self._header = file.header
         metadata = self._header.metadata
         self.config: Mapping[str, Any] = json.loads(metadata["config"])
@@ -90,10 +135,14 @@ class Target:
         self.draft_vocab_size = int(metadata["draft_vocab_size"]) if "draft_vocab_size" in metadata else None
         self.logit_map = LogitMap.from_metadata(metadata)
         self.embed_tokens = read_tensor(file, "embed_tokens").to(device)  # [V, Ht]
-        self.tied = "lm_head" not in file
-        self._heads: OrderedDict[int, PolicyHead] = OrderedDict()  # least recently used first
-        self._useless: set[tuple[int, Upload]] = set()  # heads that cannot be used
+        self._received = ReceivedHeads(layout, run)
+        self._policies: OrderedDict[tuple[int, Upload | None], Policy] = OrderedDict()  # least recently used first
         self._required: Tensor | None = None  # token ids whose rows a head must have
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding is the head."""
+        return "lm_head" not in self._header.tensors
 
     @classmethod
     def open(cls, layout: Layout, run: str, device: torch.device | str = "cpu") -> Self:
@@ -109,7 +158,7 @@ class Target:
         names = [n for n in self._header.tensors if n.startswith("drafter.")]
         if not names:
             return None
-        file = MappedFile(self._layout.target(self._run))
+        file = MappedFile(self._path)
         tensors = {n.removeprefix("drafter."): read_tensor(file, n) for n in names}
         return {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}  # as all that is published
 
@@ -132,44 +181,43 @@ class Target:
 
     def lm_head(self) -> Tensor:
         """The registered head, [V, Ht] on the host as it was sent."""
-        file = MappedFile(self._layout.target(self._run))
+        file = MappedFile(self._path)
         return read_tensor(file, "embed_tokens" if self.tied else "lm_head")
 
-    def at(self, policy_version: int, *, batch: Path | None = None) -> PolicyHead:
-        """The head that was received last among those of `policy_version` and below.
+    @property
+    def registered(self) -> Policy:
+        """The policy as PUT /runs brought it."""
+        return self._cached(self.policy_version, None)
+
+    def at(self, policy_version: int, *, batch: Path | None = None) -> Policy:
+        """The policy with the head that was received last among those of `policy_version` and below.
 
         `batch`: the file of the batch that asks. A head that was received after it hides none of those that were there:
         the batch is of the attempt before. It counts if it is of a higher version: the head has come late.
         """
-        found, batch_ns = self._uploads(policy_version), None
-        if batch is not None:
-            with contextlib.suppress(FileNotFoundError):
-                batch_ns = batch.stat().st_mtime_ns
-        while found:
-            version = _in_force(found, batch_ns)
-            file = found.pop(version)
-            if (version, file) in self._useless:
-                continue
+        for version, file in self._received.in_force(policy_version, batch):
             try:
                 return self._cached(version, file)
             except (WireError, TargetHeadError) as error:
-                log.warning("run %s: the head of policy version %d is not used: %s", self._run, version, error)
-                self._useless.add((version, file))
-        return self._cached(-1, None)
+                run = self._path.parent.name
+                log.warning("run %s: the head of policy version %d is not used: %s", run, version, error)
+                self._received.refuse(version, file)
+        return self.registered
 
-    def _cached(self, version: int, file: Upload | None) -> PolicyHead:
-        if version not in self._heads or self._heads[version].file != file:
-            self._heads[version] = self._load(version, file)
-            while len(self._heads) > _KEPT_HEADS:
-                self._heads.popitem(last=False)
-        self._heads.move_to_end(version)
-        return self._heads[version]
+    def _cached(self, version: int, file: Upload | None) -> Policy:
+        key = (version, file)
+        if key not in self._policies:
+            self._policies[key] = self._load(version) if file is not None else self._load_registered()
+            while len(self._policies) > _KEPT_HEADS:
+                self._policies.popitem(last=False)
+        self._policies.move_to_end(key)
+        return self._policies[key]
 
     def require_rows(self, ids: Tensor) -> None:
         """From now on use only heads that hold the rows of these token ids: the draft vocabulary's."""
         self._required = ids
-        self._heads.clear()
-        self._useless.clear()
+        self._policies.clear()
+        self._received.reconsider()
 
     def forget_before(self, policy_version: int, *, newest: int) -> None:
         """Delete received heads that no batch of `policy_version` or later can need.
@@ -177,34 +225,14 @@ class Target:
         `newest`: policy version of the newest batch seen. What came after its head stays: a trainer that went back to
         an earlier checkpoint has sent it, and its batches are still to come.
         """
-        older, known = self._uploads(policy_version), self._uploads(max(policy_version, newest))
-        in_force = max((v for v in known if v <= newest), default=None)
-        if in_force is None or not older:
-            return
-        needed = {max(older), max(older.items(), key=_received)[0]}
-        for version in older.keys() - needed:
-            if older[version].changed_ns <= known[in_force].changed_ns:
-                self._layout.head(self._run, version).unlink(missing_ok=True)
+        self._received.forget_before(policy_version, newest=newest)
 
-    def _upload(self, version: int) -> Upload | None:
-        """The file that holds a version's head now; None when it has gone."""
-        try:
-            found = self._layout.head(self._run, version).stat()
-        except FileNotFoundError:
-            return None
-        return Upload(found.st_mtime_ns, found.st_ino)
+    def _load_registered(self) -> Policy:
+        head = TargetHead(self.lm_head(), logit_map=self.logit_map)
+        return Policy(self.policy_version, self.embed_tokens, head)
 
-    def _uploads(self, policy_version: int) -> dict[int, Upload]:
-        """The files of the heads of `policy_version` and below, by version."""
-        stems = [p.stem for p in self._layout.heads(self._run).glob("*.safetensors")]
-        versions = [int(stem) for stem in stems if stem.isdigit() and int(stem) <= policy_version]
-        return {v: file for v in versions if (file := self._upload(v)) is not None}
-
-    def _load(self, version: int, upload: Upload | None) -> PolicyHead:
-        if version < 0:
-            head = TargetHead(self.lm_head(), self.policy_version, logit_map=self.logit_map)
-            return PolicyHead(self.policy_version, self.embed_tokens, head, None)
-        file = MappedFile(self._layout.head(self._run, version))
+    def _load(self, version: int) -> Policy:
+        file = MappedFile(self._received.path(version))
         rows = read_tensor(file, "lm_head")
         ids = torch.from_numpy(np.array(file.array("ids"))).long() if "ids" in file else None
         if ids is not None and self._required is not None:
@@ -212,4 +240,4 @@ class Target:
             if missing:
                 raise TargetHeadError(f"{missing} of {self._required.numel()} draft tokens have no row in it")
         embed = rows.to(self._device) if self.tied and ids is None else self.embed_tokens
-        return PolicyHead(version, embed, TargetHead(rows, version, ids, self.logit_map), upload)
+        return Policy(version, embed, TargetHead(rows, ids, self.logit_map))

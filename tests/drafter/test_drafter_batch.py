@@ -14,7 +14,6 @@ from drafter_worlds import SHAPES, VOCAB, cast, world
 from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.errors import BatchRejected, DrafterError
 from drafter.replay.replay import replay
-from drafter.target import TargetHead
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
 
@@ -195,7 +194,7 @@ def test_tokens_outside_the_vocabulary_are_refused_before_anything_moves(token: 
     ids[3] = token
     trainer = DrafterTrainer(w.drafter, TrainConfig(steps_ahead=2))
     with pytest.raises(BatchRejected, match=rf"token ids must be in \[0, {VOCAB}\)"):
-        trainer.step(replace(w.batch, input_ids=ids), TargetHead(w.head))
+        trainer.step([(replace(w.batch, input_ids=ids), w.policy)])
     assert trainer.windows == 0
 
 
@@ -203,6 +202,6 @@ def test_features_of_other_layers_than_the_drafter_s_are_refused() -> None:
     w = world(SHAPES["packed, half response"], dtype=torch.float32)
     assert w.drafter.config.aux_layers == (1, 2, 3)
     for layers in ((), (1, 2, 3)):
-        replay(w.drafter, replace(w.batch, aux_layers=layers), depth=2)
+        replay(w.drafter, replace(w.batch, aux_layers=layers), w.policy, depth=2)
     with pytest.raises(BatchRejected, match=r"reads the states entering layers \[1, 2, 3\], these .* \[1, 2, 4\]"):
-        replay(w.drafter, replace(w.batch, aux_layers=(1, 2, 4)), depth=2)
+        replay(w.drafter, replace(w.batch, aux_layers=(1, 2, 4)), w.policy, depth=2)

@@ -9,9 +9,10 @@ from test_losses import laws
 from torch import Tensor
 
 from benchmarks.aims import SHARPER, Aim, AimedTrainer
-from drafter.target import TargetHead, draft_target
+from drafter.policy import TargetHead
+from drafter.training.target import draft_target
 from drafter.training.trainer import TrainConfig
-from drafter.unroll.unroll import make_plan
+from drafter.unroll.plan import make_plan
 
 STEPS, DENOMINATOR, DECAY = 3, 7.0, 0.8
 
@@ -45,7 +46,7 @@ def test_an_aimed_loss_and_its_gradients_are_what_its_definition_says(aim: Aim) 
     plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, STEPS)
     target = draft_target(w.batch, plan, w.drafter.vocabulary, TargetHead(w.head), w.head.dtype)
     parameters = list(w.drafter.parameters())
-    got = trainer.loss_of(plan, w.batch, target, DENOMINATOR).loss
+    got = trainer.loss_of(plan, w.batch, w.policy, target, DENOMINATOR).loss
     want = defined(w, aim)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
     ours = torch.autograd.grad(got, parameters, allow_unused=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode_fixtures import policy_of
 from engine_fixtures import (
     EOS_ID,
     base_policy,
@@ -55,7 +56,7 @@ def test_live_alpha_lies_where_replay_says(
         done = served.submit(PROMPTS, Sampling(max_tokens, 1.0, eos_id)).result(timeout=100)
     ends = {one.finish_reason for one in done}
     assert ends == ({"length"} if eos_id is None else {"stop"})
-    predicted = replay(make(), batch_of(model, rollouts(PROMPTS, done)), depth=4, drafting=drafting)
+    predicted = replay(make(), batch_of(model, rollouts(PROMPTS, done)), policy_of(model), depth=4, drafting=drafting)
     tokens, rounds = _live(done)
     assert tokens == predicted.total()["tokens"]
     low, high = predicted.live_interval(0.999)
@@ -71,7 +72,7 @@ def test_greedy_requests_replay_exactly(tmp_path: Path) -> None:
     with engine(model, directory) as served:
         done = served.submit(PROMPTS[:100], Sampling(40, 0.0)).result(timeout=60)
     batch = batch_of(model, rollouts(PROMPTS[:100], done))
-    predicted = replay(trained_drafter(), batch, depth=4, drafting="greedy")
+    predicted = replay(trained_drafter(), batch, policy_of(model), depth=4, drafting="greedy")
     assert [one.rounds for one in done] == predicted.rounds.round(9).tolist()
 
 
@@ -79,7 +80,7 @@ def test_a_drafter_served_since_the_middle_of_a_request_accepts_as_one_served_fr
     """Its cache of the running sequences is computed again at the swap, so nothing stale lowers its acceptance."""
     model, _ = base_policy()
     trained, other = write(trained_drafter(), tmp_path / "a"), tmp_path / "b"
-    weak = Eagle3Drafter(trained_drafter().config, trained_drafter().vocabulary, model.get_input_embeddings().weight)
+    weak = Eagle3Drafter(trained_drafter().config, trained_drafter().vocabulary)
     write(weak, other)
     prompts, sampling = PROMPTS[:48], Sampling(120, 0.0)
     with engine(model, trained) as served:
@@ -95,7 +96,7 @@ def test_a_drafter_served_since_the_middle_of_a_request_accepts_as_one_served_fr
     assert [one.token_ids for one in done] == texts
     live = (finished.emitted_tokens - at_swap.emitted_tokens) / (finished.drafts - at_swap.drafts)
     batch = batch_of(model, rollouts(prompts, done))
-    whole = replay(trained_drafter(), batch, depth=4, drafting="greedy").alpha
+    whole = replay(trained_drafter(), batch, policy_of(model), depth=4, drafting="greedy").alpha
     assert live == pytest.approx(whole, rel=0.1)
 
 
@@ -120,9 +121,11 @@ def test_live_alpha_is_replay_alpha_at_other_temperatures(tmp_path: Path, temper
         done = served.submit(PROMPTS, Sampling(30, temperature)).result(timeout=100)
     batch = dataclasses.replace(batch_of(model, rollouts(PROMPTS, done)), temperature=temperature)
     tokens, rounds = _live(done)
-    low, high = replay(trained_drafter(), batch, depth=4).live_interval(0.999)
+    low, high = replay(trained_drafter(), batch, policy_of(model), depth=4).live_interval(0.999)
     assert low <= tokens / rounds <= high
-    untempered = replay(trained_drafter(), dataclasses.replace(batch, temperature=1.0), depth=4).live_interval(0.999)
+    untempered = replay(
+        trained_drafter(), dataclasses.replace(batch, temperature=1.0), policy_of(model), depth=4
+    ).live_interval(0.999)
     assert not untempered[0] <= tokens / rounds <= untempered[1], "the test must be able to tell temperatures apart"
 
 
@@ -139,5 +142,5 @@ def test_drafters_read_the_policys_live_embedding(tmp_path: Path) -> None:
         done = served.submit(PROMPTS, Sampling(30)).result(timeout=100)
     tokens, rounds = _live(done)
     batch = batch_of(model, rollouts(PROMPTS, done))
-    new = replay(read_drafter(directory, model.get_input_embeddings().weight), batch, depth=4).live_interval(0.999)
+    new = replay(read_drafter(directory), batch, policy_of(model), depth=4).live_interval(0.999)
     assert new[0] <= tokens / rounds <= new[1]

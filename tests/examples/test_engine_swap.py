@@ -23,7 +23,7 @@ from engine_fixtures import (
 from safetensors.torch import load_file, save_file
 
 from drafter.errors import DrafterError
-from drafter.model.vocabulary import DraftVocabulary
+from drafter.vocabulary import DraftVocabulary
 from examples import policy
 from examples.engine import Engine, EngineError, EngineStoppedError
 from examples.engine_sequences import Completion, Sampling

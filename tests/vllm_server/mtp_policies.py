@@ -20,6 +20,7 @@ from drafter.batch import RolloutBatch
 from drafter.files.mtp import write_mtp
 from drafter.model.pointwise import rms_norm
 from drafter.mtp.module import MtpConfig, MtpDrafter
+from drafter.policy import Policy, TargetHead
 from examples.policy import BASE_POLICY
 
 HIDDEN, VOCABULARY, HEADS = 64, 105, 2
@@ -84,11 +85,17 @@ def embedding_and_head() -> tuple[Tensor, Tensor]:
     return torch.randn(VOCABULARY, HIDDEN, generator=random), torch.randn(VOCABULARY, HIDDEN, generator=random) * 0.4
 
 
+def shared() -> Policy:
+    """What the module shares with the policy."""
+    embed_tokens, head = embedding_and_head()
+    return Policy(0, embed_tokens, TargetHead(head))
+
+
 def module(family: str, *, trained: bool) -> MtpDrafter:
     """A random module, or one that copies the last token's embedding and adds what its other weights make of it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        drafter = MtpDrafter(MtpConfig.from_target(CONFIGS[family]), *embedding_and_head())
+        drafter = MtpDrafter(MtpConfig.from_target(CONFIGS[family]))
         with torch.no_grad():
             for name, parameter in drafter.named_parameters():
                 if name.endswith(("_proj.weight", "gate.weight", "bias")):

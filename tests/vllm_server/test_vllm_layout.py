@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drafter.files.checkpoint import config_fingerprint, export_config, tensor_shapes
 from drafter.model.eagle3 import DrafterConfig
-from drafter.model.vocabulary import DraftVocabulary
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks.engines.vllm.draft import _shared_modules
 from rl_hooks.engines.vllm.layout import (
     DrafterRefusedError,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_policies import CONFIGS, embedding_and_head, module, write_module, write_policy
+from mtp_policies import CONFIGS, module, write_module, write_policy
 from safetensors.torch import load_file, save, save_file
 
 from drafter.files.mtp import export_mtp_config
@@ -40,7 +40,7 @@ def as_vllm_holds_it(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
 def test_the_layout_is_that_of_the_module_that_the_service_exports(family: str, changes: dict[str, Any]) -> None:
     config = CONFIGS[family] | changes
-    drafter = MtpDrafter(MtpConfig.from_target(config), *embedding_and_head())
+    drafter = MtpDrafter(MtpConfig.from_target(config))
     layout = MtpLayout.read(as_vllm_holds_it(config))
     shapes = {f"model.layers.1.{name}": tuple(t.shape) for name, t in drafter.state_dict().items()}
     assert layout.shapes() == shapes

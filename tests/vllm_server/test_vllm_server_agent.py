@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from agent_fixtures import eventually, start_agent
+from decode_fixtures import policy_of
 from engine_fixtures import base_policy, elicit_prompts
 from redis import Redis
 from safetensors.torch import load_file
@@ -21,8 +22,8 @@ from vllm_process import DEPTH, VllmServer
 
 from drafter.files.checkpoint import config_fingerprint
 from drafter.model.eagle3 import Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
 from drafter.replay.replay import replay
+from drafter.vocabulary import DraftVocabulary
 from examples.features import batch_of
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
@@ -173,4 +174,4 @@ def replay_of(server: VllmServer, drafter: Eagle3Drafter, prompts: list[list[int
     """Replayed tokens and rounds of the server's own greedy answers."""
     model, _ = base_policy()
     answers = [logged(model, prompt, server.generate(prompt, max_tokens=48)) for prompt in prompts]
-    return dict(replay(drafter, batch_of(model, answers), depth=DEPTH, drafting="greedy").total())
+    return dict(replay(drafter, batch_of(model, answers), policy_of(model), depth=DEPTH, drafting="greedy").total())

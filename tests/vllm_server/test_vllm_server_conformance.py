@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decode_fixtures import policy_of
 from engine_fixtures import EOS_ID, base_policy, elicit_prompts, odd_prompts
 from safetensors.torch import load_file
 from torch import Tensor
@@ -93,7 +94,7 @@ def check_conformance(server: VllmServer, drafters: Path, tmp_path: Path, name: 
     # A prompt that no other test begins with: rows found in the prefix cache never reach the drafter.
     prompt = odd_prompts(1, seed=len(name))[0] + elicit_prompts(1, seed=11)[0]
     text = record(server, tmp_path / "calls.safetensors", prompt)
-    ours = read_drafter(drafters / name, base_policy()[0].get_input_embeddings().weight.detach())
+    ours = read_drafter(drafters / name)
     mirror, expected = Mirror(ours), features(prompt + text)
     seen = {"combine": 0, "forward": 0, "logits": 0}
     worst = dict.fromkeys(("features", "fuse", "pre", "logits"), 0.0)
@@ -159,7 +160,7 @@ def test_replay_gives_the_alpha_that_vllm_counted(server: VllmServer, trained: E
     assert sum(text[-1] == EOS_ID for text in texts) > 80
     model, _ = base_policy()
     batch = batch_of(model, [logged(model, p, t) for p, t in zip(prompts, texts, strict=True)])
-    expected = replay(trained, batch, depth=DEPTH, drafting="greedy")
+    expected = replay(trained, batch, policy_of(model), depth=DEPTH, drafting="greedy")
     assert live_tokens == expected.total()["tokens"]
     low, high = expected.interval()
     alpha = live_tokens / live_rounds

@@ -22,7 +22,7 @@ def two_layers(seed: int) -> Eagle3Drafter:
     one = random_drafter(base_policy()[0], seed=5, draft_vocab_size=96)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        drafter = Eagle3Drafter(replace(one.config, num_hidden_layers=2), one.vocabulary, one.embed_tokens)
+        drafter = Eagle3Drafter(replace(one.config, num_hidden_layers=2), one.vocabulary)
     for parameter in drafter.parameters():
         if parameter.ndim == 2:
             parameter.data *= 4

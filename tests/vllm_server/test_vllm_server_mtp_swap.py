@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from agent_fixtures import eventually, start_agent
 from engine_fixtures import EOS_ID
-from mtp_policies import batch_of_texts, module, write_module, write_policy
+from mtp_policies import batch_of_texts, embedding_and_head, module, shared, write_module, write_policy
 from safetensors.torch import load_file, save_file
 from service_fixtures import RunningService
 from test_vllm_server_conformance import TOLERANCE, calls, record
@@ -116,13 +116,14 @@ class Mirror:
     """Our module with a cache by position, repeating the engine's calls for one sequence."""
 
     def __init__(self, drafter: MtpDrafter) -> None:
-        self.drafter, self.weights = drafter, drafter.weights()
+        self.drafter, (self.embed_tokens, self.head) = drafter, embedding_and_head()
+        self.weights = drafter.weights(self.head)
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """`pre` [T, H]; each row's key replaces an earlier, rejected one at its position."""
         m, w, eps = self.drafter, self.weights, self.drafter.config.rms_norm_eps
-        embedded = F.embedding(input_ids, m.embed_tokens) * (positions != 0)[:, None]
+        embedded = F.embedding(input_ids, self.embed_tokens) * (positions != 0)[:, None]
         both = torch.cat([rms_norm(embedded, w.enorm, eps), rms_norm(hidden, w.hnorm, eps)], dim=-1)
         h = F.linear(both, w.eh)
         x = rms_norm(h, w.input_norm, eps)
@@ -170,6 +171,7 @@ def test_replay_gives_the_alpha_that_vllm_counted(glm: Serving) -> None:
     expected = replay(
         module("glm4_moe", trained=True),
         batch_of_texts(list(zip(PROMPTS, texts, strict=True))),
+        shared(),
         depth=DEPTH,
         drafting="greedy",
     )
@@ -188,6 +190,7 @@ def test_the_v2_runner_swaps_and_counts_it_alike(tmp_path: Path) -> None:
     expected = replay(
         module("glm4_moe", trained=True),
         batch_of_texts(list(zip(PROMPTS, texts, strict=False))),
+        shared(),
         depth=DEPTH,
         drafting="greedy",
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode_fixtures import policy_of
 from engine_fixtures import EOS_ID, base_policy, elicit_prompts, trained_drafter, write
 from hooks_fixtures import free_port
 
@@ -71,9 +72,10 @@ def test_every_policy_is_served_exactly_and_its_rounds_are_those_of_replay(clien
         rounds = sum(c["rounds"] for c in completions)
         assert rounds == after.rounds - before.rounds
         assert after.policy_version == version
-        drafter = copy.deepcopy(trained_drafter())
-        drafter.embed_tokens = model.get_input_embeddings().weight.detach()  # the engine shares the policy's
-        expected = replay(drafter, batch_of(model, rollouts), depth=DEPTH, drafting="greedy")
+        # The engine shares the policy's embedding.
+        expected = replay(
+            trained_drafter(), batch_of(model, rollouts), policy_of(model), depth=DEPTH, drafting="greedy"
+        )
         emitted = sum(c["emitted_tokens"] for c in completions)
         assert emitted == expected.total()["tokens"]
         assert rounds == pytest.approx(expected.total()["rounds"], rel=0.01)

@@ -223,7 +223,7 @@ def test_a_malformed_request_is_answered_with_what_is_wrong(server: VllmServer, 
 
 def test_the_state_names_what_the_service_names(server: VllmServer, trained: Eagle3Drafter, drafters: Path) -> None:
     assert server.swap("trained", "named").status_code == 200
-    read = read_drafter(drafters / "trained", trained.embed_tokens)
+    read = read_drafter(drafters / "trained")
     state = server.state()
     assert state["config_fingerprint"] == config_fingerprint(read.config, read.vocabulary)
     assert state["d2t_sha256"] == read.vocabulary.digest

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from decode_fixtures import policy_of
 from engine_fixtures import base_policy, elicit_prompts
 from test_vllm_server_conformance import check_conformance, logged
 from vllm_process import DEPTH, V2_RUNNER, VllmServer
@@ -46,7 +47,7 @@ def test_a_swap_changes_alpha_as_replay_says_and_no_text(v2: VllmServer, trained
     assert texts["random"] == texts["trained"]
     model, _ = base_policy()
     batch = batch_of(model, [logged(model, p, t) for p, t in zip(prompts, texts["trained"], strict=True)])
-    result = replay(trained, batch, depth=DEPTH, drafting="greedy")
+    result = replay(trained, batch, policy_of(model), depth=DEPTH, drafting="greedy")
     print(f"counted {alphas}, replayed {result.alpha:.4f}")
     assert alphas["trained"] == pytest.approx(result.alpha, rel=1e-9)
     assert alphas["random"] < 0.7 * alphas["trained"]

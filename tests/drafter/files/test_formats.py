@@ -42,8 +42,9 @@ from drafter.files.formats import (
     import_drafter,
 )
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.model.eagle3_unroll import unroll
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.download import _make_safe
 from rl_hooks.errors import CheckpointError as AgentCheckpointError
 from service.cli.main import app
@@ -607,10 +608,10 @@ def test_tensors_that_engines_would_load_silently_are_refused(
 
 def test_a_drafter_over_the_whole_vocabulary_has_no_maps_and_comes_back(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    drafter = Eagle3Drafter(replace(CONFIG, draft_vocab_size=20), DraftVocabulary.full(20), EMBEDDING)
+    drafter = Eagle3Drafter(replace(CONFIG, draft_vocab_size=20), DraftVocabulary.full(20))
     write_drafter(tmp_path, drafter)
     assert not {"d2t", "t2d"} & load_file(tmp_path / MODEL_FILE).keys()
-    again = read_drafter(tmp_path, EMBEDDING)
+    again = read_drafter(tmp_path)
     for name, value in drafter.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
     assert again.vocabulary == DraftVocabulary.full(20)
@@ -688,9 +689,9 @@ def test_a_normed_residual_decodes_as_it_trains() -> None:
     """Step 0 through the key-value cache gives the unroll's states."""
     w = normed_world("one document, full response")
     plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, 1)
-    unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden)
+    unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden, w.embed_tokens)
     rows = torch.arange(w.batch.tokens - 1)
-    embedding = w.drafter.embed(w.batch.input_ids[rows + 1])[None]
+    embedding = w.drafter.embed(w.batch.input_ids[rows + 1], w.embed_tokens)[None]
     pre, _, _ = w.drafter.attend(embedding, w.drafter.fuse(w.batch.aux_hidden[rows])[None], rows[None])
     torch.testing.assert_close(pre[0, unrolled.rows[0]], unrolled.pre[0], rtol=1e-10, atol=1e-12)
 
@@ -699,7 +700,7 @@ def test_the_switch_is_stored_and_part_of_the_fingerprint(tmp_path: Path) -> Non
     on, off = stored(norm_before_residual=True), stored()
     write_stored(tmp_path, on)
     assert json.loads((tmp_path / CONFIG_FILE).read_text())["norm_before_residual"] is True
-    assert build_drafter(read_stored(tmp_path), EMBEDDING).config.norm_before_residual is True
+    assert build_drafter(read_stored(tmp_path)).config.norm_before_residual is True
     assert config_fingerprint(on.config, SOME) != config_fingerprint(off.config, SOME)
     document = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert parse_config({k: v for k, v in document.items() if k != "norm_before_residual"}) == off.config
@@ -722,7 +723,7 @@ def test_draft_ids_in_another_order_are_sorted_and_the_drafter_stays_the_same(tm
     assert after.stored.vocabulary == before.stored.vocabulary
     assert all(torch.equal(after.stored.weights[n], t) for n, t in before.stored.weights.items())
     with pytest.raises(CheckpointError):  # published files must be in order: engines keep d2t
-        read_drafter(tmp_path, drafter.embed_tokens)
+        read_drafter(tmp_path)
 
 
 def test_a_shuffled_vocabulary_that_contradicts_t2d_is_refused(tmp_path: Path) -> None:

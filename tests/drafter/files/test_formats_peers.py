@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from drafter.files.checkpoint import StoredDrafter
 from drafter.files.formats import Verifier, export_drafter, import_drafter
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.model.eagle3_unroll import unroll
+from drafter.unroll.plan import make_plan
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,7 +45,7 @@ def loaded(directory: Path, c: Case) -> Any:
         patch.setattr(eagle3.Eagle3DraftModel, "load_verifier_weights", lambda _: None)
         model = eagle3.Eagle3DraftModel.from_pretrained(directory, config=config)
     verifiers = {
-        "embed_tokens.weight": c.drafter.embed_tokens,
+        "embed_tokens.weight": c.embed_tokens,
         "verifier_lm_head.weight": c.head[c.drafter.vocabulary.ids],
         "verifier_norm.weight": c.final_norm,
     }
@@ -94,7 +95,7 @@ def test_specforges_own_model_computes_from_our_export_what_ours_computes(tmp_pa
     b = c.batch.select([0])
     T = b.tokens
     plan = make_plan(b.cu_seqlens, torch.ones(T, dtype=torch.bool), 3)
-    unrolled = unroll(c.drafter, plan, b.input_ids, b.aux_hidden)
+    unrolled = unroll(c.drafter, plan, b.input_ids, b.aux_hidden, c.embed_tokens)
     agrees = {}
     for layout in ("specforge", "sglang"):
         directory = tmp_path / layout
@@ -103,7 +104,7 @@ def test_specforges_own_model_computes_from_our_export_what_ours_computes(tmp_pa
         model = eagle.LlamaForCausalLMEagle3(transformers.LlamaConfig.from_pretrained(directory)).float()
         absent, unknown = model.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
         assert (absent, unknown) == (["embed_tokens.weight"], [])
-        model.embed_tokens.weight.data.copy_(c.drafter.embed_tokens)
+        model.embed_tokens.weight.data.copy_(c.embed_tokens)
         mask = eagle.prepare_decoder_attention_mask(torch.ones(1, T, dtype=torch.bool), (1, T), b.aux_hidden[None], 0)
         h, cache, errors = model.project_hidden_states(b.aux_hidden[None]), [[], []], []
         for step in range(3):

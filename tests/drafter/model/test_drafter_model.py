@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from drafter.errors import DrafterError, VocabularyError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.unroll.unroll import make_plan, unroll
+from drafter.policy import Policy
+from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 
 
 def test_names_and_shapes_are_those_of_published_checkpoints() -> None:
@@ -38,7 +39,6 @@ def test_names_and_shapes_are_those_of_published_checkpoints() -> None:
     }
     assert drafter.d2t.dtype == torch.int64
     assert drafter.t2d.dtype == torch.bool
-    assert not drafter.embed_tokens.requires_grad
 
 
 def test_config_follows_the_target() -> None:
@@ -78,21 +78,20 @@ def test_impossible_configs_are_refused(change: dict[str, object], message: str)
 
 def test_parts_that_do_not_fit_are_refused() -> None:
     vocabulary = DraftVocabulary(torch.arange(9), VOCAB)
-    with pytest.raises(DrafterError, match="embed_tokens must be"):
-        Eagle3Drafter(config(), vocabulary, torch.zeros(VOCAB, HIDDEN + 1))
     with pytest.raises(DrafterError, match="the vocabulary has 9 of 17"):
-        Eagle3Drafter(config(8), vocabulary, torch.zeros(VOCAB, HIDDEN))
-    drafter = Eagle3Drafter(config(), vocabulary, torch.zeros(VOCAB, HIDDEN))
+        Eagle3Drafter(config(8), vocabulary)
+    drafter = Eagle3Drafter(config(), vocabulary)
     with pytest.raises(DrafterError, match="expected lm_head rows"):
         drafter.init_from_target(torch.zeros(VOCAB, HIDDEN))
     drafter.init_from_target(torch.ones(9, HIDDEN))
     assert bool((drafter.lm_head.weight == 1).all())
 
 
-def test_the_embedding_is_shared_not_copied() -> None:
-    embedding = torch.randn(VOCAB, HIDDEN)
-    drafter = Eagle3Drafter(config(), DraftVocabulary(torch.arange(9), VOCAB), embedding)
-    assert drafter.embed_tokens.data_ptr() == embedding.data_ptr()
+def test_an_embedding_of_another_target_is_refused() -> None:
+    w = world((mask_of(11, 1),))
+    plan = w.drafter.plan(w.batch, 2)
+    with pytest.raises(DrafterError, match=r"embed_tokens must be \(17, 12\), got \(17, 13\)"):
+        w.drafter.unroll(plan, w.batch, Policy(0, torch.zeros(VOCAB, HIDDEN + 1)))
 
 
 # --- decoding with a cache ------------------------------------------------------------------------------------------
@@ -101,15 +100,17 @@ def test_the_embedding_is_shared_not_copied() -> None:
 def test_decoding_with_a_cache_equals_the_unroll_at_every_row_and_step() -> None:
     w, steps = world((mask_of(11, 1),)), 4
     d, ids = w.drafter, w.batch.input_ids
-    u = unroll(d, make_plan(w.batch.cu_seqlens, w.batch.loss_mask, steps), ids, w.batch.aux_hidden)
+    u = d.unroll(make_plan(w.batch.cu_seqlens, w.batch.loss_mask, steps), w.batch, w.policy)
     want = {(int(t), j): d.logits(p) for j in range(steps) for t, p in zip(u.rows[j], u.pre[j], strict=True)}
     for t in range(9):
         rows = torch.arange(t + 1)
-        pre, k, v = d.attend(d.embed(ids[rows + 1])[None], d.fuse(w.batch.aux_hidden[rows])[None], rows[None])
+        pre, k, v = d.attend(
+            d.embed(ids[rows + 1], w.embed_tokens)[None], d.fuse(w.batch.aux_hidden[rows])[None], rows[None]
+        )
         torch.testing.assert_close(d.logits(pre[0, -1]), want[t, 0])
         r = pre[:, -1:]
         for j in range(1, min(steps, 9 - t)):
-            embedded = d.embed(ids[t + 1 + j])[None, None]
+            embedded = d.embed(ids[t + 1 + j], w.embed_tokens)[None, None]
             r, new_k, new_v = d.attend(embedded, r, torch.tensor([[t + j]]), k, v)
             k, v = torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)
             torch.testing.assert_close(d.logits(r[0, 0]), want[t, j])
@@ -119,7 +120,7 @@ def test_a_padded_batch_decodes_as_its_sequences_do_alone() -> None:
     w = world((mask_of(11, 1),))
     d, ids, aux = w.drafter, w.batch.input_ids, w.batch.aux_hidden
     lengths, L = [3, 7], 7
-    embedded = torch.stack([d.embed(ids[1 : L + 1])] * 2)
+    embedded = torch.stack([d.embed(ids[1 : L + 1], w.embed_tokens)] * 2)
     r = torch.stack([d.fuse(aux[:L])] * 2)
     positions = torch.arange(L).expand(2, L)
     visible = torch.ones(L, L, dtype=torch.bool).tril() & (torch.arange(L) < torch.tensor(lengths)[:, None])[:, None]
@@ -129,11 +130,13 @@ def test_a_padded_batch_decodes_as_its_sequences_do_alone() -> None:
     cached = (torch.arange(L) < torch.tensor(lengths)[:, None])[:, None]
     mask = torch.cat([cached, torch.ones(2, 1, 1, dtype=torch.bool)], dim=2)
     step_positions = torch.tensor(lengths)[:, None]
-    step, _, _ = d.attend(d.embed(ids[step_positions + 1]), step_r, step_positions, k, v, mask)
+    step, _, _ = d.attend(d.embed(ids[step_positions + 1], w.embed_tokens), step_r, step_positions, k, v, mask)
     for b, n in enumerate(lengths):
         alone, ak, av = d.attend(embedded[b : b + 1, :n], r[b : b + 1, :n], positions[b : b + 1, :n])
         torch.testing.assert_close(pre[b, :n], alone[0])
-        after, _, _ = d.attend(d.embed(ids[n + 1])[None, None], alone[:, -1:], torch.tensor([[n]]), ak, av)
+        after, _, _ = d.attend(
+            d.embed(ids[n + 1], w.embed_tokens)[None, None], alone[:, -1:], torch.tensor([[n]]), ak, av
+        )
         torch.testing.assert_close(step[b], after[0])
 
 

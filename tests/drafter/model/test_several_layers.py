@@ -22,37 +22,36 @@ from drafter.files.checkpoint import (
     write_drafter,
 )
 from drafter.files.formats import export_drafter, import_drafter
-from drafter.kinds import plan_batch
+from drafter.model import eagle3_unroll as unroll_module
 from drafter.model.eagle3 import Eagle3Drafter
+from drafter.model.eagle3_unroll import unroll
+from drafter.policy import TargetHead
 from drafter.replay.replay import replay
-from drafter.target import TargetHead, draft_target
 from drafter.training.loss import DraftLoss, draft_loss
+from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, TrainConfig
-from drafter.unroll import unroll as unroll_module
 from drafter.unroll.plan import make_plan
-from drafter.unroll.unroll import unroll
 
 
 def deepened(one: Eagle3Drafter, layers: int = 2, dtype: torch.dtype = torch.float64) -> Eagle3Drafter:
-    """A drafter of more layers with random weights, on the same vocabulary and embedding."""
+    """A drafter of more layers with random weights, on the same vocabulary."""
     config = replace(one.config, num_hidden_layers=layers)
-    drafter = Eagle3Drafter(config, one.vocabulary, one.embed_tokens).to(dtype)
+    drafter = Eagle3Drafter(config, one.vocabulary).to(dtype)
     g = torch.Generator().manual_seed(layers)
     for parameter in drafter.parameters():
         noise = torch.randn(parameter.shape, generator=g, dtype=torch.float64).to(dtype)
         parameter.data = 0.25 * noise if parameter.ndim == 2 else 1 + 0.25 * noise
-    drafter.embed_tokens = one.embed_tokens
     return drafter
 
 
 def deep_world(shape: str = "packed, awkward", layers: int = 2) -> World:
     w = world(SHAPES[shape])
-    return World(deepened(w.drafter, layers), w.head, w.batch)
+    return replace(w, drafter=deepened(w.drafter, layers))
 
 
 def ours(w: World, steps: int) -> DraftLoss:
-    plan = plan_batch(w.drafter, w.batch, steps)
-    unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden)
+    plan = w.drafter.plan(w.batch, steps)
+    unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden, w.embed_tokens)
     target = draft_target(w.batch, plan, w.drafter.vocabulary, TargetHead(w.head), w.head.dtype)
     return draft_loss(w.drafter, unrolled, target, denominator=7.0, step_decay=0.8)
 
@@ -94,7 +93,7 @@ def reference(w: World, weights: dict[str, Tensor], steps: int) -> list[Tensor]:
                 if number:
                     x = rms(r, weights[f"{name}.input_layernorm.weight"], c.rms_norm_eps)
                 else:
-                    e = w.drafter.embed_tokens[tokens[t + 1 + j]]
+                    e = w.embed_tokens[tokens[t + 1 + j]]
                     e = rms(e, weights[f"{name}.input_layernorm.weight"], c.rms_norm_eps)
                     x = torch.cat([e, rms(r, weights[f"{name}.hidden_norm.weight"], c.rms_norm_eps)])
                 node = Node(weights, c, name, x, r, t + j)
@@ -149,24 +148,25 @@ def test_a_later_layer_without_its_own_diagonal_would_be_noticed(monkeypatch: py
 def test_a_plan_without_every_row_is_refused() -> None:
     w = deep_world("packed, half response")
     plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, 2)
-    with pytest.raises(DrafterError, match="plan_batch"):
-        unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden)
+    with pytest.raises(DrafterError, match="plan of every row"):
+        unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden, w.embed_tokens)
 
 
 def test_decoding_with_a_cache_equals_the_unroll_at_every_row_and_step() -> None:
     base, steps = world((mask_of(9, 1),)), 3
     d = deepened(base.drafter)
     ids, aux = base.batch.input_ids, base.batch.aux_hidden
-    u = unroll(d, plan_batch(d, base.batch, steps), ids, aux)
+    u = d.unroll(d.plan(base.batch, steps), base.batch, base.policy)
     want = {(int(t), j): d.logits(p) for j in range(steps) for t, p in zip(u.rows[j], u.pre[j], strict=True)}
     for t in range(7):
         rows = torch.arange(t + 1)
-        pre, k, v = d.attend(d.embed(ids[rows + 1])[None], d.fuse(aux[rows])[None], rows[None])
+        pre, k, v = d.attend(d.embed(ids[rows + 1], base.embed_tokens)[None], d.fuse(aux[rows])[None], rows[None])
         assert k.shape[1] == d.cache_heads == 2 * d.config.num_key_value_heads
         torch.testing.assert_close(d.logits(pre[0, -1]), want[t, 0])
         r = pre[:, -1:]
         for j in range(1, min(steps, 7 - t)):
-            r, new_k, new_v = d.attend(d.embed(ids[t + 1 + j])[None, None], r, torch.tensor([[t + j]]), k, v)
+            embedded = d.embed(ids[t + 1 + j], base.embed_tokens)[None, None]
+            r, new_k, new_v = d.attend(embedded, r, torch.tensor([[t + j]]), k, v)
             k, v = torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)
             torch.testing.assert_close(d.logits(r[0, 0]), want[t, j])
 
@@ -175,18 +175,18 @@ def test_it_trains_and_is_scored() -> None:
     w = world(SHAPES["packed, half response"], dtype=torch.float32)
     drafter = deepened(w.drafter, dtype=torch.float32)
     trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=3, learning_rate=1e-2))
-    reports = [trainer.step(w.batch, TargetHead(w.head)) for _ in range(30)]
+    reports = [trainer.step([(w.batch, w.policy)]) for _ in range(30)]
     assert reports[-1].loss < 0.5 * reports[0].loss
     for before, after in zip(reports[0].acceptance_per_step, reports[-1].acceptance_per_step, strict=True):
         assert after > before + 0.1
-    assert 1.0 <= replay(drafter, w.batch, depth=3).alpha <= 4.0
+    assert 1.0 <= replay(drafter, w.batch, w.policy, depth=3).alpha <= 4.0
 
 
 def test_files_come_back_bit_for_bit_in_every_layout(tmp_path: Path) -> None:
     w = world(SHAPES["packed, half response"], dtype=torch.float32)
     drafter = deepened(w.drafter, 3, torch.float32)
     write_drafter(tmp_path, drafter)
-    again = read_drafter(tmp_path, drafter.embed_tokens)
+    again = read_drafter(tmp_path)
     assert again.config == drafter.config
     for name, parameter in drafter.named_parameters():
         assert torch.equal(dict(again.named_parameters())[name], parameter), name
@@ -221,8 +221,8 @@ def test_losses_and_gradients_agree_with_speculators(steps: int, draft: int, mon
     pytest.importorskip("hs_connectors", reason="pip install --no-deps -r tests/peers_requirements.txt")
     c = case((40, 18, 64, 21), response=0.5, draft=draft)
     c = replace(c, drafter=deepened(c.drafter, dtype=torch.float32))
-    plan = plan_batch(c.drafter, c.batch, steps)
-    unrolled = unroll(c.drafter, plan, c.batch.input_ids, c.batch.aux_hidden)
+    plan = c.drafter.plan(c.batch, steps)
+    unrolled = unroll(c.drafter, plan, c.batch.input_ids, c.batch.aux_hidden, c.embed_tokens)
     target = draft_target(c.batch, plan, c.drafter.vocabulary, TargetHead(c.head))
     result = draft_loss(c.drafter, unrolled, target, denominator=1, step_decay=parity_fixtures.DECAY)
     named = dict(c.drafter.named_parameters())

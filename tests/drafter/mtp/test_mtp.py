@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, mask_of
+from drafter_reference import StepResult
+from drafter_reference import rms as reference_rms
+from drafter_reference import score as reference_score
+from drafter_worlds import SHAPES, mask_of, rollouts
 from mtp_reference import reference_pres
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,14 +29,15 @@ from drafter.files.mtp import (
     read_mtp,
     write_mtp,
 )
-from drafter.kinds import plan_batch
 from drafter.model.pointwise import rms_norm
 from drafter.mtp.experts import Cast, Experts, ExpertSizes
 from drafter.mtp.module import MtpConfig, MtpDrafter, unroll_mtp
+from drafter.policy import Policy, TargetHead
 from drafter.replay.replay import replay
-from drafter.target import TargetHead, draft_target
+from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
-from drafter.unroll.plan import make_plan
+from drafter.unroll.plan import Plan, make_plan
+from drafter.unroll.unrolled import Unrolled
 from rl_hooks.format.mtp import mtp_shapes
 
 VOCAB, LAYERS = 41, 3
@@ -119,42 +123,46 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def drafter_for(config: Any, seed: int = 0, **changes: Any) -> MtpDrafter:
-    """In float64, with weights large enough that every term of the formulas matters."""
+def drafter_for(config: Any, seed: int = 0, **changes: Any) -> tuple[MtpDrafter, Policy]:
+    """In float64, with weights large enough that every term of the formulas matters, and the policy that it is of."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64)
 
     sizes = (config.vocab_size, config.hidden_size)
-    drafter = MtpDrafter(replace(MtpConfig.from_target(config.to_dict()), **changes), draw(*sizes), draw(*sizes))
-    drafter = drafter.double()
+    policy = Policy(0, draw(*sizes), TargetHead(draw(*sizes)))
+    drafter = MtpDrafter(replace(MtpConfig.from_target(config.to_dict()), **changes)).double()
     for parameter in drafter.parameters():
         noise = draw(*parameter.shape)
         parameter.data = 0.3 * noise if parameter.ndim == 2 else 1 + 0.3 * noise
     for name, buffer in drafter.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.2 * draw(*buffer.shape))
-    return drafter
+    return drafter, policy
+
+
+def unrolled(drafter: MtpDrafter, policy: Policy, plan: Plan, ids: Tensor, last: Tensor) -> Unrolled:
+    return unroll_mtp(drafter, plan, ids, last, policy.embed_tokens, policy.needed_head().lm_head)
 
 
 @pytest.mark.parametrize(("zero_first", "normed"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_row_and_step_equals_the_reference(variant: str, zero_first: bool, normed: bool) -> None:
     config = target_config(**VARIANTS[variant])
-    drafter = drafter_for(config, zero_first_embedding=zero_first, normed_feedback=normed)
+    drafter, shared = drafter_for(config, zero_first_embedding=zero_first, normed_feedback=normed)
     masks = SHAPES["packed, awkward"]
     g = torch.Generator().manual_seed(7)
     T = sum(m.numel() for m in masks)
     ids = torch.randint(VOCAB, (T,), generator=g)
     last = torch.randn(T, config.hidden_size, generator=g, dtype=torch.float64)
     starts = torch.tensor([0] + [m.numel() for m in masks]).cumsum(0)
-    got = unroll_mtp(drafter, make_plan(starts, torch.cat(masks), 3), ids, last)
+    got = unrolled(drafter, shared, make_plan(starts, torch.cat(masks), 3), ids, last)
     weights = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
     compared = 0
     for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         expected = reference_pres(
-            weights, config, drafter.embed_tokens, ids[begin:end].tolist(), last[begin:end], 3, zero_first, normed
+            weights, config, shared.embed_tokens, ids[begin:end].tolist(), last[begin:end], 3, zero_first, normed
         )
         for step in range(3):
             for row, pre in zip(got.rows[step].tolist(), got.pre[step], strict=True):
@@ -164,12 +172,12 @@ def test_every_row_and_step_equals_the_reference(variant: str, zero_first: bool,
     assert compared == sum(got.plan.entries) > 60
 
 
-def transformers_twin(drafter: MtpDrafter, config: Any) -> MtpModel:
+def transformers_twin(drafter: MtpDrafter, shared: Policy, config: Any) -> MtpModel:
     """MTP as transformers has it, with the same weights."""
     kind = Glm4MoeForCausalLM if config.model_type == "glm4_moe" else DeepseekV3ForCausalLM
     main = kind(config).double()
-    main.model.embed_tokens.weight.data = drafter.embed_tokens.clone()
-    main.lm_head.weight.data = drafter.head.clone()
+    main.model.embed_tokens.weight.data = shared.embed_tokens.clone()
+    main.lm_head.weight.data = shared.needed_head().lm_head.clone()
     twin = MtpModel(main, 1).double()
     own = {name: tensor for name, tensor in drafter.state_dict().items() if "experts." not in name}
     renamed = {
@@ -197,13 +205,13 @@ def transformers_twin(drafter: MtpDrafter, config: Any) -> MtpModel:
 @pytest.mark.parametrize("variant", sorted(CONFIGS.keys() - {"dense"}))
 def test_every_row_and_step_equals_transformers(variant: str) -> None:
     config = CONFIGS[variant]()
-    drafter = drafter_for(config, zero_first_embedding=False, normed_feedback=True)
-    twin = transformers_twin(drafter, config)
+    drafter, shared = drafter_for(config, zero_first_embedding=False, normed_feedback=True)
+    twin = transformers_twin(drafter, shared, config)
     n, steps = 11, 3
     g = torch.Generator().manual_seed(3)
     ids = torch.randint(VOCAB, (n,), generator=g)
     last = torch.randn(n, config.hidden_size, generator=g, dtype=torch.float64)
-    got = unroll_mtp(drafter, make_plan(torch.tensor([0, n]), mask_of(n, 2), steps), ids, last)
+    got = unrolled(drafter, shared, make_plan(torch.tensor([0, n]), mask_of(n, 2), steps), ids, last)
     for step in range(steps):
         for row, pre in zip(got.rows[step].tolist(), got.pre[step], strict=True):
             # A round that began at `row` is one causal pass: true features up to it, then its own outputs.
@@ -320,42 +328,42 @@ def sampled(model: Any, rollouts: int = 24, length: int = 16, prompt: int = 2) -
     )
 
 
+def policy_of(model: Any) -> Policy:
+    return Policy(0, model.get_input_embeddings().weight.detach(), TargetHead(model.lm_head.weight))
+
+
 def fresh(model: Any) -> MtpDrafter:
     torch.manual_seed(1)
     config = MtpConfig.from_target(model.config.to_dict())
-    return MtpDrafter(config, model.get_input_embeddings().weight, model.lm_head.weight)
+    return MtpDrafter(config)
 
 
 @pytest.mark.parametrize("variant", ["experts", "glm"])
 def test_the_worker_s_trainer_lowers_its_loss_and_replay_finds_it_better(variant: str) -> None:
     model = policy(CONFIGS[variant]())
-    batch, drafter, head = sampled(model), fresh(model), TargetHead(model.lm_head.weight)
-    assert head.logprob_gap(batch)[0] < 1e-5
-    embedding, shared = drafter.embed_tokens.clone(), drafter.head.clone()
-    before = replay(drafter, batch, depth=3)
+    batch, drafter, shared = sampled(model), fresh(model), policy_of(model)
+    assert shared.needed_head().logprob_gap(batch)[0] < 1e-5
+    before = replay(drafter, batch, shared, depth=3)
     trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=3, learning_rate=1e-2))
-    reports = [trainer.step(batch, head) for _ in range(25)]
+    reports = [trainer.step([(batch, shared)]) for _ in range(25)]
     assert all(report.skipped is None for report in reports)
     assert reports[-1].loss < 0.7 * reports[0].loss
-    after = replay(drafter, batch, depth=3)
+    after = replay(drafter, batch, shared, depth=3)
     assert after.alpha > before.alpha + 0.2
-    # Embedding and head are the policy's: training leaves them alone.
-    assert torch.equal(drafter.embed_tokens, embedding)
-    assert torch.equal(drafter.head, shared)
 
 
 @pytest.mark.parametrize("how", [{"loss": "alpha"}, {"compute_dtype": "bfloat16"}])
 def test_the_other_loss_and_half_precision_serve_it_too(how: dict[str, Any]) -> None:
     model = policy()
-    batch, head = sampled(model, rollouts=8), TargetHead(model.lm_head.weight)
+    batch, shared = sampled(model, rollouts=8), policy_of(model)
     trainer = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=3, learning_rate=1e-2, **how))
-    first, *_, last = [trainer.step(batch, head) for _ in range(15)]
+    first, *_, last = [trainer.step([(batch, shared)]) for _ in range(15)]
     assert sum(last.acceptance_per_step) > sum(first.acceptance_per_step) + 0.2
 
 
 def test_an_experts_weights_are_cast_once_for_all_steps() -> None:
-    drafter = drafter_for(target_config()).float()
-    cast = drafter.weights(torch.bfloat16).experts
+    drafter, shared = drafter_for(target_config())
+    cast = drafter.float().weights(shared.needed_head().lm_head, torch.bfloat16).experts
     weight = next(drafter.mlp.parameters())
     assert cast(weight).dtype == torch.bfloat16
     assert cast(weight) is cast(weight)
@@ -394,29 +402,30 @@ def test_a_step_never_waits_for_the_device(variant: str, loss: Loss) -> None:
     # Reading a number from a meta tensor raises, as does mixing devices.
     config = target_config if variant == "experts" else glm_config
     model = policy(config(moe_intermediate_size=8))
-    batch, head = sampled(model, rollouts=4), TargetHead(model.lm_head.weight)
+    batch, shared = sampled(model, rollouts=4), policy_of(model)
     trainer = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=3, loss=loss, compute_dtype="bfloat16"))
     drafter = trainer.drafter.to("meta")
-    plan = plan_batch(drafter, batch, 3).to("meta")
-    target = draft_target(batch.to("meta"), plan, drafter.vocabulary, head, torch.bfloat16)
-    trainer.loss_of(plan, batch.to("meta"), target, 1.0).loss.backward()
+    plan = drafter.plan(batch, 3).to("meta")
+    shared = replace(shared, embed_tokens=shared.embed_tokens.to("meta"))
+    target = draft_target(batch.to("meta"), plan, drafter.vocabulary, shared.needed_head(), torch.bfloat16)
+    trainer.loss_of(plan, batch.to("meta"), shared, target, 1.0).loss.backward()
     assert all(p.grad is not None for p in drafter.parameters())
 
 
 def test_its_gradients_are_those_of_the_reference() -> None:
     config = target_config()
-    drafter = drafter_for(config)
+    drafter, shared = drafter_for(config)
     g = torch.Generator().manual_seed(2)
     ids, n = torch.randint(VOCAB, (9,), generator=g), 9
     last = torch.randn(n, config.hidden_size, generator=g, dtype=torch.float64)
     slope = torch.randn(3, n, config.hidden_size, generator=g, dtype=torch.float64)
-    got = unroll_mtp(drafter, make_plan(torch.tensor([0, n]), mask_of(n, 1), 3), ids, last)
+    got = unrolled(drafter, shared, make_plan(torch.tensor([0, n]), mask_of(n, 1), 3), ids, last)
     ours = sum((pre * slope[j, got.rows[j]]).sum() for j, pre in enumerate(got.pre))
     named = dict(drafter.named_parameters())
     gradients = torch.autograd.grad(ours, list(named.values()), allow_unused=True)  # type: ignore[arg-type]
     weights = {name: tensor.detach().clone().requires_grad_() for name, tensor in named.items()}
     weights |= {name: tensor for name, tensor in drafter.named_buffers() if name.endswith("correction_bias")}
-    expected = reference_pres(weights, config, drafter.embed_tokens, ids.tolist(), last, 3, True)
+    expected = reference_pres(weights, config, shared.embed_tokens, ids.tolist(), last, 3, True)
     theirs = torch.stack([(pre * slope[j, t]).sum() for (t, j), pre in expected.items()]).sum()
     wanted = torch.autograd.grad(theirs, [weights[name] for name in named], allow_unused=True)
     for name, gradient, want in zip(named, gradients, wanted, strict=True):
@@ -427,17 +436,63 @@ def test_its_gradients_are_those_of_the_reference() -> None:
             assert torch.allclose(gradient, want, rtol=1e-8, atol=1e-9), name
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_window_of_two_policies_is_drafted_with_each_ones_embedding_and_head(
+    order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, masks, steps = target_config(), (mask_of(8, 2), mask_of(6, 1)), 3
+    drafter, first = drafter_for(config)
+    g = torch.Generator().manual_seed(11)
+    sizes = (VOCAB, config.hidden_size)
+    other = torch.randn(sizes, generator=g, dtype=torch.float64)
+    policies = [first, Policy(1, other, TargetHead(torch.randn(sizes, generator=g, dtype=torch.float64)))]
+    trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=steps, compute_dtype="float64", grad_clip=0.0))
+    given: dict[str, Tensor] = {}
+
+    def keep(_: float) -> None:
+        given.update({n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None})
+
+    monkeypatch.setattr(trainer._optimizer, "step", keep)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in drafter.named_parameters()}
+    buffers = {name: tensor for name, tensor in drafter.named_buffers() if name.endswith("correction_bias")}
+    zero = torch.zeros((), dtype=torch.float64)
+    results = [StepResult(zero, 0.0, [], []) for _ in range(steps)]
+    window = []
+    for index in order:
+        shared = policies[index]
+        head = shared.needed_head().lm_head
+        batch = replace(rollouts(masks, head, 1.0, seed=index), policy_version=index)
+        window.append((batch, shared))
+        for document in (batch.select([i]) for i in range(batch.rollouts)):
+            ids, last = document.input_ids.tolist(), document.last_hidden
+            pres = reference_pres(weights | buffers, config, shared.embed_tokens, ids, last, steps, True)
+            for (row, step), pre in pres.items():
+                if row + 2 + step < len(ids) and document.loss_mask[row + 2 + step]:
+                    z = head @ reference_rms(pre, weights["shared_head.norm.weight"], config.rms_norm_eps)
+                    reference_score(results[step], z, head @ last[row + 1 + step], list(range(VOCAB)), 1.0)
+                    results[step].rows.append(row)
+    decay, tokens = trainer.config.step_decay, sum(batch.response_tokens for batch, _ in window)
+    loss = torch.stack([decay**j * r.kl for j, r in enumerate(results)]).sum() / tokens
+    gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    report = trainer.step(window)
+    assert report.entries_per_step == tuple(len(r.rows) for r in results)
+    assert report.loss == pytest.approx(float(loss.detach()), rel=1e-9)
+    for name, want in zip(weights, gradients, strict=True):
+        if want is not None:  # None: of an expert that no row chose
+            torch.testing.assert_close(given[name], want, rtol=1e-8, atol=1e-10)
+
+
 def test_a_trainer_s_state_is_resumed_to_the_bit(tmp_path: Path) -> None:
     model = policy()
-    batch, head = sampled(model, rollouts=6), TargetHead(model.lm_head.weight)
+    batch, shared = sampled(model, rollouts=6), policy_of(model)
     config = TrainConfig(steps_ahead=2, learning_rate=1e-2)
     one = DrafterTrainer(fresh(model), config)
-    one.step(batch, head)
+    one.step([(batch, shared)])
     one.save(tmp_path)
     two = DrafterTrainer(fresh(model), config)
     two.load(tmp_path)
     for trainer in (one, two):
-        trainer.step(batch, head)
+        trainer.step([(batch, shared)])
     for name, parameter in one.drafter.named_parameters():
         assert torch.equal(parameter, dict(two.drafter.named_parameters())[name]), name
 
@@ -447,15 +502,13 @@ def test_replay_of_greedy_drafts_counts_the_rounds_that_live_drafting_with_trans
     model = policy()
     batch, depth, n = sampled(model, rollouts=6), 3, 16
     learner = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=depth, learning_rate=1e-2))
-    head = TargetHead(model.lm_head.weight)
+    shared = policy_of(model)
     with torch.enable_grad():
         for _ in range(25):
-            learner.step(batch, head)
-    drafter = MtpDrafter(
-        replace(learner.drafter.config, zero_first_embedding=False), learner.drafter.embed_tokens, learner.drafter.head
-    )
+            learner.step([(batch, shared)])
+    drafter = MtpDrafter(replace(learner.drafter.config, zero_first_embedding=False))
     drafter.load_state_dict(learner.drafter.state_dict())
-    twin = transformers_twin(drafter, model.config).float()
+    twin = transformers_twin(drafter, shared, model.config).float()
     ids, last = batch.input_ids.view(-1, n), batch.last_hidden.view(-1, n, 24)  # type: ignore[union-attr]
     rounds, accepted = [], 0
     for text, states in zip(ids, last, strict=True):
@@ -473,7 +526,7 @@ def test_replay_of_greedy_drafts_counts_the_rounds_that_live_drafting_with_trans
             emitted += 1  # the verified token that ends the round
         rounds.append(count)
     assert accepted > 10, "or nothing was tested"
-    assert replay(drafter, batch, depth=depth, drafting="greedy").rounds.tolist() == rounds
+    assert replay(drafter, batch, shared, depth=depth, drafting="greedy").rounds.tolist() == rounds
 
 
 def break_halves(drafter: MtpDrafter) -> None:
@@ -509,16 +562,16 @@ def break_feedback(drafter: MtpDrafter) -> None:
 )
 def test_a_broken_module_is_seen_by_the_comparison(mutation: Any) -> None:
     config = target_config()
-    drafter = drafter_for(config)
+    drafter, shared = drafter_for(config)
     n = 10
     g = torch.Generator().manual_seed(4)
     ids = torch.randint(VOCAB, (n,), generator=g)
     last = torch.randn(n, config.hidden_size, generator=g, dtype=torch.float64)
     weights = {name: tensor.detach().clone() for name, tensor in drafter.state_dict().items()}
-    expected = reference_pres(weights, config, drafter.embed_tokens, ids.tolist(), last, 2, True)
+    expected = reference_pres(weights, config, shared.embed_tokens, ids.tolist(), last, 2, True)
 
     def deviation() -> float:
-        got = unroll_mtp(drafter, make_plan(torch.tensor([0, n]), mask_of(n, 1), 2), ids, last)
+        got = unrolled(drafter, shared, make_plan(torch.tensor([0, n]), mask_of(n, 1), 2), ids, last)
         return max(
             float((pre - expected[row, step]).abs().max().detach())
             for step in range(2)
@@ -535,10 +588,10 @@ def test_a_broken_module_is_seen_by_the_comparison(mutation: Any) -> None:
 
 @pytest.mark.parametrize("variant", CONFIGS)
 def test_what_is_written_is_read_back_to_the_bit(variant: str, tmp_path: Path) -> None:
-    drafter = drafter_for(CONFIGS[variant](), zero_first_embedding=variant != "dense").float()
+    drafter = drafter_for(CONFIGS[variant](), zero_first_embedding=variant != "dense")[0].float()
     digests = write_mtp(tmp_path, drafter)
     assert digests.keys() == {"model.safetensors", "config.json"}
-    back = read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
+    back = read_mtp(tmp_path)
     assert back.config == drafter.config
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor), name
@@ -565,9 +618,9 @@ def test_transformers_loads_the_export_as_the_policys_mtp_layer_and_computes_the
     g = torch.Generator().manual_seed(1)
     ids, last = torch.randint(VOCAB, (8,), generator=g), torch.randn(8, 24, generator=g)
     theirs = twin.forward_layer(0, last[None, :7], torch.arange(7)[None], None, input_ids=ids[None, 1:])[0]
-    plain = MtpDrafter(replace(drafter.config, zero_first_embedding=False), drafter.embed_tokens, drafter.head)
+    plain = MtpDrafter(replace(drafter.config, zero_first_embedding=False))
     plain.load_state_dict(drafter.state_dict())
-    got = unroll_mtp(plain, make_plan(torch.tensor([0, 8]), mask_of(8, 1), 1), ids, last)
+    got = unrolled(plain, policy_of(model), make_plan(torch.tensor([0, 8]), mask_of(8, 1), 1), ids, last)
     ours = rms_norm(got.pre[0], plain.shared_head.norm.weight, plain.config.rms_norm_eps)
     assert torch.allclose(ours, theirs[got.rows[0]], rtol=1e-4, atol=1e-5)
 
@@ -586,11 +639,12 @@ def replace_norms(drafter: MtpDrafter) -> MtpDrafter:
 def test_a_module_is_read_out_of_the_policys_sharded_checkpoint_and_the_copies_in_it_are_compared(
     tmp_path: Path,
 ) -> None:
-    drafter = drafter_for(target_config()).float()
-    write_mtp(tmp_path, drafter)
+    drafter, shared = drafter_for(target_config())
+    write_mtp(tmp_path, drafter.float())
     tensors = load_file(tmp_path / "model.safetensors")
+    embed_tokens, head = shared.embed_tokens.float(), shared.needed_head().lm_head.float()
     where = prefix(drafter.config)
-    tensors |= {f"{where}embed_tokens.weight": drafter.embed_tokens, f"{where}shared_head.head.weight": drafter.head}
+    tensors |= {f"{where}embed_tokens.weight": embed_tokens, f"{where}shared_head.head.weight": head}
     tensors["model.layers.0.input_layernorm.weight"] = torch.ones(24)
     (tmp_path / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -599,16 +653,16 @@ def test_a_module_is_read_out_of_the_policys_sharded_checkpoint_and_the_copies_i
         save_file({name: tensors[name].clone() for name in held}, tmp_path / file)
     index = {name: file for file, held in shards.items() for name in held}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    back = read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
+    back = read_mtp(tmp_path, Policy(0, embed_tokens, TargetHead(head)))
     assert torch.equal(back.eh_proj.weight, drafter.eh_proj.weight)
     (tmp_path / "alone").mkdir()
     extract_mtp(tmp_path, tmp_path / "alone")
     alone = load_file(tmp_path / "alone/model.safetensors")
     assert alone.keys() == {where + name for name in drafter.state_dict()}
     assert all(torch.equal(alone[where + name], tensor) for name, tensor in drafter.state_dict().items())
-    assert read_mtp(tmp_path / "alone", drafter.embed_tokens, drafter.head).config == drafter.config
+    assert read_mtp(tmp_path / "alone").config == drafter.config
     with pytest.raises(CheckpointError, match=r"shared_head\.head\.weight.*not the policy's head"):
-        read_mtp(tmp_path, drafter.embed_tokens, drafter.head + 1)
+        read_mtp(tmp_path, Policy(0, embed_tokens, TargetHead(head + 1)))
 
 
 @pytest.mark.parametrize(
@@ -622,13 +676,13 @@ def test_a_module_is_read_out_of_the_policys_sharded_checkpoint_and_the_copies_i
     ],
 )
 def test_broken_files_are_refused_by_what_is_wrong(change: Any, message: str, tmp_path: Path) -> None:
-    drafter = drafter_for(target_config()).float()
+    drafter = drafter_for(target_config())[0].float()
     write_mtp(tmp_path, drafter)
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
+        read_mtp(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -649,15 +703,15 @@ def test_broken_files_are_refused_by_what_is_wrong(change: Any, message: str, tm
     ],
 )
 def test_a_broken_index_is_refused_by_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
-    drafter = drafter_for(target_config()).float()
+    drafter = drafter_for(target_config())[0].float()
     write_mtp(tmp_path, drafter)
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
-        read_mtp(tmp_path, drafter.embed_tokens, drafter.head)
+        read_mtp(tmp_path)
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
-    drafter = drafter_for(target_config()).float()
+    drafter = drafter_for(target_config())[0].float()
     drafter.eh_proj.weight.data[0, 0] = 1e30
     with pytest.raises(CheckpointError, match=r"eh_proj\.weight is not finite as torch\.float16"):
         write_mtp(tmp_path, drafter, dtype=torch.float16)

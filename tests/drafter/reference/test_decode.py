@@ -43,7 +43,7 @@ def target() -> Any:
 def trained(target: Any) -> Eagle3Drafter:
     prompts = make_prompts(60, 64, seed=9)
     plain = generate(target, None, prompts, max_tokens=20, generator=seeded(9))
-    return train_lightly(make_drafter(target, 56), log_rollouts(target, prompts, plain), steps=25)
+    return train_lightly(target, make_drafter(target, 56), log_rollouts(target, prompts, plain), steps=25)
 
 
 # --- one verification, by itself ------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_sampled_text_has_the_law_of_plain_sampling(drafting: Any) -> None:
     target = make_target(vocab_size=8, sharpness=3.0)
     prompts, rows = [[3, 1, 4], [1]], 2000
     plain = generate(target, None, make_prompts(40, 8), max_tokens=12, generator=seeded(0))
-    drafter = train_lightly(make_drafter(target, 6), log_rollouts(target, make_prompts(40, 8), plain), steps=15)
+    drafter = train_lightly(target, make_drafter(target, 6), log_rollouts(target, make_prompts(40, 8), plain), steps=15)
     made = generate(target, drafter, prompts * rows, max_tokens=3, depth=2, drafting=drafting, generator=seeded(7))
     assert 1.1 < made.alpha < 2.9
     for which, prompt in enumerate(prompts):

@@ -23,8 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.reference.decode import generate
+from drafter.reference.decode import embedding, generate
 from drafter.reference.tree import (
     DraftTree,
     _likeliest,
@@ -33,6 +32,7 @@ from drafter.reference.tree import (
     generate_tree,
     walk,
 )
+from drafter.vocabulary import DraftVocabulary
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -48,7 +48,7 @@ def target() -> Any:
 def trained(target: Any) -> Eagle3Drafter:
     prompts = make_prompts(60, 64, seed=9)
     plain = generate(target, None, prompts, max_tokens=20, generator=seeded(9))
-    return train_lightly(make_drafter(target, 56), log_rollouts(target, prompts, plain), steps=25)
+    return train_lightly(target, make_drafter(target, 56), log_rollouts(target, prompts, plain), steps=25)
 
 
 def paths(tree: DraftTree, row: int) -> list[list[int]]:
@@ -68,7 +68,7 @@ def prefilled(
     with torch.no_grad():
         logits, aux = reader.read(ids, places[None])
         latest = logits[:, -1].argmax(-1)
-        chain = _TreeDrafter(drafter, temperature=1.0, generator=None)
+        chain = _TreeDrafter(drafter, embedding(target), temperature=1.0, generator=None)
         following = torch.cat([ids[:, 1:], latest[:, None]], dim=1)
         chain.read(aux, following, places, torch.ones_like(ids, dtype=torch.bool))
     return reader, chain, latest, torch.tensor([len(prompt)])
@@ -100,7 +100,7 @@ def test_a_tree_holds_the_likeliest_paths_of_the_drafter(target: Any, trained: E
         token = trained.vocabulary.ids[i].view(1)
         _, again, _, _ = prefilled(target, trained, prompt)
         pre, _, _ = trained.attend(
-            trained.embed(token)[None],
+            trained.embed(token, embedding(target))[None],
             chain.pre[:, None],
             again.position[:, None] + 1,  # type: ignore[index]
             again.keys,
@@ -166,7 +166,7 @@ def test_sampled_text_has_the_law_of_plain_sampling() -> None:
     target = make_target(vocab_size=8, sharpness=3.0)
     prompts, rows = [[3, 1, 4], [1]], 2000
     plain = generate(target, None, make_prompts(40, 8), max_tokens=12, generator=seeded(0))
-    drafter = train_lightly(make_drafter(target, 6), log_rollouts(target, make_prompts(40, 8), plain), steps=15)
+    drafter = train_lightly(target, make_drafter(target, 6), log_rollouts(target, make_prompts(40, 8), plain), steps=15)
     made = generate_tree(
         target, drafter, prompts * rows, max_tokens=3, depth=2, branches=3, nodes=6, generator=seeded(7)
     )
@@ -258,8 +258,7 @@ def drafter_of(target: Any, seed: int = 1) -> Eagle3Drafter:
     torch.manual_seed(seed)
     config = target.config.get_text_config()
     sizes = DrafterConfig.from_target(config.to_dict(), (1, 3, 4), VOCAB)
-    embedding = target.get_input_embeddings().weight.detach()
-    return Eagle3Drafter(sizes, DraftVocabulary(torch.arange(VOCAB), VOCAB), embedding)
+    return Eagle3Drafter(sizes, DraftVocabulary(torch.arange(VOCAB), VOCAB))
 
 
 def three_ways(target: Any, drafter: Eagle3Drafter) -> list[list[list[int]]]:

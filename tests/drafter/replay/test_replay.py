@@ -19,11 +19,12 @@ from drafter.model.eagle3 import Eagle3Drafter
 from drafter.reference.decode import Generation, generate
 from drafter.replay.acceptance import find_segments
 from drafter.replay.replay import conditional_acceptance, prompt_groups, replay
-from tests.decode_fixtures import EOS, log_rollouts, make_drafter, make_prompts, make_target, train_lightly
+from tests.decode_fixtures import EOS, log_rollouts, make_drafter, make_prompts, make_target, policy_of, train_lightly
 
 DEPTH = 3
 Live = Callable[..., tuple[Generation, RolloutBatch]]
 PROMPTS = make_prompts(80, 64)
+POLICY = policy_of(make_target())
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -50,8 +51,8 @@ def drafters(target: Any) -> dict[str, Eagle3Drafter]:
     batch = log_rollouts(target, prompts, made)
     return {
         "untrained": make_drafter(target, 56).eval(),
-        "trained": train_lightly(make_drafter(target, 56), batch, steps=25),
-        "swapped": train_lightly(make_drafter(target, 40, seed=4), batch, steps=10),
+        "trained": train_lightly(target, make_drafter(target, 56), batch, steps=25),
+        "swapped": train_lightly(target, make_drafter(target, 40, seed=4), batch, steps=10),
     }
 
 
@@ -81,7 +82,7 @@ def live(target: Any, drafters: dict[str, Eagle3Drafter]) -> Live:
 @pytest.mark.parametrize("name", ["untrained", "trained", "swapped"])
 def test_replay_equals_live_counting_for_probabilistic_drafts(live: Live, drafters: Any, name: str) -> None:
     made, batch = live(name)
-    result = replay(drafters[name], batch, depth=DEPTH)
+    result = replay(drafters[name], batch, POLICY, depth=DEPTH)
     low, high = result.live_interval(0.999)
     assert low < made.alpha < high
     assert high - low < 0.1 * made.alpha  # the interval is narrow enough to mean something
@@ -95,7 +96,7 @@ def test_replay_of_greedy_drafts_equals_live_counting_round_for_round(
 ) -> None:
     """Greedy drafts leave nothing to chance: every rollout's rounds must come out exactly."""
     made, batch = live(name, "greedy", temperature)
-    result = replay(drafters[name], batch, depth=DEPTH, drafting="greedy")
+    result = replay(drafters[name], batch, POLICY, depth=DEPTH, drafting="greedy")
     np.testing.assert_allclose(result.rounds, made.rounds, atol=1e-9)
     assert not result.rounds_variance.any()
 
@@ -106,9 +107,9 @@ def test_rollouts_made_without_speculation_foretell_live_alpha(
     live: Live, plain: RolloutBatch, drafters: Any, name: str, drafting: Any
 ) -> None:
     """What the controller does: predict a drafter that did not serve. Two independent samples, so two intervals."""
-    foretold = replay(drafters[name], plain, depth=DEPTH, drafting=drafting)
+    foretold = replay(drafters[name], plain, POLICY, depth=DEPTH, drafting=drafting)
     made, batch = live(name, drafting)
-    low, high = replay(drafters[name], batch, depth=DEPTH, drafting=drafting).interval(0.99)
+    low, high = replay(drafters[name], batch, POLICY, depth=DEPTH, drafting=drafting).interval(0.99)
     foretold_low, foretold_high = foretold.interval(0.99)
     assert max(low, foretold_low) < min(high, foretold_high)
     assert math.isclose(made.alpha, foretold.alpha, rel_tol=0.1)
@@ -116,25 +117,25 @@ def test_rollouts_made_without_speculation_foretell_live_alpha(
 
 def test_a_temperature_below_one_is_part_of_p(live: Live, drafters: Any) -> None:
     made, batch = live("trained", temperature=0.6)
-    low, high = replay(drafters["trained"], batch, depth=DEPTH).live_interval(0.999)
+    low, high = replay(drafters["trained"], batch, POLICY, depth=DEPTH).live_interval(0.999)
     assert low < made.alpha < high
 
 
 def test_training_shows_in_replay(plain: RolloutBatch, drafters: Any) -> None:
-    alphas = {name: replay(drafter, plain, depth=DEPTH).alpha for name, drafter in drafters.items()}
+    alphas = {name: replay(drafter, plain, POLICY, depth=DEPTH).alpha for name, drafter in drafters.items()}
     assert alphas["untrained"] < alphas["swapped"] < alphas["trained"]
 
 
 def test_a_greedy_target_is_replayed_greedily_whatever_is_asked(live: Live, drafters: Any) -> None:
     _, batch = live("trained", "greedy", 0.0)
-    asked = replay(drafters["trained"], batch, depth=DEPTH, drafting="probabilistic")
-    greedy = replay(drafters["trained"], batch, depth=DEPTH, drafting="greedy")
+    asked = replay(drafters["trained"], batch, POLICY, depth=DEPTH, drafting="probabilistic")
+    greedy = replay(drafters["trained"], batch, POLICY, depth=DEPTH, drafting="greedy")
     np.testing.assert_array_equal(asked.rounds, greedy.rounds)
 
 
 def test_groups_of_rollouts_do_not_change_the_result(plain: RolloutBatch, drafters: Any) -> None:
-    whole = replay(drafters["trained"], plain, depth=DEPTH)
-    parts = replay(drafters["trained"], plain, depth=DEPTH, tokens_at_once=50)
+    whole = replay(drafters["trained"], plain, POLICY, depth=DEPTH)
+    parts = replay(drafters["trained"], plain, POLICY, depth=DEPTH, tokens_at_once=50)
     np.testing.assert_allclose(whole.rounds, parts.rounds, rtol=1e-4)
     np.testing.assert_allclose(whole.accepted, parts.accepted, atol=1e-3)
 
@@ -142,16 +143,16 @@ def test_groups_of_rollouts_do_not_change_the_result(plain: RolloutBatch, drafte
 def test_chunks_of_logits_do_not_change_the_result(
     plain: RolloutBatch, drafters: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = replay(drafters["trained"], plain, depth=DEPTH)
+    whole = replay(drafters["trained"], plain, POLICY, depth=DEPTH)
     monkeypatch.setattr("drafter.replay.replay._LOGITS_ELEMENTS", 1000)
-    np.testing.assert_allclose(replay(drafters["trained"], plain, depth=DEPTH).rounds, whole.rounds, rtol=1e-5)
+    np.testing.assert_allclose(replay(drafters["trained"], plain, POLICY, depth=DEPTH).rounds, whole.rounds, rtol=1e-5)
 
 
 def test_tokens_outside_the_draft_vocabulary_are_never_accepted(plain: RolloutBatch, drafters: Any) -> None:
     drafter = drafters["swapped"]
     segments = find_segments(plain.loss_mask.numpy(), plain.cu_seqlens.numpy())
     for greedy in (False, True):
-        c = conditional_acceptance(drafter, plain, segments, depth=DEPTH, greedy=greedy)
+        c = conditional_acceptance(drafter, plain, POLICY, segments, depth=DEPTH, greedy=greedy)
         outside = ~drafter.vocabulary.t2d[plain.input_ids[segments.rows()]]
         assert bool(outside.any())
         assert not bool(c[outside, 0].any())
@@ -164,10 +165,10 @@ def test_rounds_restart_after_a_tool_call(plain: RolloutBatch, drafters: Any) ->
     mask = one.loss_mask.clone()
     first = int(torch.nonzero(mask)[0])
     mask[first + 6 : first + 9] = False
-    split = replay(drafters["trained"], replace(one, loss_mask=mask), depth=DEPTH)
+    split = replay(drafters["trained"], replace(one, loss_mask=mask), POLICY, depth=DEPTH)
     head = one.loss_mask & (torch.arange(one.tokens) < first + 6)
     tail = one.loss_mask & (torch.arange(one.tokens) >= first + 9)
-    parts = [replay(drafters["trained"], replace(one, loss_mask=m), depth=DEPTH) for m in (head, tail)]
+    parts = [replay(drafters["trained"], replace(one, loss_mask=m), POLICY, depth=DEPTH) for m in (head, tail)]
     assert split.rounds[0] == pytest.approx(sum(part.rounds[0] for part in parts), rel=1e-5)
     assert split.tokens[0] == int(mask.sum()) - 2
 
@@ -182,13 +183,13 @@ def test_a_response_of_one_token_or_without_a_prompt_is_counted_and_not_crashed_
     one = plain.select([0])
     single = torch.zeros_like(one.loss_mask)
     single[-1] = True
-    none = replay(drafters["trained"], replace(one, loss_mask=single), depth=DEPTH)
+    none = replay(drafters["trained"], replace(one, loss_mask=single), POLICY, depth=DEPTH)
     assert (none.tokens[0], none.rounds[0]) == (0, 0)
     everything = torch.ones_like(one.loss_mask)
-    whole = replay(drafters["trained"], replace(one, loss_mask=everything), depth=DEPTH)
+    whole = replay(drafters["trained"], replace(one, loss_mask=everything), POLICY, depth=DEPTH)
     assert whole.tokens[0] == one.tokens - 1
     assert whole.alpha >= 1.0
-    silent = replay(drafters["trained"], replace(one, loss_mask=~everything), depth=DEPTH)
+    silent = replay(drafters["trained"], replace(one, loss_mask=~everything), POLICY, depth=DEPTH)
     assert math.isnan(silent.alpha)
 
 
@@ -196,12 +197,12 @@ def test_a_response_of_one_token_or_without_a_prompt_is_counted_and_not_crashed_
 def test_features_that_are_not_numbers_are_refused(plain: RolloutBatch, drafters: Any, drafting: Any) -> None:
     broken = replace(plain, aux_hidden=plain.aux_hidden.clone().fill_(math.nan))
     with pytest.raises(BatchRejected, match="NaN"):
-        replay(drafters["trained"], broken, depth=DEPTH, drafting=drafting)
+        replay(drafters["trained"], broken, POLICY, depth=DEPTH, drafting=drafting)
 
 
 def test_nonsensical_settings_are_refused(plain: RolloutBatch, drafters: Any) -> None:
     with pytest.raises(DrafterError, match="depth"):
-        replay(drafters["trained"], plain, depth=0)
+        replay(drafters["trained"], plain, POLICY, depth=0)
 
 
 def test_rollouts_of_one_prompt_form_a_group(target: Any) -> None:
@@ -229,8 +230,8 @@ def tokens_shifted(batch: RolloutBatch) -> RolloutBatch:
 def test_a_wrong_input_breaks_the_agreement(live: Live, drafters: Any, mutate: Any) -> None:
     """Each of these is a mistake that a capture has made somewhere. Greedy drafts: not one round may differ."""
     made, batch = live("trained", "greedy")
-    right = replay(drafters["trained"], batch, depth=DEPTH, drafting="greedy")
-    wrong = replay(drafters["trained"], mutate(batch), depth=DEPTH, drafting="greedy")
+    right = replay(drafters["trained"], batch, POLICY, depth=DEPTH, drafting="greedy")
+    wrong = replay(drafters["trained"], mutate(batch), POLICY, depth=DEPTH, drafting="greedy")
     np.testing.assert_allclose(right.rounds, made.rounds, atol=1e-9)
     assert np.abs(wrong.rounds - made.rounds).sum() > 10
 
@@ -239,8 +240,8 @@ def test_logprobs_at_the_wrong_temperature_inflate_alpha(target: Any, live: Live
     """Untempered, p(x) of the likely tokens is too small, so min(1, q/p) is too large: hence the worker's gap check."""
     made, batch = live("trained", temperature=0.3)
     untempered = log_rollouts(target, PROMPTS, made, 1.0)
-    right = replay(drafters["trained"], batch, depth=DEPTH).alpha
-    wrong = replay(drafters["trained"], replace(batch, logprobs=untempered.logprobs), depth=DEPTH).alpha
+    right = replay(drafters["trained"], batch, POLICY, depth=DEPTH).alpha
+    wrong = replay(drafters["trained"], replace(batch, logprobs=untempered.logprobs), POLICY, depth=DEPTH).alpha
     assert wrong > 1.01 * right
 
 
@@ -251,7 +252,7 @@ def test_d2t_read_as_absolute_ids_breaks_the_agreement(live: Live, drafters: Any
     absolute = type(right)(torch.arange(len(right)), right.vocab_size)
     drafter.vocabulary = absolute
     try:
-        wrong = replay(drafter, batch, depth=DEPTH, drafting="greedy")
+        wrong = replay(drafter, batch, POLICY, depth=DEPTH, drafting="greedy")
     finally:
         drafter.vocabulary = right
     assert not np.array_equal(wrong.rounds, made.rounds)
@@ -259,8 +260,8 @@ def test_d2t_read_as_absolute_ids_breaks_the_agreement(live: Live, drafters: Any
 
 def test_scoring_in_bfloat16_as_on_cuda_stays_near_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     w = world(SHAPES["packed, full response"], dtype=torch.float32)
-    exact = replay(w.drafter, w.batch, depth=3)
+    exact = replay(w.drafter, w.batch, w.policy, depth=3)
     monkeypatch.setattr("drafter.replay.replay.working_dtype", lambda _: torch.bfloat16)
-    rounded = replay(w.drafter, w.batch, depth=3)
+    rounded = replay(w.drafter, w.batch, w.policy, depth=3)
     assert rounded.alpha != exact.alpha
     assert rounded.alpha == pytest.approx(exact.alpha, rel=0.02)

@@ -22,14 +22,15 @@ from benchmarks.step_memory import LiveBytes, peak_of
 from benchmarks.step_peers import SIZES, Size
 from drafter.device import ahead, fused_on_cuda, has_triton
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.eagle3_unroll import unroll
 from drafter.model.pointwise import rms_norm
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead, draft_target
+from drafter.policy import TargetHead
+from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
 from drafter.unroll.layout import Packed
 from drafter.unroll.packed import runs_flash
 from drafter.unroll.plan import make_plan
-from drafter.unroll.unroll import unroll
+from drafter.vocabulary import DraftVocabulary
 
 
 @pytest.mark.parametrize("loss", ["kl", "alpha"])
@@ -61,10 +62,11 @@ def test_a_step_of_fixed_shapes_can_be_captured_once_it_ran(loss: Loss) -> None:
     trainer = DrafterTrainer(w.drafter.to("meta"), TrainConfig(steps_ahead=3, loss=loss, compute_dtype="bfloat16"))
     plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, 3).to("meta")
     batch = w.batch.to("meta", torch.bfloat16)
-    target = draft_target(batch, plan, w.drafter.vocabulary, TargetHead(w.head), torch.bfloat16)
-    trainer.loss_of(plan, batch, target, 1.0).loss.backward()  # as before any capture
+    policy = replace(w, embed_tokens=w.embed_tokens.to("meta")).policy
+    target = draft_target(batch, plan, w.drafter.vocabulary, policy.needed_head(), torch.bfloat16)
+    trainer.loss_of(plan, batch, policy, target, 1.0).loss.backward()  # as before any capture
     with OnDevice():
-        trainer.loss_of(plan, batch, target, 1.0).loss.backward()
+        trainer.loss_of(plan, batch, policy, target, 1.0).loss.backward()
     with pytest.raises(HostTensorError), OnDevice():
         replace(plan).chains  # noqa: B018 - a property that copies from the host, the first time
 
@@ -90,7 +92,7 @@ def test_half_precision_takes_flash_attention_and_float32_the_plain_kernel(
     assert isinstance(plan.layout, Packed)
     config = DrafterConfig(32, 32, 64, 4, 2, 8, 50, 20, (1, 2, 3))
     vocabulary = DraftVocabulary(torch.arange(20), 50)
-    drafter = Eagle3Drafter(config, vocabulary, torch.zeros(50, 32)).to("meta", getattr(torch, dtype))
+    drafter = Eagle3Drafter(config, vocabulary).to("meta", getattr(torch, dtype))
     calls: list[torch.dtype] = []
     kernel = torch.ops.aten._flash_attention_forward
 
@@ -99,7 +101,8 @@ def test_half_precision_takes_flash_attention_and_float32_the_plain_kernel(
         return kernel(*arguments, **named)
 
     monkeypatch.setattr("drafter.unroll.packed._flash_forward", counted)
-    unroll(drafter, plan, torch.zeros(64, dtype=torch.int64, device="meta"), torch.zeros(64, 96, device="meta"))
+    ids = torch.zeros(64, dtype=torch.int64, device="meta")
+    unroll(drafter, plan, ids, torch.zeros(64, 96, device="meta"), torch.zeros(50, 32, device="meta"))
     assert calls == ([torch.bfloat16] * 2 if dtype == "bfloat16" else [])
 
 
@@ -133,7 +136,7 @@ def test_scores_of_a_long_document_are_never_held_whole() -> None:
     # One document of 8192 tokens: all its scores in float32 would take 4 heads x 8192 x 8192 x 4 bytes = 1 GiB.
     size = Size(64, 128, 4, 2, 16, 256, 128)
     config = DrafterConfig(64, 64, 128, 4, 2, 16, 256, 128, (1, 2, 3))
-    drafter = Eagle3Drafter(config, DraftVocabulary(torch.arange(128), 256), torch.empty(256, 64)).to("meta")
+    drafter = Eagle3Drafter(config, DraftVocabulary(torch.arange(128), 256)).to("meta")
     with LiveBytes() as memory:
         plan = make_plan(torch.tensor([0, 8192]), torch.ones(8192, dtype=torch.bool), 1).to("meta")
         unrolled = unroll(
@@ -141,6 +144,7 @@ def test_scores_of_a_long_document_are_never_held_whole() -> None:
             plan,
             torch.zeros(8192, dtype=torch.int64, device="meta"),
             torch.zeros(8192, 192, device="meta"),
+            torch.zeros(256, 64, device="meta"),
         )
         unrolled.pre[0].sum().backward()
     assert size.heads * 8192 * 8192 * 4 > 2.0 * memory.peak

@@ -12,17 +12,20 @@ from drafter_worlds import SHAPES, VOCAB, World, cast, expected, gradients, ours
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter.errors import TargetHeadError
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead, draft_target
+from drafter.model.eagle3_unroll import unroll
+from drafter.policy import TargetHead
 from drafter.training.loss import draft_loss, token_logprobs
-from drafter.unroll.unroll import Unrolled, make_plan, unroll
+from drafter.training.target import draft_target
+from drafter.unroll.plan import make_plan
+from drafter.unroll.unrolled import Unrolled
+from drafter.vocabulary import DraftVocabulary
 
 AWKWARD = SHAPES["packed, awkward"]
 
 
 def unrolled(w: World, steps: int) -> Unrolled:
     plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, steps)
-    return unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden)
+    return unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden, w.embed_tokens)
 
 
 @pytest.mark.parametrize("chunk", [1, 50, 10_000])
@@ -136,7 +139,7 @@ def test_token_logprobs_equal_the_reference(temperature: float, chunk: int) -> N
     weights = {n: p.detach() for n, p in w.drafter.named_parameters()}
     ids = w.drafter.vocabulary.ids.tolist()
     reference = reference_steps(
-        weights, w.drafter.config, w.drafter.embed_tokens, ids, w.documents, 3, w.head, w.batch.temperature
+        weights, w.drafter.config, w.embed_tokens, ids, w.documents, 3, w.head, w.batch.temperature
     )
     outside = 0
     for step, (logq, best) in enumerate(results):
@@ -184,7 +187,7 @@ def test_the_gap_shows_what_is_wrong_with_the_rollouts(fault: str) -> None:
 
 def test_of_a_long_batch_tokens_all_over_it_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     w = world(AWKWARD)
-    monkeypatch.setattr("drafter.target._GAP_TOKENS", 4)
+    monkeypatch.setattr("drafter.policy._GAP_TOKENS", 4)
     honest, tokens = TargetHead(w.head).logprob_gap(w.batch)
     assert 3 <= tokens <= 4 < w.batch.response_tokens
     last = w.batch.logprobs.clone()

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from drafter.batch import RolloutBatch
 from drafter.errors import CheckpointError, DrafterError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import TargetHead
+from drafter.policy import Policy, TargetHead
 from drafter.training.optimizer import Method
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
+from drafter.vocabulary import DraftVocabulary
 
 CONFIG = TrainConfig(steps_ahead=3, learning_rate=1e-2, weight_decay=0.1, warmup_windows=2)
 
@@ -32,10 +32,11 @@ def trainer(config: TrainConfig = CONFIG, *, scrambled: bool = False) -> Drafter
     return DrafterTrainer(drafter, config)
 
 
-def batches(count: int) -> tuple[list[RolloutBatch], TargetHead]:
+def batches(count: int) -> tuple[list[RolloutBatch], Policy]:
+    w = world(SHAPES["packed, awkward"], dtype=torch.float32)
     head = world(SHAPES["packed, awkward"]).head
     made = [rollouts(SHAPES["packed, awkward"], head, 1.0, seed) for seed in range(count)]
-    return [cast(b, torch.float32) for b in made], TargetHead(head.float())
+    return [cast(b, torch.float32) for b in made], w.policy
 
 
 def parameters(t: DrafterTrainer) -> dict[str, torch.Tensor]:
@@ -48,28 +49,28 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("method", ["muon", "adamw"])
 def test_six_windows_equal_three_saved_loaded_and_three_more(tmp_path: Path, method: Method) -> None:
-    data, head = batches(6)
+    data, policy = batches(6)
     config = replace(CONFIG, optimizer=method)
     straight = trainer(config)
     for b in data:
-        straight.step(b, head)
+        straight.step([(b, policy)])
     first = trainer(config)
     for b in data[:3]:
-        first.step(b, head)
+        first.step([(b, policy)])
     first.save(tmp_path)
     resumed = trainer(config, scrambled=True)
     resumed.load(tmp_path)
     for b in data[3:]:
-        resumed.step(b, head)
+        resumed.step([(b, policy)])
     assert equal(parameters(straight), parameters(resumed))
     assert (resumed.windows, resumed.tokens_trained) == (straight.windows, straight.tokens_trained)
     assert resumed.tokens_trained == sum(b.response_tokens for b in data)
 
 
 def test_how_rollouts_are_cut_into_batches_changes_nothing() -> None:
-    (a, b), head = batches(2)
+    (a, b), policy = batches(2)
     apart, together = trainer(), trainer()
-    one, two = apart.step([a, b], head), together.step(RolloutBatch.concat([a, b]), head)
+    one, two = apart.step([(a, policy), (b, policy)]), together.step([(RolloutBatch.concat([a, b]), policy)])
     assert one.loss == pytest.approx(two.loss, rel=1e-6)
     assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-5)
     assert one.entries_per_step == two.entries_per_step
@@ -79,19 +80,17 @@ def test_how_rollouts_are_cut_into_batches_changes_nothing() -> None:
 
 
 def test_each_batch_is_compared_with_its_own_head() -> None:
-    (a, b), head = batches(2)
-    later = TargetHead(head.lm_head * 1.5, policy_version=1)
-    one, other = trainer().step(a, head), trainer().step(b, later)
-    both = trainer().step([a, b], [head, later])
+    (a, b), policy = batches(2)
+    later = Policy(1, policy.embed_tokens, TargetHead(policy.needed_head().lm_head * 1.5))
+    one, other = trainer().step([(a, policy)]), trainer().step([(b, later)])
+    both = trainer().step([(a, policy), (b, later)])
     assert both.loss == pytest.approx((one.loss + other.loss) / 2, rel=1e-5)  # equally many response tokens
-    with pytest.raises(DrafterError, match=r"one per batch \(2\), got 1"):
-        trainer().step([a, b], [head])
 
 
 def test_the_report_says_what_happened() -> None:
-    (batch,), head = batches(1)
+    (batch,), policy = batches(1)
     t = trainer()
-    report = t.step(batch, head)
+    report = t.step([(batch, policy)])
     assert report.skipped is None
     assert (report.response_tokens, report.tokens) == (batch.response_tokens, batch.tokens)
     assert report.learning_rate == pytest.approx(0.005)  # first of two warm-up windows
@@ -101,11 +100,11 @@ def test_the_report_says_what_happened() -> None:
     assert report.loss == pytest.approx(weighted / report.response_tokens, rel=1e-6)
     assert all(0 < a < 1 for a in report.acceptance_per_step)
     assert report.seconds > 0
-    assert t.step(batch, head).learning_rate == pytest.approx(0.01)
+    assert t.step([(batch, policy)]).learning_rate == pytest.approx(0.01)
 
 
 def test_gradients_are_clipped_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    (batch,), head = batches(1)
+    (batch,), policy = batches(1)
     t = trainer(replace(CONFIG, grad_clip=0.01))
     norms = []
     step = t._optimizer.step
@@ -116,18 +115,18 @@ def test_gradients_are_clipped_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> N
         step(learning_rate)
 
     monkeypatch.setattr(t._optimizer, "step", spy)
-    report = t.step(batch, head)
+    report = t.step([(batch, policy)])
     assert report.grad_norm > 0.1
     assert norms == [pytest.approx(0.01, rel=1e-3)]
 
 
 def test_weight_decay_touches_matrices_only() -> None:
     """Two windows that differ in nothing but the decay: gains end equal to the bit, matrices shrink by lr * decay."""
-    (batch,), head = batches(1)
+    (batch,), policy = batches(1)
     plain, decayed = (trainer(replace(CONFIG, warmup_windows=0, weight_decay=decay)) for decay in (0.0, 0.5))
     before = parameters(plain)
     for t in (plain, decayed):
-        t.step(batch, head)
+        t.step([(batch, policy)])
     moved, shrunk = parameters(plain), parameters(decayed)
     assert {p.ndim for p in before.values()} == {1, 2}
     for name, start in before.items():
@@ -142,60 +141,60 @@ def test_weight_decay_touches_matrices_only() -> None:
 
 @pytest.mark.parametrize("field", ["aux_hidden", "last_hidden", "logsumexp"])
 def test_numbers_that_are_not_finite_change_nothing_and_are_reported(field: str) -> None:
-    (good, bad), head = batches(2)
+    (good, bad), policy = batches(2)
     tensor = getattr(bad, field).clone()
     tensor[20:24] = float("nan")
     t, untouched = trainer(), trainer()
-    t.step(good, head)
+    t.step([(good, policy)])
     before = parameters(t)
-    report = t.step([good, replace(bad, **{field: tensor})], head)
+    report = t.step([(good, policy), (replace(bad, **{field: tensor}), policy)])
     assert report.skipped is not None
     assert "nan" in report.skipped
     assert equal(parameters(t), before)
     assert (t.windows, t.skipped_windows) == (1, 1)
-    untouched.step(good, head)
-    t.step(good, head)
-    untouched.step(good, head)
+    untouched.step([(good, policy)])
+    t.step([(good, policy)])
+    untouched.step([(good, policy)])
     assert equal(parameters(t), parameters(untouched))  # the moments were left alone too
 
 
 def test_a_window_with_nothing_to_learn_is_skipped() -> None:
-    (batch,), head = batches(1)
+    (batch,), policy = batches(1)
     t = trainer()
-    report = t.step(batch.select([2]), head)  # two tokens: no row predicts a second one
+    report = t.step([(batch.select([2]), policy)])  # two tokens: no row predicts a second one
     assert report.skipped is not None
     assert math.isnan(report.loss)
-    assert t.evaluate(batch.select([2]), head) is None
+    assert t.evaluate(batch.select([2]), policy) is None
 
 
 def test_a_frozen_lm_head_stays_and_needs_no_moments(tmp_path: Path) -> None:
-    (batch,), head = batches(1)
+    (batch,), policy = batches(1)
     t = trainer(replace(CONFIG, train_lm_head=False))
     before = parameters(t)
-    t.step(batch, head)
+    t.step([(batch, policy)])
     moved = {n for n, p in parameters(t).items() if not torch.equal(p, before[n])}
     assert moved == set(before) - {"lm_head.weight"}
     t.save(tmp_path)
     thawed = trainer(scrambled=True)
     thawed.load(tmp_path)
     assert equal(parameters(thawed), parameters(t))
-    assert thawed.step(batch, head).skipped is None
+    assert thawed.step([(batch, policy)]).skipped is None
 
 
 def test_bfloat16_parameters_get_float32_masters_that_keep_small_updates() -> None:
-    (batch,), head = batches(1)
+    (batch,), policy = batches(1)
     drafter = world(SHAPES["packed, awkward"]).drafter.to(torch.bfloat16)
     t = DrafterTrainer(drafter, replace(CONFIG, learning_rate=1e-6, weight_decay=0.0))
     before = parameters(t)
     assert {p.dtype for p in before.values()} == {torch.float32}
-    t.step(batch, head)
+    t.step([(batch, policy)])
     assert not torch.equal(parameters(t)["fc.weight"], before["fc.weight"])
 
 
 def test_bfloat16_computing_agrees_roughly_with_float32() -> None:
-    (batch,), head = batches(1)
+    (batch,), policy = batches(1)
     full, half = trainer(), trainer(replace(CONFIG, compute_dtype="bfloat16"))
-    a, b = full.step(batch, head), half.step(batch, head)
+    a, b = full.step([(batch, policy)]), half.step([(batch, policy)])
     assert b.loss == pytest.approx(a.loss, rel=0.05)
     assert b.grad_norm == pytest.approx(a.grad_norm, rel=0.1)
 
@@ -208,10 +207,10 @@ def test_gradients_of_a_bfloat16_window_come_near_those_of_float64(loss: Loss, b
     """Over two batches. Found: 0.018, 0.034; float32: 5e-7."""
     found = {}
     for dtype in ("float64", "bfloat16"):
-        data, head = batches(2)
+        data, policy = batches(2)
         t = trainer(replace(CONFIG, compute_dtype=dtype, loss=loss))  # type: ignore[arg-type]
         for b in data:
-            t._accumulate(t.prepare(b), head, 20)
+            t._accumulate(t.prepare(b), policy, 20)
         grads = [p.grad for p in t.drafter.parameters() if p.grad is not None]
         assert {g.dtype for g in grads} == {torch.float64 if dtype == "float64" else torch.float32}
         found[dtype] = torch.cat([g.flatten().double() for g in grads])
@@ -221,9 +220,9 @@ def test_gradients_of_a_bfloat16_window_come_near_those_of_float64(loss: Loss, b
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_adamw_finds_its_step_count_where_its_kernel_looks_for_it(tmp_path: Path, fused: bool) -> None:
-    (batch,), head = batches(1)
+    (batch,), policy = batches(1)
     saved = trainer()
-    saved.step(batch, head)
+    saved.step([(batch, policy)])
     saved.save(tmp_path)
     t = DrafterTrainer(trainer().drafter.to("meta"), CONFIG)  # a GPU's fused kernel takes no count from the host
     t._optimizer._counts_on_device = fused
@@ -234,12 +233,12 @@ def test_adamw_finds_its_step_count_where_its_kernel_looks_for_it(tmp_path: Path
 
 
 def test_a_crash_while_saving_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (a, b), head = batches(2)
+    (a, b), policy = batches(2)
     t = trainer()
-    t.step(a, head)
+    t.step([(a, policy)])
     t.save(tmp_path)
     saved = parameters(t)
-    t.step(b, head)
+    t.step([(b, policy)])
 
     def crash(self: Path, target: Path) -> Path:
         raise KeyboardInterrupt
@@ -285,10 +284,10 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_another_optimizer_goes_on_with_a_learning_rate_that_rises_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data, head = batches(5)
+    data, policy = batches(5)
     before = trainer(replace(CONFIG, optimizer="adamw"))
     for b in data[:4]:
-        before.step(b, head)
+        before.step([(b, policy)])
     before.save(tmp_path)
     same, other = trainer(replace(CONFIG, optimizer="adamw")), trainer(replace(CONFIG, optimizer="muon"))
     same.load(tmp_path)
@@ -298,14 +297,14 @@ def test_another_optimizer_goes_on_with_a_learning_rate_that_rises_again(
     assert "moments of another optimizer" in caplog.text
     assert other.warming_up
     assert (other.windows, other.warm_windows) == (4, 0)
-    report = other.step(data[4], head)
+    report = other.step([(data[4], policy)])
     assert report.learning_rate == CONFIG.learning_rate / CONFIG.warmup_windows
 
 
 def test_a_state_from_before_warm_windows_were_counted_is_read(tmp_path: Path) -> None:
-    (batch,), head = batches(1)
+    (batch,), policy = batches(1)
     t = trainer()
-    t.step(batch, head)
+    t.step([(batch, policy)])
     t.save(tmp_path)
     pointer = json.loads((tmp_path / "trainer.json").read_text())
     del pointer["warm_windows"]
@@ -317,10 +316,10 @@ def test_a_state_from_before_warm_windows_were_counted_is_read(tmp_path: Path) -
 
 def beside_a_saved_one(directory: Path) -> DrafterTrainer:
     """A trainer that has moved, beside the state of another that has."""
-    (batch,), head = batches(1)
+    (batch,), policy = batches(1)
     saved, t = trainer(), trainer(scrambled=True)
     for each in (saved, t):
-        each.step(batch, head)
+        each.step([(batch, policy)])
     saved.save(directory)
     return t
 
@@ -444,55 +443,55 @@ def markov_rollouts(count: int, seed: int) -> tuple[RolloutBatch, TargetHead, to
         last_hidden=last,
         logsumexp=logits.logsumexp(-1),
     )
-    return batch, TargetHead(head), embedding
+    return batch, Policy(0, embedding, TargetHead(head))
 
 
-def learner(vocabulary: DraftVocabulary, embedding: torch.Tensor, learning_rate: float = 1e-2) -> DrafterTrainer:
+def learner(vocabulary: DraftVocabulary, learning_rate: float = 1e-2) -> DrafterTrainer:
     torch.manual_seed(0)
     config = DrafterConfig(H, H, 2 * H, 4, 2, 8, V, len(vocabulary), (1, 2, 3))
-    drafter = Eagle3Drafter(config, vocabulary, embedding)
+    drafter = Eagle3Drafter(config, vocabulary)
     return DrafterTrainer(drafter, TrainConfig(steps_ahead=3, learning_rate=learning_rate, grad_clip=1.0))
 
 
-def acceptance(t: DrafterTrainer, batch: RolloutBatch, head: TargetHead) -> list[float]:
-    result = t.evaluate(batch, head)
+def acceptance(t: DrafterTrainer, batch: RolloutBatch, policy: Policy) -> list[float]:
+    result = t.evaluate(batch, policy)
     assert result is not None
     return [s / n for s, n in zip(result.acceptance_sums.tolist(), result.entries, strict=True)]
 
 
 def test_a_tiny_drafter_learns_its_target_and_acceptance_rises_on_unseen_rollouts() -> None:
-    held_out, head, embedding = markov_rollouts(32, seed=999)
-    t = learner(DraftVocabulary.full(V), embedding)
-    before = acceptance(t, held_out, head)
+    held_out, policy = markov_rollouts(32, seed=999)
+    t = learner(DraftVocabulary.full(V))
+    before = acceptance(t, held_out, policy)
     data = [markov_rollouts(32, seed)[0] for seed in range(16)]
-    losses = [t.step(data[i % 16], head).loss for i in range(100)]
-    after = acceptance(t, held_out, head)
+    losses = [t.step([(data[i % 16], policy)]).loss for i in range(100)]
+    after = acceptance(t, held_out, policy)
     assert losses[-1] < losses[0] / 5
     assert all(b < 0.35 for b in before)
     assert all(a > 0.8 for a in after)
 
 
 def test_with_a_reduced_vocabulary_acceptance_approaches_the_covered_mass() -> None:
-    batch, head, embedding = markov_rollouts(32, seed=999)
+    batch, policy = markov_rollouts(32, seed=999)
     counts = torch.bincount(batch.input_ids, minlength=V)
     vocabulary = DraftVocabulary.build(counts, 24)
-    t = learner(vocabulary, embedding)
+    t = learner(vocabulary)
     data = [markov_rollouts(32, seed)[0] for seed in range(16)]
     for i in range(80):
-        t.step(data[i % 16], head)
+        t.step([(data[i % 16], policy)])
     covered = vocabulary.coverage(counts)
-    for a in acceptance(t, batch, head):
+    for a in acceptance(t, batch, policy):
         assert covered - 0.15 < a < covered + 0.03
 
 
 def test_a_drafter_trained_on_tokens_in_random_order_learns_less() -> None:
     """In this world the target depends on the last token alone: against the wrong token nothing can be learnt."""
-    held_out, head, embedding = markov_rollouts(32, seed=999)
-    right, wrong = learner(DraftVocabulary.full(V), embedding), learner(DraftVocabulary.full(V), embedding)
+    held_out, policy = markov_rollouts(32, seed=999)
+    right, wrong = learner(DraftVocabulary.full(V)), learner(DraftVocabulary.full(V))
     for seed in range(40):
         batch = markov_rollouts(32, seed)[0]
-        right.step(batch, head)
+        right.step([(batch, policy)])
         shuffled = batch.input_ids[torch.randperm(batch.tokens, generator=torch.Generator().manual_seed(seed))]
-        wrong.step(replace(batch, input_ids=shuffled), head)
-    for bad, good in zip(acceptance(wrong, held_out, head), acceptance(right, held_out, head), strict=True):
+        wrong.step([(replace(batch, input_ids=shuffled), policy)])
+    for bad, good in zip(acceptance(wrong, held_out, policy), acceptance(right, held_out, policy), strict=True):
         assert bad < good - 0.1

@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.autograd.gradcheck import gradcheck
 
 from drafter.errors import DrafterError
-from drafter.target import DraftTarget, TargetHead, draft_target
+from drafter.model.eagle3_unroll import unroll
+from drafter.policy import TargetHead
 from drafter.training.chain_loss import _FusedChain, chain_length, chain_loss
 from drafter.training.loss import DraftLoss, _FusedLoss, draft_loss
 from drafter.training.optimizer import Method
+from drafter.training.target import DraftTarget, draft_target
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
-from drafter.unroll.plan import Plan
-from drafter.unroll.unroll import Unrolled, make_plan, unroll
+from drafter.unroll.plan import Plan, make_plan
+from drafter.unroll.unrolled import Unrolled
 from service.settings import Settings
 
 AWKWARD = SHAPES["packed, awkward"]
@@ -29,7 +31,7 @@ KINDS = ("kl", "alpha")
 
 def prepared(w: World, steps: int) -> tuple[Unrolled, DraftTarget]:
     plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, steps)
-    unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden)
+    unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden, w.embed_tokens)
     return unrolled, draft_target(w.batch, plan, w.drafter.vocabulary, TargetHead(w.head), w.head.dtype)
 
 
@@ -47,7 +49,7 @@ def laws(w: World, weights: dict[str, Tensor], steps: int) -> dict[tuple[int, in
     start = 0
     for doc in w.documents:
         tokens, mask, n = doc.input_ids.tolist(), doc.loss_mask.tolist(), doc.tokens
-        embed = w.drafter.embed_tokens
+        embed = w.embed_tokens
         first = [
             Row(weights, config, embed[tokens[t + 1]], weights["fc.weight"] @ doc.aux_hidden[t], t)
             for t in range(n - 1)
@@ -194,7 +196,7 @@ def test_a_frozen_head_changes_no_other_gradient(kind: str) -> None:
 def test_a_target_with_no_mass_on_the_draft_vocabulary_gives_no_gradient(kind: str) -> None:
     w = world(AWKWARD)
     nowhere = torch.full_like(w.batch.logsumexp, 1e4)  # log p of every draft token is near -1e4
-    result = production(World(w.drafter, w.head, replace(w.batch, logsumexp=nowhere)), 3, kind)
+    result = production(replace(w, batch=replace(w.batch, logsumexp=nowhere)), 3, kind)
     assert torch.isfinite(result.loss)
     for gradient in gradients(w, result.loss).values():
         assert gradient.abs().max().item() == 0
@@ -204,7 +206,7 @@ def test_a_target_with_no_mass_on_the_draft_vocabulary_gives_no_gradient(kind: s
 def test_training_with_each_loss_raises_the_acceptance(kind: Any) -> None:
     w = world((mask_of(20, 2), mask_of(24, 6)), dtype=torch.float32)
     trainer = DrafterTrainer(w.drafter, TrainConfig(steps_ahead=3, learning_rate=1e-2, loss=kind))
-    reports = [trainer.step(w.batch, TargetHead(w.head)) for _ in range(25)]
+    reports = [trainer.step([(w.batch, w.policy)]) for _ in range(25)]
     assert sum(reports[-1].acceptance_per_step) > sum(reports[0].acceptance_per_step) + 0.1
     assert reports[-1].loss < reports[0].loss
 
@@ -216,10 +218,10 @@ def test_the_chain_loss_beats_kl_at_its_own_aim_from_the_same_start() -> None:
         w = world((mask_of(20, 2), mask_of(24, 6)), dtype=torch.float32)
         trainer = DrafterTrainer(w.drafter, TrainConfig(steps_ahead=3, learning_rate=1e-2, step_decay=1.0, loss="kl"))
         for _ in range(30):
-            trainer.step(w.batch, TargetHead(w.head))
+            trainer.step([(w.batch, w.policy)])
         trainer = DrafterTrainer(w.drafter, TrainConfig(steps_ahead=3, learning_rate=3e-3, step_decay=1.0, loss=kind))
         for _ in range(60):
-            trainer.step(w.batch, TargetHead(w.head))
+            trainer.step([(w.batch, w.policy)])
         lost[kind] = production(w, 3, "alpha").loss.item()
     assert lost["alpha"] < lost["kl"]
 
@@ -246,7 +248,7 @@ def test_bfloat16_training_with_each_loss_comes_near_float32(kind: Any) -> None:
         w = world((mask_of(20, 2), mask_of(24, 6)), dtype=torch.float32)
         config = TrainConfig(steps_ahead=3, learning_rate=1e-2, loss=kind, compute_dtype=dtype)  # type: ignore[arg-type]
         trainer = DrafterTrainer(w.drafter, config)
-        reports = [trainer.step(w.batch, TargetHead(w.head)) for _ in range(20)]
+        reports = [trainer.step([(w.batch, w.policy)]) for _ in range(20)]
         assert all(report.skipped is None for report in reports)
         acceptance[dtype] = sum(reports[-1].acceptance_per_step)
     assert acceptance["bfloat16"] == pytest.approx(acceptance["float32"], rel=0.05)

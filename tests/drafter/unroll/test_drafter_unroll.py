@@ -8,16 +8,18 @@ import pytest
 import torch
 from drafter_worlds import HIDDEN, SHAPES, Expected, World, deviation, expected, gradients, mask_of, ours, world
 
-import drafter.unroll.unroll
+import drafter.model.eagle3_unroll
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import Eagle3Drafter, LayerWeights
+from drafter.model.eagle3_unroll import unroll
 from drafter.model.pointwise import rms_norm, rotary
-from drafter.target import TargetHead, draft_target
+from drafter.policy import TargetHead
 from drafter.training.loss import DraftLoss, draft_loss
+from drafter.training.target import draft_target
 from drafter.unroll import attention
 from drafter.unroll import packed as packed_attention
 from drafter.unroll.layout import pack, pad
-from drafter.unroll.unroll import Plan, make_plan, unroll
+from drafter.unroll.plan import Plan, make_plan
 
 #: What float64 leaves; the gate asked for is 1e-5.
 EXACT = 1e-10
@@ -47,7 +49,7 @@ def test_float32_stays_within_the_gate_of_the_float64_reference(shape: str, step
 def test_packed_documents_equal_the_sum_of_single_ones() -> None:
     w = world(SHAPES["packed, awkward"])
     packed = ours(w, 4)
-    parts = [ours(World(w.drafter, w.head, d), 4) for d in w.documents if any(make_plan_of(d, 4).entries)]
+    parts = [ours(replace(w, batch=d), 4) for d in w.documents if any(make_plan_of(d, 4).entries)]
     assert torch.allclose(packed.kl_sums, torch.stack([p.kl_sums for p in parts]).sum(0), rtol=1e-12)
     torch.testing.assert_close(packed.loss, torch.stack([p.loss for p in parts]).sum(), rtol=1e-12, atol=0)
 
@@ -67,7 +69,7 @@ def test_what_a_neighbour_holds_changes_nothing() -> None:
         aux_hidden=torch.cat([w.batch.aux_hidden[:cut], other.batch.aux_hidden[cut:]]),
     )
     plan = make_plan_of(w.batch, 3)
-    a, b = (unroll(w.drafter, plan, x.input_ids, x.aux_hidden) for x in (w.batch, mixed))
+    a, b = (unroll(w.drafter, plan, x.input_ids, x.aux_hidden, w.embed_tokens) for x in (w.batch, mixed))
     for rows, one, two in zip(a.rows, a.pre, b.pre, strict=True):
         torch.testing.assert_close(one[rows < cut], two[rows < cut], rtol=1e-12, atol=1e-12)
         assert not torch.allclose(one[rows >= cut], two[rows >= cut])
@@ -194,9 +196,9 @@ def test_wrong_shapes_are_refused_with_the_expected_ones() -> None:
     w = world(SHAPES["packed, half response"])
     plan = make_plan_of(w.batch, 2)
     with pytest.raises(DrafterError, match="plan is for 29 tokens"):
-        unroll(w.drafter, plan, w.batch.input_ids[1:], w.batch.aux_hidden)
+        unroll(w.drafter, plan, w.batch.input_ids[1:], w.batch.aux_hidden, w.embed_tokens)
     with pytest.raises(DrafterError, match="aux_hidden must be"):
-        unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden[:, 1:])
+        unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden[:, 1:], w.embed_tokens)
     with pytest.raises(DrafterError, match="cu_seqlens must ascend"):
         make_plan(torch.tensor([0, 5]), w.batch.loss_mask, 2)
     with pytest.raises(DrafterError, match="at least one step"):
@@ -225,45 +227,45 @@ def test_the_unmutated_bench_passes(bench: tuple[World, Expected]) -> None:
 
 def test_a_mask_off_by_one_row_is_seen(bench: tuple[World, Expected]) -> None:
     w, want = bench
-    assert seen(World(w.drafter, w.head, replace(w.batch, loss_mask=w.batch.loss_mask.roll(1))), want) > TEETH
+    assert seen(replace(w, batch=replace(w.batch, loss_mask=w.batch.loss_mask.roll(1))), want) > TEETH
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_tokens_off_by_one_are_seen(bench: tuple[World, Expected], shift: int) -> None:
     w, want = bench
-    assert seen(World(w.drafter, w.head, replace(w.batch, input_ids=w.batch.input_ids.roll(shift))), want) > TEETH
+    assert seen(replace(w, batch=replace(w.batch, input_ids=w.batch.input_ids.roll(shift))), want) > TEETH
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_target_off_by_one_is_seen(bench: tuple[World, Expected], shift: int) -> None:
     w, want = bench
     moved = replace(w.batch, last_hidden=w.batch.last_hidden.roll(shift, 0), logsumexp=w.batch.logsumexp.roll(shift, 0))
-    assert seen(World(w.drafter, w.head, moved), want) > TEETH
+    assert seen(replace(w, batch=moved), want) > TEETH
 
 
 def test_features_in_another_order_of_rows_are_seen(bench: tuple[World, Expected]) -> None:
     w, want = bench
     shuffled = w.batch.aux_hidden[torch.randperm(w.batch.tokens)]
-    assert seen(World(w.drafter, w.head, replace(w.batch, aux_hidden=shuffled)), want) > TEETH
+    assert seen(replace(w, batch=replace(w.batch, aux_hidden=shuffled)), want) > TEETH
 
 
 def test_aux_layers_in_another_order_are_seen(bench: tuple[World, Expected]) -> None:
     w, want = bench
     low, mid, high = w.batch.aux_hidden.split(HIDDEN, dim=1)
     swapped = torch.cat([mid, low, high], dim=1)
-    assert seen(World(w.drafter, w.head, replace(w.batch, aux_hidden=swapped)), want) > TEETH
+    assert seen(replace(w, batch=replace(w.batch, aux_hidden=swapped)), want) > TEETH
 
 
 def test_ignored_document_boundaries_are_seen(bench: tuple[World, Expected]) -> None:
     w, want = bench
     merged = replace(w.batch, cu_seqlens=torch.tensor([0, w.batch.tokens]))
-    assert seen(World(w.drafter, w.head, merged), want) > TEETH
+    assert seen(replace(w, batch=merged), want) > TEETH
 
 
 def test_d2t_taken_for_an_absolute_index_is_seen(bench: tuple[World, Expected]) -> None:
     w, want = bench
     plan = make_plan_of(w.batch, STEPS)
-    unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden)
+    unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden, w.embed_tokens)
     target = draft_target(w.batch, plan, w.drafter.vocabulary, TargetHead(w.head), torch.float64)
     wrong = replace(target, head_rows=w.head[w.drafter.vocabulary.d2t])
     assert seen(w, want, draft_loss(w.drafter, unrolled, wrong, denominator=7.0, step_decay=0.8)) > TEETH
@@ -317,4 +319,4 @@ def test_embedding_and_hidden_halves_swapped_are_seen(bench: tuple[World, Expect
     for projection in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(swapped.midlayer.self_attn, projection).weight
         weight.data = weight.data.roll(HIDDEN, dims=1)
-    assert seen(World(swapped, w.head, w.batch), want) > TEETH
+    assert seen(replace(w, drafter=swapped), want) > TEETH

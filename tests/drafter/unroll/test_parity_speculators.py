@@ -10,7 +10,7 @@ import torch
 from parity_fixtures import VOCAB, Case, case, deviation, ours, theirs
 from torch import Tensor
 
-import drafter.unroll.unroll as unroll_module
+import drafter.model.eagle3_unroll as unroll_module
 
 pytest.importorskip("hs_connectors", reason="pip install --no-deps -r tests/peers_requirements.txt")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.sglang.adapter import (
     SGLangEngine,
@@ -67,7 +67,7 @@ def drafter_files(
 ) -> dict[str, bytes]:
     """The files of a small drafter, with tensors or fields changed."""
     torch.manual_seed(seed)
-    drafter = Eagle3Drafter(CONFIG, DraftVocabulary(torch.arange(0, 16, 2), 16), torch.zeros(16, 8))
+    drafter = Eagle3Drafter(CONFIG, DraftVocabulary(torch.arange(0, 16, 2), 16))
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter)
     directory.mkdir(parents=True, exist_ok=True)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.target import draft_target
+from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.unroll.plan import make_plan
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.hook import DrafterHook
@@ -128,7 +128,7 @@ def test_the_worker_sees_the_models_own_probabilities(
 ) -> None:
     seen: Observed = observed(family)
     batch = rollouts(seen, temperature)
-    head = registered(seen, tmp_path).at(0).head
+    head = registered(seen, tmp_path).at(0).needed_head()
     gap, tokens = head.logprob_gap(batch)
     assert gap < 1e-5
     assert tokens == batch.response_tokens
@@ -147,10 +147,10 @@ def test_a_drafter_learns_from_it(family: str, observed: Any, tmp_path: Path) ->
     policy = target.at(0)
     config = DrafterConfig.from_target(target.config, AUX, 40)
     torch.manual_seed(0)
-    drafter = Eagle3Drafter(config, DraftVocabulary(torch.arange(40), VOCAB), policy.embed_tokens)
+    drafter = Eagle3Drafter(config, DraftVocabulary(torch.arange(40), VOCAB))
     trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=3, learning_rate=1e-2))
     batch = rollouts(seen)
-    losses = [trainer.step(batch, policy.head).loss for _ in range(12)]
+    losses = [trainer.step([(batch, policy)]).loss for _ in range(12)]
     assert losses[-1] < 0.75 * losses[0]
     assert all(b < a for a, b in pairwise(losses[2:]))
 
@@ -227,7 +227,7 @@ def test_without_its_logit_map_a_soft_capped_target_is_caught_by_the_log_probabi
     observed: Any, tmp_path: Path
 ) -> None:
     seen: Observed = observed("gemma 4")
-    head = registered(seen, tmp_path).at(0).head
+    head = registered(seen, tmp_path).at(0).needed_head()
     head.logit_map = LogitMap()
     assert head.logprob_gap(rollouts(seen))[0] > 0.05
 

@@ -91,7 +91,7 @@ def trained(bench: Bench) -> RunWorker:
 def judged(bench: Bench, worker: RunWorker, evidence: HeldOut) -> Contest:
     policy = worker._target.at(0)
     settings = bench.settings.model_copy(update=SETTINGS | {"gate_min_gain": 0.0})
-    (outcome,) = contest(settings, worker._lineage, evidence, policy.embed_tokens, [CANDIDATE], policy.head)
+    (outcome,) = contest(settings, worker._lineage, evidence, policy, [CANDIDATE])
     return outcome
 
 

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from worker_fixtures import CONFIG, FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
+from worker_fixtures import CONFIG, FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined, recorded_windows
 
+from drafter.batch import load_batch
 from drafter.errors import TargetHeadError
+from drafter.files.kinds import read_kind
 from drafter.files.mtp import write_mtp
-from drafter.kinds import read_kind, share
 from drafter.mtp.module import MtpConfig, MtpDrafter
-from drafter.target import TargetHead
+from drafter.policy import Policy, TargetHead
+from drafter.replay.replay import replay
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.storage.registry import Registry
@@ -41,15 +43,15 @@ def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
         yield made
 
 
-def module(world: World) -> MtpDrafter:
+def module() -> MtpDrafter:
     torch.manual_seed(0)
-    return MtpDrafter(MtpConfig.from_target(SIZES), world.embed, world.heads[0])
+    return MtpDrafter(MtpConfig.from_target(SIZES))
 
 
 def run_file(world: World, directory: Path) -> bytes:
     """Body of PUT /runs/{run} as the hook makes it from `initial_drafter=directory`."""
     directory.mkdir()
-    write_mtp(directory, module(world))
+    write_mtp(directory, module())
     tensors = {"embed_tokens": as_wire(world.embed), "lm_head": as_wire(world.heads[0])}
     tensors |= {f"drafter.{n}": as_wire(t) for n, t in load_file(directory / "model.safetensors").items()}
     meta = {
@@ -94,29 +96,36 @@ def test_an_mtp_head_is_scored_trained_published_and_resumed(bench: Bench, tmp_p
     assert bench.state(bench.posted[-1]) in ("trained", "held_out")
 
 
-def test_it_draws_from_the_head_of_the_batchs_policy(bench: Bench, tmp_path: Path) -> None:
+def test_it_draws_from_the_head_of_each_batchs_policy(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = recorded_windows(monkeypatch)
     bench.register(run_file(bench.world, tmp_path / "initial"))
-    moved = bench.world.move_head(1)
-    bench.put_head(1)
     worker = bench.worker(**OPEN)
-    bench.post("a", policy_version=1)
+    bench.post("a")
     bench.drain(worker)
-    candidate = worker._lineage.candidate
-    assert isinstance(candidate, MtpDrafter)
-    assert torch.equal(candidate.head, moved)
+    bench.world.move_head(1)
+    bench.put_head(1)
+    bench.post("b", policy_version=1)
+    bench.drain(worker)
+    assert any({version for version, _ in window} == {0, 1} for window in windows), "or nothing was tested"
+    for window in windows:
+        for version, policy in window:
+            assert torch.equal(policy.needed_head().lm_head, bench.world.heads[version])
 
 
-def test_a_head_of_some_rows_cannot_serve_it(bench: Bench) -> None:
-    drafter = module(bench.world)
+def test_a_head_of_some_rows_cannot_serve_it(bench: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "batch.safetensors"
+    path.write_bytes(bench.world.rollout_file("a"))
     rows = TargetHead(bench.world.heads[0], ids=torch.arange(VOCAB))
     with pytest.raises(TargetHeadError, match="whole lm_head"):
-        share(drafter, bench.world.embed, rows)
+        replay(module(), load_batch(path), Policy(0, bench.world.embed, rows), depth=2)
 
 
 def test_the_kind_is_read_from_the_config(bench: Bench, tmp_path: Path) -> None:
-    write_mtp(tmp_path, module(bench.world))
-    assert isinstance(read_kind(tmp_path, bench.world.embed, lambda: bench.world.heads[0]), MtpDrafter)
+    write_mtp(tmp_path, module())
+    assert isinstance(read_kind(tmp_path), MtpDrafter)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"draftalign": {"kind": "medusa"}}))
     with pytest.raises(Exception, match=r"kind must be eagle3 or mtp, got 'medusa'"):
-        read_kind(tmp_path, bench.world.embed, lambda: bench.world.heads[0])
+        read_kind(tmp_path)

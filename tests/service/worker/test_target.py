@@ -37,7 +37,7 @@ def head(value: float, rows: int = VOCAB) -> torch.Tensor:
 
 
 def in_force(target: Target, version: int) -> float:
-    return float(target.at(version).head.lm_head[0, 0])
+    return float(target.at(version).needed_head().lm_head[0, 0])
 
 
 def test_it_reads_what_was_registered(bench: Bench) -> None:
@@ -47,7 +47,7 @@ def test_it_reads_what_was_registered(bench: Bench) -> None:
     assert not target.tied
     assert target.initial_drafter is None
     assert torch.equal(target.embed_tokens, bench.world.embed)
-    assert torch.equal(target.at(0).head.lm_head, bench.world.heads[0])
+    assert torch.equal(target.at(0).needed_head().lm_head, bench.world.heads[0])
 
 
 def test_the_newest_head_not_newer_than_asked_is_used_also_when_it_comes_later(bench: Bench) -> None:
@@ -100,7 +100,7 @@ def test_a_tied_embedding_is_the_whole_head_and_not_a_few_of_its_rows(tmp_path: 
         bench.register()
         target = Target.open(bench.layout, "default")
         assert target.tied
-        assert torch.equal(target.at(0).head.lm_head, world.embed)
+        assert torch.equal(target.at(0).needed_head().lm_head, world.embed)
         put(bench, 1, head(1.0))
         put(bench, 2, head(2.0, rows=4), ids=[0, 2, 4, 6])
         assert torch.equal(target.at(1).embed_tokens, head(1.0))
@@ -172,7 +172,7 @@ def test_a_batch_of_before_keeps_the_head_of_its_time_and_a_head_may_come_after_
     def then(version: int, seconds: float) -> float:
         os.utime(batch, (seconds, seconds))
         found = target.at(version, batch=batch)
-        return float(found.head.lm_head[0, 0])
+        return float(found.needed_head().lm_head[0, 0])
 
     assert [then(v, 3.5) for v in (4, 5, 6, 7, 8)] == [3, 5, 6, 6, 8]
     assert [then(v, 4.5) for v in (3, 5, 6, 7, 8)] == [3, 3, 3, 3, 8]
@@ -236,10 +236,10 @@ def test_heads_wait_on_the_host_and_embeddings_on_the_device_in_the_type_they_we
         target = Target.open(bench.layout, "default", "meta")
         heads = [target.at(version) for version in range(1, 12)]
         assert {h.embed_tokens.device.type for h in heads} == {target.embed_tokens.device.type} == {"meta"}
-        assert {h.head.lm_head.device.type for h in heads} == {target.lm_head().device.type} == {"cpu"}
-        assert {h.head.lm_head.dtype for h in heads} == {torch.bfloat16}
+        assert {h.needed_head().lm_head.device.type for h in heads} == {target.lm_head().device.type} == {"cpu"}
+        assert {h.needed_head().lm_head.dtype for h in heads} == {torch.bfloat16}
         assert target.at(11).head is heads[-1].head
-        assert len(target._heads) == 8
+        assert len(target._policies) == 8
 
 
 @pytest.mark.parametrize(("named", "wanted"), [(3, [3]), ([7, 3], [3, 7]), ([3, 99, "x"], [3]), (None, [])])

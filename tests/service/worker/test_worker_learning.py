@@ -27,10 +27,14 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
         body = bench.world.rollout_file(name)
         path = tmp_path / "same.safetensors"
         path.write_bytes(body)
-        before = replay(worker._lineage.candidate, load_batch(path), depth=4, drafting="probabilistic").total()
+        before = replay(
+            worker._lineage.candidate, load_batch(path), bench.world.policy(), depth=4, drafting="probabilistic"
+        ).total()
         batch_id = bench.post_file(body)
         bench.drain(worker)
-        after = replay(worker._lineage.candidate, load_batch(path), depth=4, drafting="probabilistic").total()
+        after = replay(
+            worker._lineage.candidate, load_batch(path), bench.world.policy(), depth=4, drafting="probabilistic"
+        ).total()
         record = bench.store.scores()[batch_id]
         assert {k: getattr(record.candidate, k) for k in before} == pytest.approx(before)
         assert record.candidate.rounds != pytest.approx(after["rounds"], rel=1e-6), "training changed nothing"

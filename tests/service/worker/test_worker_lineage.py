@@ -13,7 +13,7 @@ import pytest
 import torch
 from redis import Redis
 from service_fixtures import run_file as plain_run_file
-from worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World
+from worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World, recorded_windows
 
 from drafter.batch import load_batch
 from drafter.errors import DrafterError
@@ -98,7 +98,7 @@ def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decodin
     assert first.gate["low"] > 0
     assert first.gate["alpha_served"] == pytest.approx(1.0), "plain decoding: one token a round"
     assert first.gate["alpha_candidate"] > 1.0
-    drafter = read_drafter(bench.layout.drafter("default", first.version), bench.world.embed)
+    drafter = read_drafter(bench.layout.drafter("default", first.version))
     assert drafter.vocabulary == worker._lineage.candidate.vocabulary
 
 
@@ -110,7 +110,7 @@ def test_an_initial_drafter_is_the_first_version_bit_for_bit(bench: Bench) -> No
     manifest = Registry(bench.layout).latest("default")
     assert manifest is not None
     assert (manifest.version[:8], manifest.parent, manifest.reason) == ("v000001-", None, "initial drafter")
-    published = read_drafter(bench.layout.drafter("default", manifest.version), bench.world.embed)
+    published = read_drafter(bench.layout.drafter("default", manifest.version))
     for name, value in drafter.state_dict().items():
         assert torch.equal(published.state_dict()[name], value)
         assert torch.equal(worker._lineage.candidate.state_dict()[name], value)
@@ -121,14 +121,14 @@ def test_an_initial_drafter_is_the_first_version_bit_for_bit(bench: Bench) -> No
 def test_an_initial_drafter_of_two_layers_is_taken_up_trained_and_scored(bench: Bench) -> None:
     one = bench.world.drafter(seed=3)
     torch.manual_seed(0)
-    deep = Eagle3Drafter(replace(one.config, num_hidden_layers=2), one.vocabulary, one.embed_tokens)
+    deep = Eagle3Drafter(replace(one.config, num_hidden_layers=2), one.vocabulary)
     bench.register(bench.world.run_file(drafter=deep))
     bench.post("a", policy_version=1)
     worker = bench.worker()
     assert worker._lineage.candidate.config.num_hidden_layers == 2
     manifest = Registry(bench.layout).latest("default")
     assert manifest is not None
-    published = read_drafter(bench.layout.drafter("default", manifest.version), bench.world.embed)
+    published = read_drafter(bench.layout.drafter("default", manifest.version))
     assert published.config == deep.config
     before = {n: p.clone() for n, p in worker._lineage.candidate.named_parameters()}
     for _ in range(5):
@@ -293,21 +293,25 @@ def test_a_trainer_that_goes_back_is_followed_with_the_heads_that_it_sends_again
     assert worker._versions_seen[-1][1] == 111, "versions are told apart in time again"
 
 
-def test_a_tied_embedding_follows_the_head(tmp_path: Path, redis_url: str) -> None:
+def test_a_tied_embedding_follows_the_head_and_each_batch_of_a_window_has_its_own(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = recorded_windows(monkeypatch)
     world = World(tied=True)
     with Bench(tmp_path / "state", redis_url, world) as bench:
         bench.register(world.run_file(drafter=world.drafter()))
         worker = bench.worker()
         bench.post("v0")
         bench.drain(worker)
-        assert torch.equal(worker._lineage.candidate.embed_tokens, world.embed)
         moved = world.move_head(2)
         bench.put_head(2)
         bench.post("v2", policy_version=2)
         bench.drain(worker)
         assert [bench.state(b) for b in bench.posted] == ["trained", "trained"]
-        assert torch.equal(worker._lineage.candidate.embed_tokens, moved)
-        assert torch.equal(worker._target.at(1).embed_tokens, world.embed)
+    assert any({version for version, _ in window} == {0, 2} for window in windows), "or nothing was tested"
+    for version, policy in (pair for window in windows for pair in window):
+        assert torch.equal(policy.embed_tokens, moved if version == 2 else world.embed)
+        assert policy.needed_head().lm_head.equal(policy.embed_tokens)
 
 
 def test_heads_that_no_batch_can_need_are_deleted(bench: Bench) -> None:
@@ -438,7 +442,7 @@ def test_the_candidate_that_is_exported_is_the_one_that_was_trained(bench: Bench
     for name in "abcdefgh":
         bench.post(name)
         bench.drain(worker)
-    saved = read_drafter(bench.checkpoint() / "drafter", bench.world.embed)
+    saved = read_drafter(bench.checkpoint() / "drafter")
     for name, value in worker._lineage.candidate.state_dict().items():
         assert torch.equal(saved.state_dict()[name], value)
     assert (bench.checkpoint() / "drafter" / MODEL_FILE).is_file()
@@ -451,7 +455,7 @@ def test_the_target_reads_what_was_registered(bench: Bench, tmp_path: Path) -> N
     assert torch.equal(target.embed_tokens, bench.world.embed)
     path = tmp_path / "a.safetensors"
     path.write_bytes(bench.world.rollout_file("a"))
-    gap, tokens = target.at(0).head.logprob_gap(load_batch(path))
+    gap, tokens = target.at(0).needed_head().logprob_gap(load_batch(path))
     assert gap < 0.01
     assert tokens > 0
 

@@ -1,4 +1,4 @@
-"""The test-time-training unroll: K draft steps on the true path, over packed ragged documents, exact and lean.
+"""EAGLE-3's test-time-training unroll: K draft steps on the true path, over packed ragged documents, exact and lean.
 
 Step 0 at row t reads token x[t+1] and the target's features of row t, and predicts x[t+2]. Step j reads x[t+1+j] and
 the un-normed `pre` of the step before, predicts x[t+2+j], and attends to the step-0 keys of rows <= t of its document
@@ -10,15 +10,13 @@ depend on the step, so they are computed once per position and read shifted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from drafter.errors import DrafterError
-from drafter.model.eagle3 import Eagle3Drafter, LaterWeights
 from drafter.model.matmul import linear
 from drafter.model.pointwise import (
     rms_norm,
@@ -27,36 +25,11 @@ from drafter.model.pointwise import (
     take_rows,
 )
 from drafter.unroll.attention import attend, gather_keys
-from drafter.unroll.plan import Plan, make_plan
+from drafter.unroll.plan import Plan
+from drafter.unroll.unrolled import Unrolled
 
-__all__ = ["Plan", "Unrolled", "make_plan", "unroll"]
-
-
-class HeadWeights(Protocol):
-    """What loss and replay apply to `pre`, of either kind of drafter."""
-
-    @property
-    def norm(self) -> Tensor:
-        """[H]."""
-
-    @property
-    def lm_head(self) -> Tensor:
-        """[D, H]."""
-
-
-@dataclass(frozen=True, eq=False)
-class Unrolled:
-    """Result of an unroll. Entry i of step j is row `rows[j][i]`, whose draft is compared with x[row+2+j]."""
-
-    plan: Plan
-    rows: tuple[Tensor, ...]  # per step: int64[rows_j] in [0, T)
-    pre: tuple[Tensor, ...]  # per step: [rows_j, H], before the final norm
-    weights: HeadWeights  # in the dtype that `pre` was computed in
-
-    @property
-    def steps(self) -> int:
-        """K."""
-        return len(self.pre)
+if TYPE_CHECKING:
+    from drafter.model.eagle3 import Eagle3Drafter, LaterWeights
 
 
 def unroll(
@@ -64,14 +37,11 @@ def unroll(
     plan: Plan,
     input_ids: Tensor,
     aux_hidden: Tensor,
+    embed_tokens: Tensor,
     *,
     dtype: torch.dtype | None = None,
 ) -> Unrolled:
-    """Run every step of `plan` (already on the drafter's device) over input_ids int64[T], aux_hidden [T, A*Ht].
-
-    Computes in `dtype` (default: the parameters' own). Gradients flow to all parameters but lm_head and norm, which the
-    loss applies. Raises `DrafterError` when the tensors do not fit the plan or the drafter.
-    """
+    """`Eagle3Drafter.unroll` over input_ids int64[T], aux_hidden [T, A*Ht] and the policy's embed_tokens [V, H]."""
     _check(drafter, plan, input_ids, aux_hidden)
     config, weights = drafter.config, drafter.weights(dtype)
     hd, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
@@ -82,7 +52,7 @@ def unroll(
         return Unrolled(plan, plan.rows, tuple(empty for _ in range(plan.steps)), weights)
 
     tokens = input_ids.index_select(0, plan.read_rows)
-    embedded = rms_norm(F.embedding(tokens, drafter.embed_tokens).to(cast), weights.input_norm, eps)
+    embedded = rms_norm(F.embedding(tokens, embed_tokens).to(cast), weights.input_norm, eps)
     by_token, by_state = weights.qkv[:, :half].contiguous(), weights.qkv[:, half:].contiguous()
     embedded_q = linear(embedded[: plan.read_by_queries], by_token[:split])
     embedded_kv = linear(embedded, by_token[split:])
@@ -162,7 +132,7 @@ def _check(drafter: Eagle3Drafter, plan: Plan, input_ids: Tensor, aux_hidden: Te
     if input_ids.shape != (plan.tokens,):
         raise DrafterError(f"the plan is for {plan.tokens} tokens, input_ids has shape {tuple(input_ids.shape)}")
     if drafter.config.num_hidden_layers > 1 and plan.computed[0] != plan.kv_rows.numel():
-        raise DrafterError("a drafter of several layers needs a plan of every row: `drafter.kinds.plan_batch` makes it")
+        raise DrafterError("a drafter of several layers needs a plan of every row: `drafter.plan` makes it")
     if aux_hidden.shape != (plan.tokens, width):
         raise DrafterError(
             f"aux_hidden must be ({plan.tokens}, {width}) for aux layers {drafter.config.aux_layers}, "

@@ -1,11 +1,9 @@
-"""The target's side of the loss: its true probabilities on the draft vocabulary, and a check of the features' honesty.
+"""The policy of one version, as far as a drafter is concerned: its embedding, and its lm_head.
 
-p(v) = exp(f(W[v].h) / tau - logsumexp) with the *full-vocabulary* normaliser that came with the rollouts, so the
-slice's sum is the target's mass on the draft vocabulary, at most 1. f is what the target does to its logits after
-lm_head (a scale, a soft cap: `rl_hooks.wire.LogitMap`); for most targets nothing. Rows whose target leaves the draft
-vocabulary thereby weigh little in the loss and count as misses in the acceptance, as they will in decoding.
+Engines share the live embedding with the drafter (with an MTP module the lm_head as well), so drafts depend on them.
+A batch of policy version v is unrolled, scored and trained with the `Policy` of version v.
 
-Legend: T tokens, U target rows, V target vocabulary, D draft vocabulary, Ht target hidden size.
+Legend: T tokens, V target vocabulary, D draft vocabulary, H drafter hidden size, Ht target hidden size.
 """
 
 from __future__ import annotations
@@ -17,10 +15,8 @@ import torch
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.errors import TargetHeadError
-from drafter.model.matmul import times_wide
-from drafter.model.vocabulary import DraftVocabulary
-from drafter.unroll.plan import Plan
+from drafter.errors import DrafterError, TargetHeadError
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks.wire import LogitMap
 
 _GAP_CHUNK_ROWS = 4096
@@ -29,11 +25,9 @@ _PLAIN = LogitMap()
 
 
 class TargetHead:
-    """The policy's lm_head as of `policy_version`: whole [V, Ht], or only the rows of the target tokens `ids`."""
+    """The policy's lm_head: whole [V, Ht], or only the rows of the target tokens `ids`. It may lie on any device."""
 
-    def __init__(
-        self, lm_head: Tensor, policy_version: int = 0, ids: Tensor | None = None, logit_map: LogitMap = _PLAIN
-    ) -> None:
+    def __init__(self, lm_head: Tensor, ids: Tensor | None = None, logit_map: LogitMap = _PLAIN) -> None:
         if lm_head.ndim != 2 or not lm_head.numel():
             raise TargetHeadError(f"lm_head must be [tokens, hidden] and not empty, got shape {tuple(lm_head.shape)}")
         largest = [part.abs().amax() for part in torch.split(lm_head, _GAP_CHUNK_ROWS)]  # NaN, if any is
@@ -42,7 +36,6 @@ class TargetHead:
         if ids is not None and (ids.shape != lm_head.shape[:1] or torch.unique(ids).numel() != ids.numel()):
             raise TargetHeadError(f"expected one distinct id for each of the {lm_head.shape[0]} rows")
         self.lm_head = lm_head.detach()
-        self.policy_version = policy_version
         self.logit_map = logit_map
         self._ids = None if ids is None else ids.to("cpu", torch.int64)
         self._slices: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
@@ -77,8 +70,8 @@ class TargetHead:
             missing = int((places < 0).sum())
             if missing:
                 raise TargetHeadError(
-                    f"{missing} of {len(vocabulary)} draft tokens have no row in this head (policy version "
-                    f"{self.policy_version}); send the whole lm_head, or the rows of every draft token"
+                    f"{missing} of {len(vocabulary)} draft tokens have no row in this head; send the whole lm_head, or "
+                    "the rows of every draft token"
                 )
             self._slices[key] = self.lm_head[places.to(self.lm_head.device)].to(device=device, dtype=dtype)
         return self._slices[key]
@@ -123,43 +116,23 @@ class TargetHead:
         return float(gap.mean()), tokens
 
 
-@dataclass(frozen=True, eq=False)
-class DraftTarget:
-    """p on the draft vocabulary for the U target rows of one plan, formed chunk by chunk and never held whole."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Policy:
+    """What drafters need of the policy of one version. Immutable: a policy that moved is another `Policy`."""
 
-    divisor: float  # tau, for the drafter's logits as well
-    hidden: Tensor  # [U, Ht]
-    head_rows: Tensor  # [D, Ht]
-    logsumexp: Tensor  # [U]
-    logit_map: LogitMap = _PLAIN  # of hidden @ head_rows
+    version: int
+    embed_tokens: Tensor  # [V, H], on the drafter's device
+    head: TargetHead | None = None  # None: enough to replay a drafter that has a head of its own
 
-    def logprobs(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Form log p [end-begin, D] of target rows [begin, end)."""
-        logits = times_wide(self.hidden[begin:end].to(self.head_rows.dtype), self.head_rows).to(dtype)
-        mapped: Tensor = self.logit_map.apply(logits)
-        if self.divisor != 1:
-            mapped.div_(self.divisor)
-        return mapped.sub_(self.logsumexp[begin:end, None])
+    def needed_head(self) -> TargetHead:
+        """The head. Raises `TargetHeadError` where there is none."""
+        if self.head is None:
+            raise TargetHeadError(f"the lm_head of policy version {self.version} is needed; send it")
+        return self.head
 
-
-def draft_target(
-    batch: RolloutBatch,
-    plan: Plan,
-    vocabulary: DraftVocabulary,
-    head: TargetHead,
-    dtype: torch.dtype = torch.float32,
-) -> DraftTarget:
-    """The target of a batch on its plan's rows, from last_hidden and the policy's head.
-
-    `dtype` is what last_hidden and head are multiplied in; log-probabilities are formed in at least float32.
-    """
-    rows, device = plan.target_rows, batch.input_ids.device
-    if head.hidden_size != batch.last_hidden.shape[1]:
-        raise TargetHeadError(f"last_hidden is {batch.last_hidden.shape[1]} wide, the head {head.hidden_size}")
-    return DraftTarget(
-        batch.divisor,
-        hidden=batch.last_hidden.index_select(0, rows),
-        head_rows=head.rows(vocabulary, device, dtype),
-        logsumexp=batch.logsumexp.index_select(0, rows).to(torch.promote_types(dtype, torch.float32)),
-        logit_map=head.logit_map,
-    )
+    def embedding(self, vocab_size: int, hidden_size: int) -> Tensor:
+        """embed_tokens. Raises `DrafterError` unless it is [vocab_size, hidden_size]."""
+        if tuple(self.embed_tokens.shape) != (vocab_size, hidden_size):
+            found = tuple(self.embed_tokens.shape)
+            raise DrafterError(f"embed_tokens must be {(vocab_size, hidden_size)}, got {found}")
+        return self.embed_tokens
