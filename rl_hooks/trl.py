@@ -182,7 +182,7 @@ class Attachment:
         if origin is None or not model.training:
             return None
         if inputs.get("pixel_values") is not None:
-            self.hook.warn_once("images", "rollouts with images are left out: a drafter cannot embed them")
+            self.hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
             return None
         version = int(self._trainer.state.global_step)
         rows = [(int(number), int(made)) for number, made in origin.tolist()]

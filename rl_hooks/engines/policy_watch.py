@@ -19,6 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from rl_hooks.sending.copies import HostCopies
+
 log = logging.getLogger("draftalign.tap")
 
 #: Parameters looked at, and elements of each. A step of RL leaves most bfloat16 weights bit-equal, so a few rows could
@@ -49,12 +51,10 @@ class WeightSample:
         taken = self._take()
         if taken is None:
             return lambda: False
-        host, copied = start_copy(taken), recorded(taken.device)
+        copies = HostCopies({"weights": taken})
 
         def unchanged() -> bool:
-            if copied is not None:
-                copied.synchronize()
-            return self._then is not None and torch.equal(host, self._then)
+            return self._then is not None and torch.equal(copies.wait()["weights"], self._then)
 
         return unchanged
 
@@ -111,23 +111,6 @@ def _before(owner: Any, method: str, happens: Callable[..., None]) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, method, wrapped)
-
-
-def start_copy(tensor: Tensor) -> Tensor:
-    """A copy on the host, complete once the device has come this far; a CPU's tensor is given back as it is."""
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def recorded(device: torch.device) -> Any:
-    """An event that the device reaches when it has done what was launched so far; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def _readable(parameter: Tensor) -> bool:

@@ -25,7 +25,6 @@ import math
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -36,13 +35,14 @@ import torch
 from torch import Tensor
 
 from rl_hooks import wire
-from rl_hooks.engines.policy_watch import WeightSample, recorded, start_copy
-from rl_hooks.sending.features import as_wire
+from rl_hooks.engines.policy_watch import WeightSample
+from rl_hooks.sending.copies import HostCopies
+from rl_hooks.sending.features import as_wire, score_rows
+from rl_hooks.sending.sampling import TokenBudget, sampling_position
+from rl_hooks.sending.tally import Tally
 
 log = logging.getLogger("draftalign.tap")
 
-#: Logits held at once while normalisers are computed: 2^25 floats are 128 MiB.
-_LOGITS_AT_ONCE: Final = 1 << 25
 _REJECTED: Final = -1
 #: Why a tap stops, with what has shown it.
 POLICY_MOVED: Final = (
@@ -102,30 +102,20 @@ class Head:
     logit_map: wire.LogitMap = field(default_factory=wire.LogitMap)
 
     def score(self, last_NH: Tensor, labels_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(logsumexp [N], log p of the labels [N]) of softmax(logits / temperature), float32."""
-        parts = []
-        at_once = max(1, _LOGITS_AT_ONCE // len(self.weight))
-        for begin in range(0, len(last_NH), at_once):
-            part = slice(begin, begin + at_once)
-            product = (last_NH[part].to(self.weight.dtype) @ self.weight.T).float()
-            logits = self.logit_map.apply(product).div_(temperature_N[part, None])
-            total = torch.logsumexp(logits, dim=-1)
-            chosen = logits.gather(1, labels_N[part].clamp(min=0)[:, None])[:, 0]
-            parts.append((total, chosen - total))
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        """(logsumexp [N], log p of the labels [N]) of softmax(logits / temperature), float32. A label of -1: any."""
+        labels = labels_N.clamp(min=0)
+        return score_rows(last_NH, self.weight, labels, temperature=temperature_N, logit_map=self.logit_map)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Chunk:
     """Rows of one request from one step, on their way to the host."""
 
-    tensors: dict[str, Tensor]
-    copied: Any
+    copies: HostCopies
+    rows: slice
 
     def host(self) -> dict[str, Tensor]:
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.tensors
+        return {name: tensor[self.rows] for name, tensor in self.copies.wait().items()}
 
 
 @dataclass(slots=True)
@@ -149,12 +139,6 @@ class Collected:
     first_position: int
 
 
-def sampling_position(request_id: str) -> float:
-    """Where a request falls in [0, 1): it is collected if that is below the fraction."""
-    digest = hashlib.sha256(b"draftalign-tap:" + request_id.encode()).digest()
-    return int.from_bytes(digest[:6], "big") / float(1 << 48)
-
-
 class FeatureTap:
     """Collects a sampled fraction of an engine's requests, at most `tokens_per_minute`, and hands over whole ones.
 
@@ -171,31 +155,29 @@ class FeatureTap:
         max_tokens: int = 8192,
         weights: WeightSample | None = None,
     ) -> None:
-        self.head = head
+        self.head, self.fraction, self.max_tokens = head, fraction, max_tokens
         #: Why nothing is collected any more.
         self.stopped: str | None = None
-        self.fraction, self.tokens_per_minute, self.max_tokens = fraction, tokens_per_minute, max_tokens
-        self.counts: Counter[str] = Counter()
+        self.tally = Tally(log)
+        self._budget = TokenBudget(tokens_per_minute)
         self._deliver = deliver
         self._weights = weights
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[_Tracked] = []
-        self._budget, self._budget_at = float(tokens_per_minute), time.monotonic()
         self._finished: queue.SimpleQueue[tuple[list[_Tracked], Callable[[], bool]]] = queue.SimpleQueue()
-        self._warned: set[str] = set()
         threading.Thread(target=self._work, name="draftalign-tap", daemon=True).start()
 
     # --- the engine's thread
     def begin(self, request: Request) -> None:
         """A request was admitted; decide whether to collect it."""
-        if request.request_id in self._tracked or sampling_position(request.request_id) >= self.fraction:
+        if request.request_id in self._tracked or sampling_position(request.request_id, "tap") >= self.fraction:
             return
         if self._has_stopped():
             return
-        if request.prompt_tokens > self.max_tokens or not self._afford(request.prompt_tokens):
-            self.counts["skipped_budget"] += 1
+        if request.prompt_tokens > self.max_tokens or not self._budget.spend(request.prompt_tokens):
+            self.tally.add("skipped_budget")
             return
-        self.counts["begun"] += 1
+        self.tally.add("begun")
         # The engine may append to its own list when a session goes on.
         self._tracked[request.request_id] = _Tracked(replace(request, prompt_ids=tuple(request.prompt_ids)))
 
@@ -244,16 +226,6 @@ class FeatureTap:
             self._ended.clear()
         return self.stopped is not None
 
-    def _afford(self, tokens: int) -> bool:
-        now = time.monotonic()
-        limit = float(self.tokens_per_minute)
-        self._budget = min(limit, self._budget + (now - self._budget_at) * limit / 60)
-        self._budget_at = now
-        if tokens > self._budget:
-            return False
-        self._budget -= tokens
-        return True
-
     def _take(self, step: Step, chosen: Sequence[int]) -> None:
         device = step.last.device
         counts = step.row_counts[chosen]
@@ -277,20 +249,17 @@ class FeatureTap:
             "logsumexp": logsumexp,
             "logprob": logprob,
         }
-        host = {name: start_copy(tensor) for name, tensor in taken.items()}
-        copied = recorded(device)
-        begin = 0
+        copies, begin = HostCopies(taken), 0
         for i, count in zip(chosen, counts.tolist(), strict=True):
-            part = {name: tensor[begin : begin + count] for name, tensor in host.items()}
+            self._append(step.request_ids[i], _Chunk(copies, slice(begin, begin + count)), count)
             begin += count
-            self._append(step.request_ids[i], _Chunk(part, copied), count)
 
     def _append(self, name: str, chunk: _Chunk, rows: int) -> None:
         tracked = self._tracked[name]
         tracked.chunks.append(chunk)
         tracked.rows += rows
         if tracked.rows > 4 * self.max_tokens:  # with all its rejected drafts
-            self.counts["skipped_long"] += 1
+            self.tally.add("skipped_long")
             del self._tracked[name]
 
     def _temperature(self, name: str) -> float:
@@ -315,20 +284,18 @@ class FeatureTap:
     def _hand_over(self, tracked: _Tracked) -> None:
         try:
             collected = assemble(tracked.request, [chunk.host() for chunk in tracked.chunks])
-            if collected is None or not self._afford(int(collected.generated.sum())):
-                self.counts["skipped_short" if collected is None else "skipped_budget"] += 1
+            if collected is None or not self._budget.spend(int(collected.generated.sum())):
+                self.tally.add("skipped_short" if collected is None else "skipped_budget")
                 return
             self._deliver(collected)
-            self.counts["delivered"] += 1
+            self.tally.add("delivered")
         except Exception as error:  # noqa: BLE001 - one bad request must not end the thread
             self.note("assemble", error)
 
     def note(self, kind: str, error: Exception) -> None:
         """Count a failure of ours; log it the first time that its kind comes up."""
-        self.counts["failures"] += 1
-        if kind not in self._warned:
-            self._warned.add(kind)
-            log.warning("draftalign tap: %s failed, requests go uncollected (said once): %r", kind, error)
+        self.tally.add("failures")
+        self.tally.note(kind, f"draftalign tap: {kind} failed, requests go uncollected: {error!r}")
 
 
 def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collected | None:

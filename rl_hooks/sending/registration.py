@@ -234,23 +234,24 @@ class HeadWatch:
 
     ROWS: Final = 256
 
-    def __init__(self, weight: Tensor, tolerance: float) -> None:
+    def __init__(self, weight: Tensor, tolerance: float, policy_version: int) -> None:
         self.tolerance = tolerance
         V = weight.shape[0]
         self._rows = torch.linspace(0, V - 1, min(self.ROWS, V), dtype=torch.float64).long()
         self._sent = self._sample(weight)
+        # Until the first batch has come; then None.
+        self._registered_version: int | None = policy_version
 
     def _sample(self, weight: Tensor) -> Tensor:
         return weight.detach()[self._rows.to(weight.device)].float().cpu()
 
-    def change(self, weight: Tensor) -> float:
-        """Relative change since `mark` (or the construction)."""
-        now = self._sample(weight)
-        return float((now - self._sent).norm() / self._sent.norm().clamp_min(1e-30))
-
-    def moved(self, weight: Tensor) -> bool:
-        """Whether the head is worth sending again."""
-        return self.change(weight) > self.tolerance
+    def is_due(self, weight: Tensor, policy_version: int) -> bool:
+        """Whether the head is to be sent before a batch of this policy version."""
+        # A first batch of another version: the run was resumed, and the service may hold a head of an earlier attempt.
+        resumed = self._registered_version not in (None, policy_version)
+        self._registered_version = None
+        change = (self._sample(weight) - self._sent).norm() / self._sent.norm().clamp_min(1e-30)
+        return resumed or float(change) > self.tolerance
 
     def mark(self, weight: Tensor) -> None:
         """Remember this head as the one that the service has."""

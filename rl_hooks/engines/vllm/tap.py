@@ -41,8 +41,9 @@ from rl_hooks.engines.tap import (
     Step,
     rollout_file,
 )
+from rl_hooks.sending.jobs import Job
 from rl_hooks.sending.registration import RunRegistration, head_weight
-from rl_hooks.sending.sender import Job, RolloutSender
+from rl_hooks.sending.sender import RolloutSender
 
 log = logging.getLogger("vllm.draftalign")
 
@@ -231,7 +232,7 @@ class VllmTap:
     def stats(self) -> dict[str, Any]:
         """Counters of the tap and of its sender, and why the tap has stopped, if it has."""
         sender = {f"sender_{name}": value for name, value in self.sender.stats().items()}
-        return {**self.tap.counts, **sender, "stopped": self.tap.stopped}
+        return {**self.tap.tally.counts(), **sender, "stopped": self.tap.stopped}
 
 
 def request_of(new: Any) -> Request | None:
