@@ -5,12 +5,12 @@
 ...     loss = compute_loss(model, ids, mask)        # the forward that happens anyway
 >>> hook.stats()
 
-Only rows of sampled rollouts are copied, their normalisers are computed from the head as it is at that moment, and a
-background thread sends them. Whole rollouts only: nothing is cut inside one. No failure of ours reaches the trainer
+Only rows of sampled rollouts are copied. Their normalisers are computed at once, with the head as it is then. A
+background thread sends them. Only whole rollouts are sent. No failure of ours reaches the trainer
 unless `strict=True`: it is counted (`failures`), the newest is in `stats()["last_failure"]`, each kind is logged once,
 and the step goes on without a rollout.
 
-The forward must be that of the policy that generated the rollouts (same weights), and with PEFT its adapter active.
+The forward must run with the weights that generated the rollouts, and with PEFT the adapter must be active.
 
 Legend: B batch, S padded length, V vocabulary, H hidden size.
 """
@@ -48,12 +48,12 @@ _COUNTERS: Final = (
 class DrafterHook:
     """Feature capture, sampling, registration and sending for one model and one run.
 
-    `sample_fraction` and `max_tokens_per_step` bound what is sent per policy version and rank. `dtype` is of the
-    auxiliary states ("float8_e4m3" halves them, with one scale per token and layer). `head_tolerance`: the relative
-    change of `lm_head` after which it is sent again. `drafter_version`: asked, at each capture, for the version that
-    drafted these rollouts, where the loop knows it; replay α is then of exactly that drafter. `logit_map`: what the
-    model does to its logits after lm_head, where its type is not known here. `rank` 0 registers the run; the others
-    wait until it exists.
+    `sample_fraction` and `max_tokens_per_step` bound the tokens sent per policy version and rank. `dtype`: how the
+    auxiliary states are sent ("float8_e4m3" halves them, with one scale per token and layer). `head_tolerance`: the
+    relative change of `lm_head` after which it is sent again. `drafter_version`: called at each capture; returns the
+    version that drafted these rollouts, so that replay α is measured with that drafter. `logit_map`: what the model
+    does to its logits after lm_head, for models that this package does not know. `rank` 0 registers the run; the other
+    ranks wait until it exists.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The engine's speculative-decoding counters, and whose work they count.
+"""The engine's speculative-decoding counters, by drafter version.
 
 Engines count rounds without saying which drafter proposed them. `Ledger` therefore takes snapshots and books each
-difference under the drafter version that was loaded during all of it; what cannot be attributed (the moment of a swap,
-somebody else's swap) is counted as such and never guessed.
+difference under the drafter version that was loaded all the time between. Rounds around a swap belong to no single
+version; they are counted apart.
 
 Pure: no clock, no network. α = 1 + accepted / rounds, the bonus token included; vLLM counts accepted tokens *before*
 trimming at EOS, so `emitted_tokens` is what compares with replay α.
@@ -24,7 +24,7 @@ ROUNDS: Final = "vllm:spec_decode_num_drafts_total"
 DRAFTED: Final = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_PER_POSITION: Final = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-#: What compares with replay α, from engines that count it; else it follows from the next three.
+#: Compares with replay α. Where an engine does not count it, it is computed from the next three.
 EMITTED: Final = "draftalign:spec_decode_emitted_tokens_total"
 GENERATED: Final = "vllm:generation_tokens_total"
 #: Counts a request when its first token leaves; preferred to the next, which counts it when it has finished.
@@ -93,7 +93,7 @@ class Counts:
         """The same, with the rounds in which nothing was proposed: they emit one token each.
 
         vLLM counts a round only if it had drafts. An EAGLE-3 drafter always has some; n-gram drafting mostly has none,
-        and α over its drafted rounds alone would be that of another quantity.
+        and α over its drafted rounds alone would not be its acceptance length.
         """
         if self.emitted_tokens is None:
             return self
@@ -149,7 +149,7 @@ class Snapshot:
         return any(now < before for now, before in pairs)
 
     def since(self, earlier: Snapshot, seconds: float) -> Counts:
-        """What happened between two snapshots of one engine process, `seconds` apart."""
+        """The counts between two snapshots of one engine process, `seconds` apart."""
         positions = earlier.accepted_per_position
         return Counts(
             rounds=self.rounds - earlier.rounds,
@@ -201,7 +201,7 @@ class Ledger:
             del self._buckets[next(iter(self._buckets))]
 
     def set_aside(self, rounds: int) -> None:
-        """Count rounds that no single version can be credited with."""
+        """Count rounds that belong to no single version."""
         self.unattributed_rounds += max(rounds, 0)
 
     def buckets(self) -> list[Bucket]:

@@ -1,4 +1,4 @@
-"""Copies from the device to the host that nobody waits for until they are needed."""
+"""Copies from the device to the host, which run while the caller goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Starts to copy when it is made; a tensor on the CPU is taken as it is."""
+    """The constructor starts the copies; `wait` completes them. A tensor on the CPU is not copied."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._host = {name: _start(tensor) for name, tensor in tensors.items()}

@@ -1,7 +1,7 @@
 """From captured states to a rollout file: normalisers, 8-bit features, and the packing of ragged rows.
 
 Three stages, because they happen at three times:
-1. `score_rows`, at once: log-sum-exp and log p need the head as it is *now*.
+1. `score_rows`, at once: log-sum-exp and log p need the head *before* the next optimizer step.
 2. `StagedRollouts`, at once: cast on the device, then start the copy to the host without waiting for it.
 3. `StagedRollouts.encode`, later, in the sender's thread: wait for the copy and lay the file out.
 
@@ -36,7 +36,7 @@ class Captured:
 
     aux: tuple[Tensor, ...]  # A tensors [N, H]
     last: Tensor  # [N, H]
-    boundaries: Mapping[str, Tensor] = field(default_factory=dict)  # what the forward said of where rollouts begin
+    boundaries: Mapping[str, Tensor] = field(default_factory=dict)  # tell where rollouts begin
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def score_rows(
     logsumexp_N = last_NH.new_zeros(N, dtype=torch.float32)
     logprob_N = torch.zeros_like(logsumexp_N)
     step = max(1, _LOGITS_AT_ONCE // V)
-    # The trainer's autocast may be active here; it would round the logits once more than the worker does.
+    # An active autocast of the trainer would round the logits once more than the worker does.
     with torch.autocast(last_NH.device.type, enabled=False):
         for begin in range(0, N, step):
             rows = slice(begin, begin + step)
@@ -80,7 +80,7 @@ def to_e4m3(x_NH: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class PackedIndex:
-    """The small host-side arrays of a batch: what was said, and by whom."""
+    """The small host-side arrays of a batch: its tokens, and which of them the policy generated."""
 
     input_ids: npt.NDArray[np.int32]  # [N]
     cu_seqlens: npt.NDArray[np.int32]  # [R + 1]
@@ -89,7 +89,7 @@ class PackedIndex:
 
 
 class StagedRollouts:
-    """Features on their way to the host. Building one starts the copies; `encode` waits for them."""
+    """Features that are copied to the host. The constructor starts the copies; `encode` waits for them."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class StagedRollouts:
         tensors["recomputed"] = logprob_N
         self._copies = HostCopies(tensors)
         N, R = len(index.input_ids), len(index.cu_seqlens) - 1
-        #: What the file's tensors will take, header excluded.
+        #: Size of the file's tensors, without the header.
         self.data_bytes = sum(t.numel() * t.element_size() for t in tensors.values()) + 5 * N + 4 * (R + 1)
 
     def encode(self, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
@@ -114,7 +114,7 @@ class StagedRollouts:
         index, host = self.index, self._copies.wait()
         recomputed = host["recomputed"].numpy()
         logprobs = recomputed if index.logprobs is None else index.logprobs
-        # An engine may fail to score a token (NaN); what the trainer's own forward says is the next best.
+        # An engine may fail to score a token (NaN): then the value of the trainer's own forward is taken.
         known = np.where(np.isnan(logprobs), recomputed, logprobs) * (index.loss_mask == 1)
         file = {
             "input_ids": wire.Tensor.of(index.input_ids, "I32"),
@@ -129,7 +129,7 @@ class StagedRollouts:
 def as_wire(tensor: Tensor) -> wire.Tensor:
     """View a contiguous host tensor as a tensor of the wire format."""
     name, width = _WIRE_DTYPES[tensor.dtype]
-    # NumPy has neither bfloat16 nor float8: they travel as unsigned integers of their width.
+    # NumPy has neither bfloat16 nor float8: they are sent as unsigned integers of their width.
     array = tensor.contiguous() if width is None else tensor.contiguous().view(width)
     return wire.Tensor.of(array.numpy(), name)
 

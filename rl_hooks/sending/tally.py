@@ -1,4 +1,4 @@
-"""Counters, the newest error, and warnings that are logged once: what the hook, the sender and the tap tell of."""
+"""Counters, the newest error, and warnings that are logged once, of the hook, the sender or the tap."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class Tally:
 
 
 def kind_of(text: str) -> str:
-    """What stands before the first figure of a message. Messages of one kind differ in their figures only."""
+    """The message up to its first digit. Messages of one kind differ in their figures only."""
     return re.split(r"[0-9]", text, maxsplit=1)[0]

@@ -73,7 +73,7 @@ class RolloutChoice:
         generated_BS: npt.NDArray[np.bool_],
         policy_version: int,
     ) -> list[int]:
-        """The sampled rows that fit into what is left of this policy version's budget, in batch order."""
+        """The sampled rows that fit into the rest of this policy version's budget, in batch order."""
         if policy_version != self._version:
             self._version, self._spent_tokens = policy_version, 0
         tokens_B = real_BS.sum(axis=1)
@@ -111,7 +111,7 @@ def plan_batch(
     top_p: float | None,
     top_k: int | None,
 ) -> BatchPlan | None:
-    """Check what `DrafterHook.capture` was told and choose among its rows; None where none is chosen.
+    """Check the arguments of `DrafterHook.capture` and choose among the rows; None if no row is chosen.
 
     Raises RolloutError for tensors that do not fit together, and for packed rows.
     """
@@ -132,7 +132,7 @@ def plan_batch(
     values = None if rewards is None else [float(value) for value in rewards]
     if len(names) != B or (values is not None and len(values) != B):
         raise RolloutError(f"rollout_ids and rewards must hold one entry per row ({B})")
-    # The first token of a rollout has no features before it, so nothing can be predicted there.
+    # No features precede the first token of a rollout, so it cannot be predicted.
     first_B = real_BS.argmax(axis=1)
     generated_BS[np.arange(B), first_B] = False
     chosen = choice.choose(names, real_BS, generated_BS, policy_version)

@@ -1,4 +1,4 @@
-"""From a captured forward to the rollout file that is sent: what a rank says of its rollouts, and their normalisers."""
+"""From a captured forward to the rollout file: its metadata, and the normalisers of its rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_hooks.trainer.plan import BatchPlan
 
 @dataclass(frozen=True, slots=True)
 class RolloutStaging:
-    """What stays the same from file to file."""
+    """The facts that all files of one hook share."""
 
     run: str
     target_fingerprint: str
@@ -49,7 +49,7 @@ class RolloutStaging:
         )
 
     def stage(self, plan: BatchPlan, captured: Captured, head_VH: Tensor) -> StagedRollouts:
-        """Start the copies to the host. Scored, with the head as it is now: tokens that the policy generated."""
+        """Score the tokens that the policy generated, with the head as it is now, and start the copies to the host."""
         mask = plan.index.loss_mask
         scored = np.flatnonzero(mask) - 1
         device = captured.last.device
