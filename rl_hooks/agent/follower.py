@@ -32,12 +32,7 @@ from rl_hooks.agent.process import EngineProcess, Known, Seen
 from rl_hooks.durable import sync, write_synced
 from rl_hooks.engines.counters import Bucket, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
-from rl_hooks.errors import (
-    AgentError,
-    EngineError,
-    MetricsError,
-    SwapRefusedError,
-)
+from rl_hooks.errors import AgentError, EngineError, MetricsError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
 
 log = logging.getLogger("draftalign.agent")

@@ -32,17 +32,8 @@ STARTED: Final = "vllm:time_to_first_token_seconds_count"
 FINISHED: Final = "vllm:request_success_total"
 POLICY_VERSION: Final = "draftalign_policy_version"
 
-_NAMES: Final = (
-    ROUNDS,
-    DRAFTED,
-    ACCEPTED,
-    ACCEPTED_PER_POSITION,
-    EMITTED,
-    GENERATED,
-    STARTED,
-    FINISHED,
-    POLICY_VERSION,
-)
+_COUNTED: Final = (ROUNDS, DRAFTED, ACCEPTED, ACCEPTED_PER_POSITION)
+_NAMES: Final = (*_COUNTED, EMITTED, GENERATED, STARTED, FINISHED, POLICY_VERSION)
 _MAX_POSITIONS: Final = 64
 #: Method of counts that were made with a published drafter.
 OUR_DRAFTER: Final = "drafter"
@@ -63,19 +54,14 @@ class Counts:
     window_seconds: float = 0.0
 
     def __add__(self, other: Counts) -> Counts:
-        emitted = (
-            None
-            if self.emitted_tokens is None or other.emitted_tokens is None
-            else self.emitted_tokens + other.emitted_tokens
-        )
+        known = self.emitted_tokens is not None and other.emitted_tokens is not None
         longest, shortest = sorted((self.accepted_per_position, other.accepted_per_position), key=len, reverse=True)
-        positions = tuple(a + (shortest[i] if i < len(shortest) else 0) for i, a in enumerate(longest))
         return Counts(
             self.rounds + other.rounds,
             self.drafted_tokens + other.drafted_tokens,
             self.accepted_tokens + other.accepted_tokens,
-            positions,
-            emitted,
+            tuple(a + (shortest[i] if i < len(shortest) else 0) for i, a in enumerate(longest)),
+            (self.emitted_tokens or 0) + (other.emitted_tokens or 0) if known else None,
             self.window_seconds + other.window_seconds,
         )
 
@@ -114,12 +100,11 @@ class Snapshot:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read a /metrics page. Raises MetricsError naming a missing counter: absent is not zero."""
-        samples = _samples(text)
-        rounds, drafted, accepted = (_total(samples, name) for name in (ROUNDS, DRAFTED, ACCEPTED))
+        samples = read_samples(text, _NAMES)
         return cls(
-            rounds=rounds,
-            drafted_tokens=drafted,
-            accepted_tokens=accepted,
+            rounds=_total(samples, ROUNDS),
+            drafted_tokens=_total(samples, DRAFTED),
+            accepted_tokens=_total(samples, ACCEPTED),
             accepted_per_position=_per_position(samples),
             emitted_tokens=_emitted(samples),
             policy_version=_gauge(samples, POLICY_VERSION),
@@ -128,14 +113,8 @@ class Snapshot:
     @classmethod
     def zero(cls, like: Snapshot) -> Self:
         """Counters of an engine that has just started and exposes what `like` exposes."""
-        return cls(
-            0,
-            0,
-            0,
-            tuple(0 for _ in like.accepted_per_position),
-            None if like.emitted_tokens is None else 0,
-            like.policy_version,
-        )
+        emitted = None if like.emitted_tokens is None else 0
+        return cls(0, 0, 0, (0,) * len(like.accepted_per_position), emitted, like.policy_version)
 
     @classmethod
     def load(cls, document: Mapping[str, Any]) -> Self:
@@ -219,17 +198,16 @@ class Ledger:
     def restore(self, documents: Iterable[Mapping[str, Any]]) -> None:
         """Inverse of `dump`; raises KeyError or TypeError on anything else. Everything counts as unreported."""
         for document in documents:
-            counts = Counts(
-                **{**document["counts"], "accepted_per_position": tuple(document["counts"]["accepted_per_position"])}
-            )
+            version, policy = str(document["drafter_version"]), document["policy_version"]
             method = str(document.get("method", OUR_DRAFTER))
-            bucket = Bucket(str(document["drafter_version"]), document["policy_version"], counts, method)
+            bucket = Bucket(version, policy, Counts.load(document["counts"]), method)
             self._buckets[bucket.drafter_version, bucket.policy_version] = bucket
 
 
-def _samples(text: str) -> dict[str, list[Sample]]:
+def read_samples(text: str, names: tuple[str, ...]) -> dict[str, list[Sample]]:
+    """The samples of a /metrics page, by name. Raises MetricsError where it is not in Prometheus's text format."""
     # An engine's page has thousands of lines and is read every second or so: parse only the ones that matter.
-    lines = [line for line in text.splitlines() if line.startswith(_NAMES)]
+    lines = [line for line in text.splitlines() if line.startswith(names)]
     samples: dict[str, list[Sample]] = {}
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):

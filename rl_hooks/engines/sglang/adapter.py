@@ -30,10 +30,9 @@ from typing import Any, Final
 
 import httpx
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from rl_hooks import wire
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counters import Snapshot, read_samples
 from rl_hooks.engines.protocol import EngineState, counting_only
 from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
 from rl_hooks.release import Release
@@ -84,7 +83,7 @@ class SGLangEngine:
         algorithm = info.get("speculative_algorithm")
         if str(algorithm).upper() != "EAGLE3":
             return counting_only(None if algorithm is None else str(algorithm).lower(), version)
-        started, loaded = process_identity(info), self._recall()
+        started, loaded = process_identity(info), self._loaded
         steps = info.get("speculative_num_steps")
         depth = steps if type(steps) is int else None
         if loaded is None or loaded[0] != started:
@@ -119,7 +118,7 @@ class SGLangEngine:
             for path in outcome.iterdir():
                 path.unlink()
             outcome.rmdir()
-        before = self._recall()
+        before = self._loaded
         swaps = before[2] + 1 if before is not None and before[0] == process_identity(info) else 1
         self._remember(release, (process_identity(info), release.version, swaps))
         return sha256
@@ -221,9 +220,6 @@ class SGLangEngine:
         return str(said[0]["sha256"])
 
     # --- memory: SGLang does not know the name of its drafter
-    def _recall(self) -> tuple[str, str, int] | None:
-        return self._loaded
-
     def _remember(self, release: Release, loaded: tuple[str, str, int]) -> None:
         self._loaded = loaded
         self._write(release.path.parent / "engines")
@@ -332,19 +328,11 @@ def request_payload(request: Mapping[str, str]) -> str:
 def _totals(text: str) -> dict[str, int]:
     """The three counters, each summed over its labels. Raises MetricsError naming a missing one."""
     wanted = (ROUNDS, GENERATED, REQUESTS)
-    lines = [line for line in text.splitlines() if line.startswith(wanted)]
-    totals: dict[str, float] = {}
-    try:
-        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
-            for sample in family.samples:
-                if sample.name in wanted:
-                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-    except (ValueError, IndexError) as error:
-        raise MetricsError(f"/metrics is not in the Prometheus text format: {error}") from error
-    if GENERATED not in totals:
+    samples = read_samples(text, wanted)
+    if GENERATED not in samples:
         raise MetricsError(f"the engine's /metrics has no {GENERATED}; start SGLang with --enable-metrics")
     # The other two appear with the first request.
-    return {name: int(totals.get(name, 0.0)) for name in wanted}
+    return {name: int(sum(sample.value for sample in samples.get(name, ()))) for name in wanted}
 
 
 def process_identity(info: Mapping[str, Any]) -> str:
