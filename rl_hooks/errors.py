@@ -2,22 +2,22 @@
 
 HookError
 ├── UnsupportedModelError    the model's layers, norm or head cannot be found, or the head is of a kind we cannot use
-├── AuxLayersError           the layers asked for do not exist, or the default three collide in a shallow model
+├── AuxLayersError           the requested layers do not exist, or the default three collide in a shallow model
 ├── CaptureMissedError       a forward ran while armed, and a hook did not fire
 ├── RolloutError             the tensors given with a rollout contradict each other or the captured features
 └── UnsupportedTrainerError  the trainer lacks a method that the adapter wraps (raised when attaching, never later)
 
-The swap agent's, for what goes wrong between it, the service and an engine:
+The swap agent's, for failures between it, the service and an engine:
 
 AgentError
-├── ManifestError     the service's manifest breaks the contract; nothing was downloaded
-├── DownloadError     the files could not be brought here; nothing was swapped
-│   └── DigestError   they came, but are not what the manifest describes
-├── ReportError       the service did not take a report; counts are cumulative, so nothing is lost
-├── CheckpointError   they are what the manifest describes, but not a drafter that is safe to load
-└── EngineError       the engine did not answer, or not usefully; worth another try
-    ├── SwapRefusedError  the engine looked at the drafter and said no: the same drafter will be refused again
-    └── MetricsError      its /metrics lacks a counter or holds nonsense
+├── ManifestError     the service's manifest is invalid; nothing was downloaded
+├── DownloadError     the files could not be downloaded; nothing was swapped
+│   └── DigestError   the downloaded files differ from the manifest
+├── ReportError       the service did not accept a report; counts are cumulative, so nothing is lost
+├── CheckpointError   the files match the manifest, but are no drafter that is safe to load
+└── EngineError       the engine did not answer, or its answer cannot be used; try again later
+    ├── SwapRefusedError  the engine read the drafter and refused it: it will refuse the same drafter again
+    └── MetricsError      its /metrics lacks a counter or cannot be read
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HookError(Exception):
 
 
 class UnsupportedModelError(HookError):
-    """The model is not one whose features or head we can read; the message names what was looked for."""
+    """The model's features or head cannot be read; the message names the places that were searched."""
 
 
 class AuxLayersError(HookError, ValueError):
@@ -52,7 +52,7 @@ class AgentError(Exception):
 
 
 class ManifestError(AgentError):
-    """The service's manifest breaks the contract."""
+    """The service's manifest is invalid."""
 
 
 class DownloadError(AgentError):
@@ -60,11 +60,11 @@ class DownloadError(AgentError):
 
 
 class ReportError(AgentError):
-    """The service did not take an acceptance report."""
+    """The service did not accept an acceptance report."""
 
 
 class DigestError(DownloadError):
-    """A file's bytes are not those that the manifest describes."""
+    """A file's bytes differ from the manifest."""
 
 
 class CheckpointError(AgentError):
@@ -72,7 +72,7 @@ class CheckpointError(AgentError):
 
 
 class EngineError(AgentError):
-    """The engine did not answer, or not usefully."""
+    """The engine did not answer, or its answer cannot be used."""
 
 
 class SwapRefusedError(EngineError):
@@ -80,4 +80,4 @@ class SwapRefusedError(EngineError):
 
 
 class MetricsError(EngineError):
-    """The engine's /metrics does not hold what is needed."""
+    """The engine's /metrics lacks a counter or cannot be read."""

@@ -1,6 +1,6 @@
-"""One process at a time: a file lock that is not waited for without end, and that says who has it.
+"""One process at a time: a file lock with a bounded wait, which names the process that holds it.
 
-A process that is stopped (a debugger, a paused container) keeps its locks; only death releases them.
+A process that is stopped (SIGSTOP, a debugger, a paused container) keeps its locks until it ends.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class LockHeld(Exception):  # noqa: N818 - reads as what happened
 
 @contextlib.contextmanager
 def exclusive(path: Path, seconds: float, stopped: Callable[[], bool] = lambda: False) -> Iterator[int]:
-    """Hold the lock that the file `path` stands for; it is made where there is none.
+    """Hold the lock of the file `path`, which is created if it does not exist.
 
-    Gives the lock's file descriptor: a child that inherits it has the lock, too, for as long as it lives.
+    Yields the lock's file descriptor: a child that inherits it holds the lock, too, until it ends.
     Raises `LockHeld` when another process still has it after `seconds`, or as soon as `stopped()`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def exclusive(path: Path, seconds: float, stopped: Callable[[], bool] = lambda: 
                     holder = file.read(200).decode(errors="replace") or "another process"
                     raise LockHeld(path, holder, waited) from None
             time.sleep(_POLL_SECONDS)
-        with contextlib.suppress(OSError):  # a full disk must not stop what needs no room
+        with contextlib.suppress(OSError):  # the lock itself needs no room on a full disk
             file.truncate(0)
             file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
         yield file.fileno()

@@ -1,7 +1,6 @@
-"""What the service offers, as the swap agent sees it: a verified manifest, and a release that lies on this disk.
+"""A drafter version that the service offers: its verified manifest, and the release once it is on this disk.
 
-Every name in a manifest becomes part of a path here, so `parse_manifest` accepts plain names only and nothing else in
-the agent builds a path from a name of its own.
+The agent builds paths from the names in a manifest, so `parse_manifest` accepts plain names only.
 """
 
 from __future__ import annotations
@@ -55,17 +54,17 @@ class Manifest:
 
     @property
     def pushed_again(self) -> bool:
-        """Whether somebody asked for this version once more, knowing that it had been served."""
+        """Whether a person published this version again, after it had been served."""
         return self.reason.lower().startswith(("pushed again", "pushed_again"))
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A downloaded, verified and stripped drafter in `path`, with what the service said about it."""
+    """A downloaded, verified and stripped drafter in `path`, with its manifest."""
 
     manifest: Manifest
     path: Path
-    #: Of model.safetensors as it was verified, and stripped; None where nothing is known to lie in `path`.
+    #: Of model.safetensors, verified and stripped; None where `path` holds no verified files.
     sha256: str | None = None
 
     @property
@@ -84,14 +83,14 @@ def files_digest(files: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{files[name]} {name}\n" for name in sorted(files)).encode()).hexdigest()
 
 
-#: What an agent acts on. `digest` covers the names and SHA-256 of all files.
+#: The fields that an agent acts on. `digest` covers the names and SHA-256 of all files.
 _SIGNED: Final = ("run", "version", "sequence", "digest", "reason", "kind", "config_fingerprint", "d2t_sha256")
 
 
 def manifest_signature(key: str, document: Mapping[str, Any]) -> str:
-    """HMAC-SHA256 (hexadecimal) over all of a manifest that an agent acts on: the service signs, agents verify.
+    """HMAC-SHA256 (hexadecimal) over the fields of a manifest that an agent acts on: the service signs, agents verify.
 
-    It binds origin, which digests from the same server cannot.
+    It proves who made the manifest. Digests from the same server cannot.
     """
     values = [document.get(name) for name in _SIGNED]
     text = json.dumps([*values, _replayed_alpha(document.get("gate"))], separators=(",", ":"))
@@ -124,7 +123,7 @@ def parse_manifest(document: object, run: str, signing_key: str | None = None) -
         kind=_kind(document.get("kind", "eagle3")),
     )
     if files_digest(sha256s) != manifest.digest:
-        raise ManifestError(f"digest: {manifest.digest} is not that of the listed files; do not use this version")
+        raise ManifestError(f"digest: {manifest.digest} does not match the listed files; do not use this version")
     if signing_key:
         wanted = manifest_signature(signing_key, document)
         given = document.get("signature")

@@ -5,14 +5,14 @@
 >>> trainer.train()
 >>> attachment.stats(), attachment.overhead_seconds / attachment.step_seconds
 
-A callback alone cannot do it: callbacks never see a batch. Three private methods of the trainer are wrapped, on the
-instance: `_calculate_rewards` (the raw rewards), `_generate_and_score_completions` (which gets two more columns, so
-that identity and reward survive TRL's shuffle), and `_compute_loss`, whose forward is the one that is captured. A
-trainer that lacks one of them is refused here and now.
+Callbacks never see a batch, so three private methods of the trainer are wrapped, on the instance:
+`_calculate_rewards` (the raw rewards), `_generate_and_score_completions` (its batch gets two more columns, so that
+identity and reward survive TRL's shuffle), and `_compute_loss` (its forward is captured). A trainer that lacks one of
+them is refused when attaching.
 
-A rollout is captured at most once, and only while the weights are those that generated it: later iterations over the
-same rollouts, and micro-batches that fall after an optimizer step, are left out (`skipped_stale`). So a separate
-old-logprob pass needs no attention of its own: the first pass of `_compute_loss` sees the same weights.
+A rollout is captured at most once, and only with the weights that generated it. Later iterations over the same
+rollouts, and micro-batches after an optimizer step, are left out (`skipped_stale`). A separate pass for old
+log-probabilities needs no care: the first pass of `_compute_loss` sees the same weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rl_hooks.hook import DrafterHook
 
 _WRAPPED: Final = ("_calculate_rewards", "_generate_and_score_completions", "_compute_loss")
 _NEEDED: Final = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-#: Columns that ride along in TRL's batch: the rollout's number and the policy version that generated it; its reward.
+#: Columns added to TRL's batch: the rollout's number and the policy version that generated it; its reward.
 _ORIGIN_KEY: Final = "draftalign_origin"
 _REWARD_KEY: Final = "draftalign_reward"
 
@@ -124,7 +124,7 @@ class Attachment:
         """Restore the trainer, flush, stop the sender. True if nothing was lost."""
         self._active = False
         for name, wrapper in self._wrappers.items():
-            # Someone may have wrapped our wrapper since; then it stays below theirs and passes everything through.
+            # If another tool has wrapped our wrapper since, ours stays in place, inactive.
             if self._trainer.__dict__.get(name) == wrapper:
                 delattr(self._trainer, name)
         self._trainer.remove_callback(self._clock)
@@ -139,7 +139,7 @@ class Attachment:
         return rewards
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        # Before generating: generation may move nothing, but the version is by definition that of its weights.
+        # Read before generating: this is the version of the weights that generate.
         version = int(self._trainer.state.global_step)
         batch = self._originals["_generate_and_score_completions"](*args, **kwargs)
         if self._active and self._trainer.model.training:
@@ -177,12 +177,12 @@ class Attachment:
         return torch.where(mine.isnan().all(dim=1), torch.full_like(total, torch.nan), total)
 
     def _request(self, model: Any, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What `DrafterHook.capture` is to be told about this micro-batch; None to leave it alone."""
+        """What `DrafterHook.capture` is to be told about this micro-batch; None: do not capture it."""
         origin = inputs.get(_ORIGIN_KEY)
         if origin is None or not model.training:
             return None
         if inputs.get("pixel_values") is not None:
-            self.hook.warn_once("images", "rollouts with images are left out: a drafter cannot embed them")
+            self.hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
             return None
         version = int(self._trainer.state.global_step)
         rows = [(int(number), int(made)) for number, made in origin.tolist()]
@@ -215,7 +215,7 @@ class Attachment:
 
 def _step_clock(attachment: Attachment) -> Any:
     """A TrainerCallback that sums the wall time of whole RL steps."""
-    # Imported here: whoever holds a TRL trainer has paid for transformers already.
+    # Imported here: where there is a TRL trainer, transformers is loaded already.
     callback_class: Any = importlib.import_module("transformers").TrainerCallback
 
     class StepClock(callback_class):  # type: ignore[misc]

@@ -9,7 +9,7 @@ Row `t` holds features *after consuming* `input_ids[t]`; `logprobs[t]` is of `in
 describes the distribution of `input_ids[t+1]`. Log-probabilities and `logsumexp` are of the logits
 *divided by the temperature* (for temperature 0, by 1).
 
-Errors: everything raises `WireError`, whose message says what was expected, what came and what to do.
+Errors: all are `WireError`; the message says the expected value, the value found and the remedy.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ _FEATURES = ("F8_E4M3", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class RolloutHeader:
-    """What a verified rollout header says; nothing in it needed the tensors' bytes."""
+    """The fields of a verified rollout header; the tensors' bytes were not read for it."""
 
     header: Header
     run: str
@@ -255,7 +255,7 @@ def prompt_hash(prompt_ids: npt.ArrayLike) -> str:
 
 
 def target_fingerprint(config: Mapping[str, Any], aux_layers: Sequence[int]) -> str:
-    """Hash of what must agree between trainer, drafter and engine: architecture sizes and captured layers."""
+    """Hash of the facts that trainer, drafter and engine must agree on: architecture sizes and captured layers."""
     keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     text = json.dumps([{k: config.get(k) for k in keys}, list(aux_layers), AUX_CONVENTION], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -303,7 +303,7 @@ def rollout_metadata(
 
 
 def check_rollout_header(header: Header) -> RolloutHeader:
-    """Verify that a parsed header is that of a rollout file: metadata complete, names, dtypes and shapes right."""
+    """Verify that a parsed header describes a rollout file: metadata complete, names, dtypes and shapes right."""
     meta = header.metadata
     if meta.get("format") != FORMAT:
         raise WireError("format", f"expected {FORMAT!r}, got {meta.get('format')!r}")

@@ -4,7 +4,7 @@
 
 It runs beside the engines (their file system must hold `cache_dir` under the same path) and needs no torch. One task
 follows the service, one follows each engine, one reports. None of them ends on an error: the service and the engines
-may restart in any order. Reports are cumulative, so a lost one is made good by the next.
+may restart in any order. Reports are cumulative, so the next one makes up for a lost one.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from rl_hooks.release import PLAIN_NAME, Manifest, Release, parse_manifest
 log = logging.getLogger("draftalign.agent")
 
 _SERVICE: Final = "service"
-#: A long poll that came back empty sooner than this was not one; do not hammer the service.
+#: At least this long between two polls: a service or proxy may answer a long poll at once.
 _MIN_POLL_SECONDS: Final = 0.5
 #: Answers to a report that will not change when it is sent again.
 _UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
-#: vLLM and SGLang close a connection that was idle for 5 seconds, which is also how often they are asked: a request
-#: that goes out just then fails, though the engine is well. Not reused so late, none does.
+#: vLLM and SGLang close a connection that was idle for 5 seconds, and the agent asks them every 5 seconds. A request on
+#: a connection that the engine is closing fails, so idle connections are given up earlier.
 _LIMITS: Final = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """Everything that an agent is told.
+    """Settings of an agent.
 
     AgentConfig("http://service:8400", ("http://127.0.0.1:8000",))          one engine, run "default"
-    AgentConfig(..., canary=CanaryRule(rounds=0))                           never swap back by itself
+    AgentConfig(..., canary=CanaryRule(rounds=0))                           never swap back
     AgentConfig(..., metrics_port=9105)                                     serve own metrics on loopback
-    AgentConfig(..., engine_kind="sglang")                                  which adapter speaks with the engines
+    AgentConfig(..., engine_kind="sglang")                                  the adapter for the engines
 
     `token` is the service's and is sent to nobody else; `engine_token` is the engines'.
     """
@@ -126,27 +126,27 @@ class SwapAgent:
         self.offer: Release | None = None
         self.followers: dict[str, EngineFollower] = {}
         self._stopped = threading.Event()  # the download thread looks at it too
-        self._wake_stop: Callable[[], None] = lambda: None
+        self._interrupt: Callable[[], None] = lambda: None
         self._offered: dict[str, asyncio.Event] = {}
         self._counted = asyncio.Event()
         self._etag = ""
         self._recent: list[str] = []  # versions offered, oldest first
-        self._warned: dict[str, str] = {}  # engine -> what the service last had to say about its reports
+        self._warned: dict[str, str] = {}  # engine -> the service's last warning about its reports
 
     def stop(self) -> None:
         """End `run` soon. Safe from any thread and from signal handlers."""
         self._stopped.set()
-        self._wake_stop()
+        self._interrupt()
 
     async def run(self) -> None:
         """Follow the service and the engines until stopped."""
         config, stopping, loop = self.config, asyncio.Event(), asyncio.get_running_loop()
 
-        def wake() -> None:
+        def interrupt() -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended already
                 loop.call_soon_threadsafe(stopping.set)
 
-        self._wake_stop = wake
+        self._interrupt = interrupt
         if self._stopped.is_set():
             return
         server = None
@@ -181,14 +181,14 @@ class SwapAgent:
     def _loops(self, service: httpx.AsyncClient, engines: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
         config = self.config
         loops = [
-            self._for_ever(_SERVICE, functools.partial(self._follow_service, service), config.max_backoff_seconds),
-            self._for_ever("report", functools.partial(self._report, service), config.max_backoff_seconds),
+            self._repeat(_SERVICE, functools.partial(self._follow_service, service), config.max_backoff_seconds),
+            self._repeat("report", functools.partial(self._report, service), config.max_backoff_seconds),
         ]
         for url in config.engine_urls:
             follower, event = self._follower(url, engines), self._offered[url]
-            # An engine is near and must not be left without a drafter: look again soon.
+            # An engine is near, and is without the newest drafter until it answers: short pauses.
             limit = min(config.max_backoff_seconds, 2 * config.report_seconds + 1)
-            loops.append(self._for_ever(url, functools.partial(self._follow_engine, follower, event), limit))
+            loops.append(self._repeat(url, functools.partial(self._follow_engine, follower, event), limit))
         return loops
 
     def _follower(self, url: str, client: httpx.AsyncClient) -> EngineFollower:
@@ -206,8 +206,8 @@ class SwapAgent:
         self._offered[url] = asyncio.Event()
         return follower
 
-    async def _for_ever(self, peer: str, step: Callable[[], Awaitable[None]], limit_seconds: float) -> None:
-        """Repeat `step`, whatever happens to it."""
+    async def _repeat(self, peer: str, step: Callable[[], Awaitable[None]], limit_seconds: float) -> None:
+        """Repeat `step`, after a pause where it failed."""
         backoff = Backoff(limit_seconds)
         while True:
             try:
@@ -216,7 +216,7 @@ class SwapAgent:
             except (AgentError, httpx.HTTPError, OSError) as error:
                 self._note(peer, error)
                 await asyncio.sleep(backoff.next_seconds())
-            except Exception as error:  # a bug met with one answer must not leave engines without an agent
+            except Exception as error:  # a bug that one answer brings out must not end the agent
                 self._note(peer, error)
                 log.exception("%s: unexpected", peer)
                 await asyncio.sleep(backoff.next_seconds())
@@ -227,7 +227,7 @@ class SwapAgent:
 
     # --- the service
     async def _follow_service(self, client: httpx.AsyncClient) -> None:
-        """One long poll, and the download of what it brings."""
+        """One long poll, and the download of the version that it offers."""
         config, began = self.config, time.monotonic()
         headers = {"If-None-Match": self._etag} if self._etag else {}
         response = await client.get(
@@ -240,7 +240,7 @@ class SwapAgent:
             self.metrics.contact(_SERVICE)
             if response.status_code == 404 and self.offer is None:
                 log.debug("no drafter yet: %s", response.text[:200])
-            await asyncio.to_thread(self._prune)
+            await self._prune()
             pause = _MIN_POLL_SECONDS - (time.monotonic() - began)
             await asyncio.sleep(max(0.0, pause))
             return
@@ -277,7 +277,7 @@ class SwapAgent:
         for event in self._offered.values():
             event.set()
 
-    def _download(self, manifest: Manifest, anew: bool = False) -> Release:
+    def _download(self, manifest: Manifest, again: bool = False) -> Release:
         config = self.config
         with httpx.Client(
             base_url=config.service_url,
@@ -286,14 +286,15 @@ class SwapAgent:
             trust_env=False,
             verify=_tls(),
         ) as client:
-            return fetch_release(client, manifest, config.cache_dir, anew=anew, stopped=self._stopped.is_set)
+            return fetch_release(client, manifest, config.cache_dir, again=again, stopped=self._stopped.is_set)
 
-    def _prune(self) -> None:
-        """Once the engines had time to take the newest version, delete what nobody needs."""
+    async def _prune(self) -> None:
+        """Once the engines had time to take the newest version, delete the versions that none of them uses."""
         if self.offer is None:
             return
+        # Asked here and not in the thread: the engines' tasks change what they use.
         in_use = set(self._recent).union(*(f.versions_in_use() for f in self.followers.values()))
-        prune_cache(self.config.cache_dir, self.config.run, in_use)
+        await asyncio.to_thread(prune_cache, self.config.cache_dir, self.config.run, in_use)
 
     # --- the engines
     async def _follow_engine(self, follower: EngineFollower, offered: asyncio.Event) -> None:
@@ -302,7 +303,7 @@ class SwapAgent:
         try:
             await follower.tick(self.offer)
         finally:
-            self._counted.set()  # what was counted is reported, whether or not the swap after it went well
+            self._counted.set()  # counts are reported also where the swap after them failed
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(offered.wait(), self.config.report_seconds)
 
@@ -313,19 +314,19 @@ class SwapAgent:
         try:
             await self._report_all(client)
         except (httpx.HTTPError, AgentError):
-            self._counted.set()  # what was not taken stays to be reported
+            self._counted.set()  # try again
             raise
 
     async def _report_all(self, client: httpx.AsyncClient) -> None:
         for follower in list(self.followers.values()):
-            while follower.verdicts:
-                verdict, sequence = follower.verdicts[0]
+            while follower.books.verdicts:
+                verdict, sequence = follower.books.verdicts[0]
                 judged = [b for b in follower.ledger.buckets() if b.drafter_version == verdict.version]
                 if judged:
                     await self._post(
                         client, follower, judged[-1], {"canary": verdict.document() | {"sequence": sequence}}
                     )
-                follower.verdicts.pop(0)
+                follower.books.verdicts.pop(0)
             for bucket in follower.ledger.buckets():
                 if bucket.reported != (bucket.counts.rounds, follower.is_loaded(bucket)):
                     await self._post(client, follower, bucket, {})
@@ -343,14 +344,14 @@ class SwapAgent:
             "drafter_version": bucket.drafter_version,
             "policy_version": bucket.policy_version,
             **asdict(bucket.counts),
-            "depth": follower.depth,
-            "drafting": follower.drafting,
+            "depth": follower.seen.depth,
+            "drafting": follower.seen.drafting,
             "final": not mark[1],
             **more,
         }
         response = await client.post("/acceptance", json=document)
         if response.status_code in _UNACCEPTABLE:
-            # The same report would be refused again; the counts go on, and the next one may be taken.
+            # The same report would be refused again. A later one has other counts and may be accepted.
             self._note(
                 "report", ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
             )
@@ -362,7 +363,7 @@ class SwapAgent:
         self.metrics.contact(_SERVICE)
 
     def _warn(self, engine: str, response: httpx.Response) -> None:
-        """Log what the service has to say about a report, once."""
+        """Log the service's warning about a report, once."""
         with contextlib.suppress(ValueError, AttributeError):
             warning = response.json().get("warning")
             if isinstance(warning, str) and self._warned.get(engine) != warning:
@@ -381,7 +382,7 @@ def _authorization(config: AgentConfig) -> dict[str, str]:
 
 
 def run_agent(config: AgentConfig) -> None:
-    """Run an agent until SIGINT or SIGTERM (when called from the main thread), else for ever."""
+    """Run an agent until SIGINT or SIGTERM; called outside the main thread, until the process ends."""
     agent = SwapAgent(config)
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):

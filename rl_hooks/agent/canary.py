@@ -1,13 +1,13 @@
-"""Whether a new drafter does worse in this engine than the one that it replaced.
+"""Whether a new drafter has a lower acceptance length in this engine than the one that it replaced.
 
-Only a comparison on the same traffic counts, so the old version's α is that of its last rounds here, not of its life,
-and a baseline that is too old gives no verdict.
+Both must be measured on the same traffic. So the old version's α is taken over its last rounds in this engine, and a
+baseline that is too old gives no verdict.
 
-Rounds of one prompt are alike, so they are not that many independent observations: 200 rounds of ten prompts say as
-much as ten. Both sides are therefore kept in blocks (differences between two scrapes, joined to an eighth of the
-trial), and the standard error of log α is that of a ratio of sums over blocks. A version is sent back when its α is
-below `ratio` of the old one's *and* is certain to be below it at all; a trial that cannot tell goes on, up to
-`patience` times its rounds, and then passes.
+Rounds of one prompt are alike, so they are not independent: 200 rounds of ten prompts tell as much as ten rounds of
+different prompts. Both sides are therefore kept in blocks (differences between two scrapes, joined until each has an
+eighth of the trial's rounds). The standard error of log α is computed for a ratio of sums over blocks. A version is
+swapped back when its α is below `ratio` of the old one's *and* is significantly below it. A trial that is not
+significant goes on, up to `patience` times its rounds, and then passes.
 
 Pure: times are passed in.
 """
@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from rl_hooks.engines.counters import Counts
 
-#: Blocks that a side is cut into; fewer than half as many tell nothing about their spread.
+#: Blocks that a side is cut into; their variance is not measured where there are fewer than half as many.
 _BLOCKS: Final = 8
 #: Variance of clustered rounds over that of independent ones, where there are too few blocks to measure it.
 _DESIGN_EFFECT: Final = 4.0
@@ -32,16 +32,16 @@ _CERTAIN: Final = 2.326
 
 @dataclass(frozen=True, slots=True)
 class CanaryRule:
-    """After `rounds` rounds of the new version, α below `ratio` x the old one's sends it back. 0 rounds: never.
+    """After `rounds` rounds of the new version, α below `ratio` x the old one's swaps it back. 0 rounds: never.
 
     2000 rounds are about 100 answers of 20 rounds each: the spread of α over answers is near a third of α, so that a
-    drop of a tenth is then 2 to 3 standard errors, which is what a verdict needs.
+    drop of a tenth is then 2 to 3 standard errors: enough for a verdict.
     """
 
     rounds: int = 2000
     ratio: float = 0.9
     baseline_max_age_seconds: float = 300.0
-    #: A trial without a certain verdict goes on up to so many times `rounds`.
+    #: A trial that is not significant goes on for up to `patience` x `rounds` rounds.
     patience: float = 4.0
 
 
@@ -84,14 +84,14 @@ class Canary:
         self._replayed: float | None = None
 
     def loaded(self, version: str, *, exempt: bool, replayed: float | None = None) -> None:
-        """A version was just swapped in. `exempt`: a person insists on it, or it was restored after a restart.
+        """A version was just swapped in. `exempt`: a person asked for it, or it was restored after a restart.
 
         `replayed`: α that the gate's replay gave the version *before* it, on rollouts of the newest policy. The engine
-        counted that version while the policy was an older one; where RL has lowered α since, a new version is not to
-        be blamed for it, so no more than the replayed α is asked of it.
+        counted that version while the policy was an older one. RL may have lowered α since, so the new version is
+        compared with the lower of the two.
         """
         if version == self.trial:
-            return  # loaded anew: its trial goes on
+            return  # loaded again: its trial goes on
         self._replayed, self._trial_at = replayed, None
         if version == self.good:
             self.trial = None
@@ -101,7 +101,7 @@ class Canary:
             self.trial, self._trial = version, []
 
     def interrupted(self) -> None:
-        """The engine restarted or was swapped by somebody else: a running trial has lost its footing."""
+        """The engine restarted or another client swapped it: a running trial has no baseline any more, and ends."""
         self.trial = None
 
     def count(self, version: str, counts: Counts, now: float) -> Verdict | None:
@@ -137,7 +137,7 @@ class Canary:
         return verdict
 
     def dump(self, now: float) -> dict[str, Any]:
-        """What an agent's restart must not lose, as JSON takes it."""
+        """The state that must survive a restart of the agent, as JSON takes it."""
         return {
             "good": self.good,
             "trial": self.trial,
@@ -160,7 +160,7 @@ class Canary:
         return baseline.alpha if self._replayed is None else min(baseline.alpha, self._replayed)
 
     def _holds(self, trial: Counts, baseline: Counts) -> bool | None:
-        """Whether the trial holds its own; None if it looks worse, but might not be."""
+        """Whether the trial passes; None if it looks worse, but not significantly."""
         asked = self._asked(baseline)
         if trial.alpha >= self.rule.ratio * asked:
             return True
@@ -187,7 +187,7 @@ class Canary:
 
 
 def blocks(parts: Sequence[Counts] | deque[Counts], rounds: int) -> list[Counts]:
-    """Join neighbouring differences until each has `rounds` rounds; what is left over joins the last."""
+    """Join neighbouring differences until each has `rounds` rounds; the rest joins the last."""
     joined: list[Counts] = []
     open_block = Counts()
     for part in parts:
@@ -201,7 +201,7 @@ def blocks(parts: Sequence[Counts] | deque[Counts], rounds: int) -> list[Counts]
 
 
 def log_alpha_variance(sides: Sequence[Counts]) -> float:
-    """Variance of log α by the delta method: of a ratio of sums over blocks, never below that of independent rounds."""
+    """Variance of log α (delta method, ratio of sums over blocks); at least the variance of independent rounds."""
     total = sum(sides, Counts())
     if not total.rounds:
         return math.inf
@@ -216,7 +216,7 @@ def log_alpha_variance(sides: Sequence[Counts]) -> float:
 def _round_variance(counts: Counts) -> float:
     """Variance of the accepted tokens of a round: E[a^2] = Σ (2i + 1) p_i, p_i the share of rounds past position i."""
     mean = counts.accepted_tokens / counts.rounds
-    if sum(counts.accepted_per_position) != counts.accepted_tokens:  # not counted: the largest that there can be
+    if sum(counts.accepted_per_position) != counts.accepted_tokens:  # not counted: assume the largest possible
         depth = counts.drafted_tokens / counts.rounds
         return max(mean * (depth - mean), 0.0)
     square = sum((2 * i + 1) * n for i, n in enumerate(counts.accepted_per_position)) / counts.rounds

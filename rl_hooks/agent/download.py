@@ -1,4 +1,4 @@
-"""Brings a drafter version from the service to this disk, verified, and safe to show to an engine.
+"""Downloads a drafter version from the service, verifies it, and makes it safe for an engine to load.
 
     <cache>/<run>/<version>/          complete: verified against the manifest, stripped, fsynced, then renamed here
     <cache>/<run>/<version>.part/     under way: `<file>.part` grows and is resumed with Range after any interruption
@@ -27,10 +27,10 @@ from rl_hooks.errors import CheckpointError, DigestError, DownloadError
 from rl_hooks.lock import LockHeld, exclusive
 from rl_hooks.release import Manifest, OfferedFile, Release
 
-#: So long is another agent's download into the same cache waited for.
+#: How long to wait for another agent's download into the same cache.
 LOCK_SECONDS: Final = 120.0
 MODEL_FILE: Final = "model.safetensors"
-#: Written last into a complete directory: what was verified, and the digests after stripping.
+#: Written last into a complete directory: the manifest's digest, and the files' digests after stripping.
 RECEIPT: Final = "draftalign-receipt.json"
 CONFIG_FILE: Final = "config.json"
 #: A drafter without one of these loads silently wrong in some engines, so it is refused before any engine sees it.
@@ -57,15 +57,15 @@ def fetch_release(
     manifest: Manifest,
     cache: Path,
     *,
-    anew: bool = False,
+    again: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Release:
     """Return the manifest's version from the cache, downloading what is missing.
 
-    A cached version that is not what was downloaded is deleted first; with `anew`, whatever is cached.
+    A cached version that differs from its download is deleted first; with `again`, any cached version is.
 
-    Raises DownloadError (try again), DigestError or CheckpointError (the version is bad). In every case the cache is
-    left so that the next call goes on where this one stopped.
+    Raises DownloadError (try again), DigestError or CheckpointError (the version is bad). The next call resumes the
+    download where this one stopped.
     """
     home = cache.absolute() / manifest.run
     home.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def fetch_release(
         with exclusive(home / ".lock", LOCK_SECONDS, stopped):
             if final.exists():
                 cached = cached_release(manifest, final)
-                if is_intact(cached) and not anew:
+                if is_intact(cached) and not again:
                     return cached
                 shutil.rmtree(final)
             staging.mkdir(exist_ok=True)
@@ -99,7 +99,7 @@ def cached_release(manifest: Manifest, path: Path) -> Release:
 
 
 def is_intact(release: Release) -> bool:
-    """Whether the release's directory still holds what was verified when it was downloaded, byte for byte."""
+    """Whether the release's files are still the verified ones, byte for byte."""
     receipt = _receipt(release.path, release.manifest)
     names = {file.name for file in release.manifest.files}
     try:
@@ -111,7 +111,7 @@ def is_intact(release: Release) -> bool:
 def prune_cache(cache: Path, run: str, keep: set[str]) -> list[str]:
     """Delete the complete and partial versions of `run` that are not in `keep`; returns the names that went.
 
-    None where another agent that shares the cache is at work in it: there is a next time.
+    None where another agent that shares the cache holds its lock; the next call tries again.
     """
     home = cache.absolute() / run
     gone: list[str] = []
@@ -182,7 +182,7 @@ def _has_whole_vocabulary(path: Path) -> bool:
 def _fetch_file(
     client: httpx.Client, manifest: Manifest, file: OfferedFile, staging: Path, stopped: Callable[[], bool]
 ) -> None:
-    """Download one file into `staging`, resuming what is there, and verify it before it takes its name."""
+    """Download one file into `staging`, resuming a partial one, and verify it before it gets its name."""
     done, part = staging / file.name, staging / f"{file.name}.part"
     if done.exists():
         if _matches(done, file):
@@ -191,7 +191,7 @@ def _fetch_file(
     resumed = part.exists() and part.stat().st_size > 0
     _receive(client, manifest, file, part, stopped)
     if not _matches(part, file) and resumed:
-        # The leftover may be of an interrupted write: only a download from the first byte proves the service wrong.
+        # The resumed part may be damaged by an interrupted write: download once more, from the first byte.
         part.unlink()
         _receive(client, manifest, file, part, stopped)
     if not _matches(part, file):
@@ -207,7 +207,7 @@ def _fetch_file(
 def _receive(
     client: httpx.Client, manifest: Manifest, file: OfferedFile, part: Path, stopped: Callable[[], bool]
 ) -> None:
-    """Append to `part` until it has the file's size. A broken connection is taken up again while it brings bytes."""
+    """Append to `part` until it has the file's size. A broken connection is resumed as long as each brings bytes."""
     while (have := part.stat().st_size if part.exists() else 0) != file.bytes or not part.exists():
         if have > file.bytes:
             part.unlink()
@@ -230,12 +230,12 @@ def _receive_once(
     have: int,
     stopped: Callable[[], bool],
 ) -> None:
-    # identity: a compressed answer would make offsets and sizes those of another byte string.
+    # identity: offsets and sizes of a compressed answer would not be the file's.
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
     url = f"/drafter/{manifest.version}/{file.name}"
     with client.stream("GET", url, params={"run": manifest.run}, headers=headers) as response:
         if response.status_code == 200:
-            have = 0  # the whole file comes, whatever was asked for
+            have = 0  # the answer holds the whole file, and not only the range
         elif response.status_code != 206 or not have:
             response.read()
             raise DownloadError(f"GET {url} answered {response.status_code}: {response.text[:300]}")
@@ -243,7 +243,7 @@ def _receive_once(
             raise DownloadError(f"GET {url} from byte {have} answered {response.headers.get('Content-Range')!r}")
         with part.open("r+b" if have else "wb") as out:
             out.seek(have)
-            # Raw, as it arrives: a re-chunking iterator would lose what it holds when the connection breaks.
+            # Raw: an iterator with a buffer would lose the buffered bytes when the connection breaks.
             for chunk in response.iter_raw():
                 out.write(chunk)
                 have += len(chunk)

@@ -1,14 +1,15 @@
 """Keeps one engine on the drafter that the service offers, and counts what that drafter achieves there.
 
-One `tick` = scrape, ask what is loaded, book the difference, judge a running canary, swap if something else is wanted.
-The engine's own answer is the truth about what is loaded; what this object remembers only tells whether it changed.
+One `tick`: scrape the counters, ask what is loaded, book the difference, judge a running canary, and swap if another
+release is wanted. The engine's own answer decides what is loaded; the agent's memory only tells whether that
+changed.
 
 Restart of the agent: `engines/<digest of the URL>.json` in the cache keeps counts and verdicts, so that cumulative
-reports never go backwards and a rejected version stays rejected. What a swap is about to do is written there before the
-engine is asked, so that an agent that dies over it leaves a version on trial and not one that nobody judges.
+reports never go backwards and a rejected version stays rejected. A swap is written there before the engine is asked for
+it, so the next agent judges a version even if this one dies during the swap.
 
 Every load: the cached files are verified first, and the digest that the engine answers is compared afterwards. Files
-that are not what was downloaded are deleted and downloaded again, and the engine gets them at once.
+that differ from the download are deleted and downloaded again, and the engine gets them at once.
 """
 
 from __future__ import annotations
@@ -19,39 +20,28 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rl_hooks.agent.canary import Canary, CanaryRule, Verdict
+from rl_hooks.agent.books import EngineBooks
+from rl_hooks.agent.canary import CanaryRule, Verdict
+from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
 from rl_hooks.agent.download import cached_release, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
+from rl_hooks.agent.process import EngineProcess, Known, Seen
 from rl_hooks.durable import sync, write_synced
 from rl_hooks.engines.counters import Bucket, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
-from rl_hooks.errors import (
-    AgentError,
-    EngineError,
-    MetricsError,
-    SwapRefusedError,
-)
-from rl_hooks.release import Manifest, Release, parse_manifest
+from rl_hooks.errors import AgentError, EngineError, MetricsError, SwapRefusedError
+from rl_hooks.release import Manifest, Release
 
 log = logging.getLogger("draftalign.agent")
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """The engine as the last tick left it."""
-
-    version: str | None
-    swaps: int
 
 
 class EngineFollower:
     """One engine's loop body; `tick` raises EngineError when the engine cannot be reached.
 
-    `fetch(manifest, anew)` brings a version into the cache; it is called in a thread.
+    `fetch(manifest, again)` brings a version into the cache; `again`: even if it is there. It is called in a thread.
     """
 
     def __init__(
@@ -64,43 +54,35 @@ class EngineFollower:
         fetch: Callable[[Manifest, bool], Release],
     ) -> None:
         self.url = engine.url
-        self.ledger = Ledger()
-        self.verdicts: list[tuple[Verdict, int]] = []  # to be reported; with the sequence of the offer judged
+        self.books = EngineBooks(rule)
+        self.seen = Seen(clock())
+        self._choice = ReleaseChoice()
+        self._process = EngineProcess()
         self._engine = engine
-        self._canary = Canary(rule)
         self._metrics = metrics
         self._clock = clock
         self._fetch = fetch
         self._memory = cache / "engines" / f"{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
-        self._known: Known | None = None
-        self._snapshot: Snapshot | None = None
-        self._snapshot_at = clock()
-        self._sequence = -1  # of the newest offer that was loaded
-        self._fallback: Release | None = None  # the release of the canary's good version
-        self._loaded_release: Release | None = None
-        self._shape: tuple[str, str] | None = None  # (config fingerprint, d2t digest) that this engine process takes
-        self._rejected: dict[str, int] = {}  # version -> sequence at which its canary failed
-        self._given_up: set[int] = set()  # sequences that the engine itself refused
-        self._lost = False  # the process that we swapped into is gone
-        self._pending: Release | None = None  # the engine was asked for it, and nobody has seen it done
-        self._mistrusted: str | None = None  # version for which the engine read other bytes than were verified
-        self.depth: int | None = None  # tokens that the engine drafts a round, where it says so
-        self.drafting: str | None = None  # `greedy` or `probabilistic`, where it says so
         self._recall()
 
     @property
     def sequence(self) -> int:
         """Of the newest offer that was loaded, by an earlier agent perhaps; -1 before the first."""
-        return self._sequence
+        return self._choice.sequence
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the engine's rounds were credited to."""
+        return self.books.ledger
 
     @property
     def loaded_version(self) -> str | None:
         """The version that the engine served at the last tick."""
-        return None if self._known is None else self._known.version
+        return None if self.seen.known is None else self.seen.known.version
 
     def versions_in_use(self) -> set[str]:
         """Versions whose files must stay in the cache."""
-        releases = (self._fallback, self._loaded_release, self._pending)
+        releases = (self._choice.fallback, self._process.loaded, self._process.pending)
         return {release.version for release in releases if release is not None}
 
     async def tick(self, offer: Release | None) -> bool:
@@ -109,13 +91,13 @@ class EngineFollower:
         # Asked *after* the scrape: if nothing changed since the last tick, all of the difference is one version's.
         state = await self._engine.state()
         self._metrics.contact(self.url)
-        self.depth, self.drafting = state.depth, state.drafting
         verdict = self._account(snapshot, state)
         if verdict is not None:
             self._judge(verdict)
-        wanted = self._wanted(offer)
+        given_up = self._process.given_up
+        wanted = self._choice.wanted(offer, self.loaded_version, given_up)
         try:
-            if wanted is None or wanted.sequence in self._given_up or _only_counted(state, wanted):
+            if wanted is None or wanted.sequence in given_up or _only_counted(state, wanted):
                 return False
             needed = self._needs(wanted, state)
             if needed:
@@ -123,7 +105,7 @@ class EngineFollower:
             else:
                 self._adopt(wanted)
             if wanted is offer:
-                self._sequence = offer.sequence
+                self._choice.sequence = offer.sequence
             return needed
         finally:
             self._publish_metrics()
@@ -131,7 +113,7 @@ class EngineFollower:
 
     def is_loaded(self, bucket: Bucket) -> bool:
         """Whether counts may still be added to this bucket soon."""
-        policy = None if self._snapshot is None else self._snapshot.policy_version
+        policy = None if self.seen.snapshot is None else self.seen.snapshot.policy_version
         return bucket.drafter_version == self.loaded_version and bucket.policy_version == policy
 
     # --- counting
@@ -139,198 +121,152 @@ class EngineFollower:
         try:
             return await self._engine.snapshot()
         except MetricsError as error:
-            # Counting fails loudly, but an engine without counters still deserves a drafter.
+            # An engine without counters still gets its drafters.
             self._metrics.error(self.url, "metrics")
             log.error("%s: %s", self.url, error)
             return None
 
     def _account(self, snapshot: Snapshot | None, state: EngineState) -> Verdict | None:
-        snapshot = _with_policy(snapshot, state)
-        known, before, seconds = self._known, self._snapshot, self._clock() - self._snapshot_at
-        fallen = before is not None and snapshot is not None and snapshot.has_fallen(before)
-        restarted = fallen or (known is not None and state.swaps < known.swaps)
-        self._known = Known(state.serving, state.swaps)
-        self._snapshot, self._snapshot_at = snapshot, self._clock()
-        if restarted:
-            self._forget_process(state, known)
-        if self._pending is not None and known != self._known and state.serving == self._pending.version:
-            # Asked for, and done since: the answer was lost, or the agent that asked died before it came.
-            self._set_aside(before, snapshot)
-            self._took(self._pending, None if known is None else known.version)
+        since = self.seen.look(snapshot, state, self._clock())
+        before, snapshot = since.snapshot, self.seen.snapshot
+        if since.restarted:
+            self._forget_process(state, since.known)
+        pending = self._process.pending
+        if pending is not None and since.known != self.seen.known and state.serving == pending.version:
+            # The swap was done, but its answer was lost, or the agent that asked died before it came.
+            self.books.set_aside(before, snapshot)
+            self._took(pending, since.version)
             return None
         if snapshot is None:
             return None
-        if restarted:
-            if state.swaps == 0:  # everything since its start is the work of what it started with
-                return self._book(state, snapshot, Snapshot.zero(snapshot), seconds)
+        if since.restarted:
+            if state.swaps == 0:  # every round since its start belongs to the drafter that it started with
+                return self._book(snapshot, Snapshot.zero(snapshot), since.seconds, state)
             self.ledger.set_aside(snapshot.rounds)
-        elif before is not None and known == self._known:
-            return self._book(state, snapshot, before, seconds)
+        elif before is not None and since.known == self.seen.known:
+            return self._book(snapshot, before, since.seconds, state)
         elif before is not None:
-            log.warning("%s: somebody else changed the drafter from %s to %s", self.url, known, self._known)
-            self._canary.interrupted()
-            self._set_aside(before, snapshot)
+            log.warning("%s: another client changed the drafter from %s to %s", self.url, since.known, self.seen.known)
+            self.books.canary.interrupted()
+            self.books.set_aside(before, snapshot)
         return None
 
-    def _set_aside(self, before: Snapshot | None, after: Snapshot | None) -> None:
-        """From the scrape before a swap to the one after it: partly the old drafter's work, partly the new one's."""
-        if before is not None and after is not None:
-            self.ledger.set_aside(after.rounds - before.rounds)
-
-    def _book(self, state: EngineState, snapshot: Snapshot, before: Snapshot, seconds: float) -> Verdict | None:
-        counts, version = snapshot.since(before, seconds), state.serving
-        if version is None or version == self._mistrusted:  # nobody to credit: no name, or not what the name says
-            self.ledger.set_aside(counts.rounds)
-            return None
-        if state.version is None:
-            self.ledger.book(version, snapshot.policy_version, counts.with_rounds_without_drafts(), method=version)
-            return None
-        self.ledger.book(version, snapshot.policy_version, counts)
-        return self._canary.count(version, counts, self._clock())
+    def _book(self, snapshot: Snapshot, before: Snapshot, seconds: float, state: EngineState) -> Verdict | None:
+        counts, now = snapshot.since(before, seconds), self._clock()
+        return self.books.book(counts, state, snapshot.policy_version, self._process.mistrusted, now)
 
     def _forget_process(self, state: EngineState, known: Known | None) -> None:
         was = None if known is None else known.version
         log.warning("%s restarted: it had %s, now has %s after %d swaps", self.url, was, state.serving, state.swaps)
-        self._canary.interrupted()
-        self._shape = self._loaded_release = self._pending = self._mistrusted = None
-        self._given_up.clear()
-        self._lost = True
+        self.books.canary.interrupted()
+        self._process = EngineProcess(replaced=True)
 
     # --- deciding
     def _judge(self, verdict: Verdict) -> None:
-        sequence = self._sequence if self._loaded_release is None else self._loaded_release.sequence
-        self.verdicts.append((verdict, sequence))
-        if verdict.passed:
-            self._fallback = self._loaded_release
-            return
-        self._rejected[verdict.version] = sequence
-        log.error(
-            "%s: canary of %s failed: α %.3f over %d rounds, %.3f with %s; swapping back",
-            *(self.url, verdict.version, verdict.alpha, verdict.rounds, verdict.previous_alpha, verdict.previous),
-        )
-
-    def _wanted(self, offer: Release | None) -> Release | None:
-        """What this engine should have: the offer, or the last good release when the offer was found bad here."""
-        if offer is None:  # the service was not reached yet; a failed canary's verdict does not wait for it
-            return self._fallback if self.loaded_version in self._rejected else None
-        if offer.sequence in self._given_up:
-            return self._fallback
-        rejected_at = self._rejected.get(offer.version)
-        if rejected_at is None or (offer.sequence > rejected_at and offer.manifest.pushed_again):
-            return offer
-        return self._fallback
+        self.books.verdicts.append((verdict, self._choice.judged(verdict, self._process.loaded)))
+        if not verdict.passed:
+            log.error(
+                "%s: canary of %s failed: α %.3f over %d rounds, %.3f with %s; swapping back",
+                *(self.url, verdict.version, verdict.alpha, verdict.rounds, verdict.previous_alpha, verdict.previous),
+            )
 
     def _needs(self, wanted: Release, state: EngineState) -> bool:
-        if state.serving != wanted.version or self._lost or self._mistrusted == wanted.version:
+        process = self._process
+        if state.serving != wanted.version or process.replaced or process.mistrusted == wanted.version:
             return True
         if wanted.sha256 is not None and state.sha256 not in (None, wanted.sha256):
             self._note_mismatch(_other_bytes(wanted.version, wanted.sha256, state.sha256))
             return True
         # Sequence numbers only grow: the same version under a higher one was pushed again.
-        return 0 <= self._sequence < wanted.sequence
+        return 0 <= self.sequence < wanted.sequence
 
     def _adopt(self, release: Release) -> None:
-        """The engine has what it should have."""
-        if self._loaded_release is not None:
+        """The engine already has the wanted release."""
+        if self._process.loaded is not None:
             return
-        self._loaded_release = release  # it was there before this agent
-        if release.version != self._canary.trial:
-            self._canary.loaded(release.version, exempt=True)
-            self._fallback = release
+        self._process.loaded = release  # it was there before this agent
+        if release.version != self.books.canary.trial:
+            self.books.canary.loaded(release.version, exempt=True)
+            self._choice.fallback = release
 
     # --- swapping
     async def _swap(self, release: Release, state: EngineState) -> None:
-        self._check_shape(release, state)
-        before, died = self._snapshot, state.version == release.version and not state.loaded
+        if (fault := self._process.misfit(release, state)) is not None:
+            self._give_up(release)
+            raise SwapRefusedError(f"{release.version} cannot be swapped into {self.url}: {fault}; restart the engine")
+        before, died = self.seen.snapshot, state.version == release.version and not state.loaded
         try:
             after, confirmed = await self._load(release)
         except SwapRefusedError:
-            self._given_up.add(release.sequence)
-            self._pending = None
-            self._metrics.swap(self.url, "refused")
+            self._give_up(release)
+            self._process.pending = None
             raise
         except EngineError:
             self._metrics.swap(self.url, "failed")
             raise
-        self._set_aside(before, after)
-        self._known = Known(confirmed.serving, confirmed.swaps)
-        self._snapshot, self._snapshot_at = _with_policy(after, confirmed), self._clock()
+        self.books.set_aside(before, after)
+        self.seen.look(after, confirmed, self._clock())
         self._took(release, state.serving, died=died)
 
-    async def _load(self, release: Release) -> tuple[Snapshot | None, EngineState]:
-        """Have the engine load what was downloaded and nothing else; what it counts and says afterwards.
+    def _give_up(self, release: Release) -> None:
+        self._process.given_up.add(release.sequence)
+        self._metrics.swap(self.url, "refused")
 
-        If it read other bytes, the files are downloaded again and loaded once more; if it does so again, they are not
-        at fault, and it is asked again after a pause.
+    async def _load(self, release: Release) -> tuple[Snapshot | None, EngineState]:
+        """Have the engine load the downloaded bytes and no others; returns its counters and state afterwards.
+
+        If it read other bytes, the files are downloaded again and loaded once more. If it reads other bytes again, the
+        files are not the cause, and the next tick tries again.
         """
-        anew = False
+        again = False
         while True:
-            verified = await self._verify(release, anew=anew)
-            self._pending = release
+            verified = await self._verify(release, again=again)
+            self._process.pending = release
             try:
                 self._store(durable=True)
             except OSError as error:  # a full disk must not keep a drafter from its engine
-                log.warning("%s: what is about to be swapped could not be written down: %s", self.url, error)
+                log.warning("%s: the swap that begins now could not be written down: %s", self.url, error)
             answered = await self._engine.swap(release)
             after, confirmed = await self._scrape(), await self._engine.state()
             if confirmed.serving != release.version:
                 raise EngineError(f"{self.url} accepted {release.version}, but says that {confirmed.serving} is loaded")
             wrong = {answered, confirmed.sha256} - {None, verified.sha256}
             if not wrong:
-                self._mistrusted = None
+                self._process.mistrusted = None
                 return after, confirmed
-            last = anew or self._mistrusted == release.version
-            self._mistrusted, self._pending = release.version, None
+            last = again or self._process.mistrusted == release.version
+            self._process.mistrusted, self._process.pending = release.version, None
             fault = _other_bytes(release.version, verified.sha256, wrong.pop())
             self._note_mismatch(fault)
             if last:
                 raise EngineError(f"{self.url}: {fault}; does it read the same disk as this agent?")
-            anew = True
+            again = True
 
-    async def _verify(self, release: Release, *, anew: bool) -> Release:
-        """Make sure that the release's files are what was downloaded; `anew`: download them whatever they are."""
-        if not anew:
+    async def _verify(self, release: Release, *, again: bool) -> Release:
+        """Make sure that the release's files are as downloaded; `again`: download them in any case."""
+        if not again:
             if await asyncio.to_thread(is_intact, release):
                 return cached_release(release.manifest, release.path)
             self._note_mismatch(f"{release.version} in the cache is not what was downloaded; downloading it again")
-        return await asyncio.to_thread(self._fetch, release.manifest, anew)
+        return await asyncio.to_thread(self._fetch, release.manifest, again)
 
     def _note_mismatch(self, fault: str) -> None:
         self._metrics.error(self.url, "digest")
         log.error("%s: %s", self.url, fault)
 
     def _took(self, release: Release, before: str | None, *, died: bool = False) -> None:
-        """The engine has loaded what we asked for; `before` is what it served until then."""
-        back = release.version == self._canary.good
-        outcome = "swapped"
-        if back and before != release.version:
-            outcome = "restored" if self._lost or died else "rolled_back"
-        insisted = self._rejected.pop(release.version, None) is not None
-        self._canary.loaded(release.version, exempt=insisted, replayed=release.manifest.replayed_alpha)
-        self._shape = (release.manifest.config_fingerprint, release.manifest.d2t_sha256)
-        self._loaded_release, self._pending = release, None
-        self._sequence = max(self._sequence, release.sequence)
-        if self._canary.trial is None:
-            self._fallback = release
-        self._lost = False
+        """The engine has loaded the release that we asked for; `before`: the version that it served until then."""
+        canary, outcome = self.books.canary, "swapped"
+        if release.version == canary.good and before != release.version:
+            outcome = "restored" if self._process.replaced or died else "rolled_back"
+        insisted = self._choice.rejected.pop(release.version, None) is not None
+        canary.loaded(release.version, exempt=insisted, replayed=release.manifest.replayed_alpha)
+        self._process.took(release)
+        self._choice.sequence = max(self._choice.sequence, release.sequence)
+        if canary.trial is None:
+            self._choice.fallback = release
         self._metrics.swap(self.url, outcome)
         log.info("%s: %s %s (was %s)", self.url, outcome, release.version, before)
-
-    def _check_shape(self, release: Release, state: EngineState) -> None:
-        """Refuse what cannot fit the running process, before it is touched."""
-        manifest = release.manifest
-        expected = state.config_fingerprint or (self._shape[0] if self._shape else None)
-        fault = None
-        if state.takes != manifest.kind:
-            fault = f"its kind is {manifest.kind}, the engine was started for {state.takes}"
-        elif expected is not None and expected != manifest.config_fingerprint:
-            fault = f"its configuration is {manifest.config_fingerprint}, the engine runs {expected}"
-        elif self._shape is not None and self._shape[1] != manifest.d2t_sha256:
-            fault = f"its draft vocabulary is {manifest.d2t_sha256[:12]}, the engine runs {self._shape[1][:12]}"
-        if fault is not None:
-            self._given_up.add(release.sequence)
-            self._metrics.swap(self.url, "refused")
-            raise SwapRefusedError(f"{release.version} cannot be swapped into {self.url}: {fault}; restart the engine")
 
     # --- remembering
     def _publish_metrics(self) -> None:
@@ -343,16 +279,11 @@ class EngineFollower:
         """Remember; `durable` for what must survive a power cut. Losing the rest loses counts only."""
         document = {
             "engine": self.url,
-            "known": None if self._known is None else asdict(self._known),
-            "snapshot": None if self._snapshot is None else asdict(self._snapshot),
-            "sequence": self._sequence,
-            "rejected": self._rejected,
-            "fallback": _dump_release(self._fallback),
-            "pending": _dump_release(self._pending),
-            "mistrusted": self._mistrusted,
-            "buckets": self.ledger.dump(),
-            "canary": self._canary.dump(self._clock()),
-            "verdicts": [[asdict(verdict), sequence] for verdict, sequence in self.verdicts],
+            **self.seen.dump(),
+            **self._choice.dump(),
+            "pending": dump_release(self._process.pending),
+            "mistrusted": self._process.mistrusted,
+            **self.books.dump(self._clock()),
         }
         self._memory.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._memory.with_suffix(".tmp")
@@ -372,49 +303,21 @@ class EngineFollower:
             pass
         except (OSError, ValueError, KeyError, TypeError, AgentError) as error:
             log.warning("%s: ignoring what an earlier agent left in %s: %r", self.url, self._memory, error)
-            self.ledger = Ledger()
 
     def _restore(self, document: dict[str, Any]) -> None:
-        self.ledger.restore(document["buckets"])
-        known, snapshot = document["known"], document["snapshot"]
-        rejected = {str(version): int(sequence) for version, sequence in document["rejected"].items()}
-        self._snapshot = None if snapshot is None else Snapshot.load(snapshot)
-        self._known = None if known is None else Known(**known)
-        self._rejected = rejected
-        self._canary.restore(document["canary"], self._clock())
-        self.verdicts = [(Verdict(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
-        self._sequence = int(document["sequence"])
-        # Files that are gone are downloaded again when they are needed.
-        self._fallback = _load_release(document["fallback"])
-        self._pending = _load_release(document.get("pending"))
-        self._mistrusted = document.get("mistrusted")
+        """Take all of it or, where a part cannot be read, nothing."""
+        now = self._clock()
+        books, seen = EngineBooks.restore(self.books.canary.rule, document, now), Seen.restore(document, now)
+        pending, mistrusted = load_release(document.get("pending")), document.get("mistrusted")
+        self._choice = ReleaseChoice.restore(document)
+        self.books, self.seen = books, seen
+        self._process = EngineProcess(pending=pending, mistrusted=mistrusted)
 
 
 def _other_bytes(version: str, expected: str | None, found: str | None) -> str:
     return f"{version} was loaded from other bytes than were downloaded: expected sha256 {expected}, got {found}"
 
 
-def _dump_release(release: Release | None) -> dict[str, Any] | None:
-    if release is None:
-        return None
-    gate = {"alpha_served": release.manifest.replayed_alpha}  # where `parse_manifest` looks for it
-    return {"manifest": asdict(release.manifest) | {"gate": gate}, "path": str(release.path)}
-
-
-def _load_release(document: dict[str, Any] | None) -> Release | None:
-    if document is None:
-        return None
-    manifest = document["manifest"]
-    return cached_release(parse_manifest(manifest, manifest["run"]), Path(document["path"]))
-
-
 def _only_counted(state: EngineState, wanted: Release) -> bool:
-    """Whether the engine drafts by a method of its own, and the release is no better one of the same kind."""
+    """Whether the engine drafts by a method of its own that this release cannot replace."""
     return state.takes is None or (state.method is not None and state.takes != wanted.manifest.kind)
-
-
-def _with_policy(snapshot: Snapshot | None, state: EngineState) -> Snapshot | None:
-    """Engines tell the policy version in their metrics, or else in their state."""
-    if snapshot is None or snapshot.policy_version is not None:
-        return snapshot
-    return replace(snapshot, policy_version=state.policy_version)

@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-#: A version is a label value only while it is among the last so many of its engine: label values are never unbounded.
+#: Versions of an engine that are label values: the newest ones, so that the number of label values is bounded.
 MAX_VERSIONS: Final = 10
 
 
@@ -46,7 +46,7 @@ class AgentMetrics:
         )
         self._unattributed = Gauge(
             "draftalign_agent_unattributed_rounds",
-            "Rounds at the moment of a swap or restart, which no single drafter version can be credited with.",
+            "Rounds around a swap or restart, which belong to no single drafter version.",
             ["engine"],
             registry=self.registry,
         )
@@ -54,7 +54,7 @@ class AgentMetrics:
         self._loaded: dict[str, str] = {}
 
     def loaded(self, engine: str, version: str | None) -> None:
-        """Say what `engine` has loaded (None: nothing that has a name)."""
+        """Set the version that `engine` has loaded (None: no drafter, or one without a name)."""
         previous = self._loaded.pop(engine, None)
         if previous is not None and previous != version:
             self._info.remove(engine, previous)

@@ -1,8 +1,8 @@
-"""The engine's speculative-decoding counters, and whose work they count.
+"""The engine's speculative-decoding counters, by drafter version.
 
 Engines count rounds without saying which drafter proposed them. `Ledger` therefore takes snapshots and books each
-difference under the drafter version that was loaded during all of it; what cannot be attributed (the moment of a swap,
-somebody else's swap) is counted as such and never guessed.
+difference under the drafter version that was loaded all the time between. Rounds around a swap belong to no single
+version; they are counted apart.
 
 Pure: no clock, no network. α = 1 + accepted / rounds, the bonus token included; vLLM counts accepted tokens *before*
 trimming at EOS, so `emitted_tokens` is what compares with replay α.
@@ -24,7 +24,7 @@ ROUNDS: Final = "vllm:spec_decode_num_drafts_total"
 DRAFTED: Final = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_PER_POSITION: Final = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-#: What compares with replay α, from engines that count it; else it follows from the next three.
+#: Compares with replay α. Where an engine does not count it, it is computed from the next three.
 EMITTED: Final = "draftalign:spec_decode_emitted_tokens_total"
 GENERATED: Final = "vllm:generation_tokens_total"
 #: Counts a request when its first token leaves; preferred to the next, which counts it when it has finished.
@@ -32,17 +32,8 @@ STARTED: Final = "vllm:time_to_first_token_seconds_count"
 FINISHED: Final = "vllm:request_success_total"
 POLICY_VERSION: Final = "draftalign_policy_version"
 
-_NAMES: Final = (
-    ROUNDS,
-    DRAFTED,
-    ACCEPTED,
-    ACCEPTED_PER_POSITION,
-    EMITTED,
-    GENERATED,
-    STARTED,
-    FINISHED,
-    POLICY_VERSION,
-)
+_COUNTED: Final = (ROUNDS, DRAFTED, ACCEPTED, ACCEPTED_PER_POSITION)
+_NAMES: Final = (*_COUNTED, EMITTED, GENERATED, STARTED, FINISHED, POLICY_VERSION)
 _MAX_POSITIONS: Final = 64
 #: Method of counts that were made with a published drafter.
 OUR_DRAFTER: Final = "drafter"
@@ -63,19 +54,14 @@ class Counts:
     window_seconds: float = 0.0
 
     def __add__(self, other: Counts) -> Counts:
-        emitted = (
-            None
-            if self.emitted_tokens is None or other.emitted_tokens is None
-            else self.emitted_tokens + other.emitted_tokens
-        )
+        known = self.emitted_tokens is not None and other.emitted_tokens is not None
         longest, shortest = sorted((self.accepted_per_position, other.accepted_per_position), key=len, reverse=True)
-        positions = tuple(a + (shortest[i] if i < len(shortest) else 0) for i, a in enumerate(longest))
         return Counts(
             self.rounds + other.rounds,
             self.drafted_tokens + other.drafted_tokens,
             self.accepted_tokens + other.accepted_tokens,
-            positions,
-            emitted,
+            tuple(a + (shortest[i] if i < len(shortest) else 0) for i, a in enumerate(longest)),
+            (self.emitted_tokens or 0) + (other.emitted_tokens or 0) if known else None,
             self.window_seconds + other.window_seconds,
         )
 
@@ -93,7 +79,7 @@ class Counts:
         """The same, with the rounds in which nothing was proposed: they emit one token each.
 
         vLLM counts a round only if it had drafts. An EAGLE-3 drafter always has some; n-gram drafting mostly has none,
-        and α over its drafted rounds alone would be that of another quantity.
+        and α over its drafted rounds alone would not be its acceptance length.
         """
         if self.emitted_tokens is None:
             return self
@@ -114,12 +100,11 @@ class Snapshot:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read a /metrics page. Raises MetricsError naming a missing counter: absent is not zero."""
-        samples = _samples(text)
-        rounds, drafted, accepted = (_total(samples, name) for name in (ROUNDS, DRAFTED, ACCEPTED))
+        samples = read_samples(text, _NAMES)
         return cls(
-            rounds=rounds,
-            drafted_tokens=drafted,
-            accepted_tokens=accepted,
+            rounds=_total(samples, ROUNDS),
+            drafted_tokens=_total(samples, DRAFTED),
+            accepted_tokens=_total(samples, ACCEPTED),
             accepted_per_position=_per_position(samples),
             emitted_tokens=_emitted(samples),
             policy_version=_gauge(samples, POLICY_VERSION),
@@ -128,14 +113,8 @@ class Snapshot:
     @classmethod
     def zero(cls, like: Snapshot) -> Self:
         """Counters of an engine that has just started and exposes what `like` exposes."""
-        return cls(
-            0,
-            0,
-            0,
-            tuple(0 for _ in like.accepted_per_position),
-            None if like.emitted_tokens is None else 0,
-            like.policy_version,
-        )
+        emitted = None if like.emitted_tokens is None else 0
+        return cls(0, 0, 0, (0,) * len(like.accepted_per_position), emitted, like.policy_version)
 
     @classmethod
     def load(cls, document: Mapping[str, Any]) -> Self:
@@ -149,7 +128,7 @@ class Snapshot:
         return any(now < before for now, before in pairs)
 
     def since(self, earlier: Snapshot, seconds: float) -> Counts:
-        """What happened between two snapshots of one engine process, `seconds` apart."""
+        """The counts between two snapshots of one engine process, `seconds` apart."""
         positions = earlier.accepted_per_position
         return Counts(
             rounds=self.rounds - earlier.rounds,
@@ -201,7 +180,7 @@ class Ledger:
             del self._buckets[next(iter(self._buckets))]
 
     def set_aside(self, rounds: int) -> None:
-        """Count rounds that no single version can be credited with."""
+        """Count rounds that belong to no single version."""
         self.unattributed_rounds += max(rounds, 0)
 
     def buckets(self) -> list[Bucket]:
@@ -219,17 +198,16 @@ class Ledger:
     def restore(self, documents: Iterable[Mapping[str, Any]]) -> None:
         """Inverse of `dump`; raises KeyError or TypeError on anything else. Everything counts as unreported."""
         for document in documents:
-            counts = Counts(
-                **{**document["counts"], "accepted_per_position": tuple(document["counts"]["accepted_per_position"])}
-            )
+            version, policy = str(document["drafter_version"]), document["policy_version"]
             method = str(document.get("method", OUR_DRAFTER))
-            bucket = Bucket(str(document["drafter_version"]), document["policy_version"], counts, method)
+            bucket = Bucket(version, policy, Counts.load(document["counts"]), method)
             self._buckets[bucket.drafter_version, bucket.policy_version] = bucket
 
 
-def _samples(text: str) -> dict[str, list[Sample]]:
+def read_samples(text: str, names: tuple[str, ...]) -> dict[str, list[Sample]]:
+    """The samples of a /metrics page, by name. Raises MetricsError where it is not in Prometheus's text format."""
     # An engine's page has thousands of lines and is read every second or so: parse only the ones that matter.
-    lines = [line for line in text.splitlines() if line.startswith(_NAMES)]
+    lines = [line for line in text.splitlines() if line.startswith(names)]
     samples: dict[str, list[Sample]] = {}
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):

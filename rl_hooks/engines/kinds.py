@@ -1,4 +1,4 @@
-"""Which adapter speaks with an engine: chosen by name, because engines do not say what they are."""
+"""The adapter for an engine, chosen by name: an engine does not tell its kind."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Whether an engine's policy is still the one that its tap registered. The tap cannot follow a policy that moves.
+"""Whether an engine's policy is still the one that its tap registered. The tap cannot follow a policy that changes.
 
-Two ways to notice, because RL stacks write weights in many:
+RL stacks write weights in many ways. Two checks find them:
 
 * `on_reload` wraps what loads a policy in a vLLM worker (0.32): the model's `load_weights` (verl, OpenRLHF, NeMo-RL,
   TRL, vLLM's own weight transfer), the runner's `reload_weights`, `start_weight_update`, and what discards weights:
   `sleep` of level 2 and `discard`. Loading the drafter goes through none of them.
-* `WeightSample` compares some thousand weights with what they were. It finds what is copied into parameters directly
-  (prime-rl), or whatever else no name gives away.
+* `WeightSample` compares some thousand weights with their first values. It finds weights that are copied into
+  parameters directly (prime-rl), which no method's name shows.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from rl_hooks.sending.copies import HostCopies
+
 log = logging.getLogger("draftalign.tap")
 
-#: Parameters looked at, and elements of each. A step of RL leaves most bfloat16 weights bit-equal, so a few rows could
-#: miss it; of 16384, a change of one weight in a thousand misses all with probability e^-16.
+#: Parameters that are sampled, and elements of each. A step of RL leaves most bfloat16 weights bit-equal, so a small
+#: sample could miss it. A change of one weight in a thousand misses all of 16384 with probability e^-16.
 _PARAMETERS: Final = 32
 _ELEMENTS: Final = 512
 
 
 class WeightSample:
-    """Some weights of a model as they are now, to compare with what they are later."""
+    """Some weights of a model as they are now, to compare with later ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -41,26 +43,24 @@ class WeightSample:
         self._then = None if taken is None else taken.cpu()
 
     def look(self) -> Callable[[], bool]:
-        """Take the weights as they are now, without waiting for the device.
+        """Start to copy the sampled weights as they are now, without waiting for the device.
 
-        What is returned waits for them, and tells whether they are the same as at first. Call this where a forward is
-        about to read the weights: those of an engine that sleeps must not be touched.
+        The returned function waits for the copy, and tells whether they are the same as at first. Call `look` only when
+        a forward is about to read the weights: the weights of an engine that sleeps must not be read.
         """
         taken = self._take()
         if taken is None:
             return lambda: False
-        host, copied = start_copy(taken), recorded(taken.device)
+        copies = HostCopies({"weights": taken})
 
         def unchanged() -> bool:
-            if copied is not None:
-                copied.synchronize()
-            return self._then is not None and torch.equal(host, self._then)
+            return self._then is not None and torch.equal(copies.wait()["weights"], self._then)
 
         return unchanged
 
     @torch.inference_mode()
     def _take(self) -> Tensor | None:
-        """uint8 [bytes]; None where a parameter is not what it was: gone, on another device, of another layout."""
+        """uint8 [bytes]; None where a parameter is gone, on another device, or of another layout than at first."""
         parts = []
         for name, shape, dtype in self._chosen:
             try:
@@ -75,11 +75,11 @@ class WeightSample:
 
 
 def on_reload(worker: Any, stop: Callable[[str], None]) -> None:
-    """Call `stop` with what happens, before anything loads or discards the policy's weights in this vLLM worker."""
+    """Call `stop` with the event before this vLLM worker loads or discards the policy's weights."""
     runner = worker.model_runner
 
-    def say(what: str) -> Callable[..., None]:
-        return lambda *_, **__: stop(what)
+    def stopper(event: str) -> Callable[..., None]:
+        return lambda *_, **__: stop(event)
 
     def sleep(level: int = 1, *_: Any, **__: Any) -> None:
         if level >= 2:  # level 1 brings back the same weights
@@ -89,15 +89,15 @@ def on_reload(worker: Any, stop: Callable[[str], None]) -> None:
         if "weights" in tags:
             stop("discard of the weights")
 
-    _before(runner.get_model(), "load_weights", say("load_weights"))
-    _before(runner, "reload_weights", say("reload_weights"))
-    _before(worker, "start_weight_update", say("start_weight_update"))
+    _before(runner.get_model(), "load_weights", stopper("load_weights"))
+    _before(runner, "reload_weights", stopper("reload_weights"))
+    _before(worker, "start_weight_update", stopper("start_weight_update"))
     _before(worker, "sleep", sleep)
     _before(worker, "discard", discard)
 
 
 def _before(owner: Any, method: str, happens: Callable[..., None]) -> None:
-    """Have `happens` called with the arguments of every call of this object's method, where this vLLM has it."""
+    """Call `happens` before each call of this object's method, with its arguments, if this vLLM has the method."""
     original = getattr(owner, method, None)
     if original is None:
         return
@@ -111,23 +111,6 @@ def _before(owner: Any, method: str, happens: Callable[..., None]) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, method, wrapped)
-
-
-def start_copy(tensor: Tensor) -> Tensor:
-    """A copy on the host, complete once the device has come this far; a CPU's tensor is given back as it is."""
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def recorded(device: torch.device) -> Any:
-    """An event that the device reaches when it has done what was launched so far; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def _readable(parameter: Tensor) -> bool:

@@ -17,10 +17,10 @@ from rl_hooks.engines.counters import Snapshot
 from rl_hooks.errors import EngineError, SwapRefusedError
 from rl_hooks.release import Release
 
-#: vLLM's methods that have nothing to accept: its drafts are a way to store states.
+#: vLLM's methods that propose no tokens: they use the drafter's place to store states.
 _NOT_SPECULATION = frozenset({"extract_hidden_states"})
 
-#: The engine understood the request and rejected this drafter. Other errors may be about the moment.
+#: Statuses with which an engine refuses this drafter for good. Other errors may pass.
 _REFUSALS = frozenset({400, 409, 413, 415, 422})
 
 
@@ -33,29 +33,29 @@ class EngineState:
     swaps: int
     config_fingerprint: str | None = None
     policy_version: int | None = None
-    #: Kind of drafter that can be swapped in ("eagle3", "mtp"); None: all there is to do is to count.
+    #: Kind of drafter that can be swapped in ("eagle3", "mtp"); None: the agent can only count.
     takes: str | None = "eagle3"
-    #: What it speculates by while it has no drafter of ours (n-grams, its policy's own MTP module): its counts' name.
+    #: How it speculates without a drafter of ours (n-grams, its policy's own MTP module). Names its counts.
     method: str | None = None
     #: How many tokens it drafts a round, and whether as `greedy` or `probabilistic`; None where it does not say.
     depth: int | None = None
     drafting: str | None = None
-    #: Of the model file that it read for `version`; None where it does not say.
+    #: SHA-256 of the model file that it read for `version`; None where it does not say.
     sha256: str | None = None
 
     @property
     def serving(self) -> str | None:
-        """The version, or else the method, that proposes tokens now; None if there is none, or one without a name."""
+        """The version or method that proposes tokens now; None if nothing does, or a drafter without a name."""
         return (self.version or self.method) if self.loaded else None
 
 
 def counting_only(method: str | None, policy_version: int | None = None) -> EngineState:
-    """State of an engine that speculates by another method; None: its counts mean nothing."""
+    """State of an engine that speculates by a method of its own; None: it does not speculate."""
     return EngineState(None, method is not None, 0, policy_version=policy_version, takes=None, method=method)
 
 
 class Engine(Protocol):
-    """What the agent needs of an engine, whatever it speaks. Methods raise EngineError when it is down or confused."""
+    """An engine as the agent uses it. Methods raise EngineError when it does not answer, or not usably."""
 
     url: str
 
@@ -114,7 +114,7 @@ class SwapEngine:
         )
 
     async def swap(self, release: Release) -> str | None:
-        """Ask for a swap, and believe only an answer that names the version."""
+        """Ask for a swap; an answer that names another version is an EngineError."""
         version = release.version
         body = {"path": str(release.path), "version": version}
         response = await self._call("POST", "/drafter/swap", json=body, timeout=self._swap_timeout_seconds)

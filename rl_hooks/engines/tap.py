@@ -1,18 +1,18 @@
 """Features of live requests, collected step by step inside an inference engine, and sent as rollout files.
 
 Engine-independent: an adapter (`rl_hooks.engines.vllm.tap`) describes each step as a `Step`, and says when requests
-begin and end. Everything that a step's rows need is taken from the device in that step, without waiting for it: which
-drafts were rejected is known there and nowhere else until later. Rows are put together when their request has ended.
+begin and end. Each step starts to copy its rows to the host, and does not wait for the copy: only the device knows yet
+which drafts were rejected. The rows of a request are joined when it has ended.
 
 Invariants
-* A position's newest row counts. A rejected draft's row is written over by the next step's, and so is what a preempted
-  request computes twice; rows behind the last accepted token carry the label -1.
-* Only whole requests are sent, from their first computed position on. What the prefix cache held has no rows; each
+* The newest row of a position counts. The next step replaces the row of a rejected draft; a preempted request computes
+  rows twice. Rows behind the last accepted token have the label -1.
+* Only whole requests are sent, from their first computed position on. Tokens in the prefix cache have no rows; each
   rollout names its full prompt by its hash.
-* One policy only: with `weights`, a request goes out only after its end, when those are seen to be the same as at
-  first; `stop` ends all collecting, and drops what is under way.
+* One policy only: with `weights`, a request is sent after its end, and only if the weights are the same as at first.
+  `stop` ends all collecting, and drops the requests that have not ended.
 * The last token never goes through the target. It is a label; its own row is zeros, which nothing reads.
-* No failure of ours reaches the engine: it is counted, logged once, and ends the collecting of that request.
+* No failure of ours reaches the engine: it is counted and logged once, and that request is not collected.
 
 Legend: N rows taken in a step, A aux layers, H hidden size, V vocabulary, T tokens of a rollout.
 """
@@ -25,7 +25,6 @@ import math
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -36,25 +35,26 @@ import torch
 from torch import Tensor
 
 from rl_hooks import wire
-from rl_hooks.engines.policy_watch import WeightSample, recorded, start_copy
-from rl_hooks.sending.features import as_wire
+from rl_hooks.engines.policy_watch import WeightSample
+from rl_hooks.sending.copies import HostCopies
+from rl_hooks.sending.features import as_wire, score_rows
+from rl_hooks.sending.sampling import TokenBudget, sampling_position
+from rl_hooks.sending.tally import Tally
 
 log = logging.getLogger("draftalign.tap")
 
-#: Logits held at once while normalisers are computed: 2^25 floats are 128 MiB.
-_LOGITS_AT_ONCE: Final = 1 << 25
 _REJECTED: Final = -1
-#: Why a tap stops, with what has shown it.
+#: Why a tap stops; the braces hold the event that has shown it.
 POLICY_MOVED: Final = (
     "the engine's policy weights were loaded again ({}). The tap labels all that it sends as policy version 0, and "
-    "sent the head once, at its start: rollouts of another policy would be learned from as if they were of that one. "
+    "sent the head once, at its start: rollouts of another policy would be trained on as if they were of that one. "
     "With RL, use the trainer's hook (docs/trainers.md); for a new policy, restart the server under a new run"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a request's tokens were drawn. Files hold requests of one kind only."""
+    """How a request's tokens were sampled. The requests of one file have the same."""
 
     temperature: float
     top_p: float
@@ -63,10 +63,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What must be known of a request that is collected."""
+    """The facts about a request that is collected."""
 
     request_id: str
-    #: All of it, what the prefix cache holds too.
+    #: The whole prompt, with the part that the prefix cache holds.
     prompt_ids: Sequence[int]
     sampling: Sampling
     #: Generation ends with the first of these, or after `max_tokens`; engines emit no token behind that.
@@ -90,8 +90,8 @@ class Step:
     positions: Tensor  # [rows]
     aux: Sequence[Tensor]  # A tensors [rows, H], entering the aux layers
     last: Tensor  # [rows, H], after the final norm
-    rejected: Tensor  # [requests]: rows at the end of each request's that hold rejected drafts
-    last_sampled: Tensor  # [requests]: the token that follows the last row that holds
+    rejected: Tensor  # [requests]: how many of its last rows hold rejected drafts
+    last_sampled: Tensor  # [requests]: the token that follows the last accepted row
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +102,20 @@ class Head:
     logit_map: wire.LogitMap = field(default_factory=wire.LogitMap)
 
     def score(self, last_NH: Tensor, labels_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(logsumexp [N], log p of the labels [N]) of softmax(logits / temperature), float32."""
-        parts = []
-        at_once = max(1, _LOGITS_AT_ONCE // len(self.weight))
-        for begin in range(0, len(last_NH), at_once):
-            part = slice(begin, begin + at_once)
-            product = (last_NH[part].to(self.weight.dtype) @ self.weight.T).float()
-            logits = self.logit_map.apply(product).div_(temperature_N[part, None])
-            total = torch.logsumexp(logits, dim=-1)
-            chosen = logits.gather(1, labels_N[part].clamp(min=0)[:, None])[:, 0]
-            parts.append((total, chosen - total))
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        """(logsumexp [N], log p of the labels [N]) of softmax(logits / temperature), float32. A label of -1: any."""
+        labels = labels_N.clamp(min=0)
+        return score_rows(last_NH, self.weight, labels, temperature=temperature_N, logit_map=self.logit_map)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Chunk:
     """Rows of one request from one step, on their way to the host."""
 
-    tensors: dict[str, Tensor]
-    copied: Any
+    copies: HostCopies
+    rows: slice
 
     def host(self) -> dict[str, Tensor]:
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.tensors
+        return {name: tensor[self.rows] for name, tensor in self.copies.wait().items()}
 
 
 @dataclass(slots=True)
@@ -149,14 +139,8 @@ class Collected:
     first_position: int
 
 
-def sampling_position(request_id: str) -> float:
-    """Where a request falls in [0, 1): it is collected if that is below the fraction."""
-    digest = hashlib.sha256(b"draftalign-tap:" + request_id.encode()).digest()
-    return int.from_bytes(digest[:6], "big") / float(1 << 48)
-
-
 class FeatureTap:
-    """Collects a sampled fraction of an engine's requests, at most `tokens_per_minute`, and hands over whole ones.
+    """Collects a sampled fraction of an engine's requests, at most `tokens_per_minute`, and delivers whole ones.
 
     `deliver` is called in the tap's own thread. `begin`, `step`, `end` and `release` are called by the engine's.
     """
@@ -171,36 +155,34 @@ class FeatureTap:
         max_tokens: int = 8192,
         weights: WeightSample | None = None,
     ) -> None:
-        self.head = head
-        #: Why nothing is collected any more.
+        self.head, self.fraction, self.max_tokens = head, fraction, max_tokens
+        #: Why collecting has stopped; None while it goes on.
         self.stopped: str | None = None
-        self.fraction, self.tokens_per_minute, self.max_tokens = fraction, tokens_per_minute, max_tokens
-        self.counts: Counter[str] = Counter()
+        self.tally = Tally(log)
+        self._budget = TokenBudget(tokens_per_minute)
         self._deliver = deliver
         self._weights = weights
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[_Tracked] = []
-        self._budget, self._budget_at = float(tokens_per_minute), time.monotonic()
         self._finished: queue.SimpleQueue[tuple[list[_Tracked], Callable[[], bool]]] = queue.SimpleQueue()
-        self._warned: set[str] = set()
         threading.Thread(target=self._work, name="draftalign-tap", daemon=True).start()
 
     # --- the engine's thread
     def begin(self, request: Request) -> None:
         """A request was admitted; decide whether to collect it."""
-        if request.request_id in self._tracked or sampling_position(request.request_id) >= self.fraction:
+        if request.request_id in self._tracked or sampling_position(request.request_id, "tap") >= self.fraction:
             return
         if self._has_stopped():
             return
-        if request.prompt_tokens > self.max_tokens or not self._afford(request.prompt_tokens):
-            self.counts["skipped_budget"] += 1
+        if request.prompt_tokens > self.max_tokens or not self._budget.spend(request.prompt_tokens):
+            self.tally.add("skipped_budget")
             return
-        self.counts["begun"] += 1
-        # The engine may append to its own list when a session goes on.
+        self.tally.add("begun")
+        # A copy: the engine may append to its own list when a session goes on.
         self._tracked[request.request_id] = _Tracked(replace(request, prompt_ids=tuple(request.prompt_ids)))
 
     def step(self, step: Step) -> None:
-        """Take the rows of collected requests. Launches work on the device, and waits for none of it."""
+        """Take the rows of collected requests: launches work on the device, and does not wait for it."""
         if not self._tracked or self._has_stopped():
             return
         chosen = [i for i, name in enumerate(step.request_ids) if name in self._tracked]
@@ -222,37 +204,27 @@ class FeatureTap:
                 self.release()
 
     def release(self) -> None:
-        """A forward is about to read the policy's weights: what has ended goes out if they are still the same."""
+        """Send the ended requests if the weights are unchanged. Call it when a forward is about to read the weights."""
         if not self._ended or self._has_stopped():
             return
         ended, self._ended = self._ended, []
         try:
             self._finished.put((ended, self._weights.look() if self._weights is not None else lambda: True))
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
-            self.note("looking at the weights", error)
+            self.note("sampling the weights", error)
 
     def stop(self, reason: str) -> None:
-        """Collect nothing from now on. What had ended before, and is seen to be right, still goes out. Any thread."""
+        """Collect nothing from now on. Requests that were released before are still sent. Any thread."""
         if self.stopped is None:
             self.stopped = reason
             log.warning("draftalign tap: nothing more is collected: %s", reason)
 
     def _has_stopped(self) -> bool:
-        """Whether the tap has stopped; then nothing is under way any more. In the engine's thread only."""
+        """Whether the tap has stopped; if so, drops all requests. In the engine's thread only."""
         if self.stopped is not None:
             self._tracked.clear()
             self._ended.clear()
         return self.stopped is not None
-
-    def _afford(self, tokens: int) -> bool:
-        now = time.monotonic()
-        limit = float(self.tokens_per_minute)
-        self._budget = min(limit, self._budget + (now - self._budget_at) * limit / 60)
-        self._budget_at = now
-        if tokens > self._budget:
-            return False
-        self._budget -= tokens
-        return True
 
     def _take(self, step: Step, chosen: Sequence[int]) -> None:
         device = step.last.device
@@ -262,7 +234,7 @@ class FeatureTap:
         owner = np.repeat(np.asarray(chosen), counts)
         temperature = np.repeat([self._temperature(step.request_ids[i]) for i in chosen], counts)
         rows_N, owner_N = _to(device, rows), _to(device, owner)
-        behind_N = _to(device, from_end) - step.rejected[owner_N]  # 0: the last row that holds; below: rejected
+        behind_N = _to(device, from_end) - step.rejected[owner_N]  # 0: the last accepted row; below: rejected
         following = step.input_ids[(rows_N + 1).clamp(max=len(step.input_ids) - 1)].long()
         labels = torch.where(behind_N == 0, step.last_sampled[owner_N].long(), following)
         labels = torch.where(behind_N < 0, torch.full_like(labels, _REJECTED), labels)
@@ -277,20 +249,17 @@ class FeatureTap:
             "logsumexp": logsumexp,
             "logprob": logprob,
         }
-        host = {name: start_copy(tensor) for name, tensor in taken.items()}
-        copied = recorded(device)
-        begin = 0
+        copies, begin = HostCopies(taken), 0
         for i, count in zip(chosen, counts.tolist(), strict=True):
-            part = {name: tensor[begin : begin + count] for name, tensor in host.items()}
+            self._append(step.request_ids[i], _Chunk(copies, slice(begin, begin + count)), count)
             begin += count
-            self._append(step.request_ids[i], _Chunk(part, copied), count)
 
     def _append(self, name: str, chunk: _Chunk, rows: int) -> None:
         tracked = self._tracked[name]
         tracked.chunks.append(chunk)
         tracked.rows += rows
         if tracked.rows > 4 * self.max_tokens:  # with all its rejected drafts
-            self.counts["skipped_long"] += 1
+            self.tally.add("skipped_long")
             del self._tracked[name]
 
     def _temperature(self, name: str) -> float:
@@ -303,32 +272,30 @@ class FeatureTap:
             ended, unchanged = self._finished.get()
             try:
                 same = unchanged()
-            except Exception as error:  # noqa: BLE001 - one bad look must not end the thread
+            except Exception as error:  # noqa: BLE001 - one failed comparison must not end the thread
                 self.note("comparing the weights", error)
                 continue
             if not same:
                 self.stop(POLICY_MOVED.format("they are not those that the tap registered"))
                 continue
             for tracked in ended:
-                self._hand_over(tracked)
+                self._send(tracked)
 
-    def _hand_over(self, tracked: _Tracked) -> None:
+    def _send(self, tracked: _Tracked) -> None:
         try:
             collected = assemble(tracked.request, [chunk.host() for chunk in tracked.chunks])
-            if collected is None or not self._afford(int(collected.generated.sum())):
-                self.counts["skipped_short" if collected is None else "skipped_budget"] += 1
+            if collected is None or not self._budget.spend(int(collected.generated.sum())):
+                self.tally.add("skipped_short" if collected is None else "skipped_budget")
                 return
             self._deliver(collected)
-            self.counts["delivered"] += 1
+            self.tally.add("delivered")
         except Exception as error:  # noqa: BLE001 - one bad request must not end the thread
             self.note("assemble", error)
 
     def note(self, kind: str, error: Exception) -> None:
         """Count a failure of ours; log it the first time that its kind comes up."""
-        self.counts["failures"] += 1
-        if kind not in self._warned:
-            self._warned.add(kind)
-            log.warning("draftalign tap: %s failed, requests go uncollected (said once): %r", kind, error)
+        self.tally.add("failures")
+        self.tally.note(kind, f"draftalign tap: {kind} failed, requests go uncollected: {error!r}")
 
 
 def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collected | None:
@@ -368,7 +335,7 @@ def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collec
 
 
 def generated_tokens(tokens: Sequence[int], request: Request) -> int:
-    """How many of these the engine emitted: up to the first stop token, and no more than asked for."""
+    """How many of these the engine emitted: up to the first stop token, and at most `max_tokens`."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in request.stop_ids), len(tokens))
     return end if request.max_tokens is None else min(end, request.max_tokens)
 
@@ -412,7 +379,7 @@ def rollout_file(
 
 
 class Batcher:
-    """Gathers rollouts of one kind of sampling until a file is worth sending. One thread uses it, `flush` any."""
+    """Gathers rollouts of one kind of sampling until they fill a file. `add` is for one thread, `flush` for any."""
 
     def __init__(
         self, send: Callable[[Sequence[Collected]], None], *, tokens: int = 4096, seconds: float = 5.0
@@ -424,7 +391,7 @@ class Batcher:
         threading.Thread(target=self._clock, name="draftalign-tap-batcher", daemon=True).start()
 
     def add(self, collected: Collected) -> None:
-        """Take one rollout in; sends when there is enough of its kind."""
+        """Take one rollout in; sends when those of its kind have enough tokens."""
         with self._lock:
             kind = self._waiting.setdefault(collected.request.sampling, [])
             kind.append(collected)
@@ -454,6 +421,6 @@ def _to(device: torch.device, array: npt.NDArray[Any]) -> Tensor:
 
 
 def _filled(rows: Tensor, length: int, value: float) -> Tensor:
-    """`rows` with one more where the last token's is missing."""
+    """`rows`, and a row of `value` for the last token if it has none."""
     missing = length - len(rows)
     return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)]) if missing > 0 else rows

@@ -1,8 +1,8 @@
-"""One HTTP/1.1 request with a large body, sent by hand so that a refusal costs no body.
+"""One HTTP/1.1 request with a large body, which is not sent if the server refuses the headers.
 
 `http.client` cannot wait for `100 Continue`, and most clients copy the body. Here the headers go first with
-`Expect: 100-continue`; the body follows, from memoryviews and without a copy, once the server asks for it or has said
-nothing for a second. One connection per request: a restarted service never meets a stale one.
+`Expect: 100-continue`. The body follows, from memoryviews and without a copy, when the server asks for it or has not
+answered for a second. One connection per request: none is left over from before a restart of the service.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from io import BufferedReader
 from typing import Final
 from urllib.parse import urlsplit
 
-#: How long to wait for `100 Continue` before sending the body anyway (RFC 9110 §10.1.1 asks not to wait for ever).
+#: How long to wait for `100 Continue` before sending the body anyway (RFC 9110 §10.1.1 asks for a limit).
 CONTINUE_SECONDS: Final = 1.0
 SLICE_BYTES: Final = 4 << 20
 _MAX_REPLY_BYTES: Final = 64 << 10
@@ -28,7 +28,7 @@ _MAX_INTERIM: Final = 8
 
 
 class ReplyError(OSError):
-    """What came back is not HTTP."""
+    """The answer is not HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Reply:
 
     @property
     def detail(self) -> str:
-        """What a problem document says, or the first words of whatever came."""
+        """The detail of a problem document, or the first 500 characters of any other body."""
         said = self.fields.get("detail") or self.fields.get("title") or self.body.decode("utf-8", "replace")
         return str(said)[:500]
 

@@ -1,7 +1,7 @@
 """From captured states to a rollout file: normalisers, 8-bit features, and the packing of ragged rows.
 
 Three stages, because they happen at three times:
-1. `score_rows`, at once: log-sum-exp and log p need the head as it is *now*.
+1. `score_rows`, at once: log-sum-exp and log p need the head *before* the next optimizer step.
 2. `StagedRollouts`, at once: cast on the device, then start the copy to the host without waiting for it.
 3. `StagedRollouts.encode`, later, in the sender's thread: wait for the copy and lay the file out.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rl_hooks import wire
+from rl_hooks.sending.copies import HostCopies
 
 FeatureDtype = Literal["bfloat16", "float8_e4m3"]
 #: Largest finite value of float8_e4m3fn.
@@ -35,7 +36,7 @@ class Captured:
 
     aux: tuple[Tensor, ...]  # A tensors [N, H]
     last: Tensor  # [N, H]
-    boundaries: Mapping[str, Tensor] = field(default_factory=dict)  # what the forward said of where rollouts begin
+    boundaries: Mapping[str, Tensor] = field(default_factory=dict)  # tell where rollouts begin
 
 
 @torch.no_grad()
@@ -44,24 +45,25 @@ def score_rows(
     head_VH: Tensor,
     next_ids_N: Tensor,
     *,
-    temperature: float,
+    temperature: float | Tensor,
     logit_map: wire.LogitMap = _PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Return (logsumexp [N], log p of `next_ids` [N]), float32, of softmax(logit_map(last @ head^T) / temperature).
 
-    Temperature 0 (greedy) is scored at 1, as the rollout file says. At most 128 MiB of logits exist at a time.
+    Temperature 0 (greedy) is scored at 1, as the rollout file says; a tensor [N] holds one above 0 for each row. At
+    most 128 MiB of logits exist at a time.
     """
-    scale = temperature if temperature > 0 else 1.0
+    scale = temperature if isinstance(temperature, Tensor) or temperature > 0 else 1.0
     N, V = last_NH.shape[0], head_VH.shape[0]
     logsumexp_N = last_NH.new_zeros(N, dtype=torch.float32)
     logprob_N = torch.zeros_like(logsumexp_N)
     step = max(1, _LOGITS_AT_ONCE // V)
-    # The trainer's autocast may be active here; it would round the logits once more than the worker does.
+    # An active autocast of the trainer would round the logits once more than the worker does.
     with torch.autocast(last_NH.device.type, enabled=False):
         for begin in range(0, N, step):
             rows = slice(begin, begin + step)
             product = (last_NH[rows].to(head_VH.dtype) @ head_VH.T).float()  # [step, V]
-            logits = logit_map.apply(product).div_(scale)
+            logits = logit_map.apply(product).div_(scale[rows, None] if isinstance(scale, Tensor) else scale)
             logsumexp_N[rows] = torch.logsumexp(logits, dim=-1)
             logprob_N[rows] = logits.gather(1, next_ids_N[rows, None])[:, 0] - logsumexp_N[rows]
     return logsumexp_N, logprob_N
@@ -78,7 +80,7 @@ def to_e4m3(x_NH: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class PackedIndex:
-    """The small host-side arrays of a batch: what was said, and by whom."""
+    """The small host-side arrays of a batch: its tokens, and which of them the policy generated."""
 
     input_ids: npt.NDArray[np.int32]  # [N]
     cu_seqlens: npt.NDArray[np.int32]  # [R + 1]
@@ -87,7 +89,7 @@ class PackedIndex:
 
 
 class StagedRollouts:
-    """Features on their way to the host. Building one starts the copies; `encode` waits for them."""
+    """Features that are copied to the host. The constructor starts the copies; `encode` waits for them."""
 
     def __init__(
         self,
@@ -102,23 +104,17 @@ class StagedRollouts:
         tensors = _cast(captured, dtype)
         tensors["logsumexp"] = logsumexp_N
         tensors["recomputed"] = logprob_N
-        self._host = {name: _start_copy(tensor) for name, tensor in tensors.items()}
-        self._copied: Any = None
-        if captured.last.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(captured.last.device))
+        self._copies = HostCopies(tensors)
         N, R = len(index.input_ids), len(index.cu_seqlens) - 1
-        #: What the file's tensors will take, header excluded.
-        self.data_bytes = sum(t.numel() * t.element_size() for t in self._host.values()) + 5 * N + 4 * (R + 1)
+        #: Size of the file's tensors, without the header.
+        self.data_bytes = sum(t.numel() * t.element_size() for t in tensors.values()) + 5 * N + 4 * (R + 1)
 
     def encode(self, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
         """Lay out the rollout file as parts that can be sent without another copy."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        index = self.index
-        recomputed = self._host["recomputed"].numpy()
+        index, host = self.index, self._copies.wait()
+        recomputed = host["recomputed"].numpy()
         logprobs = recomputed if index.logprobs is None else index.logprobs
-        # An engine may fail to score a token (NaN); what the trainer's own forward says is the next best.
+        # An engine may fail to score a token (NaN): then the value of the trainer's own forward is taken.
         known = np.where(np.isnan(logprobs), recomputed, logprobs) * (index.loss_mask == 1)
         file = {
             "input_ids": wire.Tensor.of(index.input_ids, "I32"),
@@ -126,14 +122,14 @@ class StagedRollouts:
             "loss_mask": wire.Tensor.of(index.loss_mask, "U8"),
             "logprobs": wire.Tensor.of(known.astype(np.float32), "F32"),
         }
-        file |= {name: as_wire(tensor) for name, tensor in self._host.items() if name != "recomputed"}
+        file |= {name: as_wire(tensor) for name, tensor in host.items() if name != "recomputed"}
         return wire.encode(file, metadata)
 
 
 def as_wire(tensor: Tensor) -> wire.Tensor:
     """View a contiguous host tensor as a tensor of the wire format."""
     name, width = _WIRE_DTYPES[tensor.dtype]
-    # NumPy has neither bfloat16 nor float8: they travel as unsigned integers of their width.
+    # NumPy has neither bfloat16 nor float8: they are sent as unsigned integers of their width.
     array = tensor.contiguous() if width is None else tensor.contiguous().view(width)
     return wire.Tensor.of(array.numpy(), name)
 
@@ -168,11 +164,3 @@ def _cast(captured: Captured, dtype: FeatureDtype) -> dict[str, Tensor]:
         aux[:, i * H : (i + 1) * H], scale_NA[:, i] = to_e4m3(state_NH)
     # The last state stays bfloat16: 8 bits would cost the target distribution ~1e-3 nats to save a fifth of the file.
     return {"aux_hidden": aux, "aux_hidden_scale": scale_NA, "last_hidden": captured.last.to(torch.bfloat16)}
-
-
-def _start_copy(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    return host

@@ -1,15 +1,14 @@
-"""What a run tells the service about its policy: first config, embedding and head; later the head, once it has moved.
+"""What a run sends the service about its policy: first config, embedding and head; later the head, when it has moved.
 
 `PUT /runs/{run}` and `PUT /runs/{run}/head` carry safetensors files (`wire.RUN_FORMAT`, `wire.HEAD_FORMAT`). The
 tensors are copied to the host here, because the trainer goes on changing them; the copies live until they are sent.
 
-The service recomputes log p from `logit_map(last_hidden @ lm_head^T) / temperature`. What a known model does to its
-logits (a scale, a soft cap) goes along as a `wire.LogitMap`; a head with anything more in it (a bias, LoRA factors) is
-refused, and a sharded one (FSDP's DTensor, ZeRO-3) cannot be read: gathering it is a collective, which a hook on one
-rank must never start.
+The service recomputes log p from `logit_map(last_hidden @ lm_head^T) / temperature`. A known model's map of its logits
+(a scale, a soft cap) is sent as a `wire.LogitMap`. A head with a bias or LoRA factors is refused. A sharded head
+(FSDP's DTensor, ZeRO-3) cannot be read: gathering it is a collective, which a hook on one rank must never start.
 
-The embedding goes as the table itself, without the factor that Gemma and Granite multiply it by: an engine's drafter
-shares the table and not the factor (docs/targets.md).
+The embedding table is sent without the factor that Gemma and Granite multiply it by: an engine's drafter shares the
+table and not the factor (docs/targets.md).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rl_hooks import wire
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.sending.features import as_wire
 
-#: Heads up to this size travel in their own precision; larger float32 ones as bfloat16.
+#: Heads up to this size are sent in their own precision; larger float32 ones as bfloat16.
 _EXACT_BYTES: Final = 64 << 20
 
 
@@ -44,7 +43,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 class _LogitRule(NamedTuple):
-    """How models of these classes read a config field; others may carry it and read it otherwise, or not at all."""
+    """How models of these classes use a config field. Other classes may have the field and use it in another way."""
 
     field: str
     neutral: float  # the value that leaves logits alone
@@ -88,9 +87,9 @@ _LOGIT_RULES: Final = (
 
 
 def known_logit_map(model: nn.Module, config: Mapping[str, Any]) -> wire.LogitMap:
-    """What the model, whose text config this is, does to its logits after lm_head.
+    """What a model with this text config does to its logits after lm_head.
 
-    Raises `UnsupportedModelError` for a field that may change them in a class that we have not read.
+    Raises `UnsupportedModelError` for a field that may change them in a class that is not listed here.
     """
     scale, softcap = 1.0, None
     classes = {kind.__name__ for kind in type(unwrap(model)).__mro__}
@@ -131,7 +130,7 @@ def head_weight(model: nn.Module) -> Tensor:
     """The policy's `lm_head` [V, H] as it is now, detached. Raises `UnsupportedModelError` where it is not plain."""
     inner: Any = unwrap(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-    # PEFT keeps a trained copy of a whole module beside the original.
+    # PEFT keeps the trained copy of a module beside the original.
     trained = getattr(head, "modules_to_save", None)
     if isinstance(trained, nn.ModuleDict) and len(trained):
         head = next(iter(trained.values()))
@@ -148,7 +147,7 @@ def head_weight(model: nn.Module) -> Tensor:
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether this rank holds only a part: a DTensor (FSDP2, tensor parallel), or what ZeRO-3 leaves, an empty one."""
+    """Whether this rank holds only a part: a DTensor (FSDP2, tensor parallel), or an empty tensor (ZeRO-3)."""
     return hasattr(weight, "to_local") or weight.numel() == 0
 
 
@@ -234,24 +233,25 @@ class HeadWatch:
 
     ROWS: Final = 256
 
-    def __init__(self, weight: Tensor, tolerance: float) -> None:
+    def __init__(self, weight: Tensor, tolerance: float, policy_version: int) -> None:
         self.tolerance = tolerance
         V = weight.shape[0]
         self._rows = torch.linspace(0, V - 1, min(self.ROWS, V), dtype=torch.float64).long()
         self._sent = self._sample(weight)
+        # Until the first batch has come; then None.
+        self._registered_version: int | None = policy_version
 
     def _sample(self, weight: Tensor) -> Tensor:
         return weight.detach()[self._rows.to(weight.device)].float().cpu()
 
-    def change(self, weight: Tensor) -> float:
-        """Relative change since `mark` (or the construction)."""
-        now = self._sample(weight)
-        return float((now - self._sent).norm() / self._sent.norm().clamp_min(1e-30))
-
-    def moved(self, weight: Tensor) -> bool:
-        """Whether the head is worth sending again."""
-        return self.change(weight) > self.tolerance
+    def is_due(self, weight: Tensor, policy_version: int) -> bool:
+        """Whether the head is to be sent before a batch of this policy version."""
+        # A first batch of another version: the run was resumed, and the service may hold a head of an earlier attempt.
+        resumed = self._registered_version not in (None, policy_version)
+        self._registered_version = None
+        change = (self._sample(weight) - self._sent).norm() / self._sent.norm().clamp_min(1e-30)
+        return resumed or float(change) > self.tolerance
 
     def mark(self, weight: Tensor) -> None:
-        """Remember this head as the one that the service has."""
+        """The service has been sent this head."""
         self._sent = self._sample(weight)

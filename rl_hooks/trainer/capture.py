@@ -1,14 +1,14 @@
-"""Hidden states out of a forward that runs anyway: the states *entering* chosen decoder layers, and the last one.
+"""Captures hidden states in the trainer's forward: the states *entering* chosen decoder layers, and the last one.
 
 An auxiliary state is the residual stream entering layer `i` (0-based), residual added and before the layer's own norm:
 `output_hidden_states`' `hidden_states[i]`. The last state is the output of the final norm, which is what `lm_head`
-multiplies. Both come from module hooks, so the model need not return them, and no other layer is kept alive.
+multiplies. Module hooks take both, so the model need not return them, and no other state is kept in memory.
 
 Invariants
 - Nothing is captured unless armed: generation, evaluation and reference forwards run through the same modules.
 - The first firing of a hook in an armed forward counts. Activation checkpointing of some frameworks runs a module
   again in the backward pass; such a second firing is ignored.
-- Hooks never raise into the forward. What goes wrong in one is raised by `pop`.
+- Hooks never raise into the forward. `pop` raises the first error of a hook.
 - Register before `torch.compile`: a hook added to a model that was already compiled never fires (and `pop` says so).
 
 Data parallelism only: under tensor, sequence or pipeline parallelism a rank holds part of a state, and `pop` finds a
@@ -34,7 +34,7 @@ from rl_hooks.sending.features import Captured
 from rl_hooks.sending.registration import unwrap
 from rl_hooks.trainer.packing import boundaries_among
 
-#: Where causal language models keep their decoder layers and final norm, tried in order.
+#: Paths of the decoder layers and the final norm in causal language models, tried in order.
 DECODER_PATHS: Final[tuple[tuple[str, str], ...]] = (
     ("model.layers", "model.norm"),  # Llama, Qwen, Mistral, Gemma, DeepSeek, ...
     ("model.language_model.layers", "model.language_model.norm"),  # vision-language models, transformers 5
@@ -60,7 +60,7 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
 def find_decoder(
     model: nn.Module, layers_path: str | None = None, norm_path: str | None = None
 ) -> tuple[nn.ModuleList, nn.Module]:
-    """Find the decoder layers and the final norm, by explicit dotted paths or at the places known to us."""
+    """Find the decoder layers and the final norm, by explicit dotted paths or by `DECODER_PATHS`."""
     root = unwrap(model)
     if (layers_path is None) != (norm_path is None):
         raise UnsupportedModelError("give both layers_path and norm_path, or neither")
@@ -139,7 +139,7 @@ class FeatureCapture:
             self._rows = None
 
     def pop(self) -> Captured:
-        """What the last armed forward left. Raises `CaptureMissedError` if any hook did not fire."""
+        """The states of the last armed forward. Raises `CaptureMissedError` if any hook did not fire."""
         states, self._states = self._states, {}
         boundaries, self._boundaries = self._boundaries, {}
         error, self._error = self._error, None
@@ -163,7 +163,7 @@ class FeatureCapture:
 
     def _entering(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._armed and name not in self._states:
-            if not self._states:  # the first layer speaks for all
+            if not self._states:  # all layers get the same ones
                 self._boundaries = boundaries_among(kwargs)
             self._take(name, args[0] if args else kwargs.get("hidden_states"))
 
@@ -186,7 +186,7 @@ class FeatureCapture:
 
 
 def _flatten(name: str, state: Any, shape: tuple[int, ...] | None) -> Tensor:
-    """The state as detached rows [B * S, H], if it is one and fits [B, S]."""
+    """The state as detached rows [B * S, H]; raises if it is no hidden state or does not fit [B, S]."""
     if not isinstance(state, Tensor) or state.ndim < 2:
         raise RolloutError(f"{name} was given {type(state).__name__}; expected a hidden state [B, S, H]")
     if state.ndim > 3:

@@ -1,9 +1,10 @@
-"""Tells a row that holds several rollouts, by what the trainer's forward says of it, and refuses it by name.
+"""Detects a row that holds several rollouts, from the arguments of the trainer's forward, and refuses it.
 
 A drafter that is trained on such a row learns to predict the first tokens of one rollout from another, and replay α
-counts rounds across the seam. Three things tell a seam between two tokens of a row: positions that go back, boundaries
-of sequences (`cu_seq_lens_q` and its kin), and sequence numbers that change (`seq_idx`, or an `attention_mask` that
-numbers documents). Where none of them reaches the model, a packed row looks like one rollout of several turns.
+counts rounds across the boundary. Three arguments show a boundary between two tokens of a row: positions that go back,
+boundaries of sequences (`cu_seq_lens_q` and the like), and sequence numbers that change (`seq_idx`, or an
+`attention_mask` that numbers documents). Where the model gets none of them, a packed row looks like one rollout of
+several turns.
 
 Legend: B rows, S tokens of a row, padding included.
 """
@@ -23,12 +24,12 @@ UNPACK: Final = (
     "Packed (padding-free) rows are not supported: they would be trained and replayed across the seam. Send one "
     "rollout a row, padded to [B, S] with an attention_mask, and turn packing off for the forward that is captured."
 )
-#: What numbers the sequences of a row, token by token.
+#: Arguments that hold the number of its sequence for each token.
 _NUMBERS: Final = ("seq_idx", "attention_mask")
 
 
 def boundaries_among(kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those of a decoder layer's arguments that tell where rollouts begin. Only referenced: nothing is read here."""
+    """The arguments of a decoder layer that tell where rollouts begin. Their values are not read here."""
     return {
         name: value
         for name, value in kwargs.items()
@@ -37,7 +38,7 @@ def boundaries_among(kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def refuse_packed(said: Mapping[str, npt.NDArray[Any]], real_BS: npt.NDArray[np.bool_]) -> None:
-    """Raise RolloutError where a seam lies between two real tokens of a row. Padding may carry any position."""
+    """Raise RolloutError for a boundary between two real tokens of a row. Padding may have any position."""
     for name, values in said.items():
         seams_BS = _seams(name, values, real_BS)
         if seams_BS is None or not seams_BS.any():

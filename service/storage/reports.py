@@ -36,23 +36,25 @@ RECENT_SCORES: Final = LOOK_BACK
 NEWEST_REPORTS: Final = 8
 
 
+class _Key:
+    """A Redis key of a run, called by the name of the attribute."""
+
+    def __set_name__(self, owner: type[StoreKeys], name: str) -> None:
+        self._name = name
+
+    def __get__(self, keys: StoreKeys, owner: type[StoreKeys]) -> str:
+        return keys.prefix + self._name
+
+
 class StoreKeys:
     """Redis keys of one run's reports."""
 
+    scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
+    acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
+    live_order, judged, unplaced = _Key(), _Key(), _Key()
+
     def __init__(self, run: str) -> None:
-        self.prefix = prefix = Keys(run).prefix
-        self.scores = prefix + "scores"
-        self.recent_scores = prefix + "recent_scores"
-        self.acceptance = prefix + "acceptance"
-        self.worker = prefix + "worker"
-        self.latest_head = prefix + "latest_head"
-        self.reporters = prefix + "reporters"
-        self.reported = prefix + "reported"
-        self.live = prefix + "live"
-        self.live_order = prefix + "live_order"
-        self.judged = prefix + "judged"
-        self.unplaced = prefix + "unplaced"
-        self.latest_policy = prefix + "latest_policy"
+        self.prefix = Keys(run).prefix
 
 
 class Store:

@@ -4,12 +4,12 @@
     -> end_weight_update -> continue_generation
 
 `in_place` keeps requests and KV cache; without a pause each call would wait until every running request has ended. The
-weights themselves do not travel: `rl_hooks.engines.sglang.loader`, named by `--custom-weight-loader`, reads them from
-the disk that agent and server share, and says through a file what it made of them. Never used:
-`/update_weights_from_disk`, which has no selector and would load the drafter into the policy.
+requests hold no weights: `rl_hooks.engines.sglang.loader`, named by `--custom-weight-loader`, reads them from the disk
+that agent and server share, and writes its outcome to a file. `/update_weights_from_disk` is not used: it has no
+selector and would load the drafter into the policy.
 
-`weight_version` is left alone. It is one slot for the whole server, and the trainer keeps its policy version there; a
-whole number in it is taken as that. What is loaded is therefore remembered here, for as long as it is the same process.
+`weight_version` is only read. The server has one, and the trainer keeps its policy version there; a whole number in it
+is taken as the policy version. So the adapter remembers which drafter is loaded, as long as the server's process lives.
 
 Written against 0.5.23; tests/sglang_contract.py checks every call as that version does.
 """
@@ -30,10 +30,9 @@ from typing import Any, Final
 
 import httpx
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from rl_hooks import wire
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counters import Snapshot, read_samples
 from rl_hooks.engines.protocol import EngineState, counting_only
 from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
 from rl_hooks.release import Release
@@ -69,12 +68,12 @@ class SGLangEngine:
         self._session_timeout_seconds = session_timeout_seconds
         self._loaded: tuple[str, str, int] | None = None  # identity of the process, version, swaps
         self._memory: Path | None = None
-        self._left: str | None = None  # what an interrupted swap left behind: "paused", or a "session" as well
+        self._left: str | None = None  # state after an interrupted swap: "paused", or with an open "session" too
         self._depth = 0
 
-    # --- what the follower asks
+    # --- called by the follower
     async def state(self) -> EngineState:
-        """What is loaded now, as far as anybody can know: what was swapped in since the server started."""
+        """The drafter that this agent has swapped in since the server started; SGLang does not tell."""
         if self._left is not None:
             await self._tidy()
         info, model = await self._get("/server_info"), await self._get("/model_info")
@@ -84,7 +83,7 @@ class SGLangEngine:
         algorithm = info.get("speculative_algorithm")
         if str(algorithm).upper() != "EAGLE3":
             return counting_only(None if algorithm is None else str(algorithm).lower(), version)
-        started, loaded = process_identity(info), self._recall()
+        started, loaded = process_identity(info), self._loaded
         steps = info.get("speculative_num_steps")
         depth = steps if type(steps) is int else None
         if loaded is None or loaded[0] != started:
@@ -94,7 +93,7 @@ class SGLangEngine:
     async def snapshot(self) -> Snapshot:
         """Counters. SGLang counts a request when it has finished, so a round of α 1 counts as one emitted token.
 
-        Accepted tokens are counted after trimming, other than vLLM's; there are none by position.
+        Accepted tokens are counted after trimming, unlike vLLM's, and not by position.
         """
         response = await self._call("GET", "/metrics")
         totals = _totals(response.text)
@@ -119,7 +118,7 @@ class SGLangEngine:
             for path in outcome.iterdir():
                 path.unlink()
             outcome.rmdir()
-        before = self._recall()
+        before = self._loaded
         swaps = before[2] + 1 if before is not None and before[0] == process_identity(info) else 1
         self._remember(release, (process_identity(info), release.version, swaps))
         return sha256
@@ -128,7 +127,7 @@ class SGLangEngine:
     async def _update(self, release: Release, outcome: Path, ranks: int) -> None:
         engines = release.path.parent / "engines"
         try:
-            self._mark(engines, "paused")  # before the call: an agent that is killed now leaves word of it
+            self._mark(engines, "paused")  # before the call, so that it is known even if the agent is killed now
             await self._post("/pause_generation", {"mode": "in_place"})
             await self._begin()
             try:
@@ -146,16 +145,16 @@ class SGLangEngine:
                 await self._end()
                 self._mark(engines, "paused")
         finally:
-            # Inside a session of ours that would not end, too: it holds the drafter only, no text depends on it.
+            # Also if our session could not be closed: it holds only the drafter, which no text depends on.
             await self._post("/continue_generation", {"torch_empty_cache": False})
             if self._left != "session":
                 self._mark(engines, None)
 
     async def _begin(self) -> None:
-        """Open a session. Another one, of the trainer that brings a policy, is waited for.
+        """Open a session; first wait until the trainer's session, which writes a policy, is closed.
 
-        Generation must not go on while somebody writes the policy, so the wait is long; what outlasts it was forgotten
-        by its owner, and the drafter is given up rather than the server paused again and again.
+        Generation must not go on while the policy is written, so the wait is long. A session that is open longer has
+        lost its owner: the drafter is refused, because each further try would pause the server.
         """
         deadline = time.monotonic() + self._session_timeout_seconds
         while True:
@@ -166,22 +165,22 @@ class SGLangEngine:
                     raise
                 if time.monotonic() > deadline:
                     raise SwapRefusedError(
-                        f"{self.url}: a weight-update session of somebody else was open for "
+                        f"{self.url}: a weight-update session of another client was open for "
                         f"{self._session_timeout_seconds:.0f} s; if its owner is gone, POST /end_weight_update"
                     ) from error
                 await asyncio.sleep(_SESSION_RETRY_SECONDS)
             else:
-                # If one was waited for, its owner has since let generation go on.
+                # The owner of a session that was waited for has let generation go on.
                 await self._post("/pause_generation", {"mode": "in_place"})
                 return
 
     async def _end(self) -> None:
-        """Close our session; a call that fails is repeated, for an open session shuts the trainer out."""
+        """Close our session; a failed call is repeated, because an open session blocks the trainer."""
         for attempt in range(_END_ATTEMPTS):
             try:
                 await self._post("/end_weight_update", {})
             except EngineError as error:
-                if _NO_SESSION in str(error):  # an earlier try did it, and its answer was lost
+                if _NO_SESSION in str(error):  # an earlier call closed it, and its answer was lost
                     return
                 if attempt == _END_ATTEMPTS - 1:
                     raise
@@ -190,7 +189,7 @@ class SGLangEngine:
                 return
 
     async def _tidy(self) -> None:
-        """Undo what a swap left behind that was killed, or whose session would not end."""
+        """After a swap that was killed, or whose session could not be closed: close it, and let generation go on."""
         if self._left == "session":
             await self._end()
         await self._post("/continue_generation", {"torch_empty_cache": False})
@@ -198,12 +197,12 @@ class SGLangEngine:
             self._mark(self._memory.parent, None)
 
     def _mark(self, engines: Path, left: str | None) -> None:
-        """Write down what would be left if the agent died now."""
+        """Record the server's state, for the next agent if this one dies now."""
         self._left = left
         self._write(engines)
 
     def _judge(self, release: Release, outcome: Path, ranks: int) -> str:
-        """Believe only what the loader of every rank has written down."""
+        """Read the outcome that the loader of each rank has written; returns the digest that all of them read."""
         said = [json.loads(path.read_text()) for path in sorted(outcome.glob("*.json"))]
         refused = [one["refused"] for one in said if one.get("refused")]
         if refused:
@@ -211,7 +210,7 @@ class SGLangEngine:
         failed = [one["failed"] for one in said if one.get("failed")]
         if failed or len(said) < ranks or not all(one.get("ok") for one in said):
             silent = (
-                f"{len(said)} of {ranks} ranks told what became of it; see the server's log, and whether its "
+                f"{len(said)} of {ranks} ranks wrote an outcome; see the server's log, and whether its "
                 f"DRAFTALIGN_DRAFTER_DIR holds {release.path}"
             )
             reason = failed[0] if failed else silent
@@ -221,9 +220,6 @@ class SGLangEngine:
         return str(said[0]["sha256"])
 
     # --- memory: SGLang does not know the name of its drafter
-    def _recall(self) -> tuple[str, str, int] | None:
-        return self._loaded
-
     def _remember(self, release: Release, loaded: tuple[str, str, int]) -> None:
         self._loaded = loaded
         self._write(release.path.parent / "engines")
@@ -237,7 +233,7 @@ class SGLangEngine:
         self._memory = path
 
     def remember_from(self, cache: Path) -> None:
-        """Take up what an agent before this one has loaded; `cache` is the directory of the run."""
+        """Read which drafter an earlier agent has loaded; `cache` is the directory of the run."""
         path = cache / "engines" / f"sglang-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
         self._memory = path
         try:
@@ -275,7 +271,7 @@ class SGLangEngine:
 
 
 def check_server(info: Mapping[str, Any]) -> None:
-    """Refuse servers whose drafter cannot be swapped this way; the message says how to start one whose can."""
+    """Refuse servers whose drafter cannot be swapped this way; the message says how to start one that can."""
     faults = []
     if str(info.get("speculative_algorithm")).upper() != "EAGLE3":
         faults.append(f"it runs speculative algorithm {info.get('speculative_algorithm')!r}, not EAGLE3")
@@ -298,14 +294,14 @@ def check_release(release: Release, info: Mapping[str, Any]) -> None:
     # SGLang keeps the draft vocabulary that it started with, whatever is loaded later.
     first = Path(str(info.get("speculative_draft_model_path") or "")) / "model.safetensors"
     if not first.is_file():
-        return  # not on this disk; the loader compares with what the server has
+        return  # not on this disk; the loader compares with the loaded vocabulary
     try:
         started, offered = (wire.MappedFile(path) for path in (first, release.path / "model.safetensors"))
     except wire.WireError:
-        return  # with dtypes of its own, say; the loader compares in any case
+        return  # for instance of unknown dtypes; the loader compares in any case
     if "d2t" in started and "d2t" in offered and not np.array_equal(started.array("d2t"), offered.array("d2t")):
         raise SwapRefusedError(
-            f"{release.version}: d2t differs from that of {first.parent}, with which the server was started; SGLang "
+            f"{release.version}: d2t differs from the one in {first.parent}, which the server was started with; SGLang "
             "reads the draft vocabulary once, at its start. Restart it with this drafter"
         )
 
@@ -330,25 +326,17 @@ def request_payload(request: Mapping[str, str]) -> str:
 
 
 def _totals(text: str) -> dict[str, int]:
-    """The three counters, each summed over its labels. Raises MetricsError naming what is missing."""
+    """The three counters, each summed over its labels. Raises MetricsError naming a missing one."""
     wanted = (ROUNDS, GENERATED, REQUESTS)
-    lines = [line for line in text.splitlines() if line.startswith(wanted)]
-    totals: dict[str, float] = {}
-    try:
-        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
-            for sample in family.samples:
-                if sample.name in wanted:
-                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-    except (ValueError, IndexError) as error:
-        raise MetricsError(f"/metrics is not in the Prometheus text format: {error}") from error
-    if GENERATED not in totals:
+    samples = read_samples(text, wanted)
+    if GENERATED not in samples:
         raise MetricsError(f"the engine's /metrics has no {GENERATED}; start SGLang with --enable-metrics")
-    # These two appear with the first request that has something to count.
-    return {name: int(totals.get(name, 0.0)) for name in wanted}
+    # The other two appear with the first request.
+    return {name: int(sum(sample.value for sample in samples.get(name, ()))) for name in wanted}
 
 
 def process_identity(info: Mapping[str, Any]) -> str:
-    """Tells one start of a server from the next: SGLang measures how long each start took, and draws a seed for it."""
+    """Differs from start to start of a server: SGLang reports how long the start took, and the seed that it drew."""
     if not isinstance(info.get("startup_time"), dict):
         raise EngineError(f"/server_info has no startup_time (got {info.get('startup_time')!r}); SGLang 0.5.23 has one")
     facts = [info.get(name) for name in ("startup_time", "random_seed", "launch_command")]

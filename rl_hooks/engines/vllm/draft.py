@@ -1,4 +1,4 @@
-"""The drafter's module inside a vLLM worker: what it shares with the policy, how it was built, and loading it anew.
+"""The drafter's module inside a vLLM worker: its modules shared with the policy, its sizes, and loading weights.
 
 Loads through vLLM's own layerwise reload: kernels repack weights (CPU, quantised layers) and CUDA graphs hold
 addresses, so a plain copy is not enough.
@@ -33,7 +33,7 @@ class RunningDraft:
         return self._offsets
 
     def built_elements(self, groups: Iterable[str]) -> dict[str, int]:
-        """Parameter elements by module as vLLM recorded them when it loaded the drafter, what is shared left out.
+        """Parameter elements by module as vLLM recorded them when it loaded the drafter, without shared modules.
 
         Modules inside one of `groups` count for that group.
         """
@@ -51,10 +51,10 @@ class RunningDraft:
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, Tensor], unread: Mapping[str, tuple[int, ...]]) -> None:
-        """Put in these weights, by their names in drafters' files; what is shared is out of reach meanwhile.
+        """Load these weights, named as in drafters' files. Shared modules are taken off the drafter during the load.
 
-        `unread`: shapes of parameters that no file has, and a reload wants. After an exception the module is half old,
-        half new: load again.
+        `unread`: shapes of parameters that a reload needs and no file has. An exception leaves some weights old and
+        some new: load again.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.layerwise import (
@@ -78,7 +78,7 @@ class RunningDraft:
 
     @contextmanager
     def _detached(self) -> Iterator[None]:
-        """Take shared modules off the drafter, and put them back whatever happens."""
+        """Take shared modules off the drafter, and put them back in any case."""
         homes = []
         for name, module in self.shared.items():
             home = self.module.get_submodule(name.rpartition(".")[0])
@@ -120,7 +120,7 @@ def _shared_modules(draft: nn.Module, target: nn.Module) -> dict[str, nn.Module]
 
 
 def _check_complete(draft: nn.Module) -> None:
-    """Raise if vLLM got nothing for some layer: it would keep the old one and only log it."""
+    """Raise if vLLM got no weights for a layer: it would keep the old ones and only log that."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -136,8 +136,9 @@ def _check_complete(draft: nn.Module) -> None:
 def _repacked_experts(draft: nn.Module, worker: Any) -> Iterator[None]:
     """On a CPU, make vLLM pack loaded experts as it did the first time.
 
-    vLLM 0.32 and 0.33 pack them only while a layer has no kernel yet. Loaded again they stay as in the file, are read
-    as if packed, and cost α without a word. On GPUs a second load is right, and kernels stay what graphs captured.
+    vLLM 0.32 and 0.33 pack them only while a layer has no kernel yet. Loaded a second time they stay as in the file but
+    are read as if packed, which lowers α with no error. On GPUs a second load is right, and kernels must stay those
+    that the CUDA graphs captured.
     """
     methods = {id(m): m for m in (getattr(module, "quant_method", None) for module in draft.modules()) if m is not None}
     kernels = [(m, m.moe_kernel) for m in methods.values() if getattr(m, "moe_kernel", None) is not None]
@@ -149,7 +150,7 @@ def _repacked_experts(draft: nn.Module, worker: Any) -> Iterator[None]:
         yield
     finally:
         for method, kernel in kernels:
-            if method.moe_kernel is None:  # these experts were not loaded after all
+            if method.moe_kernel is None:  # these experts were not loaded
                 method.moe_kernel = kernel
 
 

@@ -1,17 +1,18 @@
-"""vLLM plugin: hot-swap the EAGLE-3 drafter of a running server, between two engine steps, without pausing anything.
+"""vLLM plugin: swaps the drafter of a running server between two engine steps, without a pause of generation.
 
     DRAFTALIGN_DRAFTER_DIR=/var/lib/drafters VLLM_PLUGINS=draftalign \
     vllm serve POLICY --speculative-config '{"method": "eagle3", "model": DRAFTER, "num_speculative_tokens": 4}'
 
-| call | what |
+| call | effect |
 |---|---|
 | `POST /drafter/swap` | `{path, version}` -> `{version, previous}`; checked first, all or nothing |
 | `GET /drafter/state` | `{version, loaded, swaps, depth, drafting, config_fingerprint, ...}` |
 
-`path` is a directory with model.safetensors and config.json under DRAFTALIGN_DRAFTER_DIR; nothing outside can be named.
+`path` is a directory with model.safetensors and config.json under DRAFTALIGN_DRAFTER_DIR; others are refused.
 vLLM's `--api-key` guards /v1 only: set DRAFTALIGN_SWAP_TOKEN to ask for a bearer token here. Errors are RFC 9457
-problem documents: 4xx means this drafter will never do, 5xx that it may later. Entry points, both named `draftalign`:
-`vllm.general_plugins` -> `register`, `vllm.endpoint_plugins` -> `DrafterEndpoints`. docs/vllm.md has the details.
+problem documents: 4xx means that this drafter is refused for good, 5xx that it may be accepted later. Entry points,
+both named `draftalign`: `vllm.general_plugins` -> `register`, `vllm.endpoint_plugins` -> `DrafterEndpoints`. Details:
+docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def register() -> None:
         setattr(WorkerBase, method.__name__, method)
 
 
-class SwapProblem(Exception):  # noqa: N818 - named after what it becomes
+class SwapProblem(Exception):  # noqa: N818 - it becomes a problem document
     """An answer other than 200: becomes a problem document."""
 
     def __init__(self, status: int, title: str, detail: str) -> None:
@@ -65,10 +66,10 @@ class Swapper:
         self._last_state: dict[str, Any] = {"version": None, "loaded": False, "swaps": 0}
 
     async def state(self) -> dict[str, Any]:
-        """The state of the drafter: of the rank that has one, where ranks differ (pipelines)."""
+        """The state of the drafter, from a rank that has one (in a pipeline only the last has)."""
         if await self._sleeps():
-            # Its weights may be unmapped: reading them would kill the engine. Nothing is drafted meanwhile, so what was
-            # true before still tells whose the counts are; whether the drafter lives is read when the engine is awake.
+            # Its weights may be unmapped: reading them would kill the engine. A sleeping engine drafts nothing, so the
+            # last state still tells which drafter its counts belong to. The weights are checked when it is awake.
             return {**self._last_state, "problem": "the engine sleeps or is paused"}
         states = await self._call("draftalign_state")
         drafting = [s for s in states if "shared_modules" in s]
@@ -81,24 +82,24 @@ class Swapper:
         return state
 
     async def swap(self, path: str, version: str) -> dict[str, Any]:
-        """Stage on every worker, and only when all of them are content, swap on every worker in one call."""
+        """Stage on every worker; when all have accepted the drafter, swap on every worker in one call."""
         directory = self._resolve(path)
         async with self._lock:
             await self._check_awake()
             await self._call("draftalign_stage", str(directory), version)
             sha256 = await self._await_staged(version)
-            await self._check_awake()  # staging took its time
+            await self._check_awake()  # it may have been put to sleep while the drafter was staged
             results = await self._call("draftalign_apply", version, sha256)
         return {"version": version, "previous": results[0]["previous"], "sha256": sha256}
 
     def _resolve(self, path: str) -> Path:
-        """The directory asked for, if it lies under the configured one. Symbolic links are followed, then judged."""
+        """The requested directory, if it lies under the configured one. Symbolic links are resolved first."""
         if self._directory is None:
             raise SwapProblem(503, "Swapping is off", "set DRAFTALIGN_DRAFTER_DIR to the directory drafters come from")
         try:
             resolved = (self._directory / path).resolve()
             if not resolved.is_relative_to(self._directory) or resolved == self._directory:
-                # The same words whether it exists or not: this must not tell what the file system holds.
+                # The same answer whether it exists or not: it must not reveal the file system.
                 raise SwapProblem(403, "Not allowed", f"path must name a directory under {self._directory}")
             if not resolved.is_dir():
                 raise SwapProblem(404, "No such drafter", f"{resolved} is not a directory on this machine")
@@ -185,7 +186,7 @@ class DrafterEndpoints:
         # The workers copy the draft vocabulary to the host at their first call, which must be before they first sleep.
         try:
             await self._swapper.state()
-        except SwapProblem as problem:  # a server must start without it rather than not at all
+        except SwapProblem as problem:  # the server must start without it
             log.warning("draftalign: the drafter was not looked at: %s", problem.detail)
         if os.environ.get("DRAFTALIGN_TAP_URL"):
             await engine_client.collective_rpc("draftalign_tap")

@@ -2,13 +2,13 @@
 
     DRAFTALIGN_TAP_URL=http://service:8400 DRAFTALIGN_TAP_FRACTION=0.05 VLLM_PLUGINS=draftalign vllm serve ...
 
-The target already hands its auxiliary states to the drafter at every step, and its final states too: the tap looks at
-what the drafter is given (`propose_draft_token_ids` in the V1 model runner, `speculator.propose` in V2), takes the rows
-of the requests that it samples, and reads their tokens from the same step. It registers the run, with the policy's
-embedding and head and the drafter that the server was started with. The policy must not change: when its weights are
-loaded again the tap stops, and says why. With RL, use the trainer's hook.
+At every step the target passes its auxiliary and final states to the drafter. The tap reads the drafter's arguments
+(`propose_draft_token_ids` in the V1 model runner, `speculator.propose` in V2), takes the rows of the requests that it
+samples, and reads their tokens from the same step. It registers the run with the policy's embedding and head and with
+the server's first drafter. The policy must not change: when its weights are loaded again the tap stops, and logs why.
+With RL, use the trainer's hook.
 
-What it sends is your users' text, as token ids and hidden states: sample with their consent.
+The tap sends your users' text, as token ids and hidden states: sample with their consent.
 
 V1 and V2 are tested on a CPU (tests/vllm_server/test_vllm_server_tap.py). Asynchronous scheduling on GPUs is written
 from vLLM's source (0.32, 0.33) and was not run. One rank only: with tensor parallelism the head is sharded.
@@ -41,12 +41,13 @@ from rl_hooks.engines.tap import (
     Step,
     rollout_file,
 )
+from rl_hooks.sending.jobs import Job
 from rl_hooks.sending.registration import RunRegistration, head_weight
-from rl_hooks.sending.sender import Job, RolloutSender
+from rl_hooks.sending.sender import RolloutSender
 
 log = logging.getLogger("vllm.draftalign")
 
-#: Sampling parameters that change what a token was drawn from, and the value of each that does not.
+#: Sampling parameters that change the distribution, and the neutral value of each.
 _PLAIN: Final[Mapping[str, Any]] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
@@ -57,7 +58,7 @@ _PLAIN: Final[Mapping[str, Any]] = {
 _ABSENT: Final = ("logit_bias", "allowed_token_ids", "structured_outputs", "bad_words", "logits_processors")
 
 
-#: What the tap reads, by the name of the parameter, so that vLLM may add and reorder others.
+#: The parameters that the tap reads, by name, so that vLLM may add and reorder others.
 V1_ARGUMENTS: Final = ("scheduler_output", "sampled_token_ids", "hidden_states", "aux_hidden_states")
 V2_ARGUMENTS: Final = ("input_batch", "last_hidden_states", "aux_hidden_states", "num_rejected", "last_sampled")
 
@@ -67,7 +68,7 @@ class TapUnsupportedError(Exception):
 
 
 def named_arguments(function: Callable[..., Any], wanted: Sequence[str]) -> Callable[..., dict[str, Any]]:
-    """What turns a call's arguments into a dict by parameter name; raises TapUnsupportedError if a name is missing."""
+    """A function that maps a call's arguments to parameter names; raises TapUnsupportedError if a name is missing."""
     signature = inspect.signature(function)
     name = getattr(function, "__qualname__", type(function).__name__)
     if missing := [one for one in wanted if one not in signature.parameters]:
@@ -94,7 +95,7 @@ class TapSettings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> TapSettings | None:
-        """None where DRAFTALIGN_TAP_URL is unset; ValueError for nonsense."""
+        """None where DRAFTALIGN_TAP_URL is unset; raises ValueError for values out of range."""
         url = environment.get("DRAFTALIGN_TAP_URL")
         if not url:
             return None
@@ -127,7 +128,7 @@ class Policy(nn.Module):
 
 
 def policy_of(config: Any, model: nn.Module) -> Policy:
-    """A `Policy` by the name of its architecture, from which the registration knows what it does to its logits."""
+    """A `Policy` whose class has the architecture's name, by which the registration finds the map of its logits."""
     architectures = getattr(config, "architectures", None) or [type(model).__name__]
     named: type[Policy] = type(str(architectures[0]), (Policy,), {})
     return named(config, model)
@@ -170,7 +171,7 @@ class VllmTap:
             raise TapUnsupportedError("this server does not speculate with EAGLE-3, so no states reach a drafter")
 
     def _wrap(self, runner: Any) -> None:
-        # Every name is looked for before anything is wrapped: a tap is whole, or it is not there.
+        # Find every name before wrapping anything: a failure leaves no tap behind.
         scheduled = named_arguments(runner.execute_model, ("scheduler_output",))
         owner, method, read, wanted = self._place(runner)
         propose = getattr(owner, method)
@@ -185,17 +186,17 @@ class VllmTap:
 
     @staticmethod
     def _place(runner: Any) -> tuple[Any, str, _Read, tuple[str, ...]]:
-        """Where the target's states are handed over: the object, its method, and how to read that."""
+        """Where the drafter gets the target's states: the object, its method, and how to read the arguments."""
         if hasattr(runner, "propose_draft_token_ids"):
             return runner, "propose_draft_token_ids", step_v1, V1_ARGUMENTS
         if hasattr(getattr(runner, "speculator", None), "propose"):
             return runner.speculator, "propose", step_v2, V2_ARGUMENTS
-        raise TapUnsupportedError(f"{type(runner).__name__} hands nothing to a drafter that the tap knows")
+        raise TapUnsupportedError(f"{type(runner).__name__} calls its drafter in a way that the tap does not know")
 
     def _watch(self, named: _Named, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         try:
             scheduler_output = named(*args, **kwargs)["scheduler_output"]
-            # Ended in the step before; a name may be taken up again in this one.
+            # These ended in the step before. A new request of this step may have the same name: end them first.
             self.tap.end(scheduler_output.finished_req_ids)
             for new in scheduler_output.scheduled_new_reqs:
                 if (request := request_of(new)) is not None:
@@ -203,7 +204,7 @@ class VllmTap:
             if scheduler_output.num_scheduled_tokens:  # an empty step may come while the engine sleeps
                 self.tap.release()
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
-            self.tap.note("reading what was scheduled", error)
+            self.tap.note("reading the schedule", error)
 
     def _tapped(self, runner: Any, propose: Callable[..., Any], read: _Read, named: _Named) -> Callable[..., Any]:
         def tapped(*args: Any, **kwargs: Any) -> Any:
@@ -231,7 +232,7 @@ class VllmTap:
     def stats(self) -> dict[str, Any]:
         """Counters of the tap and of its sender, and why the tap has stopped, if it has."""
         sender = {f"sender_{name}": value for name, value in self.sender.stats().items()}
-        return {**self.tap.counts, **sender, "stopped": self.tap.stopped}
+        return {**self.tap.tally.counts(), **sender, "stopped": self.tap.stopped}
 
 
 def request_of(new: Any) -> Request | None:
@@ -314,7 +315,7 @@ def _weight(module: nn.Module, rows: int) -> nn.Module:
     if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.shape[0] < rows or not weight.is_floating_point():
         raise TapUnsupportedError("the policy's embedding or head is quantised or packed, and cannot be read")
     holder = nn.Module()
-    # A view, on the device: the policy's own memory. A plain attribute, so that nobody takes it for ours.
+    # A view of the policy's own memory. A plain attribute: it is no parameter of this module.
     holder.weight = weight.detach()[:rows]
     return holder
 
@@ -324,6 +325,6 @@ def start_tap(worker: Any, aux_layers: Sequence[int]) -> VllmTap | None:
     try:
         settings = TapSettings.read(os.environ)
         return None if settings is None else VllmTap(worker, settings, aux_layers)
-    except Exception as error:  # noqa: BLE001 - a server without features is better than none
+    except Exception as error:  # noqa: BLE001 - the server must start without its tap
         log.error("draftalign: no features will be captured: %s", error)
         return None

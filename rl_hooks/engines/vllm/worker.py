@@ -1,11 +1,11 @@
 """The part of the vLLM plugin inside each worker: stage a drafter beside the engine, then swap it in one call.
 
-A swap is two RPCs. `draftalign_stage` starts a thread that reads and checks the file while the engine goes on;
-`draftalign_apply` is the only moment in which the engine stands still, between two steps, and it is all or nothing:
-if applying fails, the drafter that was served before is put back. Both are called on every worker, so that one rank
-that cannot read its copy stops the swap on all of them.
+A swap is two RPCs. `draftalign_stage` starts a thread that reads and checks the file while the engine goes on.
+`draftalign_apply` runs between two steps, and only it stalls the engine. It is all or nothing: if it fails, the drafter
+that was served before is loaded again. Both are called on every worker, so a rank that cannot read its copy stops the
+swap on all of them.
 
-Reads only what V1 and V2 model runners share (`get_model`, `get_draft_model`).
+Uses only methods that V1 and V2 model runners both have (`get_model`, `get_draft_model`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class Staged:
-    """A candidate on its way: filled in by the staging thread."""
+    """A candidate that is being read: the staging thread fills it in."""
 
     path: str
     version: str
@@ -59,7 +59,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is loaded. The tensors stay in host memory, to be put back if the next swap fails half-way."""
+    """The loaded drafter. Its tensors stay in host memory, to be loaded again if the next swap fails half-way."""
 
     version: str | None
     sha256: str | None
@@ -73,7 +73,7 @@ class DrafterSwap:
         self._worker = worker
         self._staged: Staged | None = None
         self._served = Served(None, None, None)
-        #: What vLLM itself loaded at its start, once it was read.
+        #: The drafter that vLLM loaded at its start; None until a swap has read it.
         self._initial: dict[str, Tensor] | None = None
         self._swaps = 0
         self._stall_seconds = 0.0
@@ -86,7 +86,7 @@ class DrafterSwap:
         if self.draft is not None:
             self._marks = self.draft.fingerprint()
 
-    # --- what is asked from outside
+    # --- called by RPC
     def stage(self, path: str, version: str) -> None:
         """Begin to read and check; `staged` tells when it is done. A later call replaces an earlier one."""
         staged = Staged(path, version)
@@ -108,11 +108,11 @@ class DrafterSwap:
         }
 
     def apply(self, version: str, sha256: str) -> dict[str, Any]:
-        """Swap in what was staged: anew too if it is served already, for weights can be dead without looking so."""
+        """Swap in the staged drafter, also if it is served already: its weights may have been lost unnoticed."""
         staged = self._staged
         if staged is None or staged.version != version:
             raise RuntimeError(f"{version} is not staged here; another swap came between. Ask again")
-        if not staged.done.is_set():  # staged again since, through another API process; the engine waits for no disk
+        if not staged.done.is_set():  # another API process has staged it again; the engine must not wait for a disk
             raise RuntimeError(f"{version} is still being read here; ask again")
         if staged.refused is not None:
             raise DrafterRefusedError(staged.refused)
@@ -126,7 +126,7 @@ class DrafterSwap:
         return {"previous": previous.version, "version": version}
 
     def state(self) -> dict[str, Any]:
-        """What is loaded, and whether it is still what was loaded."""
+        """The loaded drafter, and whether its weights are still intact."""
         config = self._worker.vllm_config.speculative_config
         document: dict[str, Any] = {
             "version": self._served.version,
@@ -163,7 +163,7 @@ class DrafterSwap:
             return
         try:
             layers = _captured_layers(self._worker.model_runner.get_model())
-        except DrafterRefusedError as error:  # a server must start without its tap rather than not at all
+        except DrafterRefusedError as error:  # the server must start without its tap
             log.error("draftalign: no features are captured: %s", error)
             return
         self.tap = start_tap(self._worker, layers)
@@ -173,7 +173,7 @@ class DrafterSwap:
         began = time.perf_counter()
         try:
             self._check_method()
-            if self.draft is not None:  # on other pipeline ranks there is nothing to read for
+            if self.draft is not None:  # other pipeline ranks have no drafter
                 self._check_engine()
                 layout, d2t = self._layout(), self._d2t()
                 _check_config(Path(staged.path), layout)
@@ -184,21 +184,21 @@ class DrafterSwap:
                     self._initial = self._read_initial(layout, d2t)
         except DrafterRefusedError as error:
             staged.refused = str(error)
-        except Exception as error:  # noqa: BLE001 - a thread's exception would reach nobody; the caller asks for it
+        except Exception as error:  # noqa: BLE001 - `staged` tells the caller
             staged.failed = f"{type(error).__name__}: {error}"
         finally:
             staged.read_seconds = time.perf_counter() - began
             staged.done.set()
 
     def _read_initial(self, layout: Layout, d2t: Tensor) -> dict[str, Tensor] | None:
-        """Read the drafter that vLLM started with, so that there is something to put back from the first swap on."""
+        """Read the drafter that vLLM started with, to load it again if the first swap fails."""
         directory = Path(self._worker.vllm_config.speculative_config.draft_model_config.model)
         try:
             if isinstance(layout, MtpLayout):
                 return read_own_module(directory, layout, self._dtype())
             return read_candidate(_read_bounded(directory / MODEL_FILE, layout), layout, d2t, self._dtype())
         except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
-            log.info("draftalign: %s cannot be kept to go back to: %s", directory, error)
+            log.info("draftalign: %s cannot be kept for a failed swap: %s", directory, error)
             return None
 
     def _layout(self) -> Layout:
@@ -238,8 +238,8 @@ class DrafterSwap:
             raise DrafterRefusedError("this server moves the module's experts between GPUs (EPLB); turn it off")
 
     def _check_engine(self) -> None:
-        """Refuse engines whose drafter shares a head with the policy, or is built otherwise than the layout says."""
-        assert self.draft is not None  # noqa: S101 - the caller looked
+        """Refuse engines whose drafter shares a head with the policy, or has other modules than its layout."""
+        assert self.draft is not None  # noqa: S101 - the caller has checked
         layout = self._layout()
         others = sorted(set(self.draft.shared) - layout.shared)
         if others:
@@ -261,7 +261,7 @@ class DrafterSwap:
 
     # --- the swap itself
     def _replace(self, wanted: Served) -> None:
-        """Load `wanted`; on any failure put back what was there."""
+        """Load `wanted`; if that fails, load the drafter before it again."""
         if self.draft is None:
             self._served = wanted
             self._swaps += 1
@@ -292,14 +292,14 @@ class DrafterSwap:
             self._broken = f"loading failed ({error}), putting back failed ({second}); push a drafter again"
             self._served, self._marks = Served(None, None, None), None
 
-    # --- is it still alive?
+    # --- are its weights intact?
     def _intact(self) -> bool:
-        """False when the weights changed since they were loaded: sleep and wake, a refit, a weight sync did that."""
+        """False when the weights have changed since they were loaded: after a sleep, a refit or a weight sync."""
         return self.draft is None or (self._marks is not None and self._marks == self.draft.fingerprint())
 
 
 def _captured_layers(target: nn.Module) -> tuple[int, ...]:
-    """The layers whose input the target hands to the drafter, as it was told at start."""
+    """The layers whose input the target passes to the drafter."""
     for module in target.modules():
         layers = getattr(module, "aux_hidden_state_layers", None)
         if isinstance(layers, list | tuple) and layers:
@@ -354,7 +354,7 @@ def draftalign_stage(self: Any, path: str, version: str) -> None:
 
 
 def draftalign_staged(self: Any) -> dict[str, Any]:
-    """RPC: how far that is."""
+    """RPC: the progress of `draftalign_stage`."""
     return _of(self).staged()
 
 
@@ -367,12 +367,12 @@ def draftalign_apply(self: Any, version: str, sha256: str) -> dict[str, Any]:
 
 
 def draftalign_state(self: Any) -> dict[str, Any]:
-    """RPC: what is loaded."""
+    """RPC: the state of the drafter."""
     return _of(self).state()
 
 
 def draftalign_tap(self: Any) -> dict[str, Any] | None:
-    """RPC: start the feature tap if the environment asks for one and it is not running; what it counted."""
+    """RPC: start the feature tap once, if the environment asks for one; returns its counters."""
     swap = _of(self)
     if not swap.tap_tried:
         swap.start_tap()

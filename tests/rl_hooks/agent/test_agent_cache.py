@@ -277,4 +277,4 @@ def test_a_swap_that_the_engine_refused_is_forgotten(
         settle(engine)
         with caplog.at_level(logging.WARNING, "draftalign.agent"), engine.lock:
             engine.version, engine.swaps = second, engine.swaps + 1  # by hand
-        eventually(lambda: "somebody else changed the drafter" in caplog.text)
+        eventually(lambda: "another client changed the drafter" in caplog.text)

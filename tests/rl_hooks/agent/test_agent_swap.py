@@ -8,6 +8,7 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,22 @@ def test_only_recent_versions_stay_in_the_cache(service: Service, engine: Engine
             eventually(lambda: engine.version == versions[-1])
         home = tmp_path / "default"
         eventually(lambda: {p.name for p in home.glob("v*")} == set(versions[-2:]))
+
+
+def test_what_the_engines_use_is_read_in_the_thread_that_changes_it(
+    service: Service, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_use, readers = EngineFollower.versions_in_use, set()
+
+    def read(self: EngineFollower) -> set[str]:
+        readers.add(threading.current_thread().name)
+        return in_use(self)
+
+    monkeypatch.setattr(EngineFollower, "versions_in_use", read)
+    with running_agent(service, engine, cache=tmp_path, wait_seconds=0.1):
+        service.publish(1)
+        eventually(lambda: readers)
+    assert not {name for name in readers if name.startswith("asyncio")}, readers  # asyncio.to_thread's names
 
 
 def test_own_metrics_are_served_on_loopback_and_bounded(service: Service, engine: Engine, tmp_path: Path) -> None:

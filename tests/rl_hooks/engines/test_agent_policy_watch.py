@@ -185,9 +185,9 @@ def test_a_request_goes_out_only_once_the_weights_were_seen_to_be_the_same() -> 
     model = Model()
     tap, collected = collecting(model)
     run(tap, "before")
-    assert tap.counts["delivered"] == 0  # the engine may sleep now: its weights are not touched
+    assert tap.tally["delivered"] == 0  # the engine may sleep now: its weights are not touched
     tap.release()
-    eventually(lambda: tap.counts["delivered"] == 1)
+    eventually(lambda: tap.tally["delivered"] == 1)
     run(tap, "during")
     a_few_weights(model)
     tap.release()
@@ -218,8 +218,8 @@ def test_a_stopped_tap_sends_what_was_drawn_before_drops_what_was_under_way_and_
     tap.end(["under way"])
     run(tap, "after")
     tap.release()
-    eventually(lambda: tap.counts["delivered"] == 1)
+    eventually(lambda: tap.tally["delivered"] == 1)
     assert [one.request.request_id for one in collected] == ["drawn before"]
-    assert tap.counts["begun"] == 2
+    assert tap.tally["begun"] == 2
     assert caplog.text.count("nothing more is collected: load_weights") == 1
-    assert tap.counts["failures"] == 0
+    assert tap.tally["failures"] == 0

@@ -28,7 +28,6 @@ from rl_hooks.engines.tap import (
     Step,
     assemble,
     rollout_file,
-    sampling_position,
 )
 from rl_hooks.engines.vllm.tap import (
     V1_ARGUMENTS,
@@ -41,6 +40,7 @@ from rl_hooks.engines.vllm.tap import (
     step_v1,
     step_v2,
 )
+from rl_hooks.sending.sampling import sampling_position
 
 VOCAB, HIDDEN, AUX, STOP = 30, 4, 2, 1
 GENERATOR = torch.Generator().manual_seed(0)
@@ -127,8 +127,8 @@ def decode(sequences: list[Script], seed: int, *, depth: int = 3, preempt: float
         tapped.step(step(parts))
         tapped.end([sequence.name for sequence in chosen if sequence.done])
         running = [sequence for sequence in running if not sequence.done]
-    eventually(lambda: tapped.counts["delivered"] + tapped.counts["skipped_short"] == len(sequences))
-    assert tapped.counts["failures"] == 0
+    eventually(lambda: tapped.tally["delivered"] + tapped.tally["skipped_short"] == len(sequences))
+    assert tapped.tally["failures"] == 0
     return collected
 
 
@@ -208,13 +208,13 @@ def test_only_the_sampled_fraction_is_collected_and_only_within_the_budget() -> 
     tapped = tap(lambda _: None, fraction=0.25)
     for i in range(400):
         tapped.begin(Request(f"r{i}", [2] * 5, PLAIN, frozenset(), None))
-    assert 60 < tapped.counts["begun"] < 140
-    assert tapped.counts["begun"] == sum(sampling_position(f"r{i}") < 0.25 for i in range(400))
+    assert 60 < tapped.tally["begun"] < 140
+    assert tapped.tally["begun"] == sum(sampling_position(f"r{i}", "tap") < 0.25 for i in range(400))
     poor = tap(lambda _: None, tokens_per_minute=50)
     for i in range(40):
         poor.begin(Request(f"r{i}", [2] * 10, PLAIN, frozenset(), None))
-    assert poor.counts["begun"] == 5
-    assert poor.counts["skipped_budget"] == 35
+    assert poor.tally["begun"] == 5
+    assert poor.tally["skipped_budget"] == 35
 
 
 def test_a_step_that_makes_no_sense_costs_its_requests_and_nothing_else() -> None:
@@ -224,7 +224,7 @@ def test_a_step_that_makes_no_sense_costs_its_requests_and_nothing_else() -> Non
     tapped.begin(bad.request())
     broken = step([(bad, 0, [2], 0, 3)])
     tapped.step(Step(**{n: getattr(broken, n) for n in broken.__slots__} | {"positions": torch.zeros(0)}))  # type: ignore[arg-type]
-    assert tapped.counts["failures"] == 1
+    assert tapped.tally["failures"] == 1
     tapped.begin(good.request())
     tapped.step(step([(good, 0, [2], 0, 3)]))
     tapped.step(step([(good, 1, [3, 9], 1, STOP)]))
@@ -489,4 +489,4 @@ def test_the_engines_thread_does_not_wait_for_a_slow_receiver() -> None:
         tapped.end([sequence.name])
     assert time.monotonic() - began < 5
     release.set()
-    eventually(lambda: tapped.counts["delivered"] == 20)
+    eventually(lambda: tapped.tally["delivered"] == 20)

@@ -115,12 +115,18 @@ def test_head_movement_is_the_relative_frobenius_change_of_sampled_rows() -> Non
     torch.manual_seed(0)
     for V in (10, 5000):
         head = torch.randn(V, 16)
-        watch = HeadWatch(head, 0.01)
-        assert watch.change(head) == 0.0
-        assert watch.change(head * 1.02) == pytest.approx(0.02, rel=1e-3)
-        assert watch.moved(head * 1.02)
+        watch = HeadWatch(head, 0.01, policy_version=0)
+        assert not watch.is_due(head, 0)
+        assert not watch.is_due(head * 1.0099, 1)
+        assert watch.is_due(head * 1.0101, 1)
         watch.mark(head * 1.02)
-        assert not watch.moved(head * 1.02)
+        assert not watch.is_due(head * 1.02, 1)
+
+
+def test_the_head_is_due_where_the_first_batch_is_of_another_version_than_was_registered() -> None:
+    head = torch.randn(10, 16)
+    watch = HeadWatch(head, 0.01, policy_version=3)
+    assert [watch.is_due(head, version) for version in (4, 5)] == [True, False]
 
 
 def test_a_missing_initial_drafter_is_named() -> None:

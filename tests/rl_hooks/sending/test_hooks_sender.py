@@ -14,7 +14,8 @@ import pytest
 from hooks_fixtures import Receiver, free_port, receiver
 
 from rl_hooks.sending.exchange import Origin
-from rl_hooks.sending.sender import Job, RolloutSender
+from rl_hooks.sending.jobs import Job
+from rl_hooks.sending.sender import RolloutSender
 
 
 def finished(sender: RolloutSender, seconds: float = 20.0) -> dict[str, object]:
@@ -199,7 +200,7 @@ def test_heads_do_not_fill_the_memory_of_a_trainer_whose_service_is_away(rollout
     for version in range(30):
         sender.submit_job(Job("PUT", "/runs/default/head", lambda v=version: [b"head%02d" % v], 40, keep=True))
         sender.submit([b"rollout%02d" % version, bytes(rollout_bytes - 9)])
-        assert sum(job.size_bytes for job in sender._queue) <= 3 + 40 + 2 * 100
+        assert sum(job.size_bytes for job in sender._queue.waiting) <= 3 + 40 + 2 * 100
     with receiver(port) as service:
         finished(sender)
         bodies = [r.body for r in service.requests]

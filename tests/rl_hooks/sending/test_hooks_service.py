@@ -177,7 +177,7 @@ def test_another_policy_under_a_runs_name_is_turned_away_and_costs_the_run_nothi
     stranger = attach(other)
     assert said(caplog, "answered 409: run 'default' is another policy's") == 1
     assert said(caplog, "Use another run name (the hook's run=)") == 1
-    assert said(caplog, "Nothing of this process is sent until it is attached anew; its own work goes on") == 1
+    assert said(caplog, "This process sends nothing until it is attached again; its own work goes on") == 1
     for version in range(3):
         step(stranger, other, version)
     stats = stranger.stats()

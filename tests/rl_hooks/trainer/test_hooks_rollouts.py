@@ -19,7 +19,8 @@ from transformers import DataCollatorWithFlattening
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError
-from rl_hooks.hook import DrafterHook, sampling_position
+from rl_hooks.hook import DrafterHook
+from rl_hooks.sending.sampling import sampling_position
 
 LENGTHS = [(3, 9), (7, 4), (1, 12), (5, 1)]
 TEMPERATURE = 0.7
@@ -246,7 +247,7 @@ def test_padding_on_both_sides_and_holes_by_mask_are_stripped(service: Receiver,
 def test_sampling_is_by_id_keeps_whole_rollouts_and_respects_the_budget(service: Receiver, tmp_path: Path) -> None:
     model, batch = tiny(), padded_batch([(4, 6)] * 12)
     names = [f"rollout-{i}" for i in range(12)]
-    below = sorted(n for n in names if sampling_position(n) < 0.5)
+    below = sorted(n for n in names if sampling_position(n, "sample") < 0.5)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), sample_fraction=0.5, strict=True)
     run_once(hook, model, batch, rollout_ids=names)
     header = wire.check_rollout_header(sent_file(service, hook, tmp_path).header)
@@ -265,7 +266,7 @@ def test_sampling_is_by_id_keeps_whole_rollouts_and_respects_the_budget(service:
 
 
 def test_sampling_positions_are_uniform_and_unrelated_to_a_plain_hash() -> None:
-    places = np.array([sampling_position(f"id{i}") for i in range(4000)])
+    places = np.array([sampling_position(f"id{i}", "sample") for i in range(4000)])
     assert abs(places.mean() - 0.5) < 0.02
     assert abs((places < 0.125).mean() - 0.125) < 0.02
 
@@ -325,6 +326,23 @@ def test_what_the_caller_gets_wrong_raises_only_when_strict(
     assert lenient.stats()["failures"] == 3
     assert len([r for r in caplog.records if "loss_mask must be" in r.message]) == 1
     lenient.close()
+
+
+def test_each_kind_of_failure_is_logged_and_the_newest_is_told_in_the_stats(
+    service: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    wrong: tuple[dict[str, Any], ...] = ({"loss_mask": batch.loss_mask[:, 1:]}, {"rewards": [1.0]}, {"rewards": [1.0]})
+    with caplog.at_level(logging.WARNING, "rl_hooks"):
+        for version, bad in enumerate(wrong):
+            run_once(hook, model, batch, version=version, **bad)
+    told = [r.message for r in caplog.records]
+    assert [text.count("loss_mask must be") for text in told] == [1, 0]
+    assert "RolloutError: rollout_ids and rewards must hold one entry per row (4)" in told[1]
+    assert hook.stats()["last_failure"].endswith("rollout_ids and rewards must hold one entry per row (4)")
+    assert (hook.stats()["failures"], hook.stats()["last_error"]) == (3, "")
+    hook.close()
 
 
 def test_an_error_of_the_trainers_own_forward_passes_through_untouched(service: Receiver) -> None:

@@ -1,0 +1,55 @@
+"""Which drafter an engine's rounds are credited to, and what its canary finds in them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rl_hooks.agent.canary import Canary, CanaryRule, Verdict
+from rl_hooks.engines.counters import Counts, Ledger, Snapshot
+from rl_hooks.engines.protocol import EngineState
+
+
+class EngineBooks:
+    """One engine's counts. `verdicts` are to be reported, each with the sequence of the offer that was judged."""
+
+    def __init__(self, rule: CanaryRule) -> None:
+        self.ledger = Ledger()
+        self.canary = Canary(rule)
+        self.verdicts: list[tuple[Verdict, int]] = []
+
+    def book(
+        self, counts: Counts, state: EngineState, policy_version: int | None, mistrusted: str | None, now: float
+    ) -> Verdict | None:
+        """Credit counts to what the engine serves, and to its trial."""
+        version = state.serving
+        if version is None or version == mistrusted:  # it has no name, or is not the version that it names
+            self.ledger.set_aside(counts.rounds)
+            return None
+        if state.version is None:
+            self.ledger.book(version, policy_version, counts.with_rounds_without_drafts(), method=version)
+            return None
+        self.ledger.book(version, policy_version, counts)
+        return self.canary.count(version, counts, now)
+
+    def set_aside(self, before: Snapshot | None, after: Snapshot | None) -> None:
+        """Count the rounds between two scrapes for no version: two drafters share them, for a swap fell between."""
+        if before is not None and after is not None:
+            self.ledger.set_aside(after.rounds - before.rounds)
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """The state that the next agent needs, as JSON takes it."""
+        return {
+            "buckets": self.ledger.dump(),
+            "canary": self.canary.dump(now),
+            "verdicts": [[asdict(verdict), sequence] for verdict, sequence in self.verdicts],
+        }
+
+    @classmethod
+    def restore(cls, rule: CanaryRule, document: dict[str, Any], now: float) -> EngineBooks:
+        """Inverse of `dump`."""
+        books = cls(rule)
+        books.ledger.restore(document["buckets"])
+        books.canary.restore(document["canary"], now)
+        books.verdicts = [(Verdict(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
+        return books

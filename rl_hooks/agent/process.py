@@ -1,0 +1,107 @@
+"""What is known of an engine: the facts of the last tick, and the facts of its present process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.protocol import EngineState
+from rl_hooks.release import Release
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the engine said is loaded."""
+
+    version: str | None
+    swaps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """From the tick before to this one."""
+
+    known: Known | None  # at the tick before
+    snapshot: Snapshot | None  # at the tick before
+    seconds: float
+    restarted: bool
+
+    @property
+    def version(self) -> str | None:
+        """What was loaded at the tick before."""
+        return None if self.known is None else self.known.version
+
+
+@dataclass(slots=True)
+class Seen:
+    """The engine as the last tick left it."""
+
+    at: float
+    known: Known | None = None
+    snapshot: Snapshot | None = None
+    #: Tokens that it drafts a round, and `greedy` or `probabilistic`, where it says so.
+    depth: int | None = None
+    drafting: str | None = None
+
+    def look(self, snapshot: Snapshot | None, state: EngineState, now: float) -> Since:
+        """Take in a scrape and the state that was asked for after it; returns what lies between."""
+        # Some engines tell the policy version in their metrics, others in their state.
+        if snapshot is not None and snapshot.policy_version is None:
+            snapshot = replace(snapshot, policy_version=state.policy_version)
+        known, before = self.known, self.snapshot
+        fallen = before is not None and snapshot is not None and snapshot.has_fallen(before)
+        since = Since(known, before, now - self.at, fallen or (known is not None and state.swaps < known.swaps))
+        self.at, self.known, self.snapshot = now, Known(state.serving, state.swaps), snapshot
+        self.depth, self.drafting = state.depth, state.drafting
+        return since
+
+    def dump(self) -> dict[str, Any]:
+        """The state that the next agent needs, as JSON takes it."""
+        return {
+            "known": None if self.known is None else asdict(self.known),
+            "snapshot": None if self.snapshot is None else asdict(self.snapshot),
+        }
+
+    @classmethod
+    def restore(cls, document: dict[str, Any], now: float) -> Seen:
+        """Inverse of `dump`."""
+        known, snapshot = document["known"], document["snapshot"]
+        return cls(
+            now,
+            None if known is None else Known(**known),
+            None if snapshot is None else Snapshot.load(snapshot),
+        )
+
+
+@dataclass(slots=True)
+class EngineProcess:
+    """Facts about one process of the engine; a restarted engine gets a new one."""
+
+    #: The process before this one is gone, and with it the drafter that was swapped into it.
+    replaced: bool = False
+    loaded: Release | None = None
+    #: The engine was asked to load it, and has not been seen with it yet.
+    pending: Release | None = None
+    #: Version for which the engine read other bytes than were verified.
+    mistrusted: str | None = None
+    #: Sequences that the engine refused for good.
+    given_up: set[int] = field(default_factory=set)
+    _shape: tuple[str, str] | None = None  # (config fingerprint, d2t digest) that it takes
+
+    def took(self, release: Release) -> None:
+        """It has loaded the release that it was asked for."""
+        self._shape = (release.manifest.config_fingerprint, release.manifest.d2t_sha256)
+        self.loaded, self.pending, self.replaced = release, None, False
+
+    def misfit(self, release: Release, state: EngineState) -> str | None:
+        """Why the release cannot be loaded into this process; None if it can."""
+        manifest = release.manifest
+        expected = state.config_fingerprint or (self._shape[0] if self._shape else None)
+        if state.takes != manifest.kind:
+            return f"its kind is {manifest.kind}, the engine was started for {state.takes}"
+        if expected is not None and expected != manifest.config_fingerprint:
+            return f"its configuration is {manifest.config_fingerprint}, the engine runs {expected}"
+        if self._shape is not None and self._shape[1] != manifest.d2t_sha256:
+            return f"its draft vocabulary is {manifest.d2t_sha256[:12]}, the engine runs {self._shape[1][:12]}"
+        return None

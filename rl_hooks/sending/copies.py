@@ -1,0 +1,35 @@
+"""Copies from the device to the host, which run while the caller goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HostCopies:
+    """The constructor starts the copies; `wait` completes them. A tensor on the CPU is not copied."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._host = {name: _start(tensor) for name, tensor in tensors.items()}
+        self._copied: Any = None
+        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        if devices:
+            (device,) = devices
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> dict[str, Tensor]:
+        """The host tensors, complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
+
+
+def _start(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

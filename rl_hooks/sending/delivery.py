@@ -1,0 +1,120 @@
+"""Sends one request at a time to the service, until it is accepted or given up, and reads what the answer says.
+
+| what comes back | what happens |
+|---|---|
+| 2xx | done; `duplicate: true` is counted apart; `warning` is logged; for earlier batches see `_read_deaths` |
+| 409 to the registration | the run is another policy's: nothing more is sent, all of it counts as dropped |
+| 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
+| any other status | dropped and counted, never retried; one warning per status and call tells what the service said |
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import quote
+
+from rl_hooks import wire
+from rl_hooks.sending.exchange import Origin, Reply, exchange
+from rl_hooks.sending.jobs import Job
+from rl_hooks.sending.tally import Tally, kind_of
+
+_FIRST_BACKOFF_SECONDS: Final = 0.25
+_MAX_BACKOFF_SECONDS: Final = 15.0
+_MAX_RETRY_AFTER_SECONDS: Final = 60.0
+_JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
+
+
+@dataclass
+class Delivery:
+    """How requests of one run reach the service. `deliver` is called by one thread."""
+
+    origin: Origin
+    run: str
+    token: str | None
+    timeout_seconds: float
+    patience_seconds: float
+    tally: Tally
+    #: The service has answered that the run is another policy's: it would accept nothing from this trainer.
+    refused: bool = False
+    #: Why the worker refused the newest dead batch of the run.
+    last_dead_reason: str = field(init=False, default="")
+    _dead_total: int | None = field(init=False, default=None)  # of the newest answer
+
+    def deliver(self, job: Job, pause: Callable[[float], bool]) -> str:
+        """Try until there is a verdict; returns the counter that it belongs to. `pause` waits; True: stop trying."""
+        if self.refused:  # queued before that was known
+            return "dropped_error"
+        started, parts = time.monotonic(), job.body()
+        headers = {"Content-Type": wire.CONTENT_TYPE, "Content-Length": str(wire.parts_bytes(parts)), **job.headers}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        for attempt in itertools.count():
+            seconds = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt, 10))
+            seconds *= _JITTER.uniform(0.5, 1.0)
+            try:
+                reply = exchange(
+                    self.origin, job.method, job.path, headers, parts, timeout_seconds=self.timeout_seconds
+                )
+            except OSError as error:
+                self.tally.note("connection", f"{self._name(job)}: {error or type(error).__name__}")
+            else:
+                verdict = self._judge(job, reply)
+                if verdict is not None:
+                    return verdict
+                if reply.retry_after_seconds is not None:
+                    seconds = min(max(reply.retry_after_seconds, 0.05), _MAX_RETRY_AFTER_SECONDS)
+            if not job.keep and time.monotonic() + seconds - started > self.patience_seconds:
+                break
+            if pause(seconds):
+                return "dropped_closed"
+            self.tally.add("retries")
+        return "dropped_error"
+
+    def _judge(self, job: Job, reply: Reply) -> str | None:
+        """The counter of a final answer; None: try again."""
+        self.tally.add("bytes_sent", reply.body_bytes_sent)
+        if 200 <= reply.status < 300:
+            fields = reply.fields
+            warning = fields.get("warning")
+            if isinstance(warning, str) and warning:
+                self.tally.note(f"warning {warning}", f"the drafter service says: {warning}")
+            self._read_deaths(fields)
+            return "duplicates" if fields.get("duplicate") is True else "sent"
+        text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
+        if reply.status == 409 and job.path == f"/runs/{quote(self.run, safe='')}":
+            self.refused = True
+            text += ". This process sends nothing until it is attached again; its own work goes on"
+        self.tally.note(f"{job.method} {job.path} {reply.status}", text)
+        if reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses:
+            return None
+        return "dropped_error"
+
+    def _read_deaths(self, fields: Mapping[str, object]) -> None:
+        """Count the batches of the run that the worker has refused since the first answer.
+
+        The worker reads a batch after the API has accepted it, so its verdict comes with the answer to a later one.
+        """
+        total, reason = fields.get("dead_total"), fields.get("last_dead_reason")
+        if type(total) is not int or not isinstance(reason, str):
+            return  # the answer to no batch, or of an older service
+        # Batches that died before the first answer are another trainer's. A smaller total: the run was deleted and
+        # registered again, or Redis was emptied, and the count began at 0.
+        before = total if self._dead_total is None else min(self._dead_total, total)
+        self._dead_total = total
+        if total == before:
+            return
+        self.last_dead_reason = reason
+        self.tally.add("dead", total - before)
+        self.tally.note(
+            f"dead {kind_of(reason)}",
+            f"batches of run {self.run!r} die in the drafter service ({self.tally['dead']} so far) and train nothing: "
+            f"{reason}",
+        )
+
+    def _name(self, job: Job) -> str:
+        return f"{job.method} {self.origin.scheme}://{self.origin.host}:{self.origin.port}{job.path}"

@@ -1,0 +1,164 @@
+"""Which rollouts of a padded batch are captured, under which ids, and which rows of the forward hold them.
+
+Legend: B rows, S tokens of a row (padding included), N selected rows (tokens), R selected rollouts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from rl_hooks.errors import RolloutError
+from rl_hooks.sending.features import PackedIndex
+from rl_hooks.sending.sampling import sampling_position
+from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.packing import UNPACK, refuse_packed
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Which rows of a padded batch to copy, and what is known about them."""
+
+    rows: npt.NDArray[np.int64]  # [N] into the flattened [B * S]
+    index: PackedIndex
+    rollout_ids: tuple[str, ...]  # R
+    rewards: tuple[float, ...] | None
+    real: npt.NDArray[np.bool_]  # [B, S]: which tokens of the padded batch are no padding
+    policy_version: int
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+class RolloutIds:
+    """Names the rollouts of one attachment and rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._prefix = uuid.uuid4().hex
+        self._rank = rank
+        self._made = 0
+
+    def of(self, policy_version: int, number: int) -> str:
+        """Unique over attachments, ranks, versions and numbers; the same each time it is asked for."""
+        text = f"{self._prefix}/{policy_version}/{self._rank}/{number}"
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+    def next(self, policy_version: int) -> str:
+        """An id for a rollout that its trainer has not numbered (from 0 on)."""
+        self._made += 1
+        return self.of(policy_version, -self._made)
+
+
+class RolloutChoice:
+    """Samples a fraction of the rollouts, at most `max_tokens_per_step` tokens of each policy version."""
+
+    def __init__(self, sample_fraction: float, max_tokens_per_step: int, tally: Tally) -> None:
+        if not 0.0 < sample_fraction <= 1.0 or max_tokens_per_step < 2:
+            raise ValueError("sample_fraction must be in (0, 1] and max_tokens_per_step at least 2")
+        self._fraction, self._max_tokens = sample_fraction, max_tokens_per_step
+        self._tally = tally
+        self._version, self._spent_tokens = -1, 0
+
+    def choose(
+        self,
+        names: Sequence[str],
+        real_BS: npt.NDArray[np.bool_],
+        generated_BS: npt.NDArray[np.bool_],
+        policy_version: int,
+    ) -> list[int]:
+        """The sampled rows that fit into the rest of this policy version's budget, in batch order."""
+        if policy_version != self._version:
+            self._version, self._spent_tokens = policy_version, 0
+        tokens_B = real_BS.sum(axis=1)
+        usable = [b for b in range(len(names)) if tokens_B[b] >= 2 and generated_BS[b].any()]
+        place = {b: sampling_position(names[b], "sample") for b in usable}
+        sampled = sorted((b for b in usable if place[b] < self._fraction), key=place.__getitem__)
+        chosen: list[int] = []
+        for b in sampled:
+            if self._spent_tokens + int(tokens_B[b]) > self._max_tokens:
+                # Stop at the first that does not fit: going on would favour short rollouts. One that could never fit
+                # is passed over, or it would block the rest of the version.
+                if int(tokens_B[b]) <= self._max_tokens:
+                    break
+                continue
+            self._spent_tokens += int(tokens_B[b])
+            chosen.append(b)
+        self._tally.add("skipped_empty", len(names) - len(usable))
+        self._tally.add("skipped_sampling", len(usable) - len(sampled))
+        self._tally.add("skipped_budget", len(sampled) - len(chosen))
+        return sorted(chosen)
+
+
+def plan_batch(
+    ids: RolloutIds,
+    choice: RolloutChoice,
+    *,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    loss_mask: Tensor,
+    logprobs: Tensor | None,
+    rewards: Sequence[float] | Tensor | None,
+    rollout_ids: Sequence[str] | None,
+    policy_version: int,
+    temperature: float,
+    top_p: float | None,
+    top_k: int | None,
+) -> BatchPlan | None:
+    """Check the arguments of `DrafterHook.capture` and choose among the rows; None if no row is chosen.
+
+    Raises RolloutError for tensors that do not fit together, and for packed rows.
+    """
+    if input_ids.ndim != 2 or input_ids.is_nested:
+        got = "a nested tensor" if input_ids.is_nested else list(input_ids.shape)
+        raise RolloutError(f"input_ids must be [B, S], got {got}. {UNPACK}")
+    if attention_mask is None:
+        raise RolloutError(f"attention_mask is None; where nothing is padded it is all ones. {UNPACK}")
+    ids_BS = host(input_ids, np.int32)
+    B, S = ids_BS.shape
+    for name, tensor in (("attention_mask", attention_mask), ("loss_mask", loss_mask), ("logprobs", logprobs)):
+        if tensor is not None and tuple(tensor.shape) != (B, S):
+            raise RolloutError(f"{name} must be {[B, S]} like input_ids, got {list(tensor.shape)}")
+    real_BS = host(attention_mask, np.bool_)
+    refuse_packed({"attention_mask": host(attention_mask, np.int64)}, real_BS)
+    generated_BS = host(loss_mask, np.bool_) & real_BS
+    names = [ids.next(policy_version) for _ in range(B)] if rollout_ids is None else list(rollout_ids)
+    values = None if rewards is None else [float(value) for value in rewards]
+    if len(names) != B or (values is not None and len(values) != B):
+        raise RolloutError(f"rollout_ids and rewards must hold one entry per row ({B})")
+    # No features precede the first token of a rollout, so it cannot be predicted.
+    first_B = real_BS.argmax(axis=1)
+    generated_BS[np.arange(B), first_B] = False
+    chosen = choice.choose(names, real_BS, generated_BS, policy_version)
+    if not chosen:
+        return None
+    positions = [np.flatnonzero(real_BS[b]) for b in chosen]
+    rows = np.concatenate([b * S + where for b, where in zip(chosen, positions, strict=True)])
+    return BatchPlan(
+        rows=rows.astype(np.int64),
+        index=PackedIndex(
+            input_ids=ids_BS.reshape(-1)[rows],
+            cu_seqlens=np.cumsum([0, *(len(where) for where in positions)], dtype=np.int32),
+            loss_mask=generated_BS.reshape(-1)[rows].astype(np.uint8),
+            logprobs=None if logprobs is None else host(logprobs.float(), np.float32).reshape(-1)[rows],
+        ),
+        rollout_ids=tuple(names[b] for b in chosen),
+        rewards=None if values is None else tuple(values[b] for b in chosen),
+        real=real_BS,
+        policy_version=policy_version,
+        temperature=float(temperature),
+        top_p=1.0 if top_p is None else float(top_p),
+        # vLLM and transformers say "no top-k" as -1, 0 or None.
+        top_k=max(0, int(top_k or 0)),
+    )
+
+
+def host(tensor: Tensor, dtype: type) -> npt.NDArray[Any]:
+    """A tensor's values as a NumPy array."""
+    return tensor.detach().cpu().numpy().astype(dtype)

@@ -1,0 +1,72 @@
+"""From a captured forward to the rollout file: its metadata, and the normalisers of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rl_hooks import wire
+from rl_hooks.sending.features import Captured, FeatureDtype, StagedRollouts, score_rows
+from rl_hooks.trainer.plan import BatchPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStaging:
+    """The facts that all files of one hook share."""
+
+    run: str
+    target_fingerprint: str
+    aux_layers: tuple[int, ...]
+    logit_map: wire.LogitMap
+    dtype: FeatureDtype
+    rank: int
+    world_size: int
+    drafter_version: Callable[[], str] | None
+
+    def metadata(self, plan: BatchPlan) -> Mapping[str, str]:
+        """The file's metadata."""
+        return wire.rollout_metadata(
+            run=self.run,
+            policy_version=plan.policy_version,
+            rollout_ids=plan.rollout_ids,
+            target_fingerprint=self.target_fingerprint,
+            aux_layers=self.aux_layers,
+            temperature=plan.temperature,
+            top_p=plan.top_p,
+            top_k=plan.top_k,
+            rewards=plan.rewards,
+            drafter_version="" if self.drafter_version is None else self.drafter_version(),
+            extra={
+                "rank": str(self.rank),
+                "world_size": str(self.world_size),
+                "logprobs_source": "trainer" if plan.index.logprobs is None else "sampler",
+            },
+        )
+
+    def stage(self, plan: BatchPlan, captured: Captured, head_VH: Tensor) -> StagedRollouts:
+        """Score the tokens that the policy generated, with the head as it is now, and start the copies to the host."""
+        mask = plan.index.loss_mask
+        scored = np.flatnonzero(mask) - 1
+        device = captured.last.device
+        at = to_device(scored, device)
+        next_ids = to_device(plan.index.input_ids[scored + 1].astype(np.int64), device)
+        lse, logp = score_rows(
+            captured.last.index_select(0, at),
+            head_VH,
+            next_ids,
+            temperature=plan.temperature,
+            logit_map=self.logit_map,
+        )
+        logsumexp_N = torch.zeros(len(mask), dtype=torch.float32, device=device).index_copy_(0, at, lse)
+        logprob_N = torch.zeros_like(logsumexp_N).index_copy_(0, at + 1, logp)
+        return StagedRollouts(plan.index, captured, logsumexp_N, logprob_N, dtype=self.dtype)
+
+
+def to_device(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
+    """An array as a tensor there."""
+    return torch.from_numpy(array).to(device)

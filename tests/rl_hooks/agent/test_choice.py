@@ -1,0 +1,97 @@
+"""Which release an engine should have, and what one process of it can take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agent_fixtures import manifest
+
+from rl_hooks.agent.canary import Verdict
+from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
+from rl_hooks.agent.process import EngineProcess, Known, Seen
+from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.protocol import EngineState
+from rl_hooks.release import Release, parse_manifest
+
+
+def release(number: int, sequence: int | None = None, reason: str = "published") -> Release:
+    document = manifest(number, {"model.safetensors": b"x"}, number if sequence is None else sequence, reason)
+    return Release(parse_manifest(document, "default"), Path("/nowhere"))
+
+
+def verdict(loaded: Release, *, passed: bool) -> Verdict:
+    return Verdict(loaded.version, "before", 2.0, 2.5, 100, 100, passed)
+
+
+def test_a_rejected_version_is_wanted_again_only_where_it_was_pushed_again_later() -> None:
+    good, bad = release(1), release(2)
+    choice = ReleaseChoice(sequence=1, fallback=good)
+    assert choice.wanted(bad, good.version, ()) is bad
+    assert choice.judged(verdict(bad, passed=False), bad) == 2
+    assert choice.wanted(bad, bad.version, ()) is good
+    assert choice.wanted(release(2, 3), bad.version, ()) is good
+    assert choice.wanted(release(2, 2, "pushed again"), bad.version, ()) is good
+    pushed = release(2, 3, "pushed again")
+    assert choice.wanted(pushed, good.version, ()) is pushed
+
+
+def test_without_an_offer_only_a_rejected_version_is_replaced() -> None:
+    good, bad = release(1), release(2)
+    choice = ReleaseChoice(fallback=good)
+    assert choice.wanted(None, bad.version, ()) is None
+    choice.judged(verdict(bad, passed=False), bad)
+    assert choice.wanted(None, bad.version, ()) is good
+
+
+def test_what_the_engine_has_refused_is_not_wanted_and_a_passed_version_becomes_the_fallback() -> None:
+    first, second, third = release(1), release(2), release(3)
+    choice = ReleaseChoice(fallback=first)
+    choice.judged(verdict(second, passed=True), second)
+    assert choice.wanted(third, second.version, {3}) is second
+
+
+def test_a_choice_comes_back_from_its_dump() -> None:
+    choice = ReleaseChoice(5, release(4), {"bad": 3})
+    assert ReleaseChoice.restore(json.loads(json.dumps(choice.dump()))) == choice
+    assert load_release(dump_release(None)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "fault"),
+    [
+        ({}, {}, None),
+        ({"kind": "mtp"}, {}, "its kind is mtp, the engine was started for eagle3"),
+        ({"config_fingerprint": "other"}, {}, "its configuration is other, the engine runs "),
+        ({"d2t_sha256": "other"}, {}, "its draft vocabulary is other, the engine runs "),
+        ({}, {"config_fingerprint": "engine's"}, "the engine runs engine's"),
+    ],
+)
+def test_a_process_takes_only_what_fits_the_drafter_that_it_took(
+    changes: dict[str, str], state: dict[str, str], fault: str | None
+) -> None:
+    process, loaded = EngineProcess(replaced=True), release(1)
+    process.took(loaded)
+    assert (process.loaded, process.replaced) == (loaded, False)
+    offered = replace(loaded, manifest=replace(loaded.manifest, **changes))  # type: ignore[arg-type]
+    found = process.misfit(offered, replace(EngineState(loaded.version, True, 1), **state))  # type: ignore[arg-type]
+    assert found == fault if fault is None else fault in str(found)
+
+
+def scrape(rounds: int) -> Snapshot:
+    return Snapshot(rounds, 3 * rounds, rounds, (), None, None)
+
+
+def test_a_restart_is_seen_by_counters_that_fell_or_by_fewer_swaps() -> None:
+    seen = Seen(0.0)
+    first = seen.look(scrape(10), EngineState("a", True, 2, policy_version=7), 1.0)
+    assert (first.known, first.snapshot, first.restarted) == (None, None, False)
+    assert seen.snapshot == replace(scrape(10), policy_version=7)
+    later = seen.look(scrape(12), EngineState("a", True, 2), 3.5)
+    assert (later.known, later.seconds, later.restarted) == (Known("a", 2), 2.5, False)
+    assert seen.look(scrape(11), EngineState("a", True, 2), 4.0).restarted
+    assert seen.look(None, EngineState("a", True, 1), 5.0).restarted
+    assert not seen.look(scrape(0), EngineState("a", True, 1), 6.0).restarted
+    assert Seen.restore(json.loads(json.dumps(seen.dump())), 6.0).known == Known("a", 1)
