@@ -28,7 +28,7 @@ from drafter.mtp.module import MtpDrafter, unroll_mtp
 from drafter.target import TargetHead
 from drafter.unroll.plan import Plan, make_plan
 from drafter.unroll.unroll import Unrolled, unroll
-from rl_hooks.format.run import kind_of
+from rl_hooks.format.drafter import kind_of
 
 Drafter = Eagle3Drafter | MtpDrafter
 

@@ -21,8 +21,8 @@ from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.model.vocabulary import DraftVocabulary
 from drafter.mtp.module import MtpDrafter
 from drafter.training.trainer import DrafterTrainer, TrainConfig
+from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import with_layers
-from rl_hooks.format.run import kind_of
 from service.errors import WorkerError
 from service.settings import Settings
 from service.storage.layout import Layout
