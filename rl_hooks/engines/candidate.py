@@ -56,7 +56,7 @@ def check_config(directory: Path, running: Sizes, engine: EngineName) -> None:
         raise DrafterRefusedError(str(error)) from error
     if beyond := limits(engine, sizes):
         raise DrafterRefusedError("; ".join(beyond))
-    if differences := drafter.differences(running, sizes):
+    if differences := drafter.differences(sizes, running):
         raise DrafterRefusedError("restart the server to change " + "; ".join(differences))
 
 

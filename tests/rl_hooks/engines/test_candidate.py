@@ -108,11 +108,11 @@ def refusal(directory: Path, document: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("num_hidden_layers", 2, "num_hidden_layers is 1 here, 2 there"),
-        ("norm_before_residual", True, "norm_before_residual is False here, True there"),
+        ("num_hidden_layers", 2, "num_hidden_layers is 2 here, 1 there"),
+        ("norm_before_residual", True, "norm_before_residual is True here, False there"),
         ("hidden_act", "gelu", "hidden_act 'gelu' is not supported"),
         ("rope_theta", 1e4, "one positive rope_theta"),
-        ("rms_norm_eps", 1e-5, "rms_norm_eps is 1e-06 here, 1e-05 there"),
+        ("rms_norm_eps", 1e-5, "rms_norm_eps is 1e-05 here, 1e-06 there"),
         ("target_model_type", "llama", ""),  # a label
         ("max_position_embeddings", 64, ""),  # a limit
     ],
@@ -130,7 +130,7 @@ def test_layers_that_the_configuration_does_not_name_are_the_engines(tmp_path: P
     del document["eagle_aux_hidden_state_layer_ids"], document["eagle_config"]
     assert refusal(tmp_path, document) == ""
     other = export_config(replace(CONFIG, aux_layers=(0, 1, 2)))
-    assert refusal(tmp_path, other) == "restart the server to change aux_layers is (1, 2, 3) here, (0, 1, 2) there"
+    assert refusal(tmp_path, other) == "restart the server to change aux_layers is (0, 1, 2) here, (1, 2, 3) there"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "x" * (1 << 21)])
