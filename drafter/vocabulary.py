@@ -6,7 +6,6 @@ It never changes within a lineage of drafters: lm_head's rows would mean other t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from drafter.errors import VocabularyError
+from rl_hooks.format.drafter import vocabulary_digest
 
 #: One draft token in so many is taken from the lowest ids.
 FLOOR: Final = 16
@@ -104,8 +104,7 @@ class DraftVocabulary:
     @property
     def digest(self) -> str:
         """SHA-256 (32 hexadecimal digits) of V and the ids: identity of the vocabulary within a lineage."""
-        text = self.vocab_size.to_bytes(8, "little") + self.ids.numpy().astype("<i8").tobytes()
-        return hashlib.sha256(text).hexdigest()[:32]
+        return vocabulary_digest(self.vocab_size, self.ids.numpy().astype("<i8").tobytes())
 
     def coverage(self, counts: Tensor) -> float:
         """Share of the tokens counted in `counts` int[V] that the drafter could propose; nan when none were."""

@@ -20,37 +20,62 @@ import numpy as np
 
 from rl_hooks import wire
 from rl_hooks.agent.agent import AgentConfig, SwapAgent
-from rl_hooks.agent.download import REQUIRED_IN_MTP, REQUIRED_TENSORS
+from rl_hooks.format.drafter import parse_drafter, weight_shapes
 
 HIDDEN = 8
 
 
-def drafter_bytes(seed: int, *, poisoned: bool = False, without: str | None = None, hidden: int = HIDDEN) -> bytes:
-    """A checkpoint with the canonical names; the tensors' contents do not matter here."""
-    rng = np.random.default_rng(seed)
-    tensors = {
-        name: wire.Tensor.of(rng.standard_normal((hidden, hidden), dtype=np.float32), "F32")
-        for name in sorted(REQUIRED_TENSORS - {"d2t"})
-        if name != without
+def drafter_config(hidden: int = HIDDEN) -> dict[str, Any]:
+    """The config.json of a drafter that any engine could serve."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": hidden,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": hidden,
+        "vocab_size": 2 * HIDDEN,
+        "draft_vocab_size": HIDDEN,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
     }
-    tensors["d2t"] = wire.Tensor.of(np.arange(HIDDEN, dtype=np.int64), "I64")
-    tensors["t2d"] = wire.Tensor.of(np.ones(HIDDEN, dtype=np.bool_), "BOOL")
+
+
+MTP_CONFIG: dict[str, Any] = drafter_config() | {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 7,
+    "draftalign": {"kind": "mtp"},
+}
+
+
+def drafter_bytes(seed: int, *, poisoned: bool = False, without: str | None = None, hidden: int = HIDDEN) -> bytes:
+    """The tensors of such a drafter; what they hold does not matter here."""
+    shapes = weight_shapes(parse_drafter(drafter_config(hidden)))
     if poisoned:
-        tensors["embed_tokens.weight"] = wire.Tensor.of(np.full((64, HIDDEN), 7.0, np.float32), "F32")
-    return b"".join(bytes(part) for part in wire.encode(tensors, {"format": "pt"}))
+        shapes["embed_tokens.weight"] = (64, HIDDEN)
+    maps = {"d2t": wire.Tensor.of(np.arange(HIDDEN, dtype=np.int64), "I64")}
+    maps["t2d"] = wire.Tensor.of(np.ones(2 * HIDDEN, dtype=np.bool_), "BOOL")
+    return _encoded(seed, shapes, without, maps)
 
 
 def mtp_bytes(seed: int, *, poisoned: bool = False, without: str | None = None) -> bytes:
     """A policy's own module as the service publishes one; `poisoned` with its copies of the policy's weights."""
-    rng = np.random.default_rng(seed)
-    names = {*REQUIRED_IN_MTP, "self_attn.o_proj.weight"} - {without}
+    shapes = weight_shapes(parse_drafter(MTP_CONFIG))
     if poisoned:
-        names |= {"embed_tokens.weight", "shared_head.head.weight"}
+        copies = ("embed_tokens.weight", "shared_head.head.weight")
+        shapes |= {f"model.layers.7.{name}": (2 * HIDDEN, HIDDEN) for name in copies}
+    return _encoded(seed, shapes, without and f"model.layers.7.{without}", {})
+
+
+def _encoded(seed: int, shapes: dict[str, tuple[int, ...]], without: str | None, maps: dict[str, wire.Tensor]) -> bytes:
+    rng = np.random.default_rng(seed)
     tensors = {
-        f"model.layers.7.{name}": wire.Tensor.of(rng.standard_normal((HIDDEN, HIDDEN), dtype=np.float32), "F32")
-        for name in sorted(names)
+        name: wire.Tensor.of(rng.standard_normal(shape, dtype=np.float32), "F32")
+        for name, shape in shapes.items()
+        if name != without
     }
-    return b"".join(bytes(part) for part in wire.encode(tensors, {"format": "pt"}))
+    return b"".join(bytes(part) for part in wire.encode(tensors | maps, {"format": "pt"}))
 
 
 def sha256(data: bytes) -> str:
@@ -204,7 +229,9 @@ class Service(Peer):
     def publish(
         self, number: int, *, reason: str = "published", files: dict[str, bytes] | None = None, **changes: Any
     ) -> str:
-        files = files or {"model.safetensors": drafter_bytes(number), "config.json": b'{"number": %d}' % number}
+        config = MTP_CONFIG if changes.get("kind") == "mtp" else drafter_config()
+        files = files or {"model.safetensors": drafter_bytes(number)}
+        files.setdefault("config.json", json.dumps(config | {"number": number}).encode())
         self.sequence += 1
         document = manifest(number, files, self.sequence, reason, **changes)
         for name, data in files.items():

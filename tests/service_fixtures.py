@@ -85,11 +85,13 @@ class RunningService:
             return reply
 
 
-def publish(registry: Registry, run: str = "default", content: bytes = b"weights", **changes: Any) -> Manifest:
+def publish(
+    registry: Registry, run: str = "default", content: bytes = b"weights", config: str = "{}", **changes: Any
+) -> Manifest:
     """Publish a drafter of two small files."""
     staged = registry.stage(run)
     (staged / "model.safetensors").write_bytes(content)
-    (staged / "config.json").write_text("{}")
+    (staged / "config.json").write_text(config)
     facts: dict[str, Any] = {
         "policy_version": 1,
         "parent": None,

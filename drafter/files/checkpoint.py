@@ -29,6 +29,9 @@ from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.mtp.module import MtpConfig
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.durable import sync
+from rl_hooks.format.drafter import CONFIG_FILE as CONFIG_FILE
+from rl_hooks.format.drafter import MODEL_FILE as MODEL_FILE
+from rl_hooks.format.drafter import fingerprint, read_object
 from rl_hooks.format.eagle3 import (
     FIXED,
     MAPS,
@@ -38,13 +41,10 @@ from rl_hooks.format.eagle3 import (
     tensor_shapes,
 )
 
-MODEL_FILE: Final = "model.safetensors"
-CONFIG_FILE: Final = "config.json"
 INDEX_FILE: Final = "model.safetensors.index.json"
 #: Of the fixed fields, what an export states. The others are newer switches, which are off where they are absent.
 _STATED: Final = ("norm_output", "attention_bias", "bias", "tie_word_embeddings")
 _STORAGE: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_MAX_CONFIG_BYTES: Final = 1 << 20
 _MAX_INDEX_BYTES: Final = 1 << 28
 
 
@@ -178,20 +178,14 @@ def export_config(config: DrafterConfig, dtype: torch.dtype = torch.float32) -> 
 
 
 def config_fingerprint(config: DrafterConfig | MtpConfig, vocabulary: DraftVocabulary) -> str:
-    """Identity (32 hexadecimal digits) of all that an engine cannot swap along with the weights.
-
-    Sizes, layers, rotary base, norm epsilon and the draft vocabulary. `max_position_embeddings` is left out: it is a
-    limit, not a meaning.
-    """
-    fields = {name: value for name, value in config.identity().items() if name != "max_position_embeddings"}
-    text = json.dumps({**fields, "d2t": vocabulary.digest}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    """`rl_hooks.format.drafter.fingerprint` of a drafter's sizes and its vocabulary."""
+    return fingerprint(config, vocabulary.digest)
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
     """Read a JSON object of bounded size. Raises `CheckpointError`."""
     try:
-        return _read_object(path, _MAX_CONFIG_BYTES)
+        return read_object(path)
     except OSError as error:
         raise CheckpointError(f"a drafter needs {CONFIG_FILE} beside {MODEL_FILE}: {error}") from error
 
@@ -205,7 +199,7 @@ def read_index(directory: Path) -> dict[str, str] | None:
     if not path.exists():
         return None
     try:
-        files = _read_object(path, _MAX_INDEX_BYTES).get("weight_map")
+        files = read_object(path, _MAX_INDEX_BYTES).get("weight_map")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(files, dict):
@@ -214,19 +208,6 @@ def read_index(directory: Path) -> dict[str, str] | None:
         if not isinstance(file, str) or Path(file).name != file:
             raise CheckpointError(f"{path} names a file outside its directory: {file!r}")
     return files
-
-
-def _read_object(path: Path, limit: int) -> dict[str, Any]:
-    size = path.stat().st_size
-    if size > limit:
-        raise CheckpointError(f"{path} has {size} bytes; at most {limit} are read")
-    try:
-        document = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(document).__name__}")
-    return document
 
 
 def _read_tensors(path: Path, config: DrafterConfig) -> dict[str, Tensor]:

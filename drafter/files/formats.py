@@ -44,7 +44,9 @@ from drafter.files.checkpoint import (
 )
 from drafter.files.pickles import STATE_DICT, TRAINING_STATE, tensors_of
 from drafter.model.eagle3 import DrafterConfig
-from rl_hooks.format.eagle3 import parse_config, tensor_shapes
+from rl_hooks.format.drafter import Sizes
+from rl_hooks.format.eagle3 import parse_config, tensor_shapes, with_defaults
+from rl_hooks.format.engines import EngineName, limits
 
 Layout = Literal["sglang", "speculators", "specforge"]
 LAYOUTS: Final[tuple[Layout, ...]] = get_args(Layout)
@@ -53,7 +55,6 @@ _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: Of the target: engines share them with the policy or build them anew, and a trainer reads them from the target.
 _TARGETS_OWN: Final = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 _LLAMA_ROPE_THETA: Final = 10_000.0
-_LLAMA_POSITIONS: Final = 2048
 #: What a speculators config proposes where nobody said otherwise.
 _SPECULATIVE_TOKENS: Final = 3
 #: Switches that none of our layers has, in any layout; absent means off.
@@ -170,19 +171,9 @@ def is_mtp(document: Mapping[str, Any]) -> bool:
     return bool(document.get("num_nextn_predict_layers")) or (isinstance(own, Mapping) and own.get("kind") == "mtp")
 
 
-def engine_limits(config: DrafterConfig) -> tuple[str, ...]:
+def engine_limits(sizes: Sizes) -> tuple[str, ...]:
     """What engines cannot do with such a drafter, a sentence each."""
-    limits = []
-    if config.norm_before_residual:
-        limits.append(
-            "norm_before_residual is true: SGLang (as of 0.5.23) cannot serve it, it would compute another function "
-            "without an error; vLLM serves it, but draftalign's vLLM plugin does not hot-swap it"
-        )
-    if config.num_hidden_layers > 1:
-        limits.append(
-            f"it has {config.num_hidden_layers} layers: SGLang (as of 0.5.23) serves only drafters of one layer"
-        )
-    return tuple(limits)
+    return tuple(sentence for engine in get_args(EngineName) for sentence in limits(engine, sizes))
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -293,13 +284,7 @@ def _settle_aux_layers(flat: dict[str, Any], given: Sequence[int] | None) -> Non
 
 def _settle_defaults(flat: dict[str, Any], notes: list[str]) -> None:
     """What transformers' LlamaConfig assumes where a config is silent."""
-    heads, hidden = flat.get("num_attention_heads"), flat.get("hidden_size")
-    if type(heads) is int and type(hidden) is int and heads > 0:
-        flat.setdefault("head_dim", hidden // heads)
-        flat.setdefault("num_key_value_heads", heads)
-    flat.setdefault("max_position_embeddings", _LLAMA_POSITIONS)
-    if "vocab_size" in flat:
-        flat.setdefault("draft_vocab_size", flat["vocab_size"])
+    flat.update(with_defaults(flat))
     rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
     if "rope_theta" not in flat and not (isinstance(rope, Mapping) and "rope_theta" in rope):
         flat["rope_theta"] = _LLAMA_ROPE_THETA

@@ -17,7 +17,7 @@ from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.mtp.module import MtpDrafter
 from drafter.policy import Policy
-from rl_hooks.format.run import kind_of
+from rl_hooks.format.drafter import kind_of
 
 
 def read_kind(directory: Path, policy: Policy | None = None) -> DraftModel:

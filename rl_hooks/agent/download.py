@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,32 +23,22 @@ import httpx
 from rl_hooks import wire
 from rl_hooks.durable import sync, write_synced
 from rl_hooks.errors import CheckpointError, DigestError, DownloadError
+from rl_hooks.format.drafter import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    check_drafter,
+    kind_of,
+    parse_drafter,
+    read_object,
+)
+from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.lock import LockHeld, exclusive
 from rl_hooks.release import Manifest, OfferedFile, Release
 
 #: How long to wait for another agent's download into the same cache.
 LOCK_SECONDS: Final = 120.0
-MODEL_FILE: Final = "model.safetensors"
-#: Written last into a complete directory: the manifest's digest, and the files' digests after stripping.
+#: Written last into a complete directory: what was verified, and the digests after stripping.
 RECEIPT: Final = "draftalign-receipt.json"
-CONFIG_FILE: Final = "config.json"
-#: A drafter without one of these loads silently wrong in some engines, so it is refused before any engine sees it.
-REQUIRED_TENSORS: Final = frozenset(
-    [
-        "fc.weight",
-        "norm.weight",
-        "lm_head.weight",
-        "midlayer.hidden_norm.weight",
-        "midlayer.input_layernorm.weight",
-        "midlayer.post_attention_layernorm.weight",
-        *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
-        *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-    ]
-)
-
-
-#: The same for an MTP module, after `model.layers.N.`; what attention and experts need, the engine itself knows.
-REQUIRED_IN_MTP: Final = frozenset(f"{n}.weight" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
 
 
 def fetch_release(
@@ -151,32 +140,22 @@ def strip_shared(path: Path) -> list[str]:
 
 
 def _make_safe(directory: Path, kind: str) -> None:
-    """Strip the checkpoint and verify that it holds what a drafter needs."""
+    """Strip the checkpoint and verify that it is a drafter of this kind: engines load a half one without a word."""
     path = directory / MODEL_FILE
     if not path.is_file():
         raise CheckpointError(f"the version has no {MODEL_FILE}; publish drafters as one safetensors file")
     try:
         strip_shared(path)
-        names = wire.MappedFile(path).header.tensors.keys()
+        tensors = wire.MappedFile(path).header.tensors
     except wire.WireError as error:
         raise CheckpointError(f"{MODEL_FILE} is not a usable safetensors file: {error}") from error
-    if kind == "mtp":
-        missing = REQUIRED_IN_MTP - {re.sub(r"^model\.layers\.\d+\.", "", name) for name in names}
-    else:
-        missing = REQUIRED_TENSORS - names
-        if "d2t" not in names and not _has_whole_vocabulary(directory / CONFIG_FILE):
-            missing |= {"d2t"}
-    if missing:
-        raise CheckpointError(f"{MODEL_FILE} lacks {sorted(missing)}; engines would keep old weights in their place")
-
-
-def _has_whole_vocabulary(path: Path) -> bool:
-    """Whether the drafter proposes every token of the target: then it has no `d2t`, and vLLM refuses one."""
     try:
-        document = json.loads(path.read_text())
-        return bool(document["draft_vocab_size"] == document["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        config = read_object(directory / CONFIG_FILE)
+        if (said := kind_of(config)) != kind:
+            raise CheckpointError(f"{CONFIG_FILE} is that of a drafter of kind {said}, the manifest says {kind}")
+        check_drafter({name: (info.shape, info.dtype) for name, info in tensors.items()}, parse_drafter(config))
+    except (OSError, DrafterError) as error:
+        raise CheckpointError(f"the version is no drafter that an engine could serve: {error}") from error
 
 
 def _fetch_file(

@@ -29,8 +29,9 @@ FIXED: Final[Mapping[str, Any]] = {
     "tie_word_embeddings": False,
 }
 MAPS: Final = ("d2t", "t2d")
-#: How weights are stored, by safetensors' names.
+#: How weights are stored, by safetensors' names. Each by itself: whoever reads them makes them one dtype.
 STORED: Final = ("F32", "BF16", "F16")
+_MAP_DTYPES: Final[Mapping[str, tuple[str, ...]]] = {"d2t": ("I64",), "t2d": ("BOOL",)}
 SIZES: Final = (
     "hidden_size",
     "intermediate_size",
@@ -42,6 +43,7 @@ SIZES: Final = (
 )
 MAX_SIZE: Final = 1 << 24  # of anything that a config counts
 _MAX_LAYERS: Final = 64
+_LLAMA_POSITIONS: Final = 2048
 #: Of one drafter: that of a target of 405 billion has some 5 billion.
 MAX_PARAMETERS: Final = 1 << 33
 #: How much wider than the hidden state a layer may be; T5-11B, the widest known, is 64 times as wide.
@@ -298,6 +300,18 @@ def with_layers(document: Mapping[str, Any], aux_layers: Sequence[int]) -> dict[
     return {**document, "eagle_aux_hidden_state_layer_ids": list(aux_layers), "eagle_config": nested}
 
 
+def with_defaults(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the sizes that transformers' LlamaConfig assumes where it is silent; null is silence."""
+    given = {name: value for name, value in document.items() if value is not None}
+    heads, hidden, vocab = (given.get(n) for n in ("num_attention_heads", "hidden_size", "vocab_size"))
+    defaults: dict[str, Any] = {"max_position_embeddings": _LLAMA_POSITIONS}
+    if type(heads) is int and type(hidden) is int and heads > 0:
+        defaults |= {"head_dim": hidden // heads, "num_key_value_heads": heads}
+    if vocab is not None:
+        defaults["draft_vocab_size"] = vocab
+    return defaults | given
+
+
 def _positive(document: Mapping[str, Any], name: str) -> int:
     value = document.get(name)
     if type(value) is not int or not 0 < value <= MAX_SIZE:
@@ -368,9 +382,7 @@ def check_header(found: Found, config: DrafterConfig) -> None:
     for name, (shape, _) in found.items():
         if shape != expected[name]:
             raise CheckpointError(f"{name} must be {expected[name]} by its config, got {shape}")
-    kinds = {dtype for name, (_, dtype) in found.items() if name not in MAPS}
-    if len(kinds) != 1 or not kinds <= set(STORED):
-        raise CheckpointError(f"weights must share one dtype of {', '.join(STORED)}, got {', '.join(sorted(kinds))}")
-    for name, dtype in zip(MAPS, ("I64", "BOOL"), strict=True):
-        if name in found and found[name][1] != dtype:
-            raise CheckpointError(f"{name} must be {dtype}, got {found[name][1]}")
+    for name, (_, dtype) in found.items():
+        stored = _MAP_DTYPES.get(name, STORED)
+        if dtype not in stored:
+            raise CheckpointError(f"{name} must be {' or '.join(stored)}, got {dtype}")

@@ -9,21 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from rl_hooks.format.eagle3 import (
-    STORED,
-    CheckpointError,
-    DrafterConfig,
-    Found,
-    check_header,
-    parse_config,
-    with_layers,
-)
-from rl_hooks.format.mtp import (
-    MtpConfig,
-    check_mtp_header,
-    of_module,
-    parse_mtp_config,
-)
+from rl_hooks.format.drafter import check_drafter, parse_drafter
+from rl_hooks.format.eagle3 import CheckpointError, DrafterConfig, Found
 
 _ADVICE: Final = (
     "`draftalign convert DRAFTER NEW --to sglang` rewrites a drafter of another project's layout (`--to mtp` takes the "
@@ -44,14 +31,9 @@ def check_run(
     if drafter_config is None:
         DrafterConfig.from_target(config, aux_layers, 1)  # a drafter from scratch takes its sizes from the target
         return
-    # The worker publishes all of them as float32.
-    found = {n: (shape, "F32" if dtype in STORED else dtype) for n, (shape, dtype) in drafter_tensors.items()}
     try:
-        if kind_of(drafter_config) == "mtp":
-            sizes: DrafterConfig | MtpConfig = _check_mtp(drafter_config, found)
-        else:
-            sizes = parse_config(with_layers(drafter_config, aux_layers))
-            check_header(found, sizes)
+        sizes = parse_drafter(drafter_config, aux_layers)
+        check_drafter(drafter_tensors, sizes)
     except CheckpointError as error:
         raise CheckpointError(f"the drafter cannot be served: {str(error)[:300]}. {_ADVICE}") from error
     for name in ("vocab_size", "hidden_size"):
@@ -64,18 +46,3 @@ def check_run(
             f"the drafter reads layers {list(sizes.aux_layers)!s:.80} (entering), the run captures {list(aux_layers)}; "
             "register the run with the drafter's layers"
         )
-
-
-def kind_of(drafter_config: Mapping[str, Any]) -> str:
-    """`eagle3` or `mtp`, by a drafter's config.json. Raises `CheckpointError` for another kind."""
-    own = drafter_config.get("draftalign") or {}
-    kind = own.get("kind", "eagle3") if isinstance(own, Mapping) else own
-    if kind not in ("eagle3", "mtp"):
-        raise CheckpointError(f"config.json: draftalign.kind must be eagle3 or mtp, got {kind!r:.80}")
-    return str(kind)
-
-
-def _check_mtp(drafter_config: Mapping[str, Any], found: Found) -> MtpConfig:
-    sizes = parse_mtp_config(drafter_config)
-    check_mtp_header({short: found[name] for short, name in of_module(found, sizes).items()}, sizes)
-    return sizes

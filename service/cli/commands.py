@@ -282,6 +282,7 @@ def _is_mtp(source: Path) -> bool:
 
 def _mtp_facts(source: Path) -> dict[str, Any]:
     from drafter.files.checkpoint import config_fingerprint
+    from drafter.files.formats import engine_limits
     from drafter.files.mtp import prefix, read_stored_mtp
     from drafter.vocabulary import DraftVocabulary
     from rl_hooks.format.mtp import GroupedSizes
@@ -301,7 +302,7 @@ def _mtp_facts(source: Path) -> dict[str, Any]:
         "zero_first_embedding": config.zero_first_embedding,
         "normed_feedback": config.normed_feedback,
         "config_fingerprint": config_fingerprint(config, DraftVocabulary.full(config.vocab_size)),
-        "notes": ["an engine starts with the one in the policy's checkpoint; vLLM can swap it (docs/vllm.md)"],
+        "notes": ["an engine starts with the one in the policy's checkpoint (docs/vllm.md)", *engine_limits(config)],
     }
 
 

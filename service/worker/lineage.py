@@ -21,8 +21,8 @@ from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import with_layers
-from rl_hooks.format.run import kind_of
 from service.errors import WorkerError
 from service.settings import Settings
 from service.storage.layout import Layout

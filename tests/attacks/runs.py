@@ -118,7 +118,7 @@ def _made() -> dict[str, HostileRun]:
         ),
         "a drafter of integers": (
             with_drafter(tensors=drafter_tensors(**{"norm.weight": wire.Tensor.of(np.zeros(8, np.int32), "I32")})),
-            "one dtype",
+            "norm.weight must be F32 or BF16 or F16, got I32",
         ),
     }
     return found | {name: HostileRun(body, "drafter_config", words) for name, (body, words) in bad.items()}

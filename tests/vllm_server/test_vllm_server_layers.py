@@ -1,4 +1,4 @@
-"""A drafter of two layers on a real vLLM: served, hot-swapped, and the same function as ours."""
+"""Drafters of other forms on a real vLLM, two layers or a normed residual: swapped, and the same function as ours."""
 
 from __future__ import annotations
 
@@ -17,44 +17,50 @@ from drafter.model.eagle3 import Eagle3Drafter
 pytestmark = pytest.mark.timeout(600)
 
 
-def two_layers(seed: int) -> Eagle3Drafter:
-    """Random weights, large enough that both layers matter."""
+def drafter_of(seed: int, **form: int) -> Eagle3Drafter:
+    """Random weights, large enough that every layer matters."""
     one = random_drafter(base_policy()[0], seed=5, draft_vocab_size=96)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        drafter = Eagle3Drafter(replace(one.config, num_hidden_layers=2), one.vocabulary)
+        drafter = Eagle3Drafter(replace(one.config, **form), one.vocabulary)
     for parameter in drafter.parameters():
         if parameter.ndim == 2:
             parameter.data *= 4
     return drafter
 
 
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServer, Path]]:
-    """A server that starts with one drafter of two layers, and the directory with another."""
-    directory = tmp_path_factory.mktemp("deep")
-    write(two_layers(1), directory / "first")
-    write(two_layers(2), directory / "second")
-    write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), directory / "shallow")
+FORMS = {"two layers": {"num_hidden_layers": 2}, "a normed residual": {"norm_before_residual": True}}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[VllmServer, Path, str]]:
+    """A server that starts with one drafter of the form, the directory with another, and what the form is told by."""
+    form = FORMS[request.param]
+    directory = tmp_path_factory.mktemp("drafters")
+    write(drafter_of(1, **form), directory / "first")
+    write(drafter_of(2, **form), directory / "second")
+    write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), directory / "plain")
     server = VllmServer(tmp_path_factory.mktemp("vllm"), directory / "first", directory)
     try:
         server.wait_until_healthy()
-        yield server, directory
+        yield server, directory, next(iter(form))
     finally:
         server.stop()
 
 
-def test_it_is_swapped_and_computes_what_ours_computes(deep: tuple[VllmServer, Path], tmp_path: Path) -> None:
-    server, directory = deep
+def test_it_is_swapped_and_computes_what_ours_computes(served: tuple[VllmServer, Path, str], tmp_path: Path) -> None:
+    server, directory, _ = served
     state = server.client.get("/drafter/state").json()
     assert state["problem"] is None, state
     check_conformance(server, directory, tmp_path, "second")
 
 
-def test_another_number_of_layers_is_refused_and_nothing_touched(deep: tuple[VllmServer, Path]) -> None:
-    server, _ = deep
+def test_another_form_is_refused_and_nothing_touched(served: tuple[VllmServer, Path, str]) -> None:
+    server, _, told = served
     before = server.client.get("/drafter/state").json()
-    refused = server.swap("shallow", "shallow")
+    refused = server.swap("plain", "plain")
     assert refused.status_code == 409
-    assert "num_hidden_layers" in refused.json()["detail"]
+    assert told in refused.json()["detail"]
     assert server.client.get("/drafter/state").json() == before

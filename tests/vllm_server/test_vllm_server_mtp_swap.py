@@ -224,7 +224,7 @@ REFUSALS: list[tuple[Callable[[dict[str, Tensor]], None], str, str, str]] = [
     (drop_an_expert, "", "", "experts.3.down_proj"),
     (insert_nan, "", "", "NaN"),
     (nothing, '"normed_feedback": false', '"normed_feedback": true', "normed_feedback is True"),
-    (nothing, '"num_experts_per_tok": 2', '"num_experts_per_tok": 3', "num_experts_per_tok"),
+    (nothing, '"num_experts_per_tok": 2', '"num_experts_per_tok": 3', "experts.chosen"),
     (nothing, '"model_type": "glm4_moe"', '"model_type": "mimo"', "mimo"),
 ]
 

@@ -65,7 +65,7 @@ REFUSALS = [
     (add_a_tensor, {}, "q_norm"),
     (integers_for_weights, {}, "I64"),
     (nothing, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e6}, "rope_theta"),
-    (nothing, {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, "aux_layers"),
+    (nothing, {"eagle_aux_hidden_state_layer_ids": [0, 2, 3], "eagle_config": {}}, "aux_layers"),
     (nothing, {"norm_before_residual": True}, "norm_before_residual"),
     (nothing, {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
 ]

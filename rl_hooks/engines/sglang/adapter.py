@@ -35,6 +35,9 @@ from rl_hooks import wire
 from rl_hooks.engines.counters import Snapshot, read_samples
 from rl_hooks.engines.protocol import EngineState, counting_only
 from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, read_object
+from rl_hooks.format.eagle3 import DrafterError
+from rl_hooks.format.engines import limits
 from rl_hooks.release import Release
 
 #: `--custom-weight-loader` of the server, and `load_format` of the update.
@@ -285,18 +288,18 @@ def check_server(info: Mapping[str, Any]) -> None:
 
 def check_release(release: Release, info: Mapping[str, Any]) -> None:
     """Refuse drafters that SGLang cannot serve, before the server is paused."""
-    config = _json(release.path / "config.json")
-    if config.get("norm_before_residual"):
-        raise SwapRefusedError(
-            f"{release.version}: norm_before_residual is true, and SGLang has no such drafter: it would serve it "
-            "without, at a fraction of its acceptance. Train with norm_before_residual false"
-        )
+    try:
+        beyond = limits("sglang", parse_drafter(read_object(release.path / CONFIG_FILE)))
+    except (OSError, DrafterError) as error:
+        raise SwapRefusedError(f"{release.version}: {error}") from error
+    if beyond:
+        raise SwapRefusedError(f"{release.version}: {'; '.join(beyond)}")
     # SGLang keeps the draft vocabulary that it started with, whatever is loaded later.
-    first = Path(str(info.get("speculative_draft_model_path") or "")) / "model.safetensors"
+    first = Path(str(info.get("speculative_draft_model_path") or "")) / MODEL_FILE
     if not first.is_file():
         return  # not on this disk; the loader compares with the loaded vocabulary
     try:
-        started, offered = (wire.MappedFile(path) for path in (first, release.path / "model.safetensors"))
+        started, offered = (wire.MappedFile(path) for path in (first, release.path / MODEL_FILE))
     except wire.WireError:
         return  # for instance of unknown dtypes; the loader compares in any case
     if "d2t" in started and "d2t" in offered and not np.array_equal(started.array("d2t"), offered.array("d2t")):
@@ -341,13 +344,3 @@ def process_identity(info: Mapping[str, Any]) -> str:
         raise EngineError(f"/server_info has no startup_time (got {info.get('startup_time')!r}); SGLang 0.5.23 has one")
     facts = [info.get(name) for name in ("startup_time", "random_seed", "launch_command")]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SwapRefusedError(f"{path}: {error}") from error
-    if not isinstance(document, dict):
-        raise SwapRefusedError(f"{path} must hold a JSON object")
-    return document

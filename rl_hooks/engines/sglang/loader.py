@@ -20,20 +20,15 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from rl_hooks.engines.vllm.layout import (
-    CONFIG_FILE,
-    MODEL_FILE,
-    DrafterRefusedError,
-    DraftLayout,
-    read_candidate,
-)
+from rl_hooks.engines.candidate import DrafterRefusedError, check_config, read_candidate, running_sizes
+from rl_hooks.format.drafter import MODEL_FILE
+from rl_hooks.format.eagle3 import DrafterConfig
 
 log = logging.getLogger("draftalign.sglang")
 
@@ -41,7 +36,6 @@ log = logging.getLogger("draftalign.sglang")
 REQUEST: Final = "draftalign.request"
 #: What `--custom-weight-loader` and `load_format` must say.
 LOADER: Final = "rl_hooks.engines.sglang.loader.load_drafter"
-_MAX_CONFIG_BYTES: Final = 1 << 20
 
 
 def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -92,10 +86,10 @@ def _inside(home: Path, path: str) -> Path:
 
 def _load(model: nn.Module, directory: Path) -> dict[str, Any]:
     began = time.perf_counter()
-    layout, d2t = running_layout(model), running_d2t(model)
-    check_config(directory, layout)
+    running, d2t = running_drafter(model), running_d2t(model)
+    check_config(directory, running, "sglang")
     body = (directory / MODEL_FILE).read_bytes()
-    weights = read_candidate(body, layout, d2t, _dtype(model))
+    weights = read_candidate(body, running, d2t, _dtype(model))
     own = _own_parameters(model)
     kept = {name: parameter.detach().to("cpu", copy=True) for name, parameter in own.items()}
     checked = time.perf_counter()
@@ -116,16 +110,15 @@ def _load(model: nn.Module, directory: Path) -> dict[str, Any]:
     }
 
 
-def running_layout(model: nn.Module) -> DraftLayout:
-    """The layout of SGLang's draft model, from the configuration that it was built with."""
+def running_drafter(model: nn.Module) -> DrafterConfig:
+    """Sizes of SGLang's draft model, from the configuration that it was built with."""
     config = _attributes(getattr(model, "config", None))
     if getattr(model, "load_lm_head_from_target", False) or config.get("tie_word_embeddings"):
         raise DrafterRefusedError(
             "this server's drafter shares its lm_head with the policy or with the embedding, which a swap would "
             "overwrite. Start the server with a drafter that brings its own lm_head and names draft_vocab_size"
         )
-    layers = entered_layers(config)
-    return replace(DraftLayout.read(config, layers), aux_layers=layers)
+    return running_sizes(config, entered_layers(config))
 
 
 def entered_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -147,37 +140,6 @@ def running_d2t(model: nn.Module) -> Tensor:
         raise DrafterRefusedError("this server's drafter has no d2t; start the server with one that has")
     ids = hot.detach().to("cpu", torch.int64)
     return ids - torch.arange(ids.numel())  # type: ignore[no-any-return]
-
-
-def check_config(directory: Path, layout: DraftLayout) -> None:
-    """Refuse what SGLang would load without a word and serve wrongly."""
-    text = (directory / CONFIG_FILE).read_bytes()
-    if len(text) > _MAX_CONFIG_BYTES:
-        raise DrafterRefusedError(f"{CONFIG_FILE} is larger than {_MAX_CONFIG_BYTES} bytes")
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise DrafterRefusedError(f"{CONFIG_FILE} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise DrafterRefusedError(f"{CONFIG_FILE} must hold an object, got {type(config).__name__}")
-    if reason := unservable(config):
-        raise DrafterRefusedError(reason)
-    layers = entered_layers(config)
-    found = replace(DraftLayout.read(config, layers), aux_layers=layers)
-    if differences := found.differences(layout):
-        raise DrafterRefusedError("restart the server to change " + "; ".join(differences))
-
-
-def unservable(config: Mapping[str, Any]) -> str | None:
-    """Why SGLang can never serve a drafter of this configuration; None if it can."""
-    if config.get("norm_before_residual"):
-        return (
-            "norm_before_residual is true, and SGLang has no such drafter: it would serve it without, at a fraction of "
-            "its acceptance. Train with norm_before_residual false"
-        )
-    if config.get("draft_vocab_size") is None:
-        return "draft_vocab_size is missing: SGLang would share the policy's lm_head with the drafter"
-    return None
 
 
 def _attributes(config: Any) -> dict[str, Any]:

@@ -11,11 +11,10 @@ Uses only methods that V1 and V2 model runners both have (`get_model`, `get_draf
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,30 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from rl_hooks.engines.vllm.draft import RunningDraft
-from rl_hooks.engines.vllm.layout import (
-    CONFIG_FILE,
-    MODEL_FILE,
+from rl_hooks.engines.candidate import (
     DrafterRefusedError,
-    DraftLayout,
-    Layout,
+    check_config,
     read_candidate,
+    running_sizes,
     vocabulary_digest,
 )
-from rl_hooks.engines.vllm.mtp_layout import MtpLayout, read_own_module
+from rl_hooks.engines.vllm.draft import RunningDraft
+from rl_hooks.engines.vllm.modules import (
+    float32_weights,
+    module_elements,
+    read_own_module,
+    running_module,
+    shared_modules,
+    unread_weights,
+)
 from rl_hooks.engines.vllm.tap import VllmTap, start_tap
+from rl_hooks.format.drafter import MODEL_FILE, Sizes, fingerprint
+from rl_hooks.format.mtp import MtpConfig
 
 log = logging.getLogger("vllm.draftalign")
 
 #: Prefix of an exception's text by which the API process, which only sees texts, knows a refusal.
 REFUSED = "draftalign refused: "
-_MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -146,14 +151,14 @@ class DrafterSwap:
             try:
                 self._check_method()
                 self._check_engine()
-                layout, d2t = self._layout(), self._d2t()
+                sizes, d2t = self._sizes(), self._d2t()
             except DrafterRefusedError as error:
                 document["problem"] = document["problem"] or f"cannot be swapped: {error}"
             else:
-                document["takes"] = "mtp" if isinstance(layout, MtpLayout) else "eagle3"
-                document["config_fingerprint"] = layout.fingerprint(d2t)
-                document["d2t_sha256"] = vocabulary_digest(d2t, layout.vocab_size)
-                document["aux_layers"] = list(layout.aux_layers)
+                document["takes"] = "mtp" if isinstance(sizes, MtpConfig) else "eagle3"
+                document["d2t_sha256"] = vocabulary_digest(d2t, sizes.vocab_size)
+                document["config_fingerprint"] = fingerprint(sizes, document["d2t_sha256"])
+                document["aux_layers"] = [] if isinstance(sizes, MtpConfig) else list(sizes.aux_layers)
         return document
 
     def start_tap(self) -> None:
@@ -175,13 +180,13 @@ class DrafterSwap:
             self._check_method()
             if self.draft is not None:  # other pipeline ranks have no drafter
                 self._check_engine()
-                layout, d2t = self._layout(), self._d2t()
-                _check_config(Path(staged.path), layout)
-                body = _read_bounded(Path(staged.path) / MODEL_FILE, layout)
+                sizes, d2t = self._sizes(), self._d2t()
+                check_config(Path(staged.path), sizes, "vllm")
+                body = _read_bounded(Path(staged.path) / MODEL_FILE, sizes)
                 staged.sha256 = hashlib.sha256(body).hexdigest()
-                staged.tensors = read_candidate(body, layout, d2t, self._dtype())
+                staged.tensors = read_candidate(body, sizes, d2t, self._dtype(), float32_weights(sizes))
                 if self._initial is None and self._served.version is None:
-                    self._initial = self._read_initial(layout, d2t)
+                    self._initial = self._read_initial(sizes, d2t)
         except DrafterRefusedError as error:
             staged.refused = str(error)
         except Exception as error:  # noqa: BLE001 - `staged` tells the caller
@@ -190,30 +195,29 @@ class DrafterSwap:
             staged.read_seconds = time.perf_counter() - began
             staged.done.set()
 
-    def _read_initial(self, layout: Layout, d2t: Tensor) -> dict[str, Tensor] | None:
+    def _read_initial(self, sizes: Sizes, d2t: Tensor) -> dict[str, Tensor] | None:
         """Read the drafter that vLLM started with, to load it again if the first swap fails."""
         directory = Path(self._worker.vllm_config.speculative_config.draft_model_config.model)
         try:
-            if isinstance(layout, MtpLayout):
-                return read_own_module(directory, layout, self._dtype())
-            return read_candidate(_read_bounded(directory / MODEL_FILE, layout), layout, d2t, self._dtype())
+            if isinstance(sizes, MtpConfig):
+                return read_own_module(directory, sizes, self._dtype())
+            return read_candidate(_read_bounded(directory / MODEL_FILE, sizes), sizes, d2t, self._dtype())
         except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
             log.info("draftalign: %s cannot be kept for a failed swap: %s", directory, error)
             return None
 
-    def _layout(self) -> Layout:
-        """The running drafter's layout; of an EAGLE-3 drafter with the layers that the target really captures."""
+    def _sizes(self) -> Sizes:
+        """The running drafter's sizes; of an EAGLE-3 drafter with the layers that the target really captures."""
         speculative = self._worker.vllm_config.speculative_config
         config = _attributes(speculative.draft_model_config.hf_config)
         if speculative.method == "mtp":
-            return MtpLayout.read(config)
-        captured = _captured_layers(self._worker.model_runner.get_model())
-        return replace(DraftLayout.read(config, captured), aux_layers=captured)
+            return running_module(config)
+        return running_sizes(config, _captured_layers(self._worker.model_runner.get_model()))
 
     def _d2t(self) -> Tensor:
         """Offsets int64[D] that the engine started with; zeros where it drafts over the whole vocabulary."""
         offsets = None if self.draft is None else self.draft.offsets()
-        return torch.zeros(self._layout().draft_vocab_size, dtype=torch.int64) if offsets is None else offsets
+        return torch.zeros(self._sizes().vocab_size, dtype=torch.int64) if offsets is None else offsets
 
     def _dtype(self) -> torch.dtype:
         dtype = self._worker.vllm_config.speculative_config.draft_model_config.dtype
@@ -238,10 +242,10 @@ class DrafterSwap:
             raise DrafterRefusedError("this server moves the module's experts between GPUs (EPLB); turn it off")
 
     def _check_engine(self) -> None:
-        """Refuse engines whose drafter shares a head with the policy, or has other modules than its layout."""
+        """Refuse engines whose drafter shares a head with the policy, or has other modules than its sizes say."""
         assert self.draft is not None  # noqa: S101 - the caller has checked
-        layout = self._layout()
-        others = sorted(set(self.draft.shared) - layout.shared)
+        sizes = self._sizes()
+        others = sorted(set(self.draft.shared) - shared_modules(sizes))
         if others:
             raise DrafterRefusedError(
                 f"this server's drafter shares {', '.join(others)} with the policy, which a swap would overwrite. "
@@ -249,7 +253,7 @@ class DrafterSwap:
             )
         if self._worker.vllm_config.parallel_config.tensor_parallel_size > 1:
             return  # shards and padding differ by rank; names and shapes were checked against the configuration
-        expected = layout.module_elements()
+        expected = module_elements(sizes)
         built = self.draft.built_elements(expected)
         if built.keys() != expected.keys():
             odd = sorted(built.keys() ^ expected.keys())
@@ -269,7 +273,7 @@ class DrafterSwap:
         began = time.perf_counter()
         before = self._served
         try:
-            self.draft.load(wanted.tensors or {}, self._layout().unread())
+            self.draft.load(wanted.tensors or {}, unread_weights(self._sizes()))
         except Exception as error:
             self._put_back(before, error)
             raise
@@ -286,7 +290,7 @@ class DrafterSwap:
         try:
             if tensors is None:
                 raise RuntimeError("no copy of it was kept")  # noqa: TRY301 - one way out for both
-            self.draft.load(tensors, self._layout().unread())
+            self.draft.load(tensors, unread_weights(self._sizes()))
             self._marks = self.draft.fingerprint()
         except Exception as second:  # noqa: BLE001 - reported in the state; the engine must go on
             self._broken = f"loading failed ({error}), putting back failed ({second}); push a drafter again"
@@ -308,28 +312,13 @@ def _captured_layers(target: nn.Module) -> tuple[int, ...]:
 
 
 def _attributes(config: Any) -> dict[str, Any]:
-    """A transformers configuration as the mapping that `DraftLayout.read` takes."""
+    """A transformers configuration as a mapping."""
     return {name: value for name, value in vars(config).items() if not name.startswith("_")}
 
 
-def _check_config(directory: Path, layout: Layout) -> None:
-    """Refuse a drafter of other sizes or other meaning: same-shaped ones load without a word and only cost α."""
-    path = directory / CONFIG_FILE
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise DrafterRefusedError(f"{CONFIG_FILE} is larger than {_MAX_CONFIG_BYTES} bytes")
-    try:
-        document = json.loads(path.read_text())
-    except ValueError as error:
-        raise DrafterRefusedError(f"{CONFIG_FILE} is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise DrafterRefusedError(f"{CONFIG_FILE} must hold an object, got {type(document).__name__}")
-    if differences := layout.of(document).differences(layout):
-        raise DrafterRefusedError("restart the server to change " + "; ".join(differences))
-
-
-def _read_bounded(path: Path, layout: Layout) -> bytes:
-    """The whole file, unless it is far larger than the layout could need."""
-    elements = sum(layout.module_elements().values()) + 2 * layout.draft_vocab_size + layout.vocab_size
+def _read_bounded(path: Path, sizes: Sizes) -> bytes:
+    """The whole file, unless it is far larger than such a drafter could need."""
+    elements = sum(module_elements(sizes).values()) + 3 * sizes.vocab_size  # d2t and t2d at most
     limit = 8 * elements + (1 << 20)
     with path.open("rb") as file:
         body = file.read(limit + 1)

@@ -644,7 +644,7 @@ def test_the_agent_takes_a_drafter_without_d2t_only_over_the_whole_vocabulary(tm
     with pytest.raises(AgentCheckpointError, match="d2t"):
         _make_safe(reduced, "eagle3")
     (reduced / CONFIG_FILE).unlink()
-    with pytest.raises(AgentCheckpointError, match="d2t"):
+    with pytest.raises(AgentCheckpointError, match=CONFIG_FILE):
         _make_safe(reduced, "eagle3")
 
 

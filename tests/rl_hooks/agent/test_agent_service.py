@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_fixtures import Engine, drafter_bytes, eventually, settle, start_agent
+from agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, settle, start_agent
 from service_fixtures import RunningService
 
 from rl_hooks.agent.canary import CanaryRule
@@ -21,7 +22,7 @@ def engine() -> Iterator[Engine]:
 
 
 def _publish(service: RunningService, seed: int) -> str:
-    return service.publish(content=drafter_bytes(seed)).version
+    return service.publish(content=drafter_bytes(seed), config=json.dumps(drafter_config())).version
 
 
 def test_a_drafter_goes_out_and_its_acceptance_comes_back(
@@ -144,7 +145,7 @@ def test_an_unknown_run_is_waited_for(serve: Callable[..., RunningService], engi
 
 def test_a_large_drafter_arrives_whole(service: RunningService, engine: Engine, tmp_path: Path) -> None:
     data = drafter_bytes(1, hidden=256)
-    version = service.publish(content=data).version
+    version = service.publish(content=data, config=json.dumps(drafter_config(256))).version
     with start_agent(service.url, engine, cache=tmp_path / "cache"):
         eventually(lambda: engine.version == version)
     assert len(data) > 3 << 20

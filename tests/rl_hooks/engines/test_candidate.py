@@ -1,10 +1,11 @@
-"""What may be swapped into an engine, decided from bytes alone; needs no vLLM."""
+"""What may be swapped into an engine, decided from bytes alone; needs no engine."""
 
 from __future__ import annotations
 
 import json
 import struct
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 
-from drafter.files.checkpoint import config_fingerprint, export_config, tensor_shapes
+from drafter.files.checkpoint import export_config, tensor_shapes
 from drafter.model.eagle3 import DrafterConfig
 from drafter.vocabulary import DraftVocabulary
-from rl_hooks.engines.vllm.draft import _shared_modules
-from rl_hooks.engines.vllm.layout import (
+from rl_hooks.engines.candidate import (
     DrafterRefusedError,
-    DraftLayout,
+    check_config,
     read_candidate,
+    running_sizes,
     vocabulary_digest,
 )
+from rl_hooks.format.drafter import differences, weight_shapes
 
 CONFIG = DrafterConfig(
     hidden_size=16,
@@ -39,7 +41,6 @@ CONFIG = DrafterConfig(
     model_type="qwen3",
 )
 VOCABULARY = DraftVocabulary(torch.arange(0, 40, 2), 40)
-LAYOUT = DraftLayout.read(export_config(CONFIG), ())
 
 
 def tensors() -> dict[str, Tensor]:
@@ -49,24 +50,25 @@ def tensors() -> dict[str, Tensor]:
 
 
 def candidate(body: bytes, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return read_candidate(body, LAYOUT, VOCABULARY.d2t, dtype)
+    return read_candidate(body, CONFIG, VOCABULARY.d2t, dtype)
 
 
-def test_the_layout_is_the_one_that_the_service_exports() -> None:
-    shapes = tensor_shapes(CONFIG)
-    assert LAYOUT.shapes() == {name: s for name, s in shapes.items() if name not in ("d2t", "t2d")}
-    assert sum(LAYOUT.module_elements().values()) == sum(torch.Size(s).numel() for s in LAYOUT.shapes().values())
+def test_an_engines_own_copy_of_the_config_gives_the_sizes_of_the_drafter() -> None:
+    own = export_config(CONFIG) | {"tie_word_embeddings": True, "use_cache": True, "layer_types": None}
+    assert running_sizes(own, (1, 2, 3)) == CONFIG
+    silent = {n: v for n, v in own.items() if n not in ("max_position_embeddings", "target_hidden_size")}
+    assert differences(running_sizes(silent, (1, 2, 3)), CONFIG) == []
+    assert running_sizes(own, (0, 1, 2)).aux_layers == (0, 1, 2)  # what it captures, whatever the config says
 
 
-def test_fingerprint_and_vocabulary_digest_are_the_services() -> None:
-    assert LAYOUT.fingerprint(VOCABULARY.d2t) == config_fingerprint(CONFIG, VOCABULARY)
+def test_the_vocabularys_digest_is_the_services() -> None:
     assert vocabulary_digest(VOCABULARY.d2t, 40) == VOCABULARY.digest
 
 
 def test_a_good_file_comes_out_as_the_engines_dtype_without_its_vocabulary() -> None:
     given_tensors = tensors()
     weights = candidate(save(given_tensors), torch.bfloat16)
-    assert weights.keys() == LAYOUT.shapes().keys()
+    assert weights.keys() == weight_shapes(CONFIG).keys()
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
     assert torch.equal(weights["fc.weight"], given_tensors["fc.weight"].bfloat16())
 
@@ -80,53 +82,62 @@ def test_a_weight_that_overflows_the_engines_dtype_is_refused() -> None:
 
 
 def test_a_mask_that_contradicts_the_offsets_is_refused() -> None:
-    body = tensors() | {"t2d": ~VOCABULARY.t2d}
     with pytest.raises(DrafterRefusedError, match="two exports"):
-        candidate(save(body))
-    del body["t2d"]  # engines do not read it, so it may be absent
-    assert candidate(save(body)).keys()
+        candidate(save(tensors() | {"t2d": ~VOCABULARY.t2d}))
 
 
 @pytest.mark.parametrize("offsets", [False, True])
 def test_a_drafter_over_the_whole_vocabulary_needs_no_offsets(offsets: bool) -> None:
-    whole = replace(LAYOUT, draft_vocab_size=40)
+    whole = replace(CONFIG, draft_vocab_size=40)
     body = tensors() | {"lm_head.weight": torch.randn(40, 16)}
     del body["d2t"], body["t2d"]
     zeros = torch.zeros(40, dtype=torch.int64)
     assert read_candidate(save(body | ({"d2t": zeros} if offsets else {})), whole, zeros, torch.float32).keys()
 
 
+def refusal(directory: Path, document: dict[str, Any]) -> str:
+    """What an engine that runs `CONFIG` says of such a config.json; empty if it takes it."""
+    (directory / "config.json").write_text(json.dumps(document))
+    try:
+        check_config(directory, CONFIG, "vllm")
+    except DrafterRefusedError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "says"),
     [
-        ("num_hidden_layers", 0),
-        ("norm_before_residual", True),
-        ("fc_norm", True),
-        ("attention_bias", True),
-        ("hidden_size", "16"),
-        ("hidden_size", True),
-        ("vocab_size", -1),
-        ("rms_norm_eps", None),
-        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
-        ("eagle_aux_hidden_state_layer_ids", ["1", "2", "3"]),
+        ("num_hidden_layers", 2, "num_hidden_layers is 2 here, 1 there"),
+        ("norm_before_residual", True, "norm_before_residual is True here, False there"),
+        ("hidden_act", "gelu", "hidden_act 'gelu' is not supported"),
+        ("rope_theta", 1e4, "one positive rope_theta"),
+        ("rms_norm_eps", 1e-5, "rms_norm_eps is 1e-05 here, 1e-06 there"),
+        ("target_model_type", "llama", ""),  # a label
+        ("max_position_embeddings", 64, ""),  # a limit
     ],
 )
-def test_a_configuration_that_means_something_else_is_refused(field: str, value: Any) -> None:
-    with pytest.raises(DrafterRefusedError):
-        DraftLayout.read(export_config(CONFIG) | {field: value}, ())
+def test_a_configuration_that_means_something_else_is_refused_by_name(
+    tmp_path: Path, field: str, value: Any, says: str
+) -> None:
+    told = refusal(tmp_path, export_config(CONFIG) | {field: value})
+    assert says in told
+    assert bool(says) == bool(told)
 
 
-def test_layers_that_the_configuration_does_not_name_are_the_engines() -> None:
+def test_layers_that_the_configuration_does_not_name_are_the_engines(tmp_path: Path) -> None:
     document = export_config(CONFIG)
     del document["eagle_aux_hidden_state_layer_ids"], document["eagle_config"]
-    assert DraftLayout.read(document, (2, 18, 33)).aux_layers == (2, 18, 33)
-    differences = DraftLayout.read(document, (2, 18, 33)).differences(LAYOUT)
-    assert len(differences) == 1
-    assert differences[0].startswith("aux_layers")
+    assert refusal(tmp_path, document) == ""
+    other = export_config(replace(CONFIG, aux_layers=(0, 1, 2)))
+    assert refusal(tmp_path, other) == "restart the server to change aux_layers is (0, 1, 2) here, (1, 2, 3) there"
 
 
-def test_the_targets_family_is_a_label() -> None:
-    assert LAYOUT.differences(replace(LAYOUT, model_type="llama")) == []
+@pytest.mark.parametrize("text", ["{", "[]", "x" * (1 << 21)])
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(DrafterRefusedError, match=r"config\.json"):
+        check_config(tmp_path, CONFIG, "vllm")
 
 
 def forged(header: Any, body: bytes = b"") -> bytes:
@@ -145,7 +156,7 @@ def forged(header: Any, body: bytes = b"") -> bytes:
         forged(b"{}"),
         forged({"fc.weight": 3}),
         forged({"fc.weight": {"shape": "ab", "dtype": "F32"}}),
-        forged({name: {"shape": list(s), "dtype": "F32"} for name, s in LAYOUT.shapes().items()}),
+        forged({name: {"shape": list(s), "dtype": "F32"} for name, s in weight_shapes(CONFIG).items()}),
         save(tensors())[:-1],
         save(tensors()) + b"\x00",
     ],
@@ -159,22 +170,3 @@ def test_a_hostile_file_is_refused_and_never_raises_anything_else(body: bytes) -
 def test_no_header_raises_anything_but_a_refusal(noise: bytes) -> None:
     with pytest.raises(DrafterRefusedError):
         candidate(forged(noise))
-
-
-class Tower(nn.Module):
-    """Stands for a model: its inner part under `model`, as vLLM nests them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(5, 3)
-        self.model.norm = nn.LayerNorm(3)
-        self.lm_head = nn.Linear(3, 5, bias=False)
-
-
-def test_what_is_shared_with_the_policy_is_found_by_module_and_by_parameter() -> None:
-    target, draft = Tower(), Tower()
-    assert _shared_modules(draft, target) == {}
-    draft.model.embed_tokens = target.model.embed_tokens  # as vLLM does
-    draft.lm_head.weight = target.lm_head.weight  # as SGLang does
-    assert sorted(_shared_modules(draft, target)) == ["lm_head", "model.embed_tokens"]

@@ -1,0 +1,121 @@
+"""A drafter's files on their way into a running engine: checked before the engine is touched, in vLLM and SGLang alike.
+
+What the files must hold is `rl_hooks.format`'s. Here they are held against the one drafter that the engine runs.
+Pure: bytes and configurations in, tensors or a refusal out. Legend: D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from rl_hooks import wire
+from rl_hooks.errors import HookError
+from rl_hooks.format import drafter
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, Sizes, check_drafter, parse_drafter
+from rl_hooks.format.eagle3 import MAPS, DrafterConfig, DrafterError, named, parse_config, with_defaults, with_layers
+from rl_hooks.format.engines import EngineName, limits
+
+#: What the engine shares with the policy, in the names of drafters' files.
+_SHARED: Final = ("embed_tokens", "shared_head.head")
+#: Of an engine's own copy: what it captures and what it shares is looked up in its modules.
+_NOT_BY_CONFIG: Final = ("eagle_aux_hidden_state_layer_ids", "eagle_config", "tie_word_embeddings")
+
+
+class DrafterRefusedError(HookError):
+    """The drafter does not fit the engine and never will; nothing was changed."""
+
+
+def running_sizes(config: Mapping[str, Any], layers: tuple[int, ...]) -> DrafterConfig:
+    """Sizes of the EAGLE-3 drafter that an engine runs, by the engine's copy of its config and the layers it captures.
+
+    Raises `DrafterRefusedError` for one that no file could replace.
+    """
+    own = with_defaults({name: value for name, value in config.items() if name not in _NOT_BY_CONFIG})
+    try:
+        return parse_config(with_layers(own, layers))
+    except DrafterError as error:
+        raise DrafterRefusedError(str(error)) from error
+
+
+def check_config(directory: Path, running: Sizes, engine: EngineName) -> None:
+    """Refuse a drafter of other sizes or other meaning: same-shaped ones load without a word and only cost α.
+
+    Raises `DrafterRefusedError`, or OSError.
+    """
+    try:
+        document = drafter.read_object(directory / CONFIG_FILE)
+        sizes = parse_drafter(document, running.aux_layers if isinstance(running, DrafterConfig) else ())
+    except DrafterError as error:
+        raise DrafterRefusedError(str(error)) from error
+    if beyond := limits(engine, sizes):
+        raise DrafterRefusedError("; ".join(beyond))
+    if differences := drafter.differences(sizes, running):
+        raise DrafterRefusedError("restart the server to change " + "; ".join(differences))
+
+
+def read_candidate(
+    body: bytes, running: Sizes, d2t: Tensor, dtype: torch.dtype, float32: frozenset[str] = frozenset()
+) -> dict[str, Tensor]:
+    """Weights as `dtype` on the CPU (`float32`: but for these), and nothing else: d2t, the engine's, is compared.
+
+    The header is judged before any tensor is made. Raises `DrafterRefusedError`.
+    """
+    _check_header(body, running)
+    try:
+        tensors = load(body)
+    except SafetensorError as error:
+        raise DrafterRefusedError(f"{MODEL_FILE} is damaged: {error}; fetch it again") from error
+    _check_vocabulary(tensors.pop("d2t", torch.zeros_like(d2t)), tensors.pop("t2d", None), d2t, running.vocab_size)
+    weights = {name: tensor.to(torch.float32 if name in float32 else dtype) for name, tensor in tensors.items()}
+    for name, weight in weights.items():
+        # As the engine will hold it: a float32 weight can be finite and still overflow float16.
+        if not bool(torch.isfinite(weight).all()):
+            raise DrafterRefusedError(
+                f"{name} holds NaN or infinity as {weight.dtype}; this drafter must not be served"
+            )
+    return weights
+
+
+def vocabulary_digest(d2t: Tensor, vocab_size: int) -> str:
+    """Identity of the draft vocabulary that offsets int64[D] give."""
+    ids = d2t.detach().to("cpu", torch.int64) + torch.arange(d2t.numel())
+    return drafter.vocabulary_digest(vocab_size, ids.numpy().astype("<i8").tobytes())
+
+
+def _check_header(body: bytes, running: Sizes) -> None:
+    try:
+        infos = wire.parse_header(body).tensors
+    except wire.WireError as error:
+        raise DrafterRefusedError(f"{MODEL_FILE} is no safetensors file: {error}") from error
+    if poison := sorted(name for name in infos if any(shared in name for shared in _SHARED)):
+        raise DrafterRefusedError(
+            f"{poison[0]} must not be in a drafter's file: the engine shares that module with the policy, whose "
+            "weights it would overwrite. Export without it"
+        )
+    try:
+        check_drafter({name: (info.shape, info.dtype) for name, info in infos.items()}, running)
+    except DrafterError as error:
+        raise DrafterRefusedError(f"{error}. The engine would load what it knows without a word") from error
+    if extra := sorted(infos.keys() - drafter.weight_shapes(running).keys() - set(MAPS)):  # beside an MTP module
+        raise DrafterRefusedError(f"not part of the drafter: {named(extra)}")
+
+
+def _check_vocabulary(found: Tensor, mask: Tensor | None, served: Tensor, vocab_size: int) -> None:
+    if not torch.equal(found, served):
+        changed = int((found != served).sum())
+        raise DrafterRefusedError(
+            f"d2t differs from the served one in {changed} of {served.numel()} entries; the draft vocabulary is fixed "
+            "for the life of a server: restart it with this drafter"
+        )
+    if mask is not None:
+        expected = torch.zeros(vocab_size, dtype=torch.bool)
+        expected[found + torch.arange(found.numel())] = True
+        if not torch.equal(mask, expected):
+            raise DrafterRefusedError("t2d and d2t of this file name different tokens: they come from two exports")

@@ -1,0 +1,114 @@
+"""The modules that vLLM builds of a drafter: what it shares, how many elements it holds where. No vLLM is imported.
+
+What a drafter's files hold is `rl_hooks.format`'s, for EAGLE-3 drafters and for a policy's own MTP module alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rl_hooks.engines.candidate import DrafterRefusedError
+from rl_hooks.format.drafter import MODEL_FILE, Sizes, weight_shapes
+from rl_hooks.format.eagle3 import DrafterConfig, DrafterError
+from rl_hooks.format.engines import limits
+from rl_hooks.format.mtp import GroupedSizes, MtpConfig, parse_mtp_config, prefix
+
+#: As vLLM renames a policy's model type for its module.
+_RENAMED: Final[Mapping[str, str]] = {"deepseek_mtp": "deepseek_v3", "glm4_moe_mtp": "glm4_moe"}
+_INDEX_FILE: Final = "model.safetensors.index.json"
+
+
+def running_module(config: Mapping[str, Any]) -> MtpConfig:
+    """Sizes of the MTP module that vLLM runs, by vLLM's copy of the policy's config. Raises `DrafterRefusedError`."""
+    own = {**config, "model_type": _RENAMED.get(str(config.get("model_type")), config.get("model_type"))}
+    if isinstance(rope := config.get("rope_parameters"), Mapping):
+        # vLLM renames DeepSeek's YaRN once it has built the layer.
+        own["rope_parameters"] = {**rope, "rope_type": str(rope.get("rope_type", "default")).removeprefix("deepseek_")}
+    try:
+        sizes = parse_mtp_config(own)
+    except DrafterError as error:
+        raise DrafterRefusedError(str(error)) from error
+    if beyond := limits("vllm", sizes):
+        raise DrafterRefusedError(beyond[0])
+    return sizes
+
+
+def shared_modules(sizes: Sizes) -> frozenset[str]:
+    """VLLM modules that the drafter may share with the policy, because no file brings them.
+
+    An EAGLE-3 drafter's head is its own: a head of the policy's would be overwritten by a swap.
+    """
+    if isinstance(sizes, DrafterConfig):
+        return frozenset({"model.embed_tokens"})
+    return frozenset({"model.embed_tokens", "lm_head", f"{prefix(sizes)}shared_head.head"})
+
+
+def float32_weights(sizes: Sizes) -> frozenset[str]:
+    """Weights that vLLM keeps in float32 whatever its dtype is: what a router adds to its scores, and GLM's router."""
+    if isinstance(sizes, DrafterConfig):
+        return frozenset()
+    names = ["e_score_correction_bias"] + (["weight"] if isinstance(sizes.attention, GroupedSizes) else [])
+    return frozenset(f"{prefix(sizes)}mlp.gate.{name}" for name in names)
+
+
+def unread_weights(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Parameters that vLLM builds in later layers and never reads: no file has them, and a reload wants them."""
+    if not isinstance(sizes, DrafterConfig):
+        return {}
+    return {f"layers.{i}.hidden_norm.weight": (sizes.hidden_size,) for i in range(1, sizes.num_hidden_layers)}
+
+
+def module_elements(sizes: Sizes) -> dict[str, int]:
+    """Elements by vLLM module, on one rank, of the module and what is inside; to hold against what vLLM built.
+
+    Of an MTP module attention and feed-forward as a whole, since kernels cut them differently. Without biases: vLLM's
+    reload leaves them in place and records no shape of them.
+    """
+    elements: dict[str, int] = {}
+    for name, shape in {**weight_shapes(sizes), **unread_weights(sizes)}.items():
+        if not name.endswith("bias"):
+            module = _module(name, sizes)
+            elements[module] = elements.get(module, 0) + math.prod(shape)
+    return elements
+
+
+def _module(name: str, sizes: Sizes) -> str:
+    """The vLLM module that a weight becomes part of: query, key and value are stacked, gate and up as well."""
+    if isinstance(sizes, MtpConfig):
+        where = prefix(sizes)
+        short = name.removeprefix(where)
+        if short.startswith(("enorm.", "hnorm.", "eh_proj.", "shared_head.")):
+            return where + short.removesuffix(".weight")
+        return f"{where}mtp_block.{short.partition('.')[0]}"
+    module = name.removesuffix(".weight").replace("midlayer.", "layers.0.")
+    for part, stacked in (("q", "qkv"), ("k", "qkv"), ("v", "qkv"), ("gate", "gate_up"), ("up", "gate_up")):
+        module = module.replace(f".{part}_proj", f".{stacked}_proj")
+    return module if module == "lm_head" else f"model.{module}"
+
+
+def read_own_module(policy: Path, sizes: MtpConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The module that a policy's checkpoint ships, sharded or not: what vLLM loaded when it started.
+
+    Raises OSError or `DrafterRefusedError` where it is not there as `sizes` say.
+    """
+    wanted, float32 = weight_shapes(sizes), float32_weights(sizes)
+    files = {policy / MODEL_FILE}
+    if (policy / _INDEX_FILE).exists():
+        places = json.loads((policy / _INDEX_FILE).read_text())["weight_map"]
+        files = {policy / Path(places[name]).name for name in wanted if name in places}
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(files):
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            for name in wanted.keys() & set(file.keys()):
+                tensors[name] = file.get_tensor(name).to(torch.float32 if name in float32 else dtype)
+    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != wanted:
+        raise DrafterRefusedError(f"{policy} does not hold the module that its configuration describes")
+    return tensors

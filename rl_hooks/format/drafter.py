@@ -1,0 +1,116 @@
+"""A drafter's two files, config.json and model.safetensors, of either kind: the one reading of them.
+
+Service, worker, agent, vLLM plugin and SGLang loader all decide by these functions. Nothing beside the standard library
+is imported, because the engines' environments are not ours. What one engine cannot take although it is a drafter is in
+`rl_hooks.format.engines`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from rl_hooks.format.eagle3 import (
+    MAPS,
+    CheckpointError,
+    DrafterConfig,
+    Found,
+    check_header,
+    parse_config,
+    tensor_shapes,
+    with_layers,
+)
+from rl_hooks.format.mtp import MtpConfig, check_mtp_header, mtp_shapes, of_module, parse_mtp_config, prefix
+
+Sizes = DrafterConfig | MtpConfig
+
+MODEL_FILE: Final = "model.safetensors"
+CONFIG_FILE: Final = "config.json"
+MAX_CONFIG_BYTES: Final = 1 << 20
+#: A label and a limit: an engine goes on with drafters that differ in them.
+_NO_DIFFERENCE: Final = ("model_type", "max_position_embeddings")
+
+
+def kind_of(config: Mapping[str, Any]) -> str:
+    """`eagle3` or `mtp`, by a drafter's config.json. Raises `CheckpointError` for another kind."""
+    own = config.get("draftalign") or {}
+    kind = own.get("kind", "eagle3") if isinstance(own, Mapping) else own
+    if kind not in ("eagle3", "mtp"):
+        raise CheckpointError(f"config.json: draftalign.kind must be eagle3 or mtp, got {kind!r:.80}")
+    return str(kind)
+
+
+def read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Read a JSON object of bounded size. Raises OSError or `CheckpointError`."""
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise CheckpointError(f"{path} has {size} bytes; at most {max_bytes} are read")
+    try:
+        document = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(document).__name__}")
+    return document
+
+
+def parse_drafter(config: Mapping[str, Any], aux_layers: Sequence[int] = ()) -> Sizes:
+    """Read a config.json. Raises `CheckpointError` for what no drafter of ours is.
+
+    aux_layers: what the run or the engine captures, where that is known. An EAGLE-3 drafter that names none reads them.
+    """
+    if kind_of(config) == "mtp":
+        return parse_mtp_config(config)
+    return parse_config(with_layers(config, aux_layers) if aux_layers else config)
+
+
+def check_drafter(found: Found, sizes: Sizes) -> None:
+    """Raise `CheckpointError` unless a file's tensors are a drafter's of these sizes: names, shapes and dtypes.
+
+    In a file with more than an MTP module, such as a policy's checkpoint, the module alone is looked at.
+    """
+    if isinstance(sizes, MtpConfig):
+        check_mtp_header({short: found[name] for short, name in of_module(found, sizes).items()}, sizes)
+    else:
+        check_header(found, sizes)
+
+
+def weight_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Name in the file and shape of every weight; d2t and t2d are none."""
+    if isinstance(sizes, MtpConfig):
+        return {prefix(sizes) + name: shape for name, shape in mtp_shapes(sizes).items()}
+    return {name: shape for name, shape in tensor_shapes(sizes).items() if name not in MAPS}
+
+
+def fingerprint(sizes: Sizes, d2t_digest: str) -> str:
+    """Identity (32 hexadecimal digits) of all that an engine cannot swap along with the weights.
+
+    Sizes, layers, rotary base, norm epsilon and the draft vocabulary. `max_position_embeddings` is left out: it is a
+    limit, not a meaning.
+    """
+    fields = {name: value for name, value in sizes.identity().items() if name != "max_position_embeddings"}
+    text = json.dumps({**fields, "d2t": d2t_digest}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def vocabulary_digest(vocab_size: int, ids: bytes) -> str:
+    """Identity of a draft vocabulary: V, and the target ids as little-endian int64 in the order of the draft's."""
+    return hashlib.sha256(vocab_size.to_bytes(8, "little") + ids).hexdigest()[:32]
+
+
+def differences(ours: Sizes, theirs: Sizes) -> list[str]:
+    """`field is ours here, theirs there` for each field in which they differ and that weights alone cannot change."""
+    here, there = _flat(asdict(ours)), _flat(asdict(theirs))
+    names = (name for name in here | there if name.rpartition(".")[2] not in _NO_DIFFERENCE)
+    return [f"{n} is {here.get(n)} here, {there.get(n)} there" for n in names if here.get(n) != there.get(n)]
+
+
+def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat |= {f"{name}.{k}": v for k, v in _flat(value).items()} if isinstance(value, Mapping) else {name: value}
+    return flat

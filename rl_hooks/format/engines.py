@@ -1,0 +1,39 @@
+"""What one engine cannot take, although it is a drafter: the one list of them.
+
+The engine's adapter, its plugin or loader, `draftalign inspect` and `draftalign convert` say the same sentence.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from rl_hooks.format.drafter import Sizes
+from rl_hooks.format.mtp import MtpConfig
+
+EngineName = Literal["vllm", "sglang"]
+#: Policies whose MTP layer the vLLM plugin knows from inside.
+_VLLM_MODULES: Final = ("deepseek_v3", "glm4_moe")
+
+
+def limits(engine: EngineName, sizes: Sizes) -> list[str]:
+    """Why the engine can never take such a drafter, a sentence each; none if it can."""
+    if isinstance(sizes, MtpConfig):
+        if engine == "sglang":
+            return ["SGLang (as of 0.5.23) takes no MTP module while it serves"]
+        if sizes.model_type not in _VLLM_MODULES:
+            return [
+                "draftalign's vLLM plugin swaps MTP modules of DeepSeek-V3's and GLM-4.5's form, this one is of "
+                f"{sizes.model_type!r}"
+            ]
+        return []
+    found = []
+    if engine == "sglang" and sizes.norm_before_residual:
+        found.append(
+            "norm_before_residual is true: SGLang (as of 0.5.23) cannot serve it, it would compute another function "
+            "without an error, at a fraction of its acceptance; vLLM serves it"
+        )
+    if engine == "sglang" and sizes.num_hidden_layers > 1:
+        found.append(
+            f"it has {sizes.num_hidden_layers} layers: SGLang (as of 0.5.23) serves only drafters of one layer"
+        )
+    return found
