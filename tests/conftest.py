@@ -32,6 +32,13 @@ def pytest_collection(session: pytest.Session) -> None:
         import triton_fixtures  # noqa: F401
 
 
+@pytest.hookimpl(trylast=True)  # after pytest-randomly: the order stays random within both parts
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files of long tests first: processes that share the tests then end together."""
+    marked = {item.path for item in items if any(item.get_closest_marker(name) for name in ("chaos", "demo", "slow"))}
+    items.sort(key=lambda item: item.path not in marked and item.path.parent.name != "vllm_server")
+
+
 @pytest.fixture(scope="session")
 def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
     """A real server on a unix socket, for the whole session."""
