@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Two processes run tests: most of them wait, but each holds some gigabytes of torch.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint types format unit chaos clean
+.PHONY: help setup demo up test lint types format unit quick chaos coverage clean
 
 help: ## Say what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,7 +50,15 @@ types: $(VENV)/.ready ## Strict types
 	@$(BIN)/mypy --no-error-summary && echo "types: ok"
 
 unit: $(VENV)/.ready ## The tests (ARGS="-k replay")
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+quick: $(VENV)/.ready ## The tests that take a minute together: none that is slow, kills processes or needs a vLLM
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not chaos and not demo" --ignore tests/vllm_server $(ARGS)
+
+coverage: $(VENV)/.ready ## The lines of service, drafter and rl_hooks that no test runs (not part of `make test`)
+	@$(BIN)/python -m coverage erase
+	@$(BIN)/python -m coverage run -m pytest $(PARALLEL) --ignore tests/vllm_server $(ARGS)
+	@$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report --skip-covered --show-missing
 
 chaos: $(VENV)/.ready ## The long form of the fault tests: 100 kills, a stop before every step (some ten minutes)
 	@DRAFTALIGN_CHAOS_KILLS=100 DRAFTALIGN_HANDOVERS=0 $(BIN)/python -m pytest -m chaos $(ARGS)

@@ -1,4 +1,7 @@
-"""Shared fixtures: one real Valkey per test session, an empty key space per test, and the API under real uvicorn."""
+"""Shared fixtures: one real Valkey per test session, an empty key space per test, and the API under real uvicorn.
+
+Imports of ours, and of whatever takes long to import, stand in the fixtures: a test that needs none starts at once.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,39 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: threads th
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import triton_fixtures  # noqa: F401 - before anything imports Triton
-from redis import Redis
-from service_fixtures import RunningService
-from worker_fixtures import Bench
 
-from service.cli.valkey import EmbeddedValkey
+if TYPE_CHECKING:
+    from redis import Redis
+    from service_fixtures import RunningService
+    from worker_fixtures import Bench
+
+    from service.cli.valkey import EmbeddedValkey
+
+_KERNELS = Path(__file__).parent / "drafter/training/test_triton_loss.py"
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Choose Triton's interpreter before any test module imports Triton, where the tests of its kernels may run."""
+    given = [session.config.invocation_params.dir / argument.split("::")[0] for argument in session.config.args]
+    if any(_KERNELS.is_relative_to(path.resolve()) for path in given):
+        import triton_fixtures  # noqa: F401
+
+
+@pytest.hookimpl(trylast=True)  # after pytest-randomly: the order stays random within both parts
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files of long tests first: processes that share the tests then end together."""
+    marked = {item.path for item in items if any(item.get_closest_marker(name) for name in ("chaos", "demo", "slow"))}
+    items.sort(key=lambda item: item.path not in marked and item.path.parent.name != "vllm_server")
 
 
 @pytest.fixture(scope="session")
 def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
     """A real server on a unix socket, for the whole session."""
+    from service.cli.valkey import EmbeddedValkey
+
     server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
     server.start()
     yield server
@@ -31,6 +53,8 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]
 @pytest.fixture
 def redis_url(valkey: EmbeddedValkey) -> str:
     """URL of an empty key space."""
+    from redis import Redis
+
     with Redis.from_url(valkey.url) as client:
         client.flushall()
     return valkey.url
@@ -39,6 +63,8 @@ def redis_url(valkey: EmbeddedValkey) -> str:
 @pytest.fixture
 def redis_client(redis_url: str) -> Iterator[Redis]:
     """A blocking client on an empty key space."""
+    from redis import Redis
+
     with Redis.from_url(redis_url) as client:
         yield client
 
@@ -46,6 +72,8 @@ def redis_client(redis_url: str) -> Iterator[Redis]:
 @pytest.fixture
 def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
     """A state directory and an empty Redis, for workers in this process."""
+    from worker_fixtures import Bench
+
     with Bench(tmp_path / "state", redis_url) as made:
         yield made
 
@@ -53,6 +81,8 @@ def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
 @pytest.fixture
 def serve(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., RunningService]]:
     """Start the API with the settings given; every server started is stopped at the end."""
+    from service_fixtures import RunningService
+
     running: list[RunningService] = []
 
     def start(**settings: Any) -> RunningService:

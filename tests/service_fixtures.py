@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,21 @@ class RunningService:
         self._thread.join(20)
         self._socket.close()
         assert not self._thread.is_alive()
+
+    def wait_for_requests(self, count: int = 1, seconds: float = 20.0) -> None:
+        """Block until so many requests are being served."""
+        self._wait(lambda: len(self.server.server_state.tasks) >= count, seconds)
+
+    def wait_for_no_connections(self, seconds: float = 20.0) -> None:
+        """Block until the server noticed that its clients closed."""
+        self._wait(lambda: not self.server.server_state.connections, seconds)
+
+    @staticmethod
+    def _wait(condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing happened in {seconds} s"
+            time.sleep(0.005)
 
     def register(self, run: str = "default", **changes: Any) -> httpx.Response:
         return self.client.put(f"/runs/{run}", content=run_file(**changes), headers=HEADERS)

@@ -76,7 +76,8 @@ _DEEPSEEK: dict[str, Any] = {
 def _text(config: str, model: str, **own: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         made = getattr(tf, config)(**(_COMMON | {"attn_implementation": "eager"} | own))
-        return getattr(tf, model)(made)
+        family: nn.Module = getattr(tf, model)(made)
+        return family
 
     return build
 
@@ -84,18 +85,23 @@ def _text(config: str, model: str, **own: Any) -> Callable[[], nn.Module]:
 def _gemma3_vision() -> nn.Module:
     text = tf.Gemma3TextConfig(**(_COMMON | _GEMMA))
     vision = tf.SiglipVisionConfig(**_VISION)
-    return tf.Gemma3ForConditionalGeneration(tf.Gemma3Config(text_config=text, vision_config=vision))
+    family: nn.Module = tf.Gemma3ForConditionalGeneration(tf.Gemma3Config(text_config=text, vision_config=vision))
+    return family
 
 
 def _llama4_vision() -> nn.Module:
     text = tf.Llama4TextConfig(**(_COMMON | _LLAMA4))
     vision = tf.Llama4VisionConfig(**(_VISION | {"vision_output_dim": 16, "projector_input_dim": 16}))
-    return tf.Llama4ForConditionalGeneration(tf.Llama4Config(text_config=text, vision_config=vision))
+    family: nn.Module = tf.Llama4ForConditionalGeneration(tf.Llama4Config(text_config=text, vision_config=vision))
+    return family
 
 
 def _gemma4_vision() -> nn.Module:
     text = tf.Gemma4TextConfig(**(_COMMON | _GEMMA4 | {"final_logit_softcapping": 5.0}))
-    return tf.Gemma4ForConditionalGeneration(tf.Gemma4Config(text_config=text, vision_config=None, audio_config=None))
+    family: nn.Module = tf.Gemma4ForConditionalGeneration(
+        tf.Gemma4Config(text_config=text, vision_config=None, audio_config=None)
+    )
+    return family
 
 
 #: name -> how to build it. Untied heads are untied by the config, so both kinds appear.

@@ -144,7 +144,8 @@ def test_every_command_and_option_is_documented() -> None:
 @functools.cache
 def api() -> FastAPI:
     # Never started: nothing is bound, and Redis is not asked.
-    return create_app(Settings(redis_url=SecretStr("redis://127.0.0.1:1/0")))
+    settings: dict[str, Any] = {"redis_url": SecretStr("redis://127.0.0.1:1/0")}
+    return create_app(Settings(**settings))
 
 
 def calls() -> list[tuple[str, str]]:
@@ -286,8 +287,8 @@ def test_whatever_the_worker_sets_is_a_gauge() -> None:
 
 def test_every_path_of_the_state_directory_is_documented() -> None:
     layout, tree = Layout(Path("/state")), page("docs/architecture.md")
-    of_run = (layout.run_json, layout.target, layout.heads, layout.drafters, layout.latest)
-    of_run += (layout.history, layout.registry_lock, layout.worker, layout.spool)
+    of_run = [layout.run_json, layout.target, layout.heads, layout.drafters, layout.latest]
+    of_run += [layout.history, layout.registry_lock, layout.worker, layout.spool]
     paths = [layout.spool_tmp, layout.valkey, *(path_of("RUN") for path_of in of_run)]
     named = [str(path.relative_to("/state")).replace("RUN", "<run>") for path in paths]
     assert [name for name in named if name not in tree] == []

@@ -27,10 +27,8 @@ from drafter.files.checkpoint import (
     StoredDrafter,
     build_drafter,
     config_fingerprint,
-    parse_config,
     read_drafter,
     read_stored,
-    tensor_shapes,
     write_drafter,
     write_stored,
 )
@@ -47,6 +45,7 @@ from drafter.unroll.plan import make_plan
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.download import _make_safe
 from rl_hooks.errors import CheckpointError as AgentCheckpointError
+from rl_hooks.format.eagle3 import parse_config, tensor_shapes
 from service.cli.main import app
 from service.errors import ConfigurationError
 

@@ -8,6 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decode_fixtures import (
+    EOS,
+    chi_square_excess,
+    log_rollouts,
+    make_drafter,
+    make_prompts,
+    make_target,
+    read_whole,
+    train_lightly,
+)
 from torch import Tensor
 
 from drafter.errors import DrafterError
@@ -17,16 +27,6 @@ from drafter.reference.decode import (
     generate,
     sampling_logprobs,
     verify_chain,
-)
-from tests.decode_fixtures import (
-    EOS,
-    chi_square_excess,
-    log_rollouts,
-    make_drafter,
-    make_prompts,
-    make_target,
-    read_whole,
-    train_lightly,
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -49,7 +50,9 @@ def slow_propose(text: list[int], length: int, depth: int, max_n: int, min_n: in
     st.integers(0, 2),
     st.sampled_from(["latest", "earliest"]),
 )
-def test_the_index_proposes_what_a_full_search_would(text, depth, min_n, more, occurrence) -> None:
+def test_the_index_proposes_what_a_full_search_would(
+    text: list[int], depth: int, min_n: int, more: int, occurrence: Literal["latest", "earliest"]
+) -> None:
     index = NgramIndex(min_n + more, min_n, occurrence)
     for length in range(1, len(text) + 1):
         expected = slow_propose(text, length, depth, min_n + more, min_n, occurrence)
@@ -121,12 +124,12 @@ def test_nonsensical_settings_are_refused(depth: int, max_n: int, min_n: int) ->
         ngram_replay(batch_of(([1, 2], ".x")), depth=depth, max_n=max_n, min_n=min_n)
 
 
-class CountedReads(list):
+class CountedReads(list[int]):
     """A text that counts how often it is read."""
 
     reads = 0
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> Any:
         self.reads += 1
         return super().__getitem__(key)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decode_fixtures import EOS, log_rollouts, make_drafter, make_prompts, make_target, policy_of, train_lightly
 from drafter_worlds import SHAPES, world
 
 from drafter.batch import RolloutBatch
@@ -19,7 +20,6 @@ from drafter.model.eagle3 import Eagle3Drafter
 from drafter.reference.decode import Generation, generate
 from drafter.replay.acceptance import find_segments
 from drafter.replay.replay import conditional_acceptance, prompt_groups, replay
-from tests.decode_fixtures import EOS, log_rollouts, make_drafter, make_prompts, make_target, policy_of, train_lightly
 
 DEPTH = 3
 Live = Callable[..., tuple[Generation, RolloutBatch]]

@@ -269,7 +269,7 @@ def test_the_connection_that_waited_longest_gives_way_and_none_at_work_does(serv
     service.client.close()
     for thread in polls:
         thread.start()
-    time.sleep(0.5)
+    service.wait_for_requests(2)
     with silent_connections(service, 5) as silent:
         assert [connection.recv(1) for connection in silent[:3]] == [b""] * 3
         assert httpx.get(f"{service.url}/healthz", timeout=10).status_code == 200
@@ -282,7 +282,7 @@ def test_the_connection_that_waited_longest_gives_way_and_none_at_work_does(serv
 def test_where_all_connections_are_at_work_a_new_one_is_told_so(service: RunningService) -> None:
     etag = service.publish().etag
     service.client.close()
-    time.sleep(0.2)
+    service.wait_for_no_connections()
     places(service).limit = 1
     poll = threading.Thread(
         target=httpx.get,
@@ -290,7 +290,7 @@ def test_where_all_connections_are_at_work_a_new_one_is_told_so(service: Running
         kwargs={"headers": {"If-None-Match": etag}, "timeout": 20},
     )
     poll.start()
-    time.sleep(0.5)
+    service.wait_for_requests()
     assert httpx.get(f"{service.url}/healthz").status_code == 503
     poll.join(20)
     places(service).limit = 100

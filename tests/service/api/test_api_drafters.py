@@ -75,7 +75,7 @@ def test_a_long_poll_does_not_hold_up_a_stop(service: RunningService) -> None:
 
     thread = threading.Thread(target=poll)
     thread.start()
-    time.sleep(0.3)
+    service.wait_for_requests()
     started = time.monotonic()
     service.server.handle_exit(15, None)
     thread.join(20)

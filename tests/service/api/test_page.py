@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -17,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from browser_fixtures import CHROMIUM, Browser, running_browser
 from page_fixtures import PAGE, sample_run, serving
 from record_fixtures import stored
 from redis import Redis
@@ -28,7 +27,6 @@ import service.monitor.headline
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import DrafterSums, Lane, RunEvent
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian package chromium)")
 
 
@@ -66,28 +64,20 @@ class Document(HTMLParser):
         return any(a.get("id") == name and "hidden" in a for _, a in self.elements)
 
 
-def browse(url: str, tmp_path: Path, *more: str) -> Document:
-    done = subprocess.run(
-        [
-            str(CHROMIUM),
-            *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
-            *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
-            *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2500", "--window-size=1200,1400"),
-            *more,
-            "--dump-dom",
-            url,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return Document(done.stdout)
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One Chromium for all pages here."""
+    with running_browser(tmp_path_factory.mktemp("chromium") / "profile") as started:
+        yield started
 
 
-def show(snapshot: RunSnapshot, tmp_path: Path, **more: Any) -> Document:
+def browse(url: str, browser: Browser, seconds: float = 2.5) -> Document:
+    return Document(browser.dom(url, seconds))
+
+
+def show(snapshot: RunSnapshot, browser: Browser, **more: Any) -> Document:
     with serving({"default": snapshot}, **more) as url:
-        return browse(url, tmp_path)
+        return browse(url, browser)
 
 
 def test_the_page_asks_nobody_but_its_own_origin() -> None:
@@ -100,9 +90,9 @@ def test_the_page_asks_nobody_but_its_own_origin() -> None:
 
 
 @needs_browser
-def test_a_run_is_drawn_with_its_series_marks_and_headline(tmp_path: Path) -> None:
+def test_a_run_is_drawn_with_its_series_marks_and_headline(browser: Browser) -> None:
     snapshot = sample_run(60)
-    page = show(snapshot, tmp_path)
+    page = show(snapshot, browser)
     assert re.match(
         r"Aligned: v0000\d\d gives 3\.\d\d tokens per round; the first drafter, frozen, would give 1\.\d\d\.$",
         page.texts["headline"],
@@ -129,7 +119,7 @@ def test_a_run_is_drawn_with_its_series_marks_and_headline(tmp_path: Path) -> No
 
 
 @needs_browser
-def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(tmp_path: Path) -> None:
+def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(browser: Browser) -> None:
     """The worker passed over the newest policy versions, on which the served drafter is far better than before."""
     snapshot = sample_run(30)
     passed_over = [
@@ -147,7 +137,7 @@ def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(tmp_path: Pat
     assert last.frozen is not None
     assert last.served is not None
     before, beside = last.frozen.alpha, last.served.alpha
-    page = show(replace(snapshot, scores=[*snapshot.scores[:-3], *passed_over]), tmp_path)
+    page = show(replace(snapshot, scores=[*snapshot.scores[:-3], *passed_over]), browser)
     assert page.texts["headline"].endswith(
         f" On policy 26, where both were tested last, it was {beside:.2f} against {before:.2f} of the first drafter, "
         "frozen."
@@ -156,8 +146,8 @@ def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(tmp_path: Pat
 
 
 @needs_browser
-def test_charts_are_described_in_words_and_reachable_by_keyboard(tmp_path: Path) -> None:
-    page = show(sample_run(12), tmp_path)
+def test_charts_are_described_in_words_and_reachable_by_keyboard(browser: Browser) -> None:
+    page = show(sample_run(12), browser)
     charts = [a for tag, a in page.elements if tag == "svg" and a.get("role") == "img"]
     assert len(charts) == 2
     assert all(a["tabindex"] == "0" and "Newest:" in a["aria-label"] for a in charts)
@@ -168,8 +158,8 @@ def test_charts_are_described_in_words_and_reachable_by_keyboard(tmp_path: Path)
 
 @needs_browser
 @pytest.mark.parametrize("policies", [1, 3, 500])
-def test_few_and_many_policy_versions_are_drawn_without_nonsense(policies: int, tmp_path: Path) -> None:
-    page = show(sample_run(policies), tmp_path)
+def test_few_and_many_policy_versions_are_drawn_without_nonsense(policies: int, browser: Browser) -> None:
+    page = show(sample_run(policies), browser)
     assert not page.hidden("full")
     drawn = " ".join(a.get("d", "") + a.get("cx", "") + a.get("cy", "") for _, a in page.elements)
     assert "NaN" not in drawn
@@ -179,8 +169,8 @@ def test_few_and_many_policy_versions_are_drawn_without_nonsense(policies: int, 
 
 
 @needs_browser
-def test_before_the_first_rollout_it_says_how_to_begin(tmp_path: Path) -> None:
-    page = show(sample_run(0), tmp_path)
+def test_before_the_first_rollout_it_says_how_to_begin(browser: Browser) -> None:
+    page = show(sample_run(0), browser)
     assert page.texts["headline"] == "Waiting for the first rollouts."
     assert "attach(trainer," in page.texts["snippet"]
     assert page.hidden("full")
@@ -188,7 +178,7 @@ def test_before_the_first_rollout_it_says_how_to_begin(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_a_dead_drafter_is_the_headline(tmp_path: Path) -> None:
+def test_a_dead_drafter_is_the_headline(browser: Browser) -> None:
     sums = DrafterSums.of([38.0, 41.0], [10.0, 10.0])
     snapshot = stored(
         scores=[{"policy_version": 4, "served": sums, "frozen": sums, "created": 1.0}],
@@ -203,36 +193,36 @@ def test_a_dead_drafter_is_the_headline(tmp_path: Path) -> None:
             }
         ],
     )
-    page = show(snapshot, tmp_path)
+    page = show(snapshot, browser)
     assert page.texts["headline"].startswith("Dead in an engine: e emits 1.00 tokens per round")
     assert page.having("id", "headline")[0]["data-tone"] == "bad"
 
 
 @needs_browser
-def test_a_drift_alarm_is_the_headline(tmp_path: Path) -> None:
+def test_a_drift_alarm_is_the_headline(browser: Browser) -> None:
     sums = DrafterSums.of([30.0, 31.0], [10.0, 10.0])
     scores = [{"policy_version": 4, "served": sums, "frozen": sums, "created": 1.0}]
     worker = {"drift": {"fast": {"statistic": 11.0, "limit": 9.5}}}
-    page = show(stored(scores, (), (), {}, worker), tmp_path)
+    page = show(stored(scores, (), (), {}, worker), browser)
     assert page.texts["headline"].startswith("Drifting: ")
     assert "fast lane at 116 %" in page.texts["tiles"]
 
 
 @needs_browser
-def test_a_drift_alarm_says_what_fell_below_what(tmp_path: Path) -> None:
+def test_a_drift_alarm_says_what_fell_below_what(browser: Browser) -> None:
     """Also of a drafter far above the frozen one: not that it is below the level that the run began with."""
     sample = sample_run(20)
     drift = {"fast": Lane(statistic=11.0, limit=9.5)}
     worker = replace(sample.worker, drift=drift, drift_alpha=2.51, drift_level=3.4)
-    page = show(RunSnapshot(now=time.time(), scores=sample.scores, worker=worker), tmp_path)
+    page = show(RunSnapshot(now=time.time(), scores=sample.scores, worker=worker), browser)
     assert page.texts["headline"].startswith("Drifting: α 2.51 is below its level so far, 3.40; v0000")
     assert "began with" not in page.texts["main"]
 
 
 @needs_browser
-def test_missing_numbers_are_dashes_and_never_zero(tmp_path: Path) -> None:
+def test_missing_numbers_are_dashes_and_never_zero(browser: Browser) -> None:
     served = DrafterSums.of([30.0, 31.0], [10.0, 10.0])
-    page = show(stored(scores=[{"policy_version": 0, "served": served}]), tmp_path)
+    page = show(stored(scores=[{"policy_version": 0, "served": served}]), browser)
     assert page.texts["headline"] == "Serving: the drafter gives 3.05 tokens per round."
     assert "Live in engines–" in page.texts["tiles"]
     assert "Queue–" in page.texts["tiles"]
@@ -240,49 +230,49 @@ def test_missing_numbers_are_dashes_and_never_zero(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_names_and_reasons_from_outside_stay_text(tmp_path: Path) -> None:
+def test_names_and_reasons_from_outside_stay_text(browser: Browser) -> None:
     hostile = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     snapshot = sample_run(3)
     event = {"time": 1.0, "event": "refused", "policy_version": 1, "reason": hostile}
-    page = show(replace(snapshot, history=[RunEvent.of(event)]), tmp_path)
+    page = show(replace(snapshot, history=[RunEvent.of(event)]), browser)
     assert hostile in page.texts["events"]
     assert not [a for tag, a in page.elements if tag == "img"]
 
 
 @needs_browser
-def test_a_service_that_wants_a_token_is_asked_for_politely(tmp_path: Path) -> None:
-    page = show(sample_run(3), tmp_path, status=401)
+def test_a_service_that_wants_a_token_is_asked_for_politely(browser: Browser) -> None:
+    page = show(sample_run(3), browser, status=401)
     assert not page.hidden("token")
     assert page.texts["headline"] == "The service does not show the series."
     assert "a token with the scope read is needed" in page.texts["connection"]
 
 
 @needs_browser
-def test_another_run_is_chosen_by_the_address_and_offered_in_the_picker(tmp_path: Path) -> None:
+def test_another_run_is_chosen_by_the_address_and_offered_in_the_picker(browser: Browser) -> None:
     with serving({"default": sample_run(3), "second": sample_run(5, seed=4)}) as url:
-        page = browse(f"{url}/?run=second", tmp_path)
+        page = browse(f"{url}/?run=second", browser)
     assert [a["value"] for tag, a in page.elements if tag == "option"] == ["default", "second"]
     assert not page.hidden("picker")
     assert "policy 4" in page.texts["tiles"]
 
 
 @needs_browser
-def test_without_a_default_run_it_shows_the_one_there_is_or_how_to_begin(tmp_path: Path) -> None:
+def test_without_a_default_run_it_shows_the_one_there_is_or_how_to_begin(browser: Browser) -> None:
     asked: list[str] = []
     with serving({"mine": sample_run(3)}, asked=asked) as url:
-        assert browse(url, tmp_path).texts["headline"].startswith("Aligned: ")
+        assert browse(url, browser).texts["headline"].startswith("Aligned: ")
     assert {path for path in asked if path.startswith("/alpha")} == {"/alpha?run=mine"}, "nothing that does not exist"
     with serving({}) as url:
-        page = browse(url, tmp_path)
+        page = browse(url, browser)
         assert page.texts["headline"] == "Waiting for the first rollouts."
         assert url in page.texts["snippet"]
-        assert browse(f"{url}/?run=gone", tmp_path).texts["headline"] == "There is no such run here."
+        assert browse(f"{url}/?run=gone", browser).texts["headline"] == "There is no such run here."
 
 
 @needs_browser
-def test_engines_that_draft_by_other_methods_are_compared(tmp_path: Path) -> None:
+def test_engines_that_draft_by_other_methods_are_compared(browser: Browser) -> None:
     snapshot = sample_run(40, others={"ngram": 1.31, "mtp": 1.78})
-    page = show(snapshot, tmp_path)
+    page = show(snapshot, browser)
     assert not page.hidden("servers-card")
     rows = re.findall(r"http://(\w+):8000(ngram|mtp)([\d.]+)", page.texts["servers"])
     assert [(name, method) for name, method, _ in rows] == [("mtp", "mtp"), ("ngram", "ngram")]
@@ -299,8 +289,8 @@ def test_engines_that_draft_by_other_methods_are_compared(tmp_path: Path) -> Non
 
 
 @needs_browser
-def test_without_engines_nothing_is_compared(tmp_path: Path) -> None:
-    assert show(sample_run(5, live=False), tmp_path).hidden("servers-card")
+def test_without_engines_nothing_is_compared(browser: Browser) -> None:
+    assert show(sample_run(5, live=False), browser).hidden("servers-card")
 
 
 # --- what is true now
@@ -313,9 +303,9 @@ def came(entry: int, policy_version: int, alpha: float, **more: Any) -> dict[str
 
 
 @needs_browser
-def test_tiles_and_headline_follow_a_trainer_that_went_back(tmp_path: Path) -> None:
+def test_tiles_and_headline_follow_a_trainer_that_went_back(browser: Browser) -> None:
     scores = [came(1000 + v, v, 3.0) for v in range(8)] + [came(2003, 3, 1.5), came(2004, 4, 1.7)]
-    page = show(stored(scores), tmp_path)
+    page = show(stored(scores), browser)
     assert page.texts["headline"].startswith("Aligned: the drafter gives 1.70 tokens per round")
     assert "on policy 4" in page.texts["tiles"]
     assert "now: policy 4" in page.texts["alpha"]
@@ -323,10 +313,10 @@ def test_tiles_and_headline_follow_a_trainer_that_went_back(tmp_path: Path) -> N
 
 
 @needs_browser
-def test_one_absurd_policy_version_leaves_room_for_the_others_in_the_chart(tmp_path: Path) -> None:
+def test_one_absurd_policy_version_leaves_room_for_the_others_in_the_chart(browser: Browser) -> None:
     scores = [came(1000 + v, v, 3.0 + v / 10) for v in range(8)]
     scores += [came(2000, 999_999_999_999_999, 2.0), came(2001, 8, 3.9)]
-    page = show(stored(scores), tmp_path)
+    page = show(stored(scores), browser)
     assert page.texts["headline"].startswith("Aligned: the drafter gives 3.90 tokens per round")
     assert page.having("data-break")
     [line] = [a["d"] for tag, a in page.elements if a.get("data-series") == "served" and tag == "path"]
@@ -338,14 +328,14 @@ def test_one_absurd_policy_version_leaves_room_for_the_others_in_the_chart(tmp_p
 
 
 @needs_browser
-def test_live_alpha_is_not_shown_on_few_rounds(tmp_path: Path) -> None:
+def test_live_alpha_is_not_shown_on_few_rounds(browser: Browser) -> None:
     few = {"reporter": "e", "policy_version": 4, "rounds": 9, "accepted_tokens": 11, "created": time.time()}
-    page = show(stored([came(1000, 4, 3.0)], [few]), tmp_path)
+    page = show(stored([came(1000, 4, 3.0)], [few]), browser)
     assert "Live in engines–9 rounds: too few" in page.texts["tiles"]
 
 
 @needs_browser
-def test_a_rollback_names_the_version_it_goes_to_and_is_drawn_where_the_run_was(tmp_path: Path) -> None:
+def test_a_rollback_names_the_version_it_goes_to_and_is_drawn_where_the_run_was(browser: Browser) -> None:
     event = {
         "event": "rolled_back",
         "time": 1.0065,
@@ -354,15 +344,15 @@ def test_a_rollback_names_the_version_it_goes_to_and_is_drawn_where_the_run_was(
         "policy_version": 1,
         "reason": "worse on long prompts",
     }
-    page = show(stored([came(1000 + v, v, 3.0) for v in range(8)], (), [event]), tmp_path)
+    page = show(stored([came(1000 + v, v, 3.0) for v in range(8)], (), [event]), browser)
     assert "rolled back to v000005 at policy 6" in page.texts["events"]
     assert "from v000007; worse on long prompts" in page.texts["events"]
 
 
 @needs_browser
-def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_old(tmp_path: Path) -> None:
+def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_old(browser: Browser) -> None:
     with serving({"default": sample_run(30)}, answers=2) as url:
-        page = browse(url, tmp_path, "--virtual-time-budget=20000")
+        page = browse(url, browser, seconds=20)
     assert re.match(r"The service has not answered for \d+ s\.$", page.texts["headline"])
     assert page.having("id", "headline")[0]["data-tone"] == "bad"
     assert page.having("id", "connection")[0]["data-state"] == "bad"
@@ -372,9 +362,9 @@ def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_o
 
 
 @needs_browser
-def test_a_service_that_was_never_there_is_not_waited_for_in_green(tmp_path: Path) -> None:
+def test_a_service_that_was_never_there_is_not_waited_for_in_green(browser: Browser) -> None:
     with serving({"default": sample_run(3)}, answers=0) as url:
-        page = browse(url, tmp_path, "--virtual-time-budget=20000")
+        page = browse(url, browser, seconds=20)
     assert page.texts["headline"] == "The service does not answer."
     assert page.having("id", "connection")[0]["data-state"] == "bad"
 
@@ -388,7 +378,11 @@ def tone(page: Document) -> tuple[str, str]:
 
 @needs_browser
 def test_a_stopped_worker_is_the_headline_and_nothing_is_green(
-    bench: Bench, serve: Callable[..., RunningService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    serve: Callable[..., RunningService],
+    browser: Browser,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(service.monitor.headline, "SILENT_SECONDS", 2.0)
     bench.begin()
@@ -397,12 +391,12 @@ def test_a_stopped_worker_is_the_headline_and_nothing_is_green(
         pid = workers.start(bench)
         batch = bench.post("first", policy_version=1)
         bench.wait(lambda: bench.state(batch) in ("trained", "held_out"))
-        assert tone(browse(api.url, tmp_path)) == ("good", "good")
+        assert tone(browse(api.url, browser)) == ("good", "good")
         workers.kill(pid, signal.SIGSTOP)
         bench.post("second", policy_version=2)
         told = f"{api.url}/runs/default"
         bench.wait(lambda: httpx.get(told).json()["headline"]["state"] == "worker_silent")
-        page = browse(api.url, tmp_path)
+        page = browse(api.url, browser)
     assert re.match(r"Worker silent for \d+ s: nothing is scored or trained; 1 batch waits\.$", page.texts["headline"])
     assert tone(page) == ("bad", "bad")
     assert page.texts["connection"] == "no worker"
@@ -411,7 +405,7 @@ def test_a_stopped_worker_is_the_headline_and_nothing_is_green(
 
 @needs_browser
 def test_a_run_whose_batches_all_died_says_why(
-    bench: Bench, serve: Callable[..., RunningService], tmp_path: Path
+    bench: Bench, serve: Callable[..., RunningService], browser: Browser
 ) -> None:
     bench.begin()
     api, worker = serve(), bench.worker()
@@ -422,7 +416,7 @@ def test_a_run_whose_batches_all_died_says_why(
     for n in range(3):
         bench.post(f"bad{n}", change=spoil)
     bench.drain(worker)
-    page = browse(api.url, tmp_path)
+    page = browse(api.url, browser)
     assert page.texts["headline"].startswith("3 of 3 batches dead: log-probabilities disagree with the features by 5")
     assert tone(page) == ("bad", "bad")
     assert page.hidden("empty")
@@ -430,15 +424,15 @@ def test_a_run_whose_batches_all_died_says_why(
 
 @needs_browser
 def test_a_run_from_scratch_says_how_many_tokens_its_vocabulary_waits_for(
-    bench: Bench, serve: Callable[..., RunningService], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bench: Bench, serve: Callable[..., RunningService], browser: Browser, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.register()
     api, worker = serve(), bench.worker(vocab_min_tokens=400)
-    assert browse(api.url, tmp_path).texts["headline"] == "Waiting for the first rollouts."
+    assert browse(api.url, browser).texts["headline"] == "Waiting for the first rollouts."
     with caplog.at_level("INFO", logger="draftalign.worker"):
         bench.post("a", lengths=[13] * 12)
         bench.drain(worker)
-    page = browse(api.url, tmp_path)
+    page = browse(api.url, browser)
     said = "120 of 400 response tokens gathered"
     assert page.texts["headline"] == f"Waiting for the draft vocabulary: {said}."
     assert tone(page) == ("wait", "wait")
@@ -455,7 +449,7 @@ def test_a_run_from_scratch_says_how_many_tokens_its_vocabulary_waits_for(
 @needs_browser
 @pytest.mark.parametrize(("password", "drawn"), [("engine-secret", True), ("wrong", False)])
 def test_behind_tokens_a_password_opens_the_page_and_alpha_is_drawn(
-    serve: Callable[..., RunningService], redis_client: Redis, tmp_path: Path, password: str, drawn: bool
+    serve: Callable[..., RunningService], redis_client: Redis, browser: Browser, password: str, drawn: bool
 ) -> None:
     """The real service: Chromium sends the name and password of a URL only where it is asked for Basic."""
     service = serve(tokens="engine-secret:read;trainer-secret:write")
@@ -464,7 +458,7 @@ def test_behind_tokens_a_password_opens_the_page_and_alpha_is_drawn(
     store = Store(redis_client, "default")
     for number, record in enumerate(sample_run(12).scores):
         store.put_score(f"{number:032x}", record)
-    page = browse(service.url.replace("http://", f"http://anyone:{password}@"), tmp_path)
+    page = browse(service.url.replace("http://", f"http://anyone:{password}@"), browser)
     assert bool(page.having("data-series", "served")) == drawn, page.texts.get("connection")
     if drawn:
         assert page.texts["connection"] == "live"

@@ -200,7 +200,12 @@ def test_what_a_headline_reads_does_not_grow_with_the_run(
     assert service.client.get("/alpha").json()["headline"] == read()[0]
     whole: list[str] = []
     real = Registry.history
-    monkeypatch.setattr(Registry, "history", lambda self, run: whole.append(run) or real(self, run))
+
+    def history(self: Registry, run: str) -> Any:
+        whole.append(run)
+        return real(self, run)
+
+    monkeypatch.setattr(Registry, "history", history)
     found, size = read()
     assert found["state"] == "engine_dead"
     grow(range(300, 1200), range(10, 60))

@@ -614,7 +614,7 @@ def test_eval_says_what_is_wrong_with_its_files(
     message = refused("eval", drafter_dir, tmp_path / "broken.safetensors", "--target", embedding)
     assert "broken.safetensors" in message
     assert "drafting mode" in refused("eval", drafter_dir, rollouts, "--target", embedding, "--drafting", "maybe")
-    spoilt = world.rollout_file("nan", change=lambda t: t["aux_hidden"].fill_(math.nan))
+    spoilt = world.rollout_file("nan", change=lambda t: t.update(aux_hidden=torch.full_like(t["aux_hidden"], math.nan)))
     (tmp_path / "nan.safetensors").write_bytes(spoilt)
     assert "NaN" in refused("eval", drafter_dir, tmp_path / "nan.safetensors", "--target", embedding)
 

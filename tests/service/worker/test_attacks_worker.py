@@ -82,8 +82,8 @@ def test_a_worker_lives_through_every_hostile_batch_and_trains_the_honest_run(
     assert reply.status_code == 201
     pid = workers.start(bench, settings={"holdout_one_in": 4})
     honest, hostile = [], {}
-    for number, (name, body) in enumerate(sorted(ACCEPTED.items())):
-        reply = service.post(body())
+    for number, (name, make) in enumerate(sorted(ACCEPTED.items())):
+        reply = service.post(make())
         assert reply.status_code == 202, f"{name}: {reply.text}"
         hostile[reply.json()["batch_id"]] = name
         if number % 4 == 0:

@@ -212,13 +212,13 @@ def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) ->
 
 def test_a_worker_with_nothing_to_do_does_not_put_its_checkpoint_off(bench: Bench) -> None:
     bench.begin()
-    worker = bench.worker(checkpoint_seconds=0.05)
+    worker = bench.worker(checkpoint_seconds=1.0)
     worker._checkpoint_took = 100.0  # as on a disk that once stood still
     worker._backlog = False
     batch = bench.post("a")
     worker.cycle()
     assert bench.state(batch) == "queued"
-    time.sleep(0.1)
+    time.sleep(1.1)
     worker.cycle()
     assert bench.state(batch) == "trained"
 
