@@ -9,7 +9,7 @@ refused, and a sharded one (FSDP's DTensor, ZeRO-3) cannot be read: gathering it
 rank must never start.
 
 The embedding goes as the table itself, without the factor that Gemma and Granite multiply it by: an engine's drafter
-shares the table and not the factor (docs/targets.md).
+shares the table and not the factor (docs/guide/targets.md).
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ def _mtp_facts(source: Path) -> dict[str, Any]:
         "zero_first_embedding": config.zero_first_embedding,
         "normed_feedback": config.normed_feedback,
         "config_fingerprint": config_fingerprint(config, DraftVocabulary.full(config.vocab_size)),
-        "notes": ["an engine starts with the one in the policy's checkpoint; vLLM can swap it (docs/vllm.md)"],
+        "notes": ["an engine starts with the one in the policy's checkpoint; vLLM can swap it (docs/guide/vllm.md)"],
     }
 
 

@@ -21,7 +21,7 @@ app = typer.Typer(
     name="draftalign",
     help="Keeps a speculative-decoding drafter in step with a policy that reinforcement learning keeps changing.\n\n"
     "`draftalign up` starts everything on this machine; `draftalign demo` shows a real RL run on it. Settings come "
-    "from DRAFTALIGN_* variables (docs/settings.md).",
+    "from DRAFTALIGN_* variables (docs/reference/settings.md).",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -43,7 +43,7 @@ def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -
         checked_redis(settings.redis_url.get_secret_value())
     log = logging.getLogger("draftalign")
     if unknown := unknown_variables():
-        log.warning("no setting is called %s; see docs/settings.md for the names", ", ".join(unknown))
+        log.warning("no setting is called %s; see docs/reference/settings.md for the names", ", ".join(unknown))
     log.info("settings that differ from the defaults: %s", settings.model_dump(exclude_defaults=True, mode="json"))
     return settings
 

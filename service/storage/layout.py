@@ -1,7 +1,7 @@
 """Where everything lies in the state directory: the only place that builds a path from a name that came from outside.
 
 Every method that takes a name checks it against a strict pattern first, so no caller can be talked into leaving the
-directory. docs/architecture.md draws the tree.
+directory. docs/reference/architecture.md draws the tree.
 """
 
 from __future__ import annotations

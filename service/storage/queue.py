@@ -5,7 +5,7 @@ was delivered more than `MAX_DELIVERIES` times becomes a dead letter. Enqueue, e
 script each, so every count is exact. Never MAXLEN on the queue: trimming deletes unread work without a word.
 
 `AsyncRolloutQueue` is the API's side and `RolloutQueue` the worker's, over the same scripts and keys. Redis 6.2
-commands only. Keys and counters: docs/architecture.md.
+commands only. Keys and counters: docs/reference/architecture.md.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
 `path` is a directory with model.safetensors and config.json under DRAFTALIGN_DRAFTER_DIR; nothing outside can be named.
 vLLM's `--api-key` guards /v1 only: set DRAFTALIGN_SWAP_TOKEN to ask for a bearer token here. Errors are RFC 9457
 problem documents: 4xx means this drafter will never do, 5xx that it may later. Entry points, both named `draftalign`:
-`vllm.general_plugins` -> `register`, `vllm.endpoint_plugins` -> `DrafterEndpoints`. docs/vllm.md has the details.
+`vllm.general_plugins` -> `register`, `vllm.endpoint_plugins` -> `DrafterEndpoints`. docs/guide/vllm.md has the details.
 """
 
 from __future__ import annotations
