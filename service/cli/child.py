@@ -10,7 +10,7 @@ from service.cli.supervisor import PARENT_VARIABLE, die_with_parent
 
 
 def main() -> None:
-    """Tie this process to its parent, then become MODULE."""
+    """Make this process end with its parent, then run MODULE."""
     die_with_parent()
     if os.environ.get(PARENT_VARIABLE) != str(os.getppid()):
         sys.exit("draftalign: the parent process ended before this one had started")

@@ -1,7 +1,7 @@
-"""Runs the parts of the service as child processes under one parent, and starts again what dies.
+"""Runs the parts of the service as child processes of one parent, and restarts those that die.
 
-Invariants: a child never outlives its parent (the kernel ends it when the parent is killed), and stopping is orderly:
-last started, first stopped, SIGTERM before SIGKILL. Children are started by one thread: `PR_SET_PDEATHSIG` follows the
+Invariants: a child never outlives its parent (the kernel ends it when the parent is killed); children are stopped in
+reverse order, by SIGTERM before SIGKILL. Children are started by one thread: `PR_SET_PDEATHSIG` follows the
 *thread* that forked.
 """
 
@@ -23,13 +23,13 @@ log = logging.getLogger("draftalign.up")
 #: Tells a child which process it must not outlive.
 PARENT_VARIABLE: Final = "DRAFTALIGN_PARENT"
 _PR_SET_PDEATHSIG = 1
-#: A child that lives this long has started well, so its next fault is treated as its first.
+#: A child that lived this long counts as healthy: its next fault counts as its first.
 _HEALTHY_SECONDS = 30.0
 _MAX_DELAY_SECONDS = 15.0
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process (SIGTERM) when its parent dies, however it dies. Linux only; else nothing."""
+    """Ask the kernel to send this process SIGTERM when its parent dies. Linux only; elsewhere it does nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -41,7 +41,7 @@ def spawn(name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) 
 
 
 def stop(process: subprocess.Popen[bytes], *, patience_seconds: float = 10.0) -> None:
-    """End a child: SIGTERM, then SIGKILL when it does not obey in time."""
+    """End a child: SIGTERM, then SIGKILL if it has not ended in time."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -55,7 +55,7 @@ def stop(process: subprocess.Popen[bytes], *, patience_seconds: float = 10.0) ->
 
 @dataclass
 class Child:
-    """One supervised process: how to start it, and how its starts went."""
+    """One supervised process: how to start it, and how often it failed."""
 
     name: str
     argv: Sequence[str]
@@ -72,7 +72,7 @@ class Child:
         log.info("%s runs as process %d", self.name, self.process.pid)
 
     def revive(self) -> None:
-        """If it died, start it again, later and later while it keeps dying."""
+        """Restart it if it died, with a growing delay while it keeps dying."""
         if self.process is None or self.process.poll() is None:
             return
         alive_seconds = time.monotonic() - self.started
