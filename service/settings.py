@@ -61,8 +61,7 @@ class Settings(BaseSettings):
     )
 
     signing_key: SecretStr = Field(
-        SecretStr(""),
-        description="Signs every manifest (HMAC-SHA256). Agents with the same key refuse other manifests.",
+        SecretStr(""), description="Signs every manifest (HMAC-SHA256); agents with the key refuse other manifests."
     )
 
     max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file.")
@@ -103,7 +102,7 @@ class Settings(BaseSettings):
     claim_tokens: int = Field(65_536, gt=0, description="Token budget of one claim from the queue.")
     train_passes: float = Field(8.0, gt=0, description="How often each new token is trained on, on average.")
     train_step_tokens: int = Field(16_384, gt=0, description="Tokens of one optimizer step.")
-    warmup_steps: int = Field(30, ge=0, description="Optimizer steps over which the learning rate rises from 0.")
+    warmup_steps: int = Field(30, ge=0, description="Optimizer steps over which the learning rate rises linearly.")
     learning_rate: float = Field(3e-4, gt=0, description="Learning rate after the warm-up.")
     optimizer: Literal["muon", "adamw"] = Field("muon", description="Optimizer of matrices; AdamW for the rest.")
     loss: Literal["kl", "lk", "nla", "alpha"] = Field(

@@ -100,8 +100,7 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
 def _keep_head(context: ServiceContext, run: str, version: int, head: Upload, as_of_ns: int | None = None) -> None:
     """Store an uploaded head, with the time of its arrival or with an earlier time.
 
-    Heads are ordered by their files' times (`Target.at`). So a later head gets a later time, even if the clock was set
-    back.
+    Heads are ordered by their files' times (`Target.at`). So a later head gets a later time whatever the clock says.
     """
     later = head.path.stat().st_mtime_ns
     for path in context.layout.heads(run).glob("*.safetensors"):

@@ -89,8 +89,7 @@ def agent(
     metrics_host: Annotated[str, typer.Option(help="Address of the agent's own /metrics.")] = "127.0.0.1",
     agent_id: Annotated[str | None, typer.Option(help="Name in reports; by default the host's.")] = None,
     canary_rounds: Annotated[
-        int | None,
-        typer.Option(min=0, help="Rounds on which a new version is compared with the last; 0: no comparison."),
+        int | None, typer.Option(min=0, help="Rounds on which a new version is compared with the last; 0: none.")
     ] = None,
 ) -> None:
     """Keep inference engines on the newest drafter, and report their acceptance counts to the service.

@@ -50,14 +50,13 @@ class Joined:
 def join_run(layout: Layout, run: str, path: Path) -> Joined:
     """Compare a registration, the file at `path`, with the existing run. Reads files: call in a thread.
 
-    Raises RunConflict if it is of another policy. If its head differs from the run's head of that policy version, it is
+    Raises RunConflict if it is of another policy. A head that differs from the head in force at its policy version is
     kept as that version's head: the trainer continues from there and does not send it again.
 
     The trainer may be older than the run: the head received last is of a higher version. If its version is above 0, the
     trainer has gone back to an earlier checkpoint. Its head is kept as received now, so it hides the heads of the
     abandoned attempt (`Target.at`). Version 0 hides no head, because an engine's tap always says 0: a tap of an engine
-    that loaded its weights from disk looks like a trainer that starts again. The first head that such a trainer sends
-    later hides the others.
+    that loaded its weights from disk looks like a trainer that starts again. That trainer's next head hides the others.
     """
     registered, offered = MappedFile(layout.target(run)), MappedFile(path)
     head = _Head.of(offered, int(offered.header.metadata["policy_version"]))
@@ -96,10 +95,9 @@ def check_finite(path: Path) -> None:
 def differences(registered: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
     """Name the first few fields in which two configs differ; empty if they agree."""
     fields = [k for k in dict.fromkeys([*registered, *offered]) if registered.get(k) != offered.get(k)]
-    named = [
-        f"{k} {str(offered.get(k))[:60]} (the run's: {str(registered.get(k))[:60]})" for k in fields[:_NAMED_AT_MOST]
-    ]
-    return ", ".join(named) + (f" and {len(fields) - len(named)} more" if len(fields) > len(named) else "")
+    values = ((k, str(offered.get(k))[:60], str(registered.get(k))[:60]) for k in fields[:_NAMED_AT_MOST])
+    more = f" and {len(fields) - _NAMED_AT_MOST} more" if len(fields) > _NAMED_AT_MOST else ""
+    return ", ".join(f"{k} {value} (the run's: {own})" for k, value, own in values) + more
 
 
 @dataclass(frozen=True, slots=True)
