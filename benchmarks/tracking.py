@@ -2,7 +2,7 @@
 
     python -m benchmarks.tracking record --out DIR [--seeds 0 1] [--steps 40] [--learning-rate 1e-3]
     python -m benchmarks.tracking replay --out DIR [--only NAME ...]     # appends to DIR/results.jsonl; goes on from it
-    python -m benchmarks.tracking report --out DIR [--plot FILE]         # the tables of docs/recipes.md, as Markdown
+    python -m benchmarks.tracking report --out DIR [--plot FILE]   # the tables of docs/lab/recipes.md, as Markdown
 
 Every recipe sees the same rollouts in the same order, as the worker does: a policy version's rollouts are *tested* on
 (replay α of the drafter as it stands), then *trained* on through `DrafterTrainer`, in steps that the worker's own

@@ -22,11 +22,11 @@ MIB: Final = 1 << 20
 
 
 def redis_place(url: str) -> str:
-    """Where a Redis URL leads, to be shown: without user, password and options. The ValueError shows nothing of it."""
+    """A Redis URL without user, password and options, safe to show. Its ValueError repeats no part of the URL."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
-        # An @ after the host, or a port that is no number, is of a password that was not percent-encoded.
+        # An @ after the host, or a port that is no number: the password was not percent-encoded.
         sound = url.startswith(REDIS_SCHEMES) and "@" not in parts.path + parts.query + parts.fragment
     except ValueError:
         sound = False
@@ -45,7 +45,7 @@ class Settings(BaseSettings):
         frozen=True,
         extra="forbid",
         populate_by_name=True,
-        hide_input_in_errors=True,  # tokens and passwords are among it
+        hide_input_in_errors=True,  # the input holds tokens and passwords
     )
 
     state_dir: Path = Field(Path(".draftalign"), description="Spool, registry, worker checkpoints, embedded Valkey.")
@@ -61,74 +61,74 @@ class Settings(BaseSettings):
     )
 
     signing_key: SecretStr = Field(
-        SecretStr(""), description="Signs every manifest (HMAC-SHA256); agents that hold it refuse others."
+        SecretStr(""), description="Signs every manifest (HMAC-SHA256); agents with the key refuse other manifests."
     )
 
-    max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file, and largest PUT body beside runs.")
-    max_run_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Largest body of PUT /runs/{run} and of its head.")
-    queue_max_items: int = Field(10_000, gt=0, description="Batches in the queue before 429, per run.")
-    queue_max_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Spooled bytes in the queue before 429, per run.")
+    max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file.")
+    max_run_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Largest body of PUT /runs/{run} or of its head.")
+    queue_max_items: int = Field(10_000, gt=0, description="Most batches in a run's queue; above it 429.")
+    queue_max_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Most bytes in a run's queue; above it 429.")
     spool_min_free_bytes: int = Field(256 * MIB, ge=0, description="Free disk below which uploads get 429.")
-    spool_fsync: bool = Field(False, description="Force each rollout file to disk before its 202 (power loss).")
+    spool_fsync: bool = Field(False, description="Force each rollout file to disk before its 202.")
     overflow: Literal["reject", "drop_oldest"] = Field(
-        "reject", description="What a full queue does: refuse the newest (429), or drop the oldest unread batch."
+        "reject", description="When the queue is full: refuse the new batch (429), or drop the oldest unread one."
     )
     retry_after_seconds: int = Field(2, ge=1, description="`Retry-After` of a 429 or 503.")
-    body_idle_seconds: float = Field(30.0, gt=0, description="An upload that sends nothing for so long is dropped.")
-    orphan_age_seconds: float = Field(600.0, gt=0, description="Unreferenced spool files older than this are removed.")
+    body_idle_seconds: float = Field(30.0, gt=0, description="Idle time after which an upload is dropped.")
+    orphan_age_seconds: float = Field(600.0, gt=0, description="Age at which spool files without an entry are removed.")
 
     max_policy_lag: int | None = Field(
-        None, ge=0, description="Batches so many policy versions behind the newest sent are skipped."
+        None, ge=0, description="Skip batches that are more than this many policy versions older than the newest."
     )
-    depth: int = Field(4, ge=1, le=16, description="Draft depth K that the engines use: tokens drafted per round.")
+    depth: int = Field(4, ge=1, le=16, description="Draft depth K of the engines: tokens drafted per round.")
     drafting: Literal["probabilistic", "greedy"] = Field(
-        "probabilistic", description="How the engines sample drafts; replay α must assume the same."
+        "probabilistic", description="How the engines choose drafts. Replay α assumes the same."
     )
-    holdout_one_in: int = Field(8, ge=2, description="One prompt in so many is never trained on: the gate's evidence.")
-    claim_idle_seconds: float = Field(60.0, gt=0, description="An entry not heartbeat for so long is taken over.")
+    holdout_one_in: int = Field(8, ge=2, description="Hold out 1 in this many prompts as the gate's evidence.")
+    claim_idle_seconds: float = Field(60.0, gt=0, description="Idle time after which another worker claims an entry.")
 
     dead_min_rounds: int = Field(200, ge=1, description="Live rounds needed before a drafter may be called dead.")
     dead_live_alpha: float = Field(1.05, ge=1.0, description="Live α at or below which a drafter may be dead.")
     dead_replay_alpha: float = Field(
-        1.3, ge=1.0, description="Replay α above which a dead live α is not the policy's doing."
+        1.3, ge=1.0, description="Replay α above which a live α near 1 is the engine's fault and not the drafter's."
     )
-    push_again_seconds: float = Field(30.0, ge=0, description="Least time between two re-pushes of one run's drafter.")
+    push_again_seconds: float = Field(30.0, ge=0, description="Least time between two pushes of a dead drafter.")
     long_poll_max_seconds: float = Field(60.0, ge=0, description="Longest `wait` of GET /drafter/latest.")
 
     # --- the worker
     device: str = Field("cpu", description="Torch device that the worker trains on, for example `cuda:0`.")
     draft_vocab_size: int = Field(32_000, ge=1, description="Draft vocabulary of a drafter that starts from scratch.")
-    vocab_min_tokens: int = Field(50_000, ge=1, description="Response tokens to see before that vocabulary is built.")
+    vocab_min_tokens: int = Field(50_000, ge=1, description="Response tokens needed to build that vocabulary.")
     claim_tokens: int = Field(65_536, gt=0, description="Token budget of one claim from the queue.")
-    train_passes: float = Field(8.0, gt=0, description="Times that a new training token is trained on, on average.")
+    train_passes: float = Field(8.0, gt=0, description="How often each new token is trained on, on average.")
     train_step_tokens: int = Field(16_384, gt=0, description="Tokens of one optimizer step.")
-    warmup_steps: int = Field(30, ge=0, description="Optimizer steps over which the learning rate rises to its value.")
-    learning_rate: float = Field(3e-4, gt=0, description="Learning rate after that, constant.")
-    optimizer: Literal["muon", "adamw"] = Field("muon", description="What moves matrices; AdamW moves all the rest.")
+    warmup_steps: int = Field(30, ge=0, description="Optimizer steps over which the learning rate rises linearly.")
+    learning_rate: float = Field(3e-4, gt=0, description="Learning rate after the warm-up.")
+    optimizer: Literal["muon", "adamw"] = Field("muon", description="Optimizer of matrices; AdamW for the rest.")
     loss: Literal["kl", "alpha"] = Field(
         "kl", description="What training minimises: distance per draft, or drafts lost by whole chains."
     )
-    recent_tokens: int = Field(262_144, gt=0, description="Tokens of recent rollouts that are kept and mixed in.")
+    recent_tokens: int = Field(262_144, gt=0, description="Tokens of recent rollouts that are kept for training.")
     gate_rollouts: int = Field(
         32,
         ge=2,
-        description="Held-out rollouts, the newest first, that the gate compares on, at the least."
-        " More are taken until they answer 16 prompts.",
+        description="Fewest held-out rollouts, newest first, that a candidate is judged on."
+        " More are taken until they cover 16 prompts.",
     )
     gate_confidence: float = Field(
-        0.95, gt=0.5, lt=1, description="Confidence of the bound that a candidate must pass."
+        0.95, gt=0.5, lt=1, description="One-sided confidence of the lower bound on a candidate's gain."
     )
-    gate_min_gain: float = Field(0.0, ge=0, description="Relative gain in α that the bound must exceed.")
+    gate_min_gain: float = Field(0.0, ge=0, description="Relative gain in α that this lower bound must exceed.")
     logprob_gap_nats: float = Field(
         0.25, gt=0, description="Mean |log p sent - log p recomputed from the features| above which a batch is dead."
     )
     checkpoint_seconds: float = Field(
         10.0,
         ge=0,
-        description="Least time between checkpoints; long ones are spaced out. 0: after each batch.",
+        description="Least time between checkpoints; slow ones wait longer. 0: one after each batch.",
     )
-    keep_versions: int = Field(20, ge=2, description="Published versions kept on disk beside the first and the served.")
-    worker_cost: float = Field(0.1, ge=0, description="What a worker second is worth, in seconds of the rollout fleet.")
+    keep_versions: int = Field(20, ge=2, description="Versions kept on disk besides the first and the served one.")
+    worker_cost: float = Field(0.1, ge=0, description="Price of a worker second, in seconds of generating engines.")
     seed: int = Field(0, ge=0, description="Seed of the worker's sampling and of a drafter that starts from scratch.")
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ sigmoid(1.25 + stratum + prompt N(0, .35) + rollout N(0, .15) + AR(1) text diffi
 i < 5; strata +.35, 0, -.55 make up 50, 30, 20 % of the prompts; lengths are lognormal (median 200 rounds, sigma .8),
 harder prompts longer. A fall of α is a shift of the logits. Ticks are drawn from a bank of groups.
 
-`python tests/drift_fixtures.py` prints the figures of docs/drift.md (minutes); the tests run a short form.
+`python tests/drift_fixtures.py` prints the figures of docs/reference/drift.md (minutes); the tests run a short form.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def median_delay_rollouts(bank: Bank, drop: float, *, runs: int, ticks: int, see
 
 
 def main() -> None:
-    """Print the tables of docs/drift.md."""
+    """Print the tables of docs/reference/drift.md."""
     bank = make_bank(1500, seed=1)
     values = tick_values(bank, 40_000, np.random.default_rng(2))
     level = float(values.mean())

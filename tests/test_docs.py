@@ -30,7 +30,7 @@ from service.storage.reports import StoreKeys
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("drafter", "rl_hooks", "service")
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "deploy" / "README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "deploy" / "README.md"])
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def name_of(path: Path) -> str:
 
 
 def shown(default: object) -> str:
-    """How a default is written in docs/settings.md."""
+    """How a default is written in docs/reference/settings.md."""
     if default is None:
         return "unset"
     if isinstance(default, SecretStr):
@@ -81,13 +81,13 @@ def rows(text: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", Settings.model_fields)
 def test_every_setting_is_documented_with_its_default(name: str) -> None:
-    cells = rows(page("docs/settings.md"))[f"DRAFTALIGN_{name.upper()}"]
+    cells = rows(page("docs/reference/settings.md"))[f"DRAFTALIGN_{name.upper()}"]
     assert cells[0] == shown(Settings.model_fields[name].default)
     assert len(cells[1]) > 10, "say what it does and when to change it"
 
 
 def test_no_setting_is_documented_that_does_not_exist() -> None:
-    documented = {name for name in rows(page("docs/settings.md")) if name.startswith("DRAFTALIGN_")}
+    documented = {name for name in rows(page("docs/reference/settings.md")) if name.startswith("DRAFTALIGN_")}
     own = {"DRAFTALIGN_LOG_LEVEL", "DRAFTALIGN_TOKEN", "DRAFTALIGN_ENGINE_TOKEN", "DRAFTALIGN_DRAFTER_DIR"}
     own |= {"DRAFTALIGN_SWAP_TOKEN", "DRAFTALIGN_POLICY_DIR", "DRAFTALIGN_VLLM_PYTHON"}
     own |= {f"DRAFTALIGN_TAP_{name}" for name in ("URL", "RUN", "TOKEN", "FRACTION", "TOKENS_PER_MINUTE")}
@@ -98,12 +98,12 @@ def test_every_variable_that_the_code_names_is_documented() -> None:
     named = {n for path in sources() for n in re.findall(r"DRAFTALIGN_[A-Z_]*[A-Z]", path.read_text("utf-8"))}
     named.discard("DRAFTALIGN_X")  # stands for any
     assert named
-    assert [name for name in sorted(named) if name not in page("docs/settings.md")] == []
+    assert [name for name in sorted(named) if name not in page("docs/reference/settings.md")] == []
 
 
 @pytest.mark.parametrize("kind", [AgentConfig, CanaryRule])
 def test_every_field_of_the_agent_is_documented(kind: Any) -> None:
-    text = page("docs/settings.md")
+    text = page("docs/reference/settings.md")
     for field in dataclasses.fields(kind):
         assert f"`{field.name}`" in text, field.name
         if isinstance(field.default, (int, float, str)) and field.default:
@@ -125,15 +125,15 @@ def test_every_option_of_the_hook_is_documented() -> None:
     arguments = list(parameters("rl_hooks/hook.py", "DrafterHook.capture"))
     assert len(options) > 10
     assert len(arguments) > 5
-    assert [name for name in options if f"`{name}`" not in page("docs/settings.md")] == []
-    assert [name for name in arguments if f"`{name}`" not in page("docs/trainers.md")] == []
+    assert [name for name in options if f"`{name}`" not in page("docs/reference/settings.md")] == []
+    assert [name for name in arguments if f"`{name}`" not in page("docs/guide/trainers.md")] == []
 
 
 def test_every_command_and_option_is_documented() -> None:
     commands = typer.main.get_command(command_line).commands  # type: ignore[attr-defined]
     assert commands
     for name, command in commands.items():
-        options = rows(page("docs/settings.md"))[f"draftalign {name}"][0].strip("`").split()
+        options = rows(page("docs/reference/settings.md"))[f"draftalign {name}"][0].strip("`").split()
         wanted = {text for p in command.params for text in (*p.opts, *p.secondary_opts)}
         assert set(options) == wanted, name
 
@@ -157,20 +157,20 @@ def anonymous(call: str) -> str:
     return re.sub(r"\{[^}]*\}", "{}", call)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/operating.md"])
+@pytest.mark.parametrize("document", ["docs/reference/api.md", "docs/guide/operating.md"])
 def test_every_call_of_the_api_is_in_the_tables(document: str) -> None:
     text = anonymous(page(document))
     missing = []
     for method, path in calls():
         wanted = anonymous(path)
-        # The README lists what operators read by path alone.
+        # api.md lists what operators read by path alone.
         if f"{method} {wanted}" not in text and f"`{wanted}`" not in text:
             missing.append(f"{method} {path}")
     assert missing == []
 
 
 def test_the_scopes_in_the_table_are_those_that_are_checked() -> None:
-    table = rows(page("docs/operating.md"))
+    table = rows(page("docs/guide/operating.md"))
     documented = {anonymous(call): cells[0] for call, cells in table.items()}
     for method, path in calls():
         if path in ("/healthz", "/readyz"):
@@ -185,7 +185,7 @@ def test_every_metric_is_documented() -> None:
     names = {text for text in literals if re.fullmatch(r"draftalign_[a-z_]*[a-z]", text)}
     prefixes = {text for text in literals if re.fullmatch(r"draftalign_[a-z_]*_", text)}
     assert len(names) > 15
-    documented = set(re.findall(r"draftalign_[a-z_]+", page("docs/metrics.md")))
+    documented = set(re.findall(r"draftalign_[a-z_]+", page("docs/reference/metrics.md")))
     assert names - documented == set()
     assert [p for p in prefixes if not any(name.startswith(p) for name in documented)] == []
 
@@ -194,7 +194,7 @@ def test_every_metric_of_the_agent_is_documented() -> None:
     families = list(AgentMetrics().registry.collect())
     names = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
     assert names
-    assert [name for name in sorted(names) if f"`{name}{{" not in page("docs/engines.md")] == []
+    assert [name for name in sorted(names) if f"`{name}{{" not in page("docs/guide/engines.md")] == []
 
 
 # --- what is stored -------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_every_redis_key_is_documented() -> None:
     keys += [f"{Keys('r').prefix}lease"]
     assert len(keys) > 10
     named = [f"`{key.replace('{r}', '{run}')}`" for key in keys]
-    assert [key for key in named if key not in page("docs/architecture.md")] == []
+    assert [key for key in named if key not in page("docs/reference/architecture.md")] == []
 
 
 def test_no_other_redis_key_is_built_from_the_prefix() -> None:
@@ -246,7 +246,7 @@ def test_no_other_redis_key_is_built_from_the_prefix() -> None:
 
 
 def test_every_counter_and_field_that_is_stored_is_documented() -> None:
-    document = "docs/architecture.md"
+    document = "docs/reference/architecture.md"
     assert missing_words(COUNTERS, document) == []
     assert missing_words(AcceptanceReport.model_fields, document) == []
     for module, function in (("loop", "save"), ("journal", "state")):
@@ -258,8 +258,8 @@ def fields(kind: Any) -> list[str]:
 
 
 def section(heading: str) -> str:
-    """What docs/architecture.md says under a heading."""
-    return page("docs/architecture.md").partition(f"\n## {heading}")[2].partition("\n## ")[0]
+    """What docs/reference/architecture.md says under a heading."""
+    return page("docs/reference/architecture.md").partition(f"\n## {heading}")[2].partition("\n## ")[0]
 
 
 def test_the_tables_of_records_have_the_fields_of_the_models_and_no_others() -> None:
@@ -271,7 +271,7 @@ def test_the_tables_of_records_have_the_fields_of_the_models_and_no_others() -> 
     named = {name for cell in re.findall(r"`([^`]*)`", counts[0]) for name in re.split(r",\s", cell)}
     assert named | {"created", "as_of_arrival"} == set(fields(records.AcceptanceRecord))
     assert "`as_of_arrival`" in counts[2]
-    gauges = rows(page("docs/architecture.md"))["da:{run}:worker"][1]
+    gauges = rows(page("docs/reference/architecture.md"))["da:{run}:worker"][1]
     assert {
         name for cell in gauges.split("`")[1::2] if re.fullmatch("[a-z_, ]+", cell) for name in cell.split(", ")
     } == set(fields(records.WorkerGauges))
@@ -286,7 +286,7 @@ def test_whatever_the_worker_sets_is_a_gauge() -> None:
 
 
 def test_every_path_of_the_state_directory_is_documented() -> None:
-    layout, tree = Layout(Path("/state")), page("docs/architecture.md")
+    layout, tree = Layout(Path("/state")), page("docs/reference/architecture.md")
     of_run = [layout.run_json, layout.target, layout.heads, layout.drafters, layout.latest]
     of_run += [layout.history, layout.registry_lock, layout.worker, layout.spool]
     paths = [layout.spool_tmp, layout.valkey, *(path_of("RUN") for path_of in of_run)]
@@ -327,7 +327,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         reached.add(path)
         if path.suffix == ".md":
             waiting += [(path.parent / link.partition("#")[0]).resolve() for link in links(path)]
-    assert [name_of(path) for path in PAGES if path.parent.name == "docs" and path not in reached] == []
+    assert [name_of(path) for path in PAGES if path not in reached] == []
 
 
 def test_every_test_and_file_that_the_pages_name_exists() -> None:
@@ -341,8 +341,66 @@ def test_every_test_and_file_that_the_pages_name_exists() -> None:
     assert sorted(file for file in files if not (ROOT / file).exists()) == []
 
 
+def test_every_command_that_readme_and_contributing_name_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", page("Makefile") + page("make/vllm.mk"), re.MULTILINE))
+    commands = set(typer.main.get_command(command_line).commands)  # type: ignore[attr-defined]
+    text = "\n".join(page(name) for name in ("README.md", "CONTRIBUTING.md", "docs/guide/quickstart.md"))
+    made = set(re.findall(r"(?:^|`|[a-z] )make ([a-z]+)\b", text, re.MULTILINE))
+    run = set(re.findall(r"(?:^|[`/])draftalign ([a-z]+)\b", text, re.MULTILINE))
+    assert {"demo", "up", "test"} <= made
+    assert {"agent", "convert"} <= run
+    assert (made - targets, run - commands) == (set(), set())
+
+
+def test_every_path_that_contributing_names_exists() -> None:
+    named = re.findall(r"\b((?:docs|tests|drafter|rl_hooks|service|benchmarks)/[\w/.]*\w/?)", page("CONTRIBUTING.md"))
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_readme_is_short() -> None:
-    assert len(page("README.md").splitlines()) < 200
+    assert len(page("README.md").splitlines()) < 100
+
+
+def terms() -> set[str]:
+    """Words that docs/words.md gives a meaning, without symbols."""
+    own = page("docs/words.md").partition("## Mechanisms")[0]
+    return {re.sub(r" (α|K)$", "", name) for name in re.findall(r"^\| ([^|]+) \|", own, re.MULTILINE)} - {"word"}
+
+
+def test_every_term_of_the_glossary_is_used() -> None:
+    assert len(terms()) >= 30
+    used = "\n".join(path.read_text("utf-8") for path in (*PAGES, *sources()) if path.name != "words.md").lower()
+    assert [term for term in sorted(terms()) if term not in used] == []
+
+
+#: Rooms and pages whose words were gone through.
+WRITTEN_AGAIN = ("service/api", "service/cli", "service/storage", "service/settings.py", "README.md", "CONTRIBUTING.md")
+#: What docs/words.md replaces, by what to say.
+BANNED = {
+    r"heirs?": "successor",
+    r"innocent|acquit\w*|blameless|to blame": "say which delivery is not counted",
+    r"bury|buried|doomed": "end as a dead letter; deleted",
+    r"anew": "again, from scratch",
+    r"likeliest": "most probable",
+    r"for ever": "never ends; say what ends it",
+    r"wakes? up": "a paused process goes on",
+    r"so (many|long|much) ([a-z]+ ){0,3}(as|that|is|at)": "say the number's meaning",
+}
+
+
+@pytest.mark.parametrize("place", WRITTEN_AGAIN)
+def test_words_that_have_to_be_read_twice_do_not_come_back(place: str) -> None:
+    root = ROOT / place
+    paths = [root] if root.is_file() else [p for p in root.rglob("*") if p.suffix in (".py", ".lua")]
+    assert paths
+    found = {
+        f"{name_of(path)}: {match.group()}": instead
+        for path in paths
+        for word, instead in BANNED.items()
+        for match in re.finditer(rf"\b({word})\b", path.read_text(encoding="utf-8"), re.IGNORECASE)
+    }
+    assert found == {}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

@@ -1,4 +1,4 @@
-"""The arrows of docs/architecture.md: who may import whom."""
+"""The arrows of docs/reference/architecture.md: who may import whom."""
 
 from __future__ import annotations
 

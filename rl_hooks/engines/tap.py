@@ -48,7 +48,7 @@ _REJECTED: Final = -1
 POLICY_MOVED: Final = (
     "the engine's policy weights were loaded again ({}). The tap labels all that it sends as policy version 0, and "
     "sent the head once, at its start: rollouts of another policy would be trained on as if they were of that one. "
-    "With RL, use the trainer's hook (docs/trainers.md); for a new policy, restart the server under a new run"
+    "With RL, use the trainer's hook (docs/guide/trainers.md); for a new policy, restart the server under a new run"
 )
 
 

@@ -8,7 +8,7 @@ The service recomputes log p from `logit_map(last_hidden @ lm_head^T) / temperat
 (FSDP's DTensor, ZeRO-3) cannot be read: gathering it is a collective, which a hook on one rank must never start.
 
 The embedding table is sent without the factor that Gemma and Granite multiply it by: an engine's drafter shares the
-table and not the factor (docs/targets.md).
+table and not the factor (docs/guide/targets.md).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class AcceptanceReport(BaseModel):
 
 
 class AcceptanceReply(BaseModel):
-    """What became of a report. `verdict` says what the counts mean for the drafter, `warning` what does not fit."""
+    """Answer to a report. `verdict`: whether the drafter is dead, and why. `warning`: settings that differ."""
 
     stored: bool = True
     dead: bool = False
@@ -87,7 +87,7 @@ async def post_acceptance(request: Request, context: Context) -> AcceptanceReply
     rounds, accepted = await context.store(report.run).book(record)
     if report.canary is not None:
         await asyncio.to_thread(_record_canary, context, report, report.canary)
-    judgement = await _judge(context, report, rounds, accepted)
+    judgement = await _check_dead(context, report, rounds, accepted)
     pushed = None
     if judgement.push:
         reason = f"drafter dead in {report.reporter}: {judgement.reason}"
@@ -98,27 +98,27 @@ async def post_acceptance(request: Request, context: Context) -> AcceptanceReply
 
 
 def _misfit(settings: Settings, report: AcceptanceReport) -> str | None:
-    """Say where the engine drafts otherwise than replay supposes: then α, gate and training are of other drafts."""
+    """Warn where the engine drafts differently from what replay assumes: α, gate and training would then be wrong."""
     said, wanted = [], []
     if report.depth is not None and 1 <= report.depth <= 16 and report.depth != settings.depth:
         said.append(f"{report.depth} tokens a round where the service replays and trains {settings.depth}")
         wanted.append(f"DRAFTALIGN_DEPTH={report.depth}")
     if report.drafting in ("greedy", "probabilistic") and report.drafting != settings.drafting:
-        said.append(f"{report.drafting} drafts where the service supposes {settings.drafting} ones")
+        said.append(f"{report.drafting} drafts where the service assumes {settings.drafting} ones")
         wanted.append(f"DRAFTALIGN_DRAFTING={report.drafting}")
     if report.method == "ngram" or not said:
         return None
     return f"the engine makes {' and '.join(said)}; start the service with {' '.join(wanted)}"
 
 
-async def _judge(context: ServiceContext, report: AcceptanceReport, rounds: int, accepted: int) -> Judgement:
-    """Judge by what this reporter counted for this drafter, over all policy versions, since the last judgement."""
+async def _check_dead(context: ServiceContext, report: AcceptanceReport, rounds: int, accepted: int) -> Judgement:
+    """Apply the dead-drafter rule to this reporter's counts of this drafter since the rule was last applied."""
     store, run, rule = context.store(report.run), report.run, context.dead_rule
     seen_rounds, seen_accepted = await store.judged(report.reporter, report.drafter_version)
     if rounds < seen_rounds or accepted < seen_accepted:  # the engine started again from zero
         seen_rounds = seen_accepted = 0
     rounds_since, accepted_since = rounds - seen_rounds, accepted - seen_accepted
-    # The rest is read only for a live α that is low: on most reports it is not.
+    # Scores and history are read only if live α is low; on most reports it is not.
     suspect = rule.suspects(rounds_since, accepted_since)
     latest = context.registry.latest(run) if suspect else None
     replayed = await store.recent_scores(REPLAYED_BATCHES) if suspect else []
@@ -138,12 +138,12 @@ async def _judge(context: ServiceContext, report: AcceptanceReport, rounds: int,
 def _seconds_since_push(context: ServiceContext, run: str) -> float | None:
     pushed = context.registry.digest(run).pushed
     seconds = None if pushed is None else time.time() - pushed
-    # Before now, or the clock was set back since: then nobody knows, and a dead drafter is not to wait for the clock.
+    # Negative: the clock was set back. Treat the time as unknown, so that a dead drafter need not wait for the clock.
     return None if seconds is None or seconds < 0 else seconds
 
 
 def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: CanaryReport) -> None:
-    """Keep a canary's verdict in the history, once however often the report is repeated."""
+    """Record a canary's verdict in the history; a repeated report records nothing."""
     event = {
         "event": f"canary_{canary.outcome}",
         "version": canary.version,
@@ -157,7 +157,7 @@ def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: Ca
 
 @router.get("/alpha")
 async def get_alpha(context: Context, run: RunQuery = "default") -> dict[str, Any]:
-    """Read the α series, the registry's events, the figures of what came last, and how the run is in words."""
+    """Read the α series, the registry's events, the newest figures, and the headline."""
     context.run(run)
     snapshot = await read_snapshot(context, run)
     return await asyncio.to_thread(run_document, run, snapshot, context.settings, context.dead_rule)

@@ -147,8 +147,8 @@ def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        # Longer than clients and proxies keep an idle connection (httpx 5 s, nginx 60 s): whoever closes first must be
-        # the side that sends next, or a request now and then meets a connection that is just being closed.
+        # Longer than clients and proxies keep an idle connection (httpx 5 s, nginx 60 s), so that the client closes it
+        # first. If the server closed first, a request could meet a connection that is just being closed.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=15,
     )

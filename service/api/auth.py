@@ -23,7 +23,7 @@ from service.settings import Settings
 
 #: Probes carry no secrets and must work for whatever runs the container.
 PUBLIC: Final = frozenset({"/healthz", "/readyz"})
-#: Each on a line of its own: Chromium reads a line as one challenge, and knows Basic only.
+#: One header line each: Chromium reads a line as one challenge, and knows Basic only.
 _CHALLENGES: Final = ('Basic realm="draftalign"', 'Bearer realm="draftalign"')
 _READERS: Final[frozenset[TokenScope]] = frozenset({"read", "write"})
 _WRITERS: Final[frozenset[TokenScope]] = frozenset({"write"})
@@ -99,14 +99,14 @@ class Guard:
         elif kind.lower() != "bearer":
             return None
         found: frozenset[TokenScope] | None = None
-        for known, scopes in self._tokens:  # all of them, so that the time taken does not tell which one matched
+        for known, scopes in self._tokens:  # no early exit: the time taken must not tell which token matched
             if hmac.compare_digest(secret, known):
                 found = scopes
         return found
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine by `localhost` or by an address: what no name server can point here."""
+    """Whether a Host header is `localhost` or a loopback address, which no name server can redirect."""
     name = re.fullmatch(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]*)?", host.lower())
     if name is None or name[1] == "localhost":
         return name is not None

@@ -1,9 +1,8 @@
-"""What a connection may take before anybody has shown a token: bytes and seconds of a header, and its place.
+"""Limits on connections before any token was checked: bytes and seconds of a header, and the number of connections.
 
-uvicorn's httptools protocol has no such bounds: one connection's headers could fill the memory, and silent connections
-could use up the process's descriptors. Its other protocol (h11) bounds the header's bytes only, and costs 1.2 times the
-CPU seconds for an upload. What has a token is not bounded here: uploads, downloads and long polls last as long as they
-have to.
+uvicorn's httptools protocol has no such limits: one connection's headers could fill the memory, and silent connections
+could use up the process's descriptors. Its other protocol (h11) limits the header's bytes only, and costs 1.2 times the
+CPU seconds for an upload. Requests with a token have no limit here: uploads, downloads and long polls may take long.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def gives_way(self) -> bool:
-        """Whether its requests are of no account: refused, or sent without waiting for answers."""
+        """Whether it may be closed for another: its request was refused, or it sends without waiting for answers."""
         refused = self.cycle is not None and bool(self.cycle.scope.get(REFUSED))
         return not self._given_up and (refused or bool(self.pipeline) or self.transport.is_closing())
 
@@ -99,7 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; refuse it where no end of a header is in sight."""
+        """Parse; refuse a header that is too long."""
         self._idle_bytes += len(data)
         super().data_received(data)
         if self.transport.is_closing():
@@ -110,7 +109,7 @@ class BoundedProtocol(HttpToolsProtocol):
         idle = self.cycle is None or self.cycle.response_complete
         if self._in_header or (idle and (self._in_message or self._idle_bytes)):
             self._begin_header_timer()
-        elif idle and self.timeout_keep_alive_task is None:  # the end of a body that nobody read
+        elif idle and self.timeout_keep_alive_task is None:  # end of a body that no handler read
             self._end_header_timer()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -124,7 +123,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # --- the parser
     def on_message_begin(self) -> None:
-        """Count anew."""
+        """Start to count this header."""
         super().on_message_begin()
         self._header_bytes = 0
         self._in_header = self._in_message = True
@@ -190,7 +189,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise self._refused(*_TOO_LARGE)
 
     def _refused(self, status: HTTPStatus, said: str) -> ValueError:
-        """For the parser, which takes any exception for a fault of the request."""
+        """An exception for the parser, which answers any exception as a bad request."""
         self._refusal = status, said
         return ValueError(said)
 
@@ -199,7 +198,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.send_400_response(said)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what the parser or a bound refused, where no other answer is under way, and close."""
+        """Answer a refusal by the parser or by a limit, unless another answer is under way, and close."""
         answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if not answering and not self.pipeline:
             status, said = self._refusal or (HTTPStatus.BAD_REQUEST, msg)
@@ -208,4 +207,4 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing: `Upgrade` (h2c, WebSocket) is ignored, as HTTP allows, and strangers may ask for it often."""
+        """Log nothing: `Upgrade` (h2c, WebSocket) is ignored, as HTTP allows, and any client can ask for it often."""

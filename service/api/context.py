@@ -22,7 +22,7 @@ from service.storage.spool import Spool
 
 P = ParamSpec("P")
 T = TypeVar("T")
-#: So many requests at a time may wait for locks of registries.
+#: Most requests that may wait for registry locks at a time.
 _LOCKING_THREADS: Final = 4
 
 
@@ -50,7 +50,7 @@ class ServiceContext:
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
     def run(self, run: str) -> RunRecord:
-        """The record of a registered run; raises RunNotFound. It is read once, and again when it is registered anew."""
+        """The record of a registered run; raises RunNotFound. It is read again when its file was replaced."""
         file = file_id(self.layout.run_json(run))
         if run not in self._runs or self._runs[run][0] != file:
             self._runs[run] = file, load_run(self.layout, run)
@@ -67,16 +67,16 @@ class ServiceContext:
         return AsyncStore(self.redis, run)
 
     async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Do in a thread what takes the lock of a run's registry.
+        """Run in a thread some work that takes the lock of a run's registry.
 
-        Not in asyncio's own threads: while somebody keeps that lock, those who wait for it would take all of them, and
-        uploads need some.
+        The threads are separate from asyncio's: while another process keeps the lock, waiting requests could occupy all
+        of those, and uploads need some.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._locking, functools.partial(work, *args, **named))
 
     def close(self) -> None:
-        """Let nobody wait for locks any more."""
+        """Shut the pool of lock-waiting threads down."""
         self._locking.shutdown(wait=False, cancel_futures=True)
 
     async def reap(self) -> int:
@@ -88,7 +88,7 @@ class ServiceContext:
         gone = await asyncio.to_thread(self.spool.reap_uploads, age)
         for run in self.layout.run_names():
             for blob in await asyncio.to_thread(self.spool.old_blobs, run, age):
-                # Asked and given up in one step: an API process that was stopped before its enqueue may go on now.
+                # One atomic step: a paused API process may enqueue this file now (docs/guide/operating.md).
                 if await self.queue(run).disown(blob.partition(".")[0], blob):
                     self.spool.delete(run, blob)
                     gone += 1

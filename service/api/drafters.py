@@ -31,7 +31,7 @@ class CheckpointResponse(FileResponse):
     chunk_size = 1 << 20
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file; what Starlette says of a bad range in plain text becomes a problem document."""
+        """Send the file. Starlette's plain-text answer to a bad range becomes a problem document."""
 
         async def checked(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] in (400, 416):
@@ -74,7 +74,7 @@ async def get_latest(
     context.run(run)
     known = request.headers.get("if-none-match")
     deadline = time.monotonic() + min(wait, context.settings.long_poll_max_seconds)
-    seen = _pointer_state(context, run)  # before the manifest: a move between the two is then noticed
+    seen = _pointer_state(context, run)  # read before the manifest, so that a move in between is noticed
     manifest = context.registry.latest(run)
     while (manifest is None or matches(known, manifest.etag)) and time.monotonic() < deadline:
         if context.stopping.is_set() or await request.is_disconnected():
@@ -101,7 +101,7 @@ def _signed(context: ServiceContext, manifest: Manifest) -> Manifest:
 
 
 def _pointer_state(context: ServiceContext, run: str) -> tuple[int, int] | None:
-    """What changes whenever `latest` moves. One stat of a small file: too short to leave the event loop for."""
+    """Changes whenever `latest` moves. One stat of a small file: too short to need a thread."""
     try:
         status = os.stat(context.layout.latest(run))  # noqa: PTH116
     except FileNotFoundError:

@@ -30,7 +30,7 @@ log = logging.getLogger("draftalign.api")
 MEDIA_TYPE: Final = "application/problem+json"
 #: Scope key: "reading" once the request's body was asked for, "read" once all of it came.
 BODY_STATE: Final = "draftalign.body"
-#: Scope key, true once a request was refused: where places are short, its connection gives way.
+#: Scope key, true once a request was refused: its connection is closed first when connections run out.
 REFUSED: Final = "draftalign.refused"
 _LINGER_SECONDS: Final = 10.0
 _LINGER_IDLE_SECONDS: Final = 1.0
@@ -51,10 +51,10 @@ class Problem(Exception):  # noqa: N818 - RFC 9457's word
 
 
 class ProblemResponse(JSONResponse):
-    """A problem document. Over a body that was not read to its end, it closes the connection, but gently.
+    """A problem document. If the body was not read to its end, the connection is closed, with a short delay.
 
     A server that closes while its client still sends makes the kernel reset the connection, and the client may never
-    see the answer. So the answer goes out first and what the client still sends is thrown away for a short while. A
+    see the answer. So the answer goes out first, and for a short time all that the client still sends is discarded. A
     client that sent `Expect: 100-continue` and was not told to go on sends nothing, and is not waited for.
     """
 
@@ -78,7 +78,7 @@ class ProblemResponse(JSONResponse):
         super().__init__(content, problem.status, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, then linger where the client is still sending."""
+        """Answer; then discard the rest of the body if the client still sends."""
         scope[REFUSED] = True
         waits_for_continue = _header(scope, b"expect") is not None and scope.get(BODY_STATE) is None
         if not self._unread or waits_for_continue:
@@ -91,7 +91,7 @@ class ProblemResponse(JSONResponse):
 
 
 async def _discard(receive: Receive) -> None:
-    """Throw away what still comes, for `_LINGER_SECONDS` at most."""
+    """Discard the rest of the body, for at most `_LINGER_SECONDS`."""
     try:
         async with asyncio.timeout(_LINGER_SECONDS):
             while True:
@@ -112,7 +112,7 @@ def _has_body(scope: Scope) -> bool:
 
 
 def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
-    """Translate what handlers and libraries raise."""
+    """Translate an exception of a handler or library."""
     retry = {"Retry-After": str(retry_after_seconds)}
     match error:
         case Problem():

@@ -1,8 +1,8 @@
 """`POST /rollouts` and `GET /rollouts/{id}`.
 
-An upload is refused at the first moment at which its fault is known: by what the request announces (before a byte of
-the body is read), by the safetensors header (before the features come), by the small integer tensors (at the end).
-The features themselves are never looked at here. What is refused leaves nothing behind.
+An upload is refused as early as possible: by the request's header fields (before a byte of the body is read), by the
+safetensors header (before the features arrive), by the small integer tensors (at the end). The features are not read
+here. A refused upload leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ router = APIRouter(tags=["rollouts"])
 
 
 class Receipt(BaseModel):
-    """Answer to an accepted upload. `state` is the batch's fate so far, which for a duplicate may be its end.
+    """Answer to an accepted upload. `state` is the batch's state now; a duplicate's batch may have ended already.
 
-    `dead_total` and `last_dead_reason` are of all the run's batches so far: a batch dies after its own answer.
+    `dead_total` and `last_dead_reason` count all the run's batches so far: a batch can die only after its own answer.
     """
 
     batch_id: str
@@ -66,7 +66,7 @@ async def post_rollouts(
 ) -> Receipt:
     """Queue one rollout file. Send `Expect: 100-continue`, so that a refusal costs no transfer."""
     length = check_announcement(request, context.settings.max_body_bytes)
-    await context.redis.ping()  # a body that cannot be queued afterwards is not worth reading
+    await context.redis.ping()  # without Redis the body could not be queued
     check_room(context, length)
     if run is not None:
         context.run(run)
@@ -142,7 +142,7 @@ def _check_run(record: RunRecord, header: RolloutHeader) -> None:
 
 
 def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None:
-    """Verify the integer tensors, the only ones whose pages are touched."""
+    """Verify the integer tensors; no other tensor is read."""
     file = MappedFile(upload.path)
     arrays = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
     input_ids, cu_seqlens, loss_mask = arrays
@@ -150,10 +150,10 @@ def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None
 
 
 async def _enqueue(context: ServiceContext, upload: Upload, header: RolloutHeader, length: int) -> Enqueued:
-    """Move the file into the spool, then make the entry that names it: an entry never names a file that is not there.
+    """Move the file into the spool, then add its queue entry: an entry never names a missing file.
 
-    If Redis fails between the two, it is not known whether the entry exists, so the file stays; the reaper takes it
-    if there is none, and the client's next try is a duplicate if there is.
+    If Redis fails in between, the entry may or may not exist, so the file stays. Without an entry the reaper deletes
+    the file; with one, the client's next try is answered as a duplicate.
     """
     spool, settings, run = context.spool, context.settings, header.run
     blob = spool.new_blob(header.batch_id)
@@ -170,7 +170,7 @@ async def _enqueue(context: ServiceContext, upload: Upload, header: RolloutHeade
         policy_version_max=header.policy_version_max,
         rollout_ids=header.rollout_ids,
     )
-    # Shielded: a client that hangs up now must not leave an entry whose outcome nobody acted on.
+    # Shielded: if the client hangs up now, the outcome must still be handled.
     return await asyncio.shield(_finish_enqueue(context, run, batch))
 
 
@@ -203,7 +203,7 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> En
 async def _is_named(context: ServiceContext, run: str, batch: Batch) -> bool:
     """Whether the batch's entry names this very file.
 
-    It does where Redis took the entry, its answer was lost, and the client's second try met it as a duplicate.
+    It does after this sequence: Redis stored the entry, its answer was lost, and redis-py's retry found a duplicate.
     """
     known = await context.queue(run).batch(batch.batch_id)
     return known is not None and known["blob"] == batch.blob
@@ -211,7 +211,7 @@ async def _is_named(context: ServiceContext, run: str, batch: Batch) -> bool:
 
 @router.get("/rollouts/{rollout_id:path}")
 async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "default") -> dict[str, Any]:
-    """Tell the fate of a batch, or of the batch that a rollout came in: its state and, for a dead one, the reason."""
+    """Read the state of a batch, or of a rollout's batch; for a dead one, the reason too."""
     context.run(run)
     queue = context.queue(run)
     batch_id: str | None = rollout_id

@@ -56,7 +56,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         records.append(record)
         if not begins:
             check_same(context.layout, context.run(run), record, header)
-        return True  # of a run that exists, the weights are compared
+        return True  # also for an existing run: the weights are compared
 
     warning: str | None = None
     check_room(context, length)
@@ -68,12 +68,12 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
             loop = asyncio.get_running_loop()
 
             def forget() -> None:
-                """What an earlier run of this name left in Redis; in the loop, to which the client belongs."""
+                """Delete an earlier run's keys of this name; in the event loop, which owns the Redis client."""
                 asyncio.run_coroutine_threadsafe(context.store(run).forget(), loop).result()
 
             created = await context.locking(commit_run, context.layout, records[0], upload, forget, refused=refused)
             if created and refused is not None:
-                await context.store(run).forget_refusal()  # it was of the file that was replaced
+                await context.store(run).forget_refusal()  # the refusal was of the file that was replaced
         if not created:
             warning = await _join(context, records[0], upload)
     await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
@@ -82,9 +82,9 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
 
 
 async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> str | None:
-    """Let a trainer into the run that exists, if it is of the run's policy; returns what it must be told, if anything.
+    """Let a trainer join an existing run if its policy is the run's; returns a warning for it, or None.
 
-    For a run that is kept as it is. Its head may become the run's at that policy version: `join_run` has the rule.
+    The run stays as it is. The trainer's head may become the run's at its policy version: `join_run` has the rule.
     """
     joined = await asyncio.to_thread(join_run, context.layout, record.run, upload.path)
     if joined.new_head is not None:
@@ -99,13 +99,13 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
 
 
 def _keep_head(context: ServiceContext, run: str, version: int, head: Upload, as_of_ns: int | None = None) -> None:
-    """Keep an uploaded head as received now, or as of an earlier time.
+    """Store an uploaded head, with the time of its arrival or with an earlier time.
 
-    Heads count by their files' times (`Target.at`). So what comes later gets a later one, the clock set back or not.
+    Heads are ordered by their files' times (`Target.at`). So a later head gets a later time whatever the clock says.
     """
     later = head.path.stat().st_mtime_ns
     for path in context.layout.heads(run).glob("*.safetensors"):
-        with contextlib.suppress(FileNotFoundError):  # the worker deletes those that it needs no more
+        with contextlib.suppress(FileNotFoundError):  # the worker deletes old heads
             later = max(later, path.stat().st_mtime_ns + 1)
     time_ns = later if as_of_ns is None else as_of_ns
     os.utime(head.path, ns=(time_ns, time_ns))
@@ -113,9 +113,9 @@ def _keep_head(context: ServiceContext, run: str, version: int, head: Upload, as
 
 
 async def _refused_file(context: ServiceContext, run: str) -> FileId:
-    """The target's file of a run that the worker cannot begin with: the next one takes its place. None: there is none.
+    """Id of the target file that the worker refused to begin with, which the next PUT replaces; else None.
 
-    Not where the worker only failed: the run may be gathering its vocabulary, and have nothing else to show yet.
+    A worker that merely failed has refused nothing: the run may be gathering its vocabulary, with nothing trained.
     """
     if not context.layout.run_json(run).exists() or not untouched(context.layout, run):
         return None
@@ -126,7 +126,7 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
 
 @router.get("/runs/{run}")
 async def get_run(run: str, context: Context) -> dict[str, Any]:
-    """Read what is registered, how far the run's drafter and head have come, and the worst thing that is true of it."""
+    """Read a run's registration, its newest drafter and head, and its headline."""
     return await describe(context, run)
 
 
@@ -141,7 +141,7 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
         "reference_version": versions[0] if versions else None,
         "latest_head": await context.store(run).latest_head(),
         "worker_error": worker.error or None,
-        # What the drafters in use can propose, and the share of the newest scored tokens that this is.
+        # Size of the draft vocabulary in use, and its coverage of the newest scored tokens.
         "draft_vocab_size": worker.draft_vocab_size or record.draft_vocab_size,
         "draft_coverage": worker.draft_coverage,
         "headline": to_jsonable_python(await read_headline(context, run)),
@@ -151,10 +151,10 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
 @router.put(
     "/runs/{run}/head",
     status_code=201,
-    responses={409: {"description": "The head is another policy's: it is near none that the run has known."}},
+    responses={409: {"description": "The head is another policy's: it is near none of the run's heads."}},
 )
 async def put_head(run: str, request: Request, context: Context) -> dict[str, Any]:
-    """Take the policy's head rows again, when the head has moved."""
+    """Receive the policy's head, or rows of it, after it has moved."""
     record = context.run(run)
     length = check_announcement(request, context.settings.max_run_bytes)
     versions: list[int] = []
@@ -184,7 +184,7 @@ def _check_ids(upload: Upload, vocab_size: int) -> None:
 
 
 def check_room(context: ServiceContext, length: int) -> None:
-    """Refuse an upload that the spool's disk has no room for."""
+    """Refuse an upload that would leave too little free disk."""
     free = context.spool.free_bytes() - length
     if free < context.settings.spool_min_free_bytes:
         raise Problem(

@@ -1,7 +1,7 @@
-"""Receives a safetensors file into the spool: refused as early as it can be, never held in memory, never half kept.
+"""Receives a safetensors file into the spool: refused as early as possible, never held in memory, never kept in part.
 
-What is known before a byte of the body is read (its length, its type) is checked by `check_announcement`; the rest by
-`receive_file`, which hands the header to its caller the moment it is complete.
+`check_announcement` checks the request's header fields (length, type) before a byte of the body is read. `receive_file`
+checks the body, and passes the safetensors header to its caller as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from service.storage.spool import Upload
 
 Model = TypeVar("Model", bound=BaseModel)
 OnHeader = Callable[[Header], Awaitable[bool]]
-#: A body slower than this on average is not an upload but a way to hold a connection.
+#: A body slower than this on average is refused: it only holds a connection.
 _MIN_BYTES_PER_SECOND: Final = 4096
 
 
 def check_announcement(request: Request, max_bytes: int) -> int:
-    """Check what the request says of its body, before any of it is read; returns its length in bytes."""
+    """Check length and type of the body before any of it is read; returns its length in bytes."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise Problem(415, "content-encoding", f"send the file as it is, not {encoding[:40]!r}-encoded")
@@ -81,7 +81,7 @@ async def receive_file(
 
 
 def _complete_header(prefix: bytearray, length: int) -> Header | None:
-    """The header once `prefix` holds all of it. Lies about sizes are refused before the body they lie about."""
+    """The header once `prefix` holds all of it, else None. WireError as soon as a size contradicts the length."""
     if len(prefix) < 8:
         return None
     size = header_size(bytes(prefix[:8]))
@@ -122,7 +122,7 @@ def _write(upload: Upload, chunk: bytes) -> None:
 
 
 async def read_json_body(request: Request, max_bytes: int = 1 << 16) -> bytes:
-    """Read a small JSON body with a cap; FastAPI's own reading has none."""
+    """Read a small JSON body, up to a limit; FastAPI's own reading has none."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise Problem(415, "content-type", f"expected application/json, got {media_type[:80]!r}", field="Content-Type")

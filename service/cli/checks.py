@@ -1,4 +1,4 @@
-"""What is looked at before anything starts: the Redis given, the port, and misspelt variables."""
+"""Checks before anything starts: the given Redis, the port, and misspelt variables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OTHER_VARIABLES = {
 
 
 def check_redis(url: str) -> None:
-    """ConfigurationError, in one line, when no Redis answers at `url`."""
+    """Raise a ConfigurationError of one line when no Redis answers at `url`."""
     import redis
 
     place = checked_redis(url)
@@ -29,7 +29,7 @@ def check_redis(url: str) -> None:
 
 
 def checked_redis(url: str) -> str:
-    """Where a Redis URL leads, without its secrets; ConfigurationError when no client can be made of it."""
+    """A Redis URL without its secrets; ConfigurationError when no client can be made of it."""
     import redis
 
     try:
@@ -39,7 +39,7 @@ def checked_redis(url: str) -> str:
     try:
         redis.Redis.from_url(url).connection_pool.make_connection()  # connects only when it is used
     except (ValueError, TypeError, redis.RedisError) as error:
-        # Other errors than ValueError repeat what was given, which may be part of a password.
+        # Errors other than ValueError repeat the input, which may hold part of a password.
         reason = str(error) if isinstance(error, ValueError) else "an option after its ? is unknown or has a bad value"
         raise ConfigurationError(
             f"redis_url {place} cannot be used: {reason.rstrip('.')}; correct or drop it"
@@ -48,7 +48,7 @@ def checked_redis(url: str) -> str:
 
 
 def unknown_variables() -> list[str]:
-    """Names in the environment that look like settings and are none: most likely misspelt."""
+    """Names in the environment that look like settings but are none: probably misspelt."""
     known = {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields} | _OTHER_VARIABLES
     return sorted(name for name in os.environ if name.startswith("DRAFTALIGN_") and name not in known)
 

@@ -10,7 +10,7 @@ from service.cli.supervisor import PARENT_VARIABLE, parent_death_signal
 
 
 def main() -> None:
-    """Tie this process to its parent, then become MODULE."""
+    """Make this process end with its parent, then run MODULE."""
     if (tie := parent_death_signal()) is not None:
         tie()
     if os.environ.get(PARENT_VARIABLE) != str(os.getppid()):

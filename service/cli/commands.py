@@ -43,7 +43,7 @@ From = Annotated[
     str | None, typer.Option("--from", help="Layout, where it cannot be told: sglang, specforge or speculators.")
 ]
 AuxLayers = Annotated[
-    str | None, typer.Option(help="Layers whose input the drafter reads, as 2,18,33, where the config does not say.")
+    str | None, typer.Option(help="Layers whose input the drafter reads, e.g. 2,18,33, where the config does not say.")
 ]
 Norm = Annotated[bool | None, typer.Option("--norm-before-residual/--no-norm-before-residual", help=_NORM)]
 
@@ -194,7 +194,7 @@ def evaluate(
 
 
 def decoded_table(decoded: Mapping[str, Any]) -> Iterator[str]:
-    """What the reference decoders found, line by line."""
+    """The reference decoders' results, line by line."""
     from drafter.reference.decoders import NODES
 
     yield ""
@@ -234,7 +234,7 @@ def table(result: Evaluation, files: int, level: float = 0.95) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Turn what a person can act on into the error that ends the command with one line."""
+    """Turn errors that a user can act on into a `ConfigurationError`, which ends the command in one line."""
     from drafter.errors import DrafterError
     from rl_hooks.wire import WireError
 
@@ -302,7 +302,10 @@ def _mtp_facts(source: Path) -> dict[str, Any]:
         "zero_first_embedding": config.zero_first_embedding,
         "normed_feedback": config.normed_feedback,
         "config_fingerprint": config_fingerprint(config, DraftVocabulary.full(config.vocab_size)),
-        "notes": ["an engine starts with the one in the policy's checkpoint (docs/vllm.md)", *engine_limits(config)],
+        "notes": [
+            "an engine starts with the one in the policy's checkpoint (docs/guide/vllm.md)",
+            *engine_limits(config),
+        ],
     }
 
 
@@ -395,13 +398,13 @@ class _FixedPolicy:
         return embed_tokens if head is None else head
 
     def _tied(self) -> bool:
-        """Whether the embedding is the head: by config.json; without one, a file alone may hold just a tied one."""
+        """Whether the embedding is the head, by config.json; without one, true of a single file."""
         from drafter.files.checkpoint import CONFIG_FILE, read_config, read_index
 
         directory = self._path if self._path.is_dir() else self._path.parent
         if (directory / CONFIG_FILE).exists():
             return read_config(directory / CONFIG_FILE).get("tie_word_embeddings") is True
-        # One shard of several holds what it holds; the head may be in another.
+        # Of several shards, another may hold the head.
         return not self._path.is_dir() and read_index(directory) is None
 
     def _find(self, names: Sequence[str]) -> Tensor | None:
@@ -432,7 +435,7 @@ def _policy(target: str, state_dir: Path | None, *, with_head: bool) -> _Policie
 
 
 def _shards(directory: Path) -> list[Path]:
-    """Files of a model: those that its index names, all of them, or what is there."""
+    """Files of a model: all those that its index names; without an index, all in the directory."""
     from drafter.files.checkpoint import INDEX_FILE, read_index
 
     index = read_index(directory)

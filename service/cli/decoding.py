@@ -1,6 +1,6 @@
-"""`draftalign eval --decode`: a policy from a directory, and what the reference decoders find with it.
+"""`draftalign eval --decode`: decode with a policy from a directory, by the reference decoders.
 
-What is loaded is a person's own model, but from anywhere: none of its code is run, nothing is fetched.
+The model may come from anywhere: none of its code is run, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def check_decodable(source: Path, *, mtp: bool) -> None:
-    """Raise where it can be seen at once that the reference decoders take no such drafter, or not this policy."""
+    """Raise where the reference decoders do not support the drafter or the files at `source`. Loads no weights."""
     if mtp:
         raise ConfigurationError("--decode is for EAGLE-3 drafters: the reference decoders draft with no MTP module")
-    if not (source / "config.json").is_file():  # a name would be looked up elsewhere
+    if not (source / "config.json").is_file():  # transformers would look a name up on the hub
         raise ConfigurationError(f"{source} holds no config.json; --decode takes the directory of a transformers model")
-    if (source / "adapter_config.json").exists():  # what is loaded then hangs on peft: the base model or both
+    if (source / "adapter_config.json").exists():  # whether the adapter is loaded too would depend on peft
         raise ConfigurationError(
             f"{source} holds an adapter (adapter_config.json); merge it into its base model and save that, then give "
             "--decode its directory"
@@ -38,7 +38,7 @@ def _load_policy(source: Path) -> Any:
     local = {"trust_remote_code": False, "local_files_only": True}
     try:
         config = transformers.AutoConfig.from_pretrained(source, **local)
-        # A config may name kernels, which are fetched; without, transformers takes its own (sdpa or eager).
+        # A config may name kernels to download; without a name, transformers uses its own (sdpa or eager).
         config._attn_implementation = config._experts_implementation = None
         policy, found = transformers.AutoModelForCausalLM.from_pretrained(
             source,

@@ -21,14 +21,14 @@ app = typer.Typer(
     name="draftalign",
     help="Keeps a speculative-decoding drafter in step with a policy that reinforcement learning keeps changing.\n\n"
     "`draftalign up` starts everything on this machine; `draftalign demo` shows a real RL run on it. Settings come "
-    "from DRAFTALIGN_* variables (docs/settings.md).",
+    "from DRAFTALIGN_* variables (docs/reference/settings.md).",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
 StateDir = Annotated[Path | None, typer.Option(help="Where spool, registry and checkpoints live.")]
 Port = Annotated[int | None, typer.Option(help="TCP port of the API.")]
-# Every user of the machine sees a program's options, and none sees its variables.
+# Every user of the machine can see a program's options, but not its variables.
 _SECRET: Final = "One with a password belongs in DRAFTALIGN_REDIS_URL."  # noqa: S105 - a help text
 RedisUrl = Annotated[str | None, typer.Option(help=f"Redis or Valkey to use; required. {_SECRET}")]
 OwnRedisUrl = Annotated[
@@ -43,7 +43,7 @@ def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -
         checked_redis(settings.redis_url.get_secret_value())
     log = logging.getLogger("draftalign")
     if unknown := unknown_variables():
-        log.warning("no setting is called %s; see docs/settings.md for the names", ", ".join(unknown))
+        log.warning("no setting is called %s; see docs/reference/settings.md for the names", ", ".join(unknown))
     log.info("settings that differ from the defaults: %s", settings.model_dump(exclude_defaults=True, mode="json"))
     return settings
 
@@ -66,7 +66,7 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
 
 @app.command()
 def up(state_dir: StateDir = None, port: Port = None, redis_url: OwnRedisUrl = None) -> None:
-    """Start an embedded Valkey, API and worker as processes under this one; revive what dies; end all on Ctrl-C.
+    """Start an embedded Valkey, API and worker as child processes; restart those that die; stop all on Ctrl-C.
 
     With --redis-url or DRAFTALIGN_REDIS_URL that Redis is used, and no Valkey is started.
     """
@@ -86,16 +86,16 @@ def agent(
     ),
     report_seconds: Annotated[float, typer.Option(help="How often acceptance counters are read and reported.")] = 5.0,
     metrics_port: Annotated[int | None, typer.Option(help="Serve the agent's own /metrics here.")] = None,
-    metrics_host: Annotated[str, typer.Option(help="Address for that.")] = "127.0.0.1",
-    agent_id: Annotated[str | None, typer.Option(help="Name in reports; the host's, unless given.")] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address of the agent's own /metrics.")] = "127.0.0.1",
+    agent_id: Annotated[str | None, typer.Option(help="Name in reports; by default the host's.")] = None,
     canary_rounds: Annotated[
-        int | None, typer.Option(min=0, help="Rounds on which a new version is compared with the last; 0: never.")
+        int | None, typer.Option(min=0, help="Rounds on which a new version is compared with the last; 0: none.")
     ] = None,
 ) -> None:
-    """Keep inference engines on the newest drafter, and report their acceptance back.
+    """Keep inference engines on the newest drafter, and report their acceptance counts to the service.
 
-    DRAFTALIGN_TOKEN: the service's token. DRAFTALIGN_ENGINE_TOKEN: the engines', where they ask for one.
-    DRAFTALIGN_SIGNING_KEY: the service's; manifests without its signature are then refused.
+    DRAFTALIGN_TOKEN: token for the service. DRAFTALIGN_ENGINE_TOKEN: token for engines that ask for one.
+    DRAFTALIGN_SIGNING_KEY: the service's key; manifests without its signature are then refused.
     """
     from rl_hooks.agent.agent import AgentConfig, run_agent
     from rl_hooks.agent.canary import CanaryRule
@@ -146,7 +146,7 @@ add_commands(app)
 
 
 def main() -> None:
-    """Entry point: one line for an error that a person can act on, a traceback only for a bug."""
+    """Entry point. An error that a user can act on ends in one line; only a bug shows a traceback."""
     name = os.environ.get("DRAFTALIGN_CHILD", "draftalign")
     level = os.environ.get("DRAFTALIGN_LOG_LEVEL", "INFO").upper()
     if level not in logging.getLevelNamesMapping():

@@ -1,7 +1,7 @@
-"""Runs the parts of the service as child processes under one parent, and starts again what dies.
+"""Runs the parts of the service as child processes of one parent, and restarts those that die.
 
-Invariants: a child never outlives its parent (the kernel ends it when the parent is killed), and stopping is orderly:
-last started, first stopped, SIGTERM before SIGKILL. Children are started by one thread: `PR_SET_PDEATHSIG` follows the
+Invariants: a child never outlives its parent (the kernel ends it when the parent is killed); children are stopped in
+reverse order, by SIGTERM before SIGKILL. Children are started by one thread: `PR_SET_PDEATHSIG` follows the
 *thread* that forked.
 """
 
@@ -24,7 +24,7 @@ log = logging.getLogger("draftalign.up")
 #: Tells a child which process it must not outlive.
 PARENT_VARIABLE: Final = "DRAFTALIGN_PARENT"
 _PR_SET_PDEATHSIG = 1
-#: A child that lives this long has started well, so its next fault is treated as its first.
+#: A child that lived this long counts as healthy: its next fault counts as its first.
 _HEALTHY_SECONDS = 30.0
 _MAX_DELAY_SECONDS = 15.0
 
@@ -46,7 +46,7 @@ def spawn(name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) 
 
 
 def stop(process: subprocess.Popen[bytes], *, patience_seconds: float = 10.0) -> None:
-    """End a child: SIGTERM, then SIGKILL when it does not obey in time."""
+    """End a child: SIGTERM, then SIGKILL if it has not ended in time."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -60,7 +60,7 @@ def stop(process: subprocess.Popen[bytes], *, patience_seconds: float = 10.0) ->
 
 @dataclass
 class Child:
-    """One supervised process: how to start it, and how its starts went."""
+    """One supervised process: how to start it, and how often it failed."""
 
     name: str
     argv: Sequence[str]
@@ -77,7 +77,7 @@ class Child:
         log.info("%s runs as process %d", self.name, self.process.pid)
 
     def revive(self) -> None:
-        """If it died, start it again, later and later while it keeps dying."""
+        """Restart it if it died, with a growing delay while it keeps dying."""
         if self.process is None or self.process.poll() is None:
             return
         alive_seconds = time.monotonic() - self.started

@@ -17,9 +17,9 @@ log = logging.getLogger("draftalign.up")
 
 
 def _check_device(name: str) -> None:
-    """Raise `ConfigurationError` where there is no such device: a worker that refuses would be started for ever.
+    """Raise `ConfigurationError` if there is no such device: else `up` would restart a failing worker again and again.
 
-    In a process of its own: this one lives as long as the service, and is better off without torch.
+    Checked in a child process, because this process lives as long as the service and should not load torch.
     """
     code = "import sys; from service.worker.process import checked_device; checked_device(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
@@ -28,8 +28,8 @@ def _check_device(name: str) -> None:
 
 
 def run_up(settings: Settings) -> None:
-    """Run until SIGINT or SIGTERM, then end every part in order."""
-    check_binding(settings)  # here too: a child that refuses would only be started again and again
+    """Run until SIGINT or SIGTERM, then stop every part in order."""
+    check_binding(settings)  # here too: else `up` would restart a refusing child again and again
     if settings.port and not port_is_free(settings.host, settings.port):
         raise ConfigurationError(
             f"port {settings.port} on {settings.host} is taken; stop what listens there or choose another with --port"
@@ -49,7 +49,7 @@ def run_up(settings: Settings) -> None:
     children: list[Child] = []
     if settings.redis_url is None:
         valkey = EmbeddedValkey(settings.state_dir)
-        with valkey.alone():  # said now: a child that refuses would only be started again and again
+        with valkey.exclusive_directory():  # here too, for the same reason
             pass
         children.append(Child("valkey", ["service.cli.valkey", str(settings.state_dir)]))
         environment["DRAFTALIGN_REDIS_URL"] = valkey.url
@@ -57,7 +57,7 @@ def run_up(settings: Settings) -> None:
         check_redis(settings.redis_url.get_secret_value())
         environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
     children.append(Child("api", ["service.cli", "serve"], environment))
-    # It ends the optimizer step in hand and writes a checkpoint.
+    # On SIGTERM it finishes the optimizer step and writes a checkpoint.
     children.append(Child("worker", ["service.cli", "worker"], environment, patience_seconds=45.0))
     log.info("page and API at http://%s:%d/", settings.host, settings.port)
     Supervisor(children).run()

@@ -1,15 +1,15 @@
-"""The embedded Valkey: started when no Redis is configured, ends with its parent, loses nothing.
+"""The embedded Valkey: started when no Redis is configured; it ends with its parent and loses no acknowledged write.
 
     valkey = EmbeddedValkey(state_dir); valkey.start(); ...; valkey.stop()
     python -m service.cli.valkey STATE_DIR            the same in the foreground, for a supervisor
 
 It listens on a unix socket only, which the file system guards: no port, no password. Every write is on disk before its
-answer (`appendfsync always`, a few milliseconds): `everysec` puts off the *write* too, by up to two seconds, while
-its background fsync is slow, and a SIGKILL then loses what was acknowledged (seen: 46 of 200 entries on a busy disk).
-We write a few times per batch of rollouts, so that speed is not missed. Nothing is ever evicted.
+answer (`appendfsync always`, a few milliseconds). `everysec` delays the *write* too, by up to two seconds, while its
+background fsync is slow; a SIGKILL then loses acknowledged writes (seen: 46 of 200 entries on a busy disk). We write a
+few times per batch of rollouts, so speed does not matter. No key is ever evicted.
 
-One server per directory: it holds a lock until it has ended. That it answers nothing does not mean that it is gone (it
-may be stopped, or still end), and a second one would write into its append-only file and take its socket away.
+One server per directory: it holds an flock until it has ended. A server that does not answer may be paused or may still
+be ending; a second one would write into the same append-only file and replace the socket.
 """
 
 from __future__ import annotations
@@ -103,14 +103,14 @@ class EmbeddedValkey:
 
     def start(self) -> None:
         """Start, and return when it answers. Refuses when another server already runs on this state directory."""
-        with self.alone() as lock:
+        with self.exclusive_directory() as lock:
             self._process = subprocess.Popen(
                 self.argv(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(lock,),
-                start_new_session=True,  # Ctrl-C in the terminal is for our parent, which stops us in order
+                start_new_session=True,  # Ctrl-C in the terminal reaches our parent, which stops us in order
                 preexec_fn=parent_death_signal(),  # noqa: PLW1509 - one prctl, with libc loaded beforehand
             )
         deadline = time.monotonic() + _START_SECONDS
@@ -123,8 +123,8 @@ class EmbeddedValkey:
             time.sleep(0.01)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[int]:
-        """Hold the directory's lock; a server that inherits its descriptor keeps it. ValkeyError where there is one."""
+    def exclusive_directory(self) -> Iterator[int]:
+        """Hold the directory's lock, which a child that inherits the descriptor keeps. ValkeyError if a server runs."""
         twice = f"a server already runs on {self.directory}; is draftalign up twice on one state directory?"
         if self.ping():
             raise ValkeyError(twice)
@@ -163,15 +163,15 @@ def _socket_path(directory: Path) -> Path:
     path = directory / "valkey.sock"
     if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
         return path
-    # Not random: every process that serves this state directory must find the same path.
+    # A digest, not a random name: every process of this state directory must find the same path.
     name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"draftalign-{os.getuid()}-{name}" / "valkey.sock"
 
 
 def main() -> None:
-    """Become the server: the supervisor's child is then the server itself."""
+    """Replace this process by the server, so that the supervisor's child is the server itself."""
     valkey = EmbeddedValkey(Path(sys.argv[1]))
-    with valkey.alone() as lock:
+    with valkey.exclusive_directory() as lock:
         os.set_inheritable(lock, True)
         argv = valkey.argv()
         os.execv(argv[0], argv)  # noqa: S606

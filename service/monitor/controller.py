@@ -1,16 +1,16 @@
-"""Train or idle: spend the worker's seconds only where they are expected to buy generation time.
+"""Train or idle: spend the worker's seconds only where they are expected to save generation time.
 
 Pure: numbers in, a decision out; no clock, no Redis, no torch. The state is JSON, so the worker persists it.
 
 The cost model. A round costs the same whatever it yields, so generation time goes as 1/α: a drafter better by the
 fraction `g` saves `g / (1 + g)` of the generation time of every policy version until the policy has moved on. Training
-costs worker seconds, each worth `worker_cost` seconds of the fleet that generates. Training pays while
+costs worker seconds, each worth `worker_cost` seconds of the engines that generate. Training pays while
 
     versions_served · generation_seconds · g / (1 + g)  >  worker_cost · train_seconds
 
 `g` is measured, not guessed: it is the paired gain, on held-out rollouts, of the trained candidate over the served
-drafter (drafter.replay.gate), smoothed. When training stopped paying the worker idles, keeps scoring every batch (that
-is how it would see the policy move), and probes now and then, less and less often while probes find nothing.
+drafter (drafter.replay.gate), smoothed. When training no longer pays, the worker idles. It still scores every batch, to
+see the policy move, and it probes now and then, less often each time a probe finds no gain.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Action(StrEnum):
     """What to do with a batch after it was scored."""
 
     TRAIN = "train"  #: the last trainings paid, or nothing is known yet
-    PROBE = "probe"  #: idle, but time to look whether training would pay again
-    IDLE = "idle"  #: training buys less than it costs
-    DEFER = "defer"  #: rollouts of a newer policy are there already: training goes to those
+    PROBE = "probe"  #: idle, but test whether training would pay again
+    IDLE = "idle"  #: training saves less than it costs
+    DEFER = "defer"  #: rollouts of a newer policy have arrived: train on those instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,46 +39,46 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Economy:
-    """The prices. Units: seconds; `worker_cost` = fleet seconds that one worker second is worth."""
+    """The prices. Units: seconds; `worker_cost` = seconds of the engines that one worker second is worth."""
 
     worker_cost: float = 0.1
     generation_share: float = 0.7  # of the time between two policy versions (reported: 65 to 85 %)
     versions_served: float = 5.0  # how long a gain lasts before the policy has moved on
     min_gain: float = 0.002  # relative gains below this are noise whatever they cost
-    wake_drop: float = 0.02  # a relative fall of served α since idling began that ends the idling
+    wake_drop: float = 0.02  # relative fall of served α since idling began at which the worker probes
 
     def worth(self, gain: float, version_seconds: float) -> float:
-        """Fleet seconds saved by a relative gain in α."""
+        """Seconds of the engines saved by a relative gain in α."""
         return self.versions_served * self.generation_share * version_seconds * gain / (1.0 + gain)
 
 
 _SMOOTHING = 0.4
 _MIN_TRAININGS = 4
 _MAX_PROBE_INTERVAL = 32
-#: So many claims in a row are passed over at most: where even scoring cannot catch up, training still goes on.
+#: Most claims passed over in a row, so that training goes on even if scoring alone cannot catch up.
 _MOST_DEFERRED = 8
-#: What is decided on rollouts that were passed over.
+#: The decision for rollouts that were passed over.
 DEFERRED: Final = Decision(Action.DEFER, "rollouts of a newer policy are there already; training goes to those")
 
 
 @dataclass(slots=True)
 class Controller:
-    """The controller's whole memory."""
+    """The controller's whole state."""
 
     trainings: int = 0
     gain: float = 0.0  # smoothed relative gain of candidate over served, held-out
     train_seconds: float = 0.0  # smoothed
     version_seconds: float = 0.0  # smoothed time between policy versions
-    deferred: int = 0  # claims since the last one that was decided about
+    deferred: int = 0  # claims passed over since the last decision
     idle_batches: int = 0
     probe_interval: int = 2
     idle: bool = False
     idle_alpha: float = 0.0  # served α when idling began
 
     def defers(self, *, newer_waits: bool) -> bool:
-        """Whether a claim is passed over, because rollouts of a newer policy wait in the queue (`newer_waits`).
+        """Whether to pass a claim over because rollouts of a newer policy wait in the queue (`newer_waits`).
 
-        Not while idle: then no time is spent on training, and every claim counts for when to look again.
+        Not while idle: no time is spent on training then, and every claim counts towards the next probe.
         """
         if self.idle or not newer_waits or self.deferred >= _MOST_DEFERRED:
             return False
@@ -124,15 +124,15 @@ class Controller:
             return Decision(Action.PROBE, f"served α fell by {fall:.1%} since training stopped")
         if self.idle_batches >= self.probe_interval:
             return Decision(
-                Action.PROBE, f"{self.idle_batches} batches without training; looking whether it pays again"
+                Action.PROBE, f"{self.idle_batches} batches without training; testing whether it pays again"
             )
         return Decision(Action.IDLE, f"regret is small; next look in {self.probe_interval - self.idle_batches} batches")
 
     def learn(self, economy: Economy, *, gain: float, train_seconds: float, version_seconds: float | None) -> None:
-        """Take in what one training brought: relative paired gain, its seconds, and time since the last version."""
+        """Record one training: its relative paired gain, its seconds, and the time since the last policy version."""
         first = self.trainings == 0
         self.trainings += 1
-        # A probe that finds something must count at once, not be averaged with the gains that led to idling.
+        # A probe's gain counts in full: it is not averaged with the gains that led to idling.
         rate = 1.0 if first or self.idle else _SMOOTHING
         self.gain += rate * (gain - self.gain)
         self.train_seconds += (1.0 if first else _SMOOTHING) * (train_seconds - self.train_seconds)

@@ -1,28 +1,27 @@
 """Drift of the served drafter's α: numbers in, alarm out. No clock, no Redis, no torch.
 
-What is fed in matters more than the detector: each rollout scored by the worker *before* it is trained on gives one
-number, its replay α (tokens / rounds) under the served drafter. `observe` cuts the stream of rollouts into ticks of
-equal *data* (a clock would make the limit depend on traffic) and takes of each tick the mean over rollouts,
-standardised to fixed stratum weights where strata are known. The mean over rollouts, not the ratio of sums: in the
-latter long rollouts weigh more, which makes ticks noisier and skewed, and a change of mix looks like drift.
+The input matters more than the detector. Each rollout gives one number, scored *before* it is trained on: its replay α
+(tokens / rounds) under the served drafter. `observe` cuts the stream of rollouts into ticks of equal *data*; a clock
+would make the limit depend on traffic. A tick's value is the mean over its rollouts, standardised to fixed stratum
+weights where strata are known. It is not the ratio of sums: there long rollouts weigh more, so ticks are noisier and
+skewed, and a change of mix looks like drift.
 
-The frozen first drafter is *not* used to cancel noise in this number: the policy's own drift lowers both drafters, and
-their difference would hide exactly what is looked for. Feed it to a second monitor; `attribute` reads the two.
+The frozen drafter is *not* used to cancel noise: a moving policy lowers both drafters, and their difference would hide
+that fall. Feed the frozen drafter to a second monitor; `attribute` reads the two.
 
 Each lane is a one-sided CUSUM in units of the long-run sd:  S <- max(0, S + (baseline - value) / sd - k),  alarm at
 S > h. The limit h follows from the wanted alarm rate by Siegmund's formula. Notable choices:
 * sd = max(tick sd, sd of batch means · sqrt(batch)) over several batch lengths, from successive differences: slow
   wander widens the limits, a trend does not. After the baseline is frozen, batches that close while a lane is above
-  half its limit are left out: what looks like a fall must not excuse itself.
+  half its limit are left out: a fall must not widen the limits by which it is found.
 * Until `baseline_ticks` the baseline is the running mean, and the residual is scaled by sqrt(n / (n + 1)): recursive
   residuals, which are independent and of unit variance however short the history is.
-* When another drafter is served, the baseline is handed over instead of forgotten: `hand_over`. The difference is
-  measured on rollouts that nobody chose the drafter by (`Succession`), never taken from the gate: the gate publishes
-  what looked good on its evidence, so its gains are too large on average, and a baseline that collects them rises
-  above what any drafter can do.
-* How well the baseline is known is counted in ticks (`known_ticks`): known as well as a mean of n ticks, it moves by
-  1 / (n + 1) of the next residual, until n is `baseline_ticks`. A hand-over adds its own variance, so the baseline
-  learns again from what the new drafter shows. This is a Kalman filter in units of sd².
+* When another drafter is served, the baseline is moved to it: `rebase`. The difference is measured on rollouts that
+  came after the change (`Succession`). The gate's gain is not used: the gate publishes what looked good on its
+  evidence, so its gains are too large on average, and a baseline that adds them up rises above what any drafter can do.
+* The certainty of the baseline is counted in ticks (`known_ticks`): as certain as a mean of n ticks, it moves by
+  1 / (n + 1) of the next residual, until n is `baseline_ticks`. A rebase adds its own variance, so the baseline
+  learns again from the new drafter's ticks. This is a Kalman filter in units of sd².
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, Self
 
 _STATE_FORMAT: Final = "draftalign.drift.v2"
-#: A paired difference within so many of its standard errors of 0 may be chance.
+#: A paired difference within this many standard errors of 0 may be chance.
 _CHANCE_SD: Final = 2.0
-#: Versions whose order is remembered: stragglers are not further behind.
+#: Versions whose order is remembered. Engines are not further behind than this.
 _OFFERED_VERSIONS: Final = 32
 #: Rollouts on which a drafter is compared with the one that it replaces, before its α is watched: one tick's worth.
 _COMPARED_ROLLOUTS: Final = 64
 #: How far above its limit a statistic may stand, so that a lane clears soon after the fall has been repaired.
 _HEADROOM_SD: Final = 5.0
-#: A batch length counts once it has given this many differences; fewer make the largest of several sds a lottery.
+#: Differences that a batch length needs before it counts; with fewer, the largest of several sds is noise.
 _MIN_DIFFERENCES: Final = 8
-#: Weight of the newest tick in the recent level, by which `hand_over` knows how much had been lost.
+#: Weight of the newest tick in the recent level, from which `rebase` computes how much was lost.
 _RECENT_WEIGHT: Final = 1 / 32
-#: The same for what is shown now, which caps what a gain may add to the baseline.
+#: The same for the level shown now, which caps what a gain may add to the baseline.
 _SHOWN_WEIGHT: Final = 1 / 4
 
 
@@ -84,7 +83,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class DriftConfig:
-    """Settings. The alarm rate counts rollouts, not hours, and is shared by the lanes (each gets an equal part)."""
+    """Settings. The alarm rate is per rollouts, not per hours; each lane gets an equal part of it."""
 
     rollouts_per_tick: int = 64  # 8 prompts of 8 rollouts; a tick should hold whole groups
     rollouts_between_false_alarms: float = 43_200 * 64  # 30 days at 64 rollouts a minute
@@ -107,7 +106,7 @@ class DriftConfig:
         if not self.lanes or len({lane.name for lane in self.lanes}) != len(self.lanes):
             raise DriftError("expected at least one lane, and a name of its own for each")
         if any(not weight > 0 for weight in self.stratum_weights.values()):
-            raise DriftError("stratum weights must be positive; leave out the strata that shall not count")
+            raise DriftError("stratum weights must be positive; leave out strata that must not count")
 
     def limit(self, lane: Lane) -> float:
         """The lane's limit h: n lanes, each at 1/n of the permitted rate (union bound)."""
@@ -156,7 +155,7 @@ class Spread:
     variance: float = 0.0  # of a batch mean
 
     def add(self, value: float, memory_ticks: int, *, counts: bool) -> None:
-        """Take in one tick. With `counts` false a batch that closes now leaves the variance as it is."""
+        """Add one tick. With `counts` false, a batch that closes now does not change the variance."""
         self.total += value
         self.filled += 1
         if self.filled < self.length:
@@ -170,20 +169,20 @@ class Spread:
 
     @property
     def tick_sd(self) -> float:
-        """The sd that independent ticks would have if their batch means varied as these do."""
+        """The sd of independent ticks whose batch means have this variance."""
         return math.sqrt(self.variance * self.length)
 
 
 @dataclass(slots=True)
 class DriftState:
-    """Everything that must survive a restart; `to_json` and `from_json` keep it bit for bit."""
+    """The state that survives a restart; `to_json` and `from_json` keep it bit for bit."""
 
     ticks: int = 0
     baseline: float = 0.0
-    known_ticks: float = 0.0  # the baseline is known as well as a mean of so many ticks
+    known_ticks: float = 0.0  # the baseline is as certain as a mean of this many ticks
     recent: float = 0.0  # exponentially weighted level of the last ticks
     shown: float = 0.0  # level of the very last ticks: what the drafter shows now
-    offset: float = 0.0  # how far hand-overs, as corrected since, moved the baseline: takes publishes out of the sd
+    offset: float = 0.0  # how far rebases, as corrected since, moved the baseline: keeps publishes out of the sd
     statistics: dict[str, float] = field(default_factory=dict)
     spreads: list[Spread] = field(default_factory=list)
     pending: list[tuple[str, float]] = field(default_factory=list)  # (stratum, α) of the tick being filled
@@ -213,7 +212,7 @@ class DriftState:
 
 
 class DriftMonitor:
-    """Watches one drafter of one run. `state` is all it remembers."""
+    """Watches one drafter of one run. It has no other state than `state`."""
 
     def __init__(self, config: DriftConfig | None = None, state: DriftState | None = None) -> None:
         self.config = config or DriftConfig()
@@ -228,10 +227,10 @@ class DriftMonitor:
     def observe(
         self, tokens: Sequence[float], rounds: Sequence[float], strata: Sequence[str] | None = None
     ) -> list[DriftReading]:
-        """Take in one batch: per rollout the served drafter's replay tokens and rounds. One reading per tick closed.
+        """Add one batch: per rollout the served drafter's replay tokens and rounds. One reading per closed tick.
 
-        Rollouts without a round are passed over, as are those of a stratum without a weight. Order matters only in
-        that the rollouts of one prompt should be neighbours.
+        Rollouts without a round are skipped, and so are those of a stratum without a weight. The rollouts of one
+        prompt should be neighbours; otherwise order does not matter.
         """
         if len(tokens) != len(rounds) or (strata is not None and len(strata) != len(tokens)):
             raise DriftError(
@@ -255,7 +254,7 @@ class DriftMonitor:
         return readings
 
     def tick(self, value: float) -> DriftReading:
-        """Take in one tick's value: the (stratified) mean α over its rollouts."""
+        """Add one tick's value: the (stratified) mean α over its rollouts."""
         if not math.isfinite(value):
             raise DriftError(f"a tick must be a finite number, got {value}; screen the batch before feeding it")
         state, config = self.state, self.config
@@ -278,16 +277,17 @@ class DriftMonitor:
         lanes = {} if sd is None else {n: LaneReading(s, self._limits[n]) for n, s in state.statistics.items()}
         return DriftReading(state.ticks, value, state.baseline if state.ticks else None, sd, lanes)
 
-    def hand_over(self, paired_difference: float, variance: float = 0.0, *, decided: bool = True) -> None:
-        """The served drafter changes: the new one's mean α minus the old one's, on the same recent rollouts.
+    def rebase(self, paired_difference: float, variance: float = 0.0, *, decided: bool = True) -> None:
+        """Move the baseline to a new served drafter: `paired_difference` is its mean α minus the old one's.
 
-        The difference is paired, so prompts and policy cancel. `variance` is that of the difference's error: the
-        baseline is less well known by so much, and learns again from the ticks to come; infinite, it starts anew.
-        `decided`: somebody chose to serve it although it may be worse (a rollback). A new version that is proven to be
-        worse does not lower the baseline: a gate that publishes ever worse drafters is to be noticed.
-        What of a gain only makes up for the loss since the baseline was set does not raise the baseline: the drafter
-        is back where it was, and asking it to exceed that would be a false alarm after every retraining.
-        What is not made up for stays lost and stays counted, so publishing often does not hide a slow fall.
+        Both are measured on the same rollouts, so prompts and policy cancel. `variance` is the variance of the
+        difference: the baseline becomes less certain by it, and learns again from the next ticks. If it is infinite,
+        the baseline starts from scratch. `decided`: it is served although it may be worse (a rollback).
+        A new version that is proven worse does not lower the baseline: a gate that publishes worse and worse drafters
+        must raise an alarm.
+        A gain first makes up for the loss since the baseline was set, and that part does not raise the baseline: the
+        drafter is back where it was, and a higher baseline would mean a false alarm after every retraining.
+        A loss that is not made up for stays counted, so that frequent publishing does not hide a slow fall.
         """
         if not math.isfinite(paired_difference) or not variance >= 0:
             raise DriftError(
@@ -296,16 +296,16 @@ class DriftMonitor:
         state = self.state
         if state.ticks == 0:
             return
-        # What may be chance ends no alarm, or a drafter that is no better would.
+        # A difference that may be chance must not end an alarm.
         reach = _CHANCE_SD * math.sqrt(variance)
         chance = min(max(paired_difference, -reach), reach)
         proven = paired_difference - chance
-        # Right after a fall the recent level is still that from before it.
+        # Right after a fall the recent level is still the old one.
         lost = max(0.0, state.baseline - min(state.recent, state.shown))
         made_up = min(lost, max(0.0, paired_difference))
         state.recent += paired_difference
-        # A gain is never asked to lift the drafter above what it shows now: gains that each follow a fall of the
-        # policy would otherwise add up to a level that was never seen.
+        # A gain does not raise the baseline above the level shown now: gains that each follow a fall of the policy
+        # would otherwise add up to a level that was never reached.
         state.shown += paired_difference
         ceiling = max(state.baseline + chance, state.shown) if proven > 0 else math.inf
         counted = paired_difference if decided else max(paired_difference, chance)
@@ -319,14 +319,14 @@ class DriftMonitor:
             repaired = min(lost, max(0.0, proven)) / lost
             state.statistics = {name: s * (1 - repaired) for name, s in state.statistics.items()}
         if math.isinf(variance):
-            self.acknowledge()  # they were about a level that is not known any more
+            self.acknowledge()  # the statistics compared with a baseline that is now discarded
         if variance > 0:
             sd = self._sd()
             doubt = variance / sd**2 if sd else math.inf
             state.known_ticks = 1 / (1 / state.known_ticks + doubt) if state.known_ticks > 0 else 0.0
 
     def acknowledge(self) -> None:
-        """Start the lanes again from 0, as an operator does who has seen to an alarm; the baseline stays."""
+        """Reset the lanes to 0, as an operator does after an alarm was dealt with; the baseline stays."""
         self.state.statistics = dict.fromkeys(self.state.statistics, 0.0)
 
     # --- inside
@@ -344,7 +344,7 @@ class DriftMonitor:
             state.known_ticks += 1
             learnt = (value - state.baseline) / state.known_ticks
             state.baseline += learnt
-            if state.known_ticks < state.ticks:  # it corrects a hand-over, whose error must not pass for wander
+            if state.known_ticks < state.ticks:  # it corrects a rebase, whose error must not count as wander
                 state.offset += learnt
         state.recent += max(_RECENT_WEIGHT, 1 / state.ticks) * (value - state.recent)
         state.shown += max(_SHOWN_WEIGHT, 1 / state.ticks) * (value - state.shown)
@@ -374,16 +374,16 @@ class DriftMonitor:
 
 @dataclass(slots=True)
 class Succession:
-    """Follows which drafter is served, and measures each new one against the one before it on the same rollouts.
+    """Follows which drafter is served, and compares each new one with the one before it on the same rollouts.
 
-    It does not matter who changed it: a publish, a rollback by a person, another worker. The rollouts came after the
-    change, so nobody chose the drafter by them.
+    It does not matter what changed it: a publish, a rollback by a person, another worker. The rollouts came after the
+    change, so the drafter was not selected on them.
     """
 
     watched: str | None = None  # the version whose α the monitor is fed
-    offered: list[str] = field(default_factory=list)  # versions, by when each was last seen to become the latest
-    returned: list[str] = field(default_factory=list)  # those that were offered before, and then again
-    successor: str | None = None  # the version that is being compared with the watched one
+    offered: list[str] = field(default_factory=list)  # versions, in the order in which they last became the latest
+    returned: list[str] = field(default_factory=list)  # those that became the latest more than once
+    successor: str | None = None  # the version that is compared with the watched one
     differences: dict[str, list[float]] = field(default_factory=dict)  # prompt -> [sum of differences of α, rollouts]
 
     def feed(
@@ -397,10 +397,10 @@ class Succession:
     ) -> list[DriftReading]:
         """Show the monitor one batch: per version the rollouts' replay tokens and rounds. One reading per tick closed.
 
-        `served` drafted the batch's rollouts, `latest` is what engines are offered now, `prompts` names each rollout's.
-        Engines take up a new version one after another, so a version that was offered before the watched one is a
-        straggler's: the rollouts still count, replayed with the watched version. Without the watched version's replay
-        (it was deleted), the monitor's baseline starts anew with the served one.
+        `served` drafted the batch's rollouts, `latest` is offered to engines now, `prompts` names the prompt of each
+        rollout. Engines load a new version one after another. Rollouts of an engine that still has an older version
+        count too, replayed with the watched version. If the watched version was deleted, and so was not replayed, the
+        monitor's baseline starts from scratch with the served one.
         """
         if latest is not None and self.offered[-1:] != [latest]:
             self.returned = sorted({*self.returned, latest} & {*self.offered})
@@ -408,18 +408,18 @@ class Succession:
         if self.watched is None:
             self.watched = served
         elif self.watched not in replays:
-            monitor.hand_over(0.0, math.inf)
+            monitor.rebase(0.0, math.inf)
             self._watch(served)
         elif self._is_newer(served):
-            if self.successor not in (None, served):  # versions follow each other faster than they can be compared
+            if self.successor not in (None, served):  # a third version is served before the comparison is done
                 self._succeed(monitor)
-                return []  # this batch was not replayed with what is watched now
+                return []  # this batch was not replayed with the version now watched
             self._compare(monitor, replays, prompts, served)
         tokens, rounds = replays[self.watched]
         return monitor.observe(tokens, rounds)
 
     def _is_newer(self, version: str) -> bool:
-        """Whether it was offered after the watched version; one not seen to be offered is not."""
+        """Whether it became the latest after the watched version; False if it was never seen as the latest."""
         places = {v: place for place, v in enumerate(self.offered)}
         return places.get(version, -1) > places.get(self.watched or "", -1)
 
@@ -443,7 +443,7 @@ class Succession:
     def _succeed(self, monitor: DriftMonitor) -> None:
         """Watch the successor from now on."""
         mean, variance = self.difference()
-        monitor.hand_over(mean, variance, decided=self.successor in self.returned)
+        monitor.rebase(mean, variance, decided=self.successor in self.returned)
         self._watch(self.successor)
 
     def _watch(self, version: str | None) -> None:
@@ -466,7 +466,7 @@ class Succession:
 
 
 def attribute(served: DriftReading, frozen: DriftReading) -> Literal["none", "policy", "drafter"]:
-    """Say what an alarm is about, from monitors of the served and of the frozen first drafter on the same rollouts.
+    """The cause of an alarm, from monitors of the served and of the frozen drafter on the same rollouts.
 
     Both fell: the policy (or the text it is asked for) moved. Only the served one fell: the drafter got worse.
     """

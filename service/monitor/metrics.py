@@ -2,7 +2,7 @@
 
 Built afresh for each scrape from what is stored, on a registry of its own: the API process counts nothing itself, so
 several replicas of it, or a restart, report the same numbers. A metric without data is absent, never 0: an alert can
-then tell "α is low" from "nobody knows α". No `_created` series. Names, meanings and alerts: docs/metrics.md.
+then tell "α is low" from "nobody knows α". No `_created` series. Names, meanings and alerts: docs/reference/metrics.md.
 
 Ratios are left to PromQL wherever they are exact: `rate(round_tokens_total) / rate(rounds_total)` is α over any window.
 The gauges `draftalign_alpha` and `draftalign_regret` are of what arrived last and has data for them.

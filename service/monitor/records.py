@@ -1,4 +1,4 @@
-"""The facts that travel between worker, engines and API: score, acceptance, gauges, event (docs/architecture.md).
+"""The facts that travel between worker, engines and API: score, acceptance, gauges, event. Tables: architecture.md.
 
 Pure: no torch, no Redis, no clock. Frozen, and checked once: where `read` takes them from JSON. Whoever makes or reads
 them otherwise relies on the types. What is unknown is None.

@@ -1,17 +1,16 @@
-"""Books what engines report: constant work for each report, and a bounded number of records however long a run lasts.
+"""Adds up the reports of engines: constant work for each report, and a bounded number of records for any run.
 
-Reports are cumulative per (reporter, drafter version, policy version). A reporter's *account* holds, beside the order
-of its last reports, running sums per drafter version: they grow by what a report says more than the one that it
-replaces, so nothing else has to be read to judge a drafter.
+Reports are cumulative per (reporter, drafter version, policy version). A reporter's *account* holds the order of its
+last reports and running sums per drafter version. A report adds its difference to the report that it replaces, so a
+drafter is judged by these sums alone.
 
-The newest `KEPT_APART` records of a reporter stay apart. Older ones are added up twice, so that no sum loses a round:
-to one record per reporter and drafter version (policy version null), and to the live sums of their drafter and policy
-version over all reporters, which the α chart draws. An agent reports no more than 32 (drafter, policy) pairs, its last
-used ones (`rl_hooks.engines.counters.MAX_BUCKETS`): what is added up here is never reported again with the same counts
-in it.
+The newest `KEPT_APART` records of a reporter stay separate. Older ones are added to two sums, so that no round is lost:
+one record per reporter and drafter version (policy version null), and the live sums of their drafter and policy version
+over all reporters, which the α chart draws. An agent reports at most 32 (drafter, policy) pairs, its newest ones
+(`rl_hooks.engines.counters.MAX_BUCKETS`), so it never reports again what was added up here.
 
-All that a report changes is written by one script (`lua/book.lua`), and only if the reporter's account is still what it
-was: a crash books a report whole or not at all, and a repeated report changes nothing.
+One script (`lua/book.lua`) writes all changes of a report, by compare-and-set on the reporter's account: a crash books
+a report completely or not at all, and a repeated report changes nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from service.monitor.records import AcceptanceRecord, read, written
 KEPT_APART: Final = 64
 #: Drafter versions of a reporter with sums of their own; the agent's 32 pairs cannot name more.
 KEPT_DRAFTERS: Final = 32
-#: Reporters of a run; beyond these the one that was silent longest is forgotten, if it was for so many seconds. Its
-#: counts are cumulative: should it come back, they count anew. So one that only waits its turn is never forgotten.
+#: Most reporters of a run. For one more, the reporter that was silent longest is dropped, if it was silent for
+#: `_SILENT_SECONDS`. If it came back, its cumulative counts would count twice, so an active reporter is never dropped.
 MAX_REPORTERS: Final = 1024
 _SILENT_SECONDS: Final = 3600.0
 #: Pairs of drafter and policy version whose live sums over all reporters are kept.
 MAX_LIVE: Final = 4096
-#: A report brings one record and one drafter at most; a table from before there were bounds shrinks by so many.
+#: Most records that one report adds up. A report adds at most one; an unbounded, old table shrinks by this many.
 _FOLDED_AT_ONCE: Final = 64
 BOOK: Final = (Path(__file__).with_name("lua") / "book.lua").read_text(encoding="utf-8")
 

@@ -1,7 +1,7 @@
-"""Where everything lies in the state directory: the only place that builds a path from a name that came from outside.
+"""Paths of the state directory: the only place that builds a path from a name given by a client.
 
-Every method that takes a name checks it against a strict pattern first, so no caller can be talked into leaving the
-directory. docs/architecture.md draws the tree.
+Every method that takes a name checks it against a strict pattern first, so no name leads out of the
+directory. docs/reference/architecture.md draws the tree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}\.safetensors")
 #: Files inside a drafter version.
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
-#: Inode and time of change.
+#: Inode and time of change of a file; None: there is no such file.
 FileId = tuple[int, int] | None
 
 
@@ -53,7 +53,7 @@ class Layout:
         return self.runs / _checked(RUN_NAME, run)
 
     def run_json(self, run: str) -> Path:
-        """What PUT /runs said."""
+        """The registration's record."""
         return self.run(run) / "run.json"
 
     def target(self, run: str) -> Path:
@@ -93,7 +93,7 @@ class Layout:
         return self.run(run) / "history.jsonl"
 
     def registry_lock(self, run: str) -> Path:
-        """Locked by whoever moves `latest`."""
+        """The lock of every process that moves `latest`."""
         return self.run(run) / "registry.lock"
 
     def worker(self, run: str) -> Path:
@@ -123,7 +123,7 @@ class Layout:
 
 
 def file_id(path: Path) -> FileId:
-    """Tell a file from another one that takes its place; None where there is none, or it cannot be asked for."""
+    """Identity of a file, which differs after it was replaced; None if it does not exist or cannot be read."""
     try:
         found = path.stat()
     except OSError:

@@ -1,11 +1,11 @@
-"""Whether what is registered, or sent as a head, is of the policy that a run knows: by its weights, not by its sizes.
+"""Check that a registration or a head belongs to the run's policy, by comparing weights.
 
-RL moves a head a little at a time; another model's rows have nothing to do with the run's. So a head must lie near one
-that the run has known: the registered one, or one received since. Distance: |a - b| / max(|a|, |b|), Frobenius, over at
-most 256 rows spread evenly over the token ids that both hold. Measured on the demo's policy (docs/trainers.md): 0.053
-after 150 steps of RL, 0.32 after the hardest fine-tuning tried, 1.42 between two initialisations.
+RL moves a head in small steps; another model's head is unrelated. So a head must lie near one that the run already has:
+the registered one, or one received since. Distance: |a - b| / max(|a|, |b|), Frobenius, over at most 256 rows spread
+evenly over the token ids that both hold. Measured on the demo's policy (docs/guide/trainers.md): 0.053 after 150 steps
+of RL, 0.32 after the hardest fine-tuning tried, 1.42 between two initialisations.
 
-The API imports no torch: rows are read as NumPy from the mapped files, and bfloat16 widened by a shift.
+The API imports no torch: rows are read as NumPy from the mapped files, and bfloat16 is widened by a shift.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl_hooks.wire import HEAD_FORMAT, MappedFile, Tensor, WireError, encode
 from service.errors import RunConflict
 from service.storage.layout import Layout
 
-#: Unrelated heads are 1 to 1.42 apart, whatever their norms; between two heads of one run RL moves far less.
+#: Largest distance of two heads of one run. Unrelated heads are 1 to 1.42 apart, whatever their norms.
 FARTHEST: Final = 0.5
 _SAMPLED_ROWS: Final = 256
 _SCANNED_AT_ONCE: Final = 1 << 22
@@ -34,50 +34,49 @@ _BITS: Final[Mapping[str, tuple[str, int, int]]] = {
     "BF16": ("<u2", 0x7FFF, 0x7F80),
     "F16": ("<u2", 0x7FFF, 0x7C00),
 }
-#: So many fields of a config are named where two differ.
+#: Most differing config fields that an error names.
 _NAMED_AT_MOST: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What registering a run that exists came to: what of it was ignored, and its head where that is new to the run."""
+    """Result of registering an existing run: a warning about ignored parts, and the head if the run lacks it."""
 
     warning: str | None
     new_head: list[bytes | memoryview] | None  # a file as PUT /runs/{run}/head takes it
-    as_of_ns: int | None = None  # the time that its file is to bear; None: that of its arrival
+    as_of_ns: int | None = None  # time to give its file; None: its arrival
 
 
 def join_run(layout: Layout, run: str, path: Path) -> Joined:
-    """Compare a registration, the file at `path`, with the run that exists and is kept. Reads files: call in a thread.
+    """Compare a registration, the file at `path`, with the existing run. Reads files: call in a thread.
 
-    Raises RunConflict where it is of another policy. A head that is not the one in force at its policy version is to be
-    kept as the head of that version: the trainer goes on from there and does not send it again.
+    Raises RunConflict if it is of another policy. A head that differs from the head in force at its policy version is
+    kept as that version's head: the trainer continues from there and does not send it again.
 
-    Where the run is ahead (the head that it received last is of a higher version), a version above 0 is the word of a
-    trainer that went back: its head is kept in any case, as received now, and hides those of the attempt that it
-    abandoned (`Target.at`). Version 0 hides no head, because an engine's tap gives it whatever the run's version is:
-    the tap of an engine that starts with the weights from its disk cannot be told from a trainer that begins again.
-    That trainer's first head that moves hides the others.
+    The trainer may be older than the run: the head received last is of a higher version. If its version is above 0, the
+    trainer has gone back to an earlier checkpoint. Its head is kept as received now, so it hides the heads of the
+    abandoned attempt (`Target.at`). Version 0 hides no head, because an engine's tap always says 0: a tap of an engine
+    that loaded its weights from disk looks like a trainer that starts again. That trainer's next head hides the others.
     """
     registered, offered = MappedFile(layout.target(run)), MappedFile(path)
     head = _Head.of(offered, int(offered.header.metadata["policy_version"]))
-    known = _known(layout, run, registered)
+    kept = _kept_heads(layout, run, registered)
     config = differences(_config(registered), _config(offered))
-    _check_near(run, head, known, f". Its config differs: {config}" if config else "")
-    if "lm_head" in registered and "lm_head" in offered:  # untied: the embedding is known from the registration alone
+    _check_near(run, head, kept, f". Its config differs: {config}" if config else "")
+    if "lm_head" in registered and "lm_head" in offered:  # untied: only the registration has the embedding
         _check_near(run, _Head(offered, "embed_tokens", head.version), [_Head(registered, "embed_tokens", -1)])
-    in_force = max((one for one in known if one.version <= head.version), key=_Head.received)
-    newest = max(known, key=_Head.received)
+    in_force = max((one for one in kept if one.version <= head.version), key=_Head.received)
+    newest = max(kept, key=_Head.received)
     ahead, apart = newest is not in_force, _compare(head, in_force)
     went_back = ahead and head.version > 0
-    known_already = apart is not None and apart[0] == 0.0 and not went_back
+    is_kept = apart is not None and apart[0] == 0.0 and not went_back
     as_of_ns = in_force.changed_ns if ahead and not went_back else None
-    return Joined(_ignored(run, registered, offered), None if known_already else head.as_file(), as_of_ns)
+    return Joined(_ignored(run, registered, offered), None if is_kept else head.as_file(), as_of_ns)
 
 
 def check_head(layout: Layout, run: str, path: Path) -> None:
     """Raise RunConflict where a PUT /runs/{run}/head body is not near any head of the run. Call in a thread."""
-    _check_near(run, _Head.of(MappedFile(path), 0), _known(layout, run, MappedFile(layout.target(run))))
+    _check_near(run, _Head.of(MappedFile(path), 0), _kept_heads(layout, run, MappedFile(layout.target(run))))
 
 
 def check_finite(path: Path) -> None:
@@ -90,14 +89,15 @@ def check_finite(path: Path) -> None:
         flat = file.array(name).reshape(-1).view(kind)
         for begin in range(0, flat.size, _SCANNED_AT_ONCE):
             if int((flat[begin : begin + _SCANNED_AT_ONCE] & flat.dtype.type(mask)).max()) >= first_bad:
-                raise WireError(name, "holds NaN or infinity; look at the policy that sent it")
+                raise WireError(name, "holds NaN or infinity; check the policy that sent it")
 
 
-def differences(known: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
-    """Name the fields in which two configs differ, the first few of them; empty where they agree."""
-    fields = [key for key in dict.fromkeys([*known, *offered]) if known.get(key) != offered.get(key)]
-    told = [f"{k} {str(offered.get(k))[:60]} (the run's: {str(known.get(k))[:60]})" for k in fields[:_NAMED_AT_MOST]]
-    return ", ".join(told) + (f" and {len(fields) - len(told)} more" if len(fields) > len(told) else "")
+def differences(registered: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
+    """Name the first few fields in which two configs differ; empty if they agree."""
+    fields = [k for k in dict.fromkeys([*registered, *offered]) if registered.get(k) != offered.get(k)]
+    values = ((k, str(offered.get(k))[:60], str(registered.get(k))[:60]) for k in fields[:_NAMED_AT_MOST])
+    more = f" and {len(fields) - _NAMED_AT_MOST} more" if len(fields) > _NAMED_AT_MOST else ""
+    return ", ".join(f"{k} {value} (the run's: {own})" for k, value, own in values) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class _Head:
         return cls(file, "lm_head" if "lm_head" in file else "embed_tokens", version, changed_ns)
 
     def received(self) -> tuple[int, int]:
-        """Its place in the order in which the run's heads were received: the order of `Target.at`."""
+        """Sort key: the order in which the run received its heads, as in `Target.at`."""
         return self.changed_ns if self.version >= 0 else -1, self.version
 
     @property
@@ -142,41 +142,41 @@ class _Head:
         return raw.astype(np.float64).reshape(-1)
 
     def as_file(self) -> list[bytes | memoryview]:
-        """The head alone, as PUT /runs/{run}/head would have brought it."""
+        """The head as a body of PUT /runs/{run}/head."""
         metadata = {"format": HEAD_FORMAT, "policy_version": str(self.version)}
         return encode({"lm_head": Tensor.of(self.file.array(self.tensor), self.dtype)}, metadata)
 
 
-def _known(layout: Layout, run: str, registered: MappedFile) -> list[_Head]:
-    """Every head that the run has known and that is still there."""
+def _kept_heads(layout: Layout, run: str, registered: MappedFile) -> list[_Head]:
+    """Every head of the run that is still on disk."""
     found = [_Head.of(registered, -1, layout.target(run).stat().st_mtime_ns)]
     for path in layout.heads(run).glob("*.safetensors"):
-        # The worker may have just deleted it, or it is damaged: the others will do.
+        # The worker may have just deleted it, or it is damaged: the others suffice.
         with contextlib.suppress(OSError, WireError):
             found.append(_Head.of(MappedFile(path), int(path.stem), path.stat().st_mtime_ns))
     return found
 
 
-def _check_near(run: str, head: _Head, known: Sequence[_Head], besides: str = "") -> None:
+def _check_near(run: str, head: _Head, kept: Sequence[_Head], besides: str = "") -> None:
     compared = []
-    for one in sorted(known, key=lambda one: one.version, reverse=True):  # the newest is the likeliest
+    for one in sorted(kept, key=lambda one: one.version, reverse=True):  # the newest is most probably near
         apart = _compare(head, one)
         if apart is None:
             continue
         if apart[0] <= FARTHEST:
             return
         compared.append((*apart, one.version))
-    distance, cosine, version = min(compared)  # never empty: what was registered holds every token's row
+    distance, cosine, version = min(compared)  # never empty: the registered head has every token's row
     of = "registered with it" if version < 0 else f"of its policy version {version}"
     raise RunConflict(
-        f"run {run!r} is another policy's: this {head.tensor} is {distance:.2f} from the nearest that the run has "
-        f"known, the one {of} (|a - b| / max(|a|, |b|) over sampled rows, at most {FARTHEST:g}; cosine "
+        f"run {run!r} is another policy's: this {head.tensor} is {distance:.2f} from the nearest of the run's, "
+        f"the one {of} (|a - b| / max(|a|, |b|) over sampled rows, at most {FARTHEST:g}; cosine "
         f"{cosine:.2f}). Use another run name (the hook's run=){besides}"
     )
 
 
 def _compare(one: _Head, other: _Head) -> tuple[float, float] | None:
-    """Distance and cosine of two heads; None where they have no token in common."""
+    """Distance and cosine of two heads; None if they share no token."""
     whole = "ids" not in one.file and "ids" not in other.file
     shared = one.ids if whole else np.intersect1d(one.ids, other.ids, assume_unique=True)
     if not shared.size:
@@ -194,7 +194,7 @@ def _config(file: MappedFile) -> dict[str, Any]:
 
 
 def _ignored(run: str, registered: MappedFile, offered: MappedFile) -> str | None:
-    """Say what of a registration the run that exists does not take up; None where there is nothing."""
+    """Say which parts of a registration an existing run ignores; None if there are none."""
     ignored = []
     if "drafter_config" in offered.header.metadata and not _same_drafter(registered, offered):
         ignored.append("its initial drafter")
@@ -204,7 +204,7 @@ def _ignored(run: str, registered: MappedFile, offered: MappedFile) -> str | Non
     if not ignored:
         return None
     return (
-        f"run {run!r} exists and goes on with the drafters that it has; of this registration is ignored: "
+        f"run {run!r} exists and keeps its drafters; of this registration is ignored: "
         f"{', '.join(ignored)}. To begin with it, use another run name (the hook's run=)"
     )
 
@@ -226,5 +226,5 @@ def _same_drafter(registered: MappedFile, offered: MappedFile) -> bool:
 
 def _same_bytes(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
     a, b = one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
-    pieces = range(0, a.size, _SCANNED_AT_ONCE)  # of a large drafter only so much is held at once
+    pieces = range(0, a.size, _SCANNED_AT_ONCE)  # a large drafter is compared piece by piece
     return all(np.array_equal(a[i : i + _SCANNED_AT_ONCE], b[i : i + _SCANNED_AT_ONCE]) for i in pieces)

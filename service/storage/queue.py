@@ -1,11 +1,11 @@
 """The queue of rollouts: Redis Streams carry metadata and the name of a spooled file, never tensors.
 
-At least once: an entry stays pending until `ack`; a dead worker's entries go to whoever claims them next; one that
-was delivered more than `MAX_DELIVERIES` times becomes a dead letter. Enqueue, end, heartbeat and disown are one Lua
-script each, so every count is exact. Never MAXLEN on the queue: trimming deletes unread work without a word.
+At-least-once: an entry stays pending until `ack`; the next claim takes a dead worker's entries; one that was delivered
+more than `MAX_DELIVERIES` times becomes a dead letter. Enqueue, end, heartbeat and disown are one Lua script each, so
+every count is exact. Never MAXLEN on the queue: trimming deletes unread work silently.
 
 `AsyncRolloutQueue` is the API's side and `RolloutQueue` the worker's, over the same scripts and keys. Redis 6.2
-commands only. Keys and counters: docs/architecture.md.
+commands only. Keys and counters: docs/reference/architecture.md.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from redis import Redis
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 GROUP: Final = "workers"
-#: An entry that was handed out so often without an ack has killed its worker as often.
+#: Most deliveries of an entry. One that was delivered this often without an ack is taken to kill its worker.
 MAX_DELIVERIES: Final = 3
 KILLER: Final = f"killed its worker {MAX_DELIVERIES} times"
-#: How long the fate of a batch can be asked for, and a duplicate recognised, after it ended: 7 days.
+#: How long a batch's state is kept after its end, to answer for it and to recognise duplicates: 7 days.
 ENDED_SECONDS: Final = 7 * 86_400
 DEAD_LETTERS_KEPT: Final = 10_000
 COUNTERS: Final = (
@@ -53,11 +53,11 @@ class Keys:
         self.dead = self.prefix + "dead"
 
     def batch(self, batch_id: str) -> str:
-        """Hash with the fate of one batch."""
+        """Hash with the state of one batch."""
         return f"{self.prefix}batch:{batch_id}"
 
     def orphan(self, blob: str) -> str:
-        """There while a spooled file is given up: no entry may name it."""
+        """Exists while the reaper has marked a spooled file as an orphan: `enqueue` refuses to name it."""
         return f"{self.prefix}orphan:{blob}"
 
     def rollout(self, rollout_id: str) -> str:
@@ -81,19 +81,19 @@ class Entry:
 
     @property
     def suspect(self) -> bool:
-        """A worker died while it held this entry twice: work on it alone and checkpoint before the next."""
+        """True on the last delivery: work on it alone, and checkpoint before the next entry."""
         return self.deliveries >= MAX_DELIVERIES
 
 
 class Arrivals(NamedTuple):
-    """Unix seconds at which the batch arrived that has waited longest of those not ended, and the last one of all."""
+    """Arrival of the oldest batch that has not ended, and of the newest batch of all; Unix seconds."""
 
     oldest: float | None
     last: float | None
 
 
 class Depth(NamedTuple):
-    """What the queue holds now, pending entries included."""
+    """Size of the queue now, pending entries included."""
 
     items: int
     bytes: int
@@ -104,7 +104,7 @@ class RolloutQueue:
 
     def __init__(self, redis: Redis, run: str) -> None:
         self.run = run
-        self._redis: Any = redis  # redis-py types every reply as "maybe awaitable"; replies are checked here instead
+        self._redis: Any = redis  # redis-py types every reply as "maybe awaitable"
         self._keys = Keys(run)
         self._finish = redis.register_script(_script("finish"))
         self._heartbeat = redis.register_script(_script("heartbeat"))
@@ -113,7 +113,7 @@ class RolloutQueue:
         """Create the stream and its consumer group; idempotent. Left to `claim` while Redis is full."""
         try:
             self._redis.xgroup_create(self._keys.queue, GROUP, id="0", mkstream=True)
-        except OutOfMemoryError:  # said also where the group exists, and what is in it can be worked on
+        except OutOfMemoryError:  # raised also if the group exists, whose entries can be worked on
             return
         except ResponseError as error:
             if "BUSYGROUP" not in str(error):
@@ -124,8 +124,8 @@ class RolloutQueue:
     ) -> list[Entry]:
         """Take entries until `max_tokens` is reached: those of dead workers first, then new ones.
 
-        A suspect comes alone, so that what it kills does not count against its neighbours. Waits up to
-        `block_seconds` for a first entry. Entries beyond the delivery cap are dead-lettered, not returned.
+        A suspect comes alone, so that a death it causes is not counted as a delivery of other entries. Waits up to
+        `block_seconds` for a first entry. An entry above `MAX_DELIVERIES` becomes a dead letter and is not returned.
         """
         entries: list[Entry] = []
         tokens = 0
@@ -142,14 +142,14 @@ class RolloutQueue:
         except ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
-            self.ensure_group()  # the server was emptied under us
+            self.ensure_group()  # the server was emptied meanwhile
         return entries
 
     def own_pending(self, consumer: str, skip: Collection[str] = ()) -> list[Entry]:
-        """Entries that this consumer name held when it last died, oldest first; counts as a delivery of each.
+        """Deliver again the entries that are pending under this consumer name, oldest first.
 
-        If one of them is a suspect it is returned alone: call again until the list is empty. `skip`: ids of entries
-        that are in hand now and stay as they are.
+        A suspect is returned alone: call again until the list is empty. `skip`: ids of entries that are in hand now;
+        they are not delivered again.
         """
         entries: list[Entry] = []
         last = ""
@@ -170,7 +170,7 @@ class RolloutQueue:
             if entry_id in skip:
                 continue
             claimed = self._redis.xclaim(self._keys.queue, GROUP, consumer, 0, [entry_id])
-            if not claimed or claimed[0][0] is None:  # deleted from the stream: nothing left to do but forget it
+            if not claimed or claimed[0][0] is None:  # deleted from the stream: drop it from the pending list
                 self._redis.xack(self._keys.queue, GROUP, entry_id)
                 continue
             entry = self._delivered(claimed[0])
@@ -181,20 +181,20 @@ class RolloutQueue:
                 return entries
 
     def heartbeat(self, consumer: str, entry_ids: Sequence[str]) -> list[str]:
-        """Renew the hold on entries; returns those still held. The others were taken over: drop them."""
+        """Reset the idle time of entries; returns those still held. Other consumers have claimed the rest."""
         if not entry_ids:
             return []
         return [_text(i) for i in self._heartbeat(keys=[self._keys.queue], args=[GROUP, consumer, "", *entry_ids])]
 
     def release(self, consumer: str, entries: Sequence[Entry]) -> None:
-        """Say before an orderly stop that the entries did no harm: this delivery is not counted against them."""
+        """Take this delivery back from the count of each entry, e.g. before an orderly stop."""
         for entry in entries:
             self._heartbeat(
                 keys=[self._keys.queue], args=[GROUP, consumer, max(0, entry.deliveries - 1), entry.entry_id]
             )
 
     def ack(self, entry: Entry, state: EndState = "trained", reason: str = "") -> bool:
-        """End an entry. False if it had ended before (taken over and finished by another worker)."""
+        """End an entry. False if it had ended before (another worker claimed and finished it)."""
         return self._end(entry, state, reason)
 
     def dead_letter(self, entry: Entry, reason: str) -> bool:
@@ -202,16 +202,16 @@ class RolloutQueue:
         return self._end(entry, "dead", reason)
 
     def newest_policy(self, after: str | None = None) -> int | None:
-        """Highest policy version of the last entries that came and are not ended; None when there are none.
+        """Highest policy version of the newest 16 entries that have not ended; None when there are none.
 
-        `after`: count only those that came after the entry of this id.
+        `after`: of those that arrived after the entry with this id.
         """
         waiting = self._redis.xrevrange(self._keys.queue, min="-" if after is None else f"({after}", count=16)
         return max((_entry(message, 0).policy_version_max for message in waiting), default=None)
 
     def _end(self, entry: Entry, state: str, reason: str) -> bool:
         keys = self._keys
-        reason = reason[:2000].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
+        reason = reason[:2000].encode("utf-8", "backslashreplace").decode()  # it may quote bytes that are not UTF-8
         return bool(
             self._finish(
                 keys=[keys.queue, keys.counters, keys.batch(entry.batch_id), keys.dead],
@@ -220,7 +220,7 @@ class RolloutQueue:
         )
 
     def _stale(self, consumer: str, min_idle_seconds: float) -> Iterator[Entry]:
-        """Take over entries that nobody renewed, one at a time, in one pass over the pending ones."""
+        """Claim entries that were idle too long, one at a time, in one pass over the pending ones."""
         cursor = "0-0"
         while True:
             reply = self._redis.xautoclaim(
@@ -228,7 +228,7 @@ class RolloutQueue:
             )
             cursor = _text(reply[0])
             for message in reply[1]:
-                if message[0] is None:  # Redis 6.2 hands out deleted entries as nil
+                if message[0] is None:  # Redis 6.2 returns deleted entries as nil
                     continue
                 entry = self._delivered(message)
                 if entry is not None:
@@ -246,7 +246,7 @@ class RolloutQueue:
         return _entry(message, 1)
 
     def _delivered(self, message: Any) -> Entry | None:
-        """Entry of a re-delivered message, or None after dead-lettering one that has killed too often."""
+        """Entry of a redelivered message; None if it was above `MAX_DELIVERIES` and became a dead letter."""
         entry_id = _text(message[0])
         pending = self._redis.xpending_range(self._keys.queue, GROUP, entry_id, entry_id, 1)
         entry = _entry(message, int(pending[0]["times_delivered"]) if pending else 1)
@@ -258,7 +258,7 @@ class RolloutQueue:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the API knows of a batch when it enqueues it."""
+    """A batch as the API enqueues it."""
 
     batch_id: str
     blob: str
@@ -272,20 +272,20 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Enqueued:
-    """Outcome of an enqueue. `dropped` names blobs that the overflow policy pushed out: delete their files.
+    """Outcome of an enqueue. `dropped`: blobs of batches that were dropped for this one; delete their files.
 
-    `disowned`: the file lay there for so long that it was taken for an orphan's, and may be deleted already.
+    `disowned`: the reaper had already marked the file as an orphan, and may have deleted it.
     """
 
     outcome: Literal["accepted", "duplicate", "full", "disowned"]
     state: str
     dropped: tuple[str, ...] = ()
-    dead_total: int = 0  # of the run, so far
+    dead_total: int = 0  # of the run so far
     last_dead_reason: str = ""  # of the newest of them
 
 
 class AsyncRolloutQueue:
-    """The API's side: admission, enqueue, and the fate of a batch."""
+    """The API's side: admission, enqueue, and the state of a batch."""
 
     def __init__(self, redis: redis.asyncio.Redis, run: str) -> None:
         self.run = run
@@ -312,7 +312,7 @@ class AsyncRolloutQueue:
         """When batches arrived, by the clock of Redis."""
         try:
             stream = await self._redis.xinfo_stream(self._keys.queue)
-        except ResponseError:  # Redis was emptied: there is no stream
+        except ResponseError:  # there is no stream: Redis was emptied
             return Arrivals(None, None)
         first = stream["first-entry"]
         return Arrivals(None if first is None else _seconds(first[0]), _seconds(stream["last-generated-id"]))
@@ -350,12 +350,12 @@ class AsyncRolloutQueue:
                 return Enqueued("full", f"{reply[1]} batches, {reply[2]} bytes", tuple(reply[3:]))
 
     async def disown(self, batch_id: str, blob: str) -> bool:
-        """Give a batch's spooled file up for deletion. False, and nothing was done, if its entry names it."""
+        """Mark a spooled file as an orphan, so that it can be deleted. False, and no mark, if its entry names it."""
         keys = [self._keys.batch(batch_id), self._keys.orphan(blob)]
         return bool(await self._disown(keys=keys, args=[blob, ENDED_SECONDS]))
 
     async def batch(self, batch_id: str) -> dict[str, str] | None:
-        """The fate of one batch, or None if it is unknown or was forgotten."""
+        """The state of one batch, or None if it is unknown or has expired."""
         return _record(await self._redis.hgetall(self._keys.batch(batch_id)))
 
     async def batch_of(self, rollout_id: str) -> str | None:
@@ -374,7 +374,7 @@ def _script(name: str) -> str:
 
 
 def _text(value: object) -> str:
-    """Replies are bytes or text, as the client was made with `decode_responses` or without."""
+    """Replies are bytes or text, depending on the client's `decode_responses`."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 

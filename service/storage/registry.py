@@ -5,12 +5,12 @@ Invariants, also after loss of power at any line:
   one rename (atomic on one filesystem) makes it appear. It never changes afterwards.
 * `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
   take a new number, so a reader that remembers the last sequence can refuse anything older.
-* A drafter that was judged against the served one replaces that one only: whoever was stopped meanwhile, and wakes up
-  after another worker's publish or a person's rollback, changes nothing.
-* One `flock` per run serialises the API (rollback, push-again) and the worker (publish). Whoever cannot have it for
-  `LOCK_SECONDS` is told who has it: a process that was stopped (a debugger, a paused container) may keep it for ever.
+* `publish` is compare-and-set on `latest`: a drafter replaces only the version that it was judged against. So a worker
+  that was paused during another publish or a rollback changes nothing (docs/guide/operating.md).
+* One `flock` per run serialises the API (rollback, push-again) and the worker (publish). After `LOCK_SECONDS` the error
+  names the holder: a paused process (a debugger, a paused container) keeps the lock until it goes on or is killed.
 
-Does not know what a drafter is: no torch, no tensors.
+Handles files only: no torch, no tensors.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from service.monitor.records import RunEvent
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
 
 MANIFEST = "manifest.json"
-#: In place of whatever is served.
+#: For `instead_of`: replace the served version, whichever it is.
 ANY = "*"
 _READ_BYTES = 1 << 20
-#: So long is a run's lock waited for. It is held for renames, and for deleting old versions.
+#: How long to wait for a run's lock. It is held for renames, and for deleting old versions.
 LOCK_SECONDS = 30.0
-#: Staging directories older than this were left by a publisher that died.
+#: Age at which a staging directory was left by a publisher that died.
 _LEFTOVER_SECONDS = 3600.0
-#: A canary's verdict is repeated within minutes if at all; those before so many others may be recorded twice.
+#: Canary verdicts remembered, to drop repeats. A repeat comes within minutes, if at all.
 _CANARIES_REMEMBERED = 4096
 
 
-class FileDigest(BaseModel):
-    """One file of a version."""
+class VersionFile(BaseModel):
+    """One file of a version, with its digest."""
 
     model_config = ConfigDict(frozen=True)
     name: str
@@ -67,7 +67,7 @@ class Manifest(BaseModel):
     sequence: int
     reason: str
     digest: str
-    files: tuple[FileDigest, ...]
+    files: tuple[VersionFile, ...]
     parent: str | None
     policy_version: int
     kind: Literal["eagle3", "mtp"] = "eagle3"
@@ -82,12 +82,12 @@ class Manifest(BaseModel):
 
     @property
     def etag(self) -> str:
-        """Strong entity tag of the pointer's state."""
+        """Strong entity tag: changes whenever `latest` moves."""
         return f'"{self.sequence}-{self.version}"'
 
 
 class HistoryDigest:
-    """What reports need of a history, without reading all of it for each of them."""
+    """The facts that acceptance reports need from the history. Each line is read once."""
 
     def __init__(self) -> None:
         #: When the drafter was last pushed again, in Unix seconds.
@@ -99,7 +99,7 @@ class HistoryDigest:
         self.bytes_read = 0
 
     def read(self, file: BinaryIO) -> None:
-        """Take in the whole lines that were appended since."""
+        """Read the complete lines appended since the last call."""
         file.seek(self.bytes_read)
         text = file.read()
         complete = text[: text.rfind(b"\n") + 1]
@@ -116,7 +116,7 @@ class HistoryDigest:
 
 
 def canary_key(event: Mapping[str, Any]) -> tuple[str, ...]:
-    """What makes two verdicts of a canary the same."""
+    """Two canary events with the same key are the same verdict."""
     return tuple(str(event.get(name)) for name in ("event", "version", "reporter", "offer"))
 
 
@@ -144,7 +144,7 @@ class Registry:
             try:
                 manifest = self.get(run, pointer["version"])
             except VersionNotFound:
-                moved = self._pointer(run)  # it may have been pruned just after `latest` moved on
+                moved = self._pointer(run)  # `latest` may have moved, and the old version been pruned
                 if moved == pointer:
                     raise
                 pointer = moved
@@ -169,7 +169,7 @@ class Registry:
         return sorted(names, key=_number)
 
     def history(self, run: str) -> list[dict[str, Any]]:
-        """Every recorded event, oldest first. A line torn by loss of power is passed over."""
+        """Every recorded event, oldest first. A line torn by loss of power is skipped."""
         try:
             lines = self._layout.history(run).read_bytes().splitlines()
         except FileNotFoundError:
@@ -181,7 +181,7 @@ class Registry:
         return [RunEvent.of(event) for event in self.history(run)]
 
     def digest(self, run: str) -> HistoryDigest:
-        """What the history says of publishes, pushes and canaries; a line of it is read once."""
+        """Publishes, pushes and canary verdicts of the history, up to date."""
         with self._reading:
             digest = self._digests.setdefault(run, HistoryDigest())
             with contextlib.suppress(FileNotFoundError), self._layout.history(run).open("rb") as file:
@@ -221,10 +221,10 @@ class Registry:
         reason: str = "published",
         instead_of: str | None = ANY,
     ) -> Manifest:
-        """Turn a staged directory into the next version and point `latest` at it.
+        """Turn a staged directory into the next version and point `latest` at it (compare-and-set).
 
         `instead_of`: the version that it was judged against, None where nothing was served. Raises `LatestMoved` when
-        another one is served by now.
+        another one is served now.
         """
         files = tuple(_digest(path) for path in _staged_files(staged))
         digest = hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
@@ -270,23 +270,23 @@ class Registry:
             return self._repoint(run, self.get(run, version), reason, "rolled_back")
 
     def push_again(self, run: str, reason: str) -> Manifest:
-        """Give the served version a new sequence number, so that every engine loads it anew."""
+        """Give the served version a new sequence number, so that every engine loads it again."""
         with locked(self._layout, run):
             manifest = self.latest(run)
             if manifest is None:
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
-            # Not "pushed again", a person's words: with those an agent takes a version that its canary refused.
+            # Not "pushed again": a person's rollback with those words overrides an agent's canary, and this must not.
             return self._repoint(run, manifest, f"revived: {reason}", "pushed_again")
 
     def record(self, run: str, event: Mapping[str, Any]) -> None:
         """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent.
 
-        Takes no lock, which a stopped process could keep: a line is one write at the file's end.
+        Takes no lock, since a paused process could hold it: a line is one write at the file's end.
         """
         self._append(run, {"time": time.time(), **event})
 
     def verify(self, run: str, version: str) -> None:
-        """Recompute every digest of a version; raises RegistryError that names the file at fault."""
+        """Recompute every digest of a version; raises RegistryError that names the file that differs."""
         for file in self.get(run, version).files:
             path = self._layout.drafter_file(run, version, file.name)
             found = _digest(path) if path.is_file() else None
@@ -294,7 +294,7 @@ class Registry:
                 raise RegistryError(f"{version}/{file.name} no longer matches its manifest; do not serve this version")
 
     def prune(self, run: str, keep: int, protect: set[str] | frozenset[str] = frozenset()) -> list[str]:
-        """Delete all but the newest `keep` versions, the served one and those in `protect`; returns what went.
+        """Delete all but the newest `keep` versions, the served one and those in `protect`; returns those deleted.
 
         Also removes staging directories that a killed publisher left behind more than an hour ago.
         """
@@ -306,10 +306,10 @@ class Registry:
             gone = [version for version in self.versions(run) if version not in safe]
             for version in gone:
                 path = self._layout.drafter(run, version)
-                # Renamed away first: a half-deleted directory must not look like a version.
-                doomed = path.with_name(f".deleted-{uuid.uuid4().hex}")
-                path.rename(doomed)
-                shutil.rmtree(doomed)
+                # Renamed first: a half-deleted directory must not look like a version.
+                deleted = path.with_name(f".deleted-{uuid.uuid4().hex}")
+                path.rename(deleted)
+                shutil.rmtree(deleted)
             for path in self._layout.drafters(run).glob(".*"):
                 if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
                     shutil.rmtree(path, ignore_errors=True)
@@ -329,11 +329,11 @@ class Registry:
         return pointer
 
     def _require_served(self, run: str, version: str | None) -> dict[str, Any] | None:
-        """Read the pointer (None: nothing was published yet), and refuse where it is not at `version`."""
+        """Read the pointer (None: nothing was published yet); LatestMoved unless it is at `version`."""
         pointer = self._pointer(run)
         served = None if pointer is None else pointer["version"]
         if version not in (served, ANY):
-            raise LatestMoved(f"run {run!r} serves {served} by now, not {version}: nothing was published")
+            raise LatestMoved(f"run {run!r} serves {served} now, not {version}: nothing was published")
         return pointer
 
     def _repoint(self, run: str, manifest: Manifest, reason: str, kind: str) -> Manifest:
@@ -362,7 +362,7 @@ class Registry:
         self._append(run, event | dict(more))
 
     def _recover_history(self, run: str) -> None:
-        """Write the line that a crash between the pointer's rename and the history's append left out."""
+        """Append the event that is missing if a crash came between the pointer's rename and the append."""
         pointer = self._pointer(run)
         if pointer is None or any(event.get("sequence") == pointer["sequence"] for event in self.history(run)):
             return
@@ -374,16 +374,16 @@ class Registry:
         with path.open("a+b", buffering=0) as file:
             if file.tell() > 0:
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a torn last line must not swallow this one
+                if file.read(1) != b"\n":  # the last line is torn: begin a new one
                     line = b"\n" + line
             if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, "the disk took a part of the line only", str(path))
+                raise OSError(errno.ENOSPC, "the disk took only a part of the line", str(path))
             os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
 def locked(layout: Layout, run: str) -> Iterator[None]:
-    """Hold a run's lock, against other processes too. Raises `RegistryBusy` where another keeps it."""
+    """Hold a run's lock, also against other processes. Raises `RegistryBusy` after `LOCK_SECONDS`."""
     try:
         with exclusive(layout.registry_lock(run), LOCK_SECONDS):
             yield
@@ -408,8 +408,8 @@ def _staged_files(staged: Path) -> list[Path]:
     return paths
 
 
-def _digest(path: Path) -> FileDigest:
-    """Digest a file, and make sure that what was digested is on the disk."""
+def _digest(path: Path) -> VersionFile:
+    """Digest a file, and force it to the disk."""
     sha = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
@@ -417,4 +417,4 @@ def _digest(path: Path) -> FileDigest:
             sha.update(chunk)
             size += len(chunk)
         os.fsync(file.fileno())
-    return FileDigest(name=path.name, bytes=size, sha256=sha.hexdigest())
+    return VersionFile(name=path.name, bytes=size, sha256=sha.hexdigest())

@@ -1,7 +1,7 @@
-"""Registered runs: what PUT /runs/{run} accepts, and the small record of it that admission works with.
+"""Registered runs: the check of PUT /runs/{run}, and the record that admission reads.
 
 The body is a safetensors file: `embed_tokens` and `lm_head` [V, H] (no `lm_head` where they are tied), optionally
-`drafter.*`; its metadata hold the target's configuration and the captured layers. It is kept as it came.
+`drafter.*`; its metadata hold the target's configuration and the captured layers. It is stored unchanged.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RunRecord(BaseModel):
 def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunRecord:
     """Verify the header of a PUT /runs/{run} body; raises WireError.
 
-    `begins`: the worker is to begin the run with this file, which is not dropped for the one that is there.
+    `begins`: the worker will begin the run with this file; False: the run exists and keeps its own.
     """
     meta = header.metadata
     if meta.get("format") != RUN_FORMAT:
@@ -106,7 +106,7 @@ def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunReco
 
 
 def _check_for_worker(header: Header, config: dict[str, Any], layers: list[int]) -> None:
-    """Refuse what the worker would refuse, here where the sender learns of it."""
+    """Refuse what the worker would refuse, so that the sender learns of it at once."""
     try:
         check_registered(config, layers, header)
     except DrafterError as error:
@@ -114,7 +114,7 @@ def _check_for_worker(header: Header, config: dict[str, Any], layers: list[int])
 
 
 def check_registered(config: Mapping[str, Any], aux_layers: Sequence[int], header: Header) -> None:
-    """Raise `DrafterError` unless the worker can begin the run whose file has this header."""
+    """Raise `DrafterError` unless the worker can begin a run with a file of this header."""
     text = header.metadata.get("drafter_config")
     drafter_config = None if text is None else _json_object(text, "drafter_config")
     tensors = {n.removeprefix("drafter."): i for n, i in header.tensors.items() if n.startswith("drafter.")}
@@ -173,25 +173,25 @@ def load_run(layout: Layout, run: str) -> RunRecord:
 
 
 def check_same(layout: Layout, existing: RunRecord, record: RunRecord, header: Header) -> None:
-    """Raise RunConflict when a run is registered with another target; `header` is of the file that `record` is of."""
+    """Raise RunConflict when the run is registered with another target. `header`: of the file that gave `record`."""
     if existing.target_fingerprint == record.target_fingerprint:
         return
-    known = MappedFile(layout.target(record.run)).header
+    registered = MappedFile(layout.target(record.run)).header
     raise RunConflict(
         f"run {record.run!r} is registered with another target. This one has "
-        f"{differences(_identity(known), _identity(header))}. Use another run name (the hook's run=)"
+        f"{differences(_identity(registered), _identity(header))}. Use another run name (the hook's run=)"
     )
 
 
 def _identity(header: Header) -> dict[str, Any]:
-    """What `target_fingerprint` is made of."""
+    """The fields that `target_fingerprint` hashes."""
     config = _json_object(header.metadata["config"], "config")
     aux = _json_object(header.metadata["aux_layers"], "aux_layers")
     return {key: config.get(key) for key in ("model_type", *_CONFIG_INTS)} | {"aux_layers": aux["layers"]}
 
 
 def untouched(layout: Layout, run: str) -> bool:
-    """Whether nothing was ever trained or published for a run, so that another target may take its place."""
+    """Whether nothing was trained or published for a run yet, so that its target may be replaced."""
     trained = any(layout.worker(run).glob("checkpoint-*"))
     published = any(not path.name.startswith(".") for path in layout.drafters(run).glob("*"))
     return not trained and not published and not layout.latest(run).exists()
@@ -205,12 +205,11 @@ def commit_run(
     *,
     refused: FileId = None,
 ) -> bool:
-    """Register a run durably, the target first and `run.json` last. False if it was registered meanwhile. Blocks.
+    """Register a run durably, the target first and `run.json` last. False if the run exists by then. Blocks.
 
-    `forget` is to delete what an earlier run of this name left elsewhere. It is called only while the run does not
-    exist and nobody else can register it, so that it never meets anything of the run's own. `refused`: the target's
-    file that the worker has refused. If it is still there, this one takes its place; what is queued stays, heads of the
-    old target go.
+    `forget` deletes what an earlier run of this name left in Redis. It is called under the lock and only if the run
+    does not exist, so it never deletes keys of this run. `refused`: id of the target file that the worker refused. If
+    that is still the run's target, this one replaces it; queued batches stay, heads of the old target are deleted.
     """
     layout.make_run(record.run)
     upload.sync()
@@ -218,10 +217,10 @@ def commit_run(
         if not layout.run_json(record.run).exists():
             forget()
         elif refused is not None and refused == file_id(layout.target(record.run)) and untouched(layout, record.run):
-            # Between the two files the run is not registered: no rollouts are taken for the one or the other target.
+            # Until the new run.json exists the run is not registered, and no rollouts are accepted for it.
             layout.run_json(record.run).unlink()
             for head in layout.heads(record.run).glob("*.safetensors"):
-                head.unlink()  # of the target that is replaced
+                head.unlink()  # of the replaced target
         else:
             check_same(layout, load_run(layout, record.run), record, MappedFile(upload.path).header)
             return False

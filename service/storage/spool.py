@@ -1,7 +1,7 @@
 """Files of accepted rollouts, beside the queue whose entries name them.
 
-An upload is written to `spool/tmp/<uuid>` and appears in a run's spool by one rename: a file there is whole. Names
-carry the batch id *and* a fresh uuid, so a duplicate upload can delete its own file and never another's.
+An upload is written to `spool/tmp/<uuid>` and appears in a run's spool by one rename, so a file there is complete.
+Names hold the batch id *and* a new uuid, so a duplicate upload can delete its own file and no other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Upload:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        self.path.unlink(missing_ok=True)  # gone already if it was kept
+        self.path.unlink(missing_ok=True)  # missing if it was kept
 
     def write(self, chunk: bytes | memoryview) -> None:
         """Append. Runs on the event loop: a chunk is at most 256 KiB and goes to the page cache."""
@@ -57,7 +57,7 @@ class Upload:
 
 
 class Spool:
-    """The spool of one state directory. `reserved_bytes` is what uploads in progress were promised."""
+    """The spool of one state directory. `reserved_bytes` are reserved for uploads in progress."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -69,7 +69,7 @@ class Spool:
 
     @contextlib.contextmanager
     def reserve(self, size: int) -> Iterator[None]:
-        """Count `size` bytes as taken, so that parallel uploads cannot each be promised the same room."""
+        """Reserve `size` bytes, so that parallel uploads do not count on the same free space."""
         self.reserved_bytes += size
         try:
             yield
@@ -95,7 +95,7 @@ class Spool:
         self.path(run, blob).unlink(missing_ok=True)
 
     def old_blobs(self, run: str, older_than_seconds: float) -> list[str]:
-        """Files that have lain for a while: candidates for the reaper, which asks the queue about each."""
+        """Files older than this: the reaper asks the queue about each."""
         directory = self._layout.spool(run)
         if not directory.is_dir():
             return []

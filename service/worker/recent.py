@@ -174,7 +174,7 @@ class RecentRollouts:
 
         So many steps that about `passes` times as many tokens are drawn as the newest batches have. Each part takes
         whole rollouts of as many batches as fill it, of one policy version where that has enough; where there are too
-        few, steps are smaller, and more. `newest_share`: docs/recipes.md has what other shares than half do.
+        few, steps are smaller, and more. `newest_share`: docs/lab/recipes.md has what other shares than half do.
         """
         rng = np.random.default_rng(seed)
         new = [k for k in newest if k.train]

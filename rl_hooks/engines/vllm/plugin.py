@@ -12,7 +12,7 @@
 vLLM's `--api-key` guards /v1 only: set DRAFTALIGN_SWAP_TOKEN to ask for a bearer token here. Errors are RFC 9457
 problem documents: 4xx means that this drafter is refused for good, 5xx that it may be accepted later. Entry points,
 both named `draftalign`: `vllm.general_plugins` -> `register`, `vllm.endpoint_plugins` -> `DrafterEndpoints`. Details:
-docs/vllm.md.
+docs/guide/vllm.md.
 """
 
 from __future__ import annotations

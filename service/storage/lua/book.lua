@@ -1,4 +1,4 @@
--- Write what was made of one report, unless another of the same reporter came in between. Redis 6.2 commands only.
+-- Compare-and-set: write the effect of one report, unless its reporter's account has changed. Redis 6.2 commands only.
 -- KEYS: 1 reporters  2 acceptance records  3 unplaced reports  4 judged counts  5 times of reports  6 live sums
 --       7 their order
 -- ARGV: 1 reporter  2 its account as it was read ('' for none)  3 its account now ('' to forget it)  4 Unix seconds
@@ -16,7 +16,7 @@ for _, field in ipairs(changes.forget) do
 end
 for _, sums in ipairs(changes.live) do
   if redis.call('HEXISTS', KEYS[6], sums[1] .. ':rounds') == 0 then redis.call('RPUSH', KEYS[7], sums[1]) end
-  -- A sum beyond 64 bits stays as it is: what a reporter invents must not stop its reports half written.
+  -- A sum beyond 64 bits stays as it is: an error here would leave the report half written.
   redis.pcall('HINCRBY', KEYS[6], sums[1] .. ':rounds', sums[2])
   redis.pcall('HINCRBY', KEYS[6], sums[1] .. ':tokens', sums[3])
 end

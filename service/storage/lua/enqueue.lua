@@ -8,7 +8,7 @@
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local prefix, bytes = ARGV[6], tonumber(ARGV[9])
 
--- How many of the run's batches died so far, and why the newest did: the sender hears of it with its next batch.
+-- How many of the run's batches died so far, and why the newest did: the answer to the sender's next batch says it.
 local function deaths()
   local total, reason = redis.call('HGET', counters, 'dead_total') or '0', ''
   local letter = total ~= '0' and redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
@@ -44,7 +44,7 @@ if ARGV[3] == 'drop_oldest' and over() then
     if info['name'] == ARGV[4] then last = info['last-delivered-id'] end
   end
   while over() do
-    -- Only what no worker has seen: a delivered entry may be half way through training.
+    -- Only entries that were never delivered: others may be half way through training.
     local oldest = redis.call('XRANGE', queue, '(' .. last, '+', 'COUNT', 1)[1]
     if not oldest then break end
     local fields = {}
@@ -79,7 +79,7 @@ redis.call('DEL', batch)
 redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', ARGV[8], 'bytes', ARGV[9],
   'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
   'rollout_ids', ARGV[14])
--- Of the batch that came last, not the highest ever: a trainer may go on from an earlier checkpoint.
+-- Of the newest batch, not the highest version: a trainer may go back to an earlier checkpoint.
 redis.call('SET', prefix .. 'latest_policy', ARGV[13])
 for _, id in ipairs(cjson.decode(ARGV[14])) do
   redis.call('SET', prefix .. 'rollout:' .. id, ARGV[7])

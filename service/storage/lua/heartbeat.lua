@@ -1,4 +1,4 @@
--- Renew a consumer's hold on its entries without counting a delivery; entries taken over by another stay theirs.
+-- Reset the idle time of a consumer's entries without counting a delivery; entries of other consumers stay as they are.
 -- KEYS: 1 queue   ARGV: 1 group  2 consumer  3 delivery count to set, or '' to leave it  4... entry ids
 -- Returns the ids still held.
 local held = {}

@@ -161,7 +161,7 @@ def test_a_speculators_config_keeps_its_verifier_and_its_tokens_per_round(tmp_pa
     assert files(back) == files(there)
     export_drafter(flat, first.stored, "sglang", verifier=first.verifier, speculative_tokens=5)
     lost = import_drafter(flat)
-    assert (lost.verifier, lost.speculative_tokens) == (Verifier(), 3), "docs/formats.md says so"
+    assert (lost.verifier, lost.speculative_tokens) == (Verifier(), 3), "docs/reference/formats.md says so"
 
 
 def test_the_default_method_says_how_many_tokens_are_drafted(tmp_path: Path) -> None:

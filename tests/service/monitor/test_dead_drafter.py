@@ -222,7 +222,7 @@ def test_an_engine_that_restarts_from_zero_is_still_judged(engine: Engine) -> No
             {"depth": 3},
             "3 tokens a round where the service replays and trains 4; start the service with DRAFTALIGN_DEPTH=3",
         ),
-        ({"drafting": "greedy"}, "greedy drafts where the service supposes probabilistic ones"),
+        ({"drafting": "greedy"}, "greedy drafts where the service assumes probabilistic ones"),
         ({"depth": 3, "drafting": "greedy"}, "DRAFTALIGN_DEPTH=3 DRAFTALIGN_DRAFTING=greedy"),
     ],
 )

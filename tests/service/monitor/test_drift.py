@@ -144,7 +144,7 @@ def test_a_dead_band_ignores_a_small_fall_and_still_finds_a_large_one(bank: Bank
     assert any(large)
 
 
-# --- baseline and its hand-over
+# --- baseline and rebase
 def feed(monitor: DriftMonitor, values: list[float]) -> DriftReading:
     for value in values:
         reading = monitor.tick(value)
@@ -168,7 +168,7 @@ def test_publishing_often_does_not_hide_a_slow_fall() -> None:
     for publish in range(120):
         level -= 0.006
         feed(monitor, noise(10, seed=publish + 1, level=level))
-        monitor.hand_over(0.003)
+        monitor.rebase(0.003)
         level += 0.003
         reading = feed(monitor, noise(10, seed=1000 + publish, level=level))
         if reading.alarm and alarmed_at is None:
@@ -186,7 +186,7 @@ def test_publishing_often_does_not_hide_a_slow_fall() -> None:
 def test_a_gain_raises_the_baseline_so_that_losing_it_again_alarms() -> None:
     monitor = DriftMonitor(config())
     feed(monitor, noise(1500, level=2.0, sd=0.1))
-    monitor.hand_over(1.0)
+    monitor.rebase(1.0)
     assert monitor.state.baseline == pytest.approx(3.0, abs=0.03)
     assert not feed(monitor, noise(300, seed=1, level=3.0, sd=0.1)).alarm
     assert feed(monitor, noise(20, seed=2, level=2.7, sd=0.1)).alarm  # still far above the first drafter
@@ -197,7 +197,7 @@ def test_a_drafter_that_wins_back_what_was_lost_ends_the_alarm() -> None:
     feed(monitor, noise(1500))
     assert feed(monitor, noise(200, seed=1, level=2.7)).alarm
     before = monitor.state.baseline
-    monitor.hand_over(0.31)
+    monitor.rebase(0.31)
     assert monitor.state.baseline == pytest.approx(before, abs=0.08)
     assert not feed(monitor, noise(400, seed=2, level=3.01)).alarm
 
@@ -205,7 +205,7 @@ def test_a_drafter_that_wins_back_what_was_lost_ends_the_alarm() -> None:
 def test_returning_to_a_lesser_drafter_is_a_decision_and_no_alarm() -> None:
     monitor = DriftMonitor(config())
     feed(monitor, noise(1500))
-    monitor.hand_over(-0.4)
+    monitor.rebase(-0.4)
     assert not feed(monitor, noise(500, seed=1, level=2.6)).alarm
 
 
@@ -213,7 +213,7 @@ def test_a_tick_that_spans_a_publish_is_read_in_the_new_drafters_units() -> None
     monitor = DriftMonitor(config())
     feed(monitor, noise(30))
     monitor.observe([3.0] * 40, [1.0] * 40)
-    monitor.hand_over(1.0)
+    monitor.rebase(1.0)
     [reading] = monitor.observe([4.0] * 24, [1.0] * 24)
     assert reading.value == pytest.approx(4.0)
 
@@ -245,7 +245,7 @@ def test_retraining_that_keeps_up_with_the_policy_never_alarms() -> None:
     monitor = DriftMonitor(config())
     for publish in range(150):
         reading = feed(monitor, noise(20, seed=publish, level=3.0 - 0.02))
-        monitor.hand_over(0.02 + float(rng.normal(0, 0.01)), 0.01**2)
+        monitor.rebase(0.02 + float(rng.normal(0, 0.01)), 0.01**2)
         reading = feed(monitor, noise(20, seed=500 + publish, level=3.0))
         assert not reading.alarm
 
@@ -262,7 +262,7 @@ def publishing(
     for index, value in enumerate(values.tolist()):
         if index and index % every == 0:
             measured_variance = error**2 * float(rng.chisquare(15)) / 15
-            monitor.hand_over(float(rng.normal(0, error)), measured_variance)
+            monitor.rebase(float(rng.normal(0, error)), measured_variance)
         fallen = fall_at is not None and index >= fall_at
         alarms.append(monitor.tick(value * (1 - drop if fallen else 1)).alarm)
     return alarms
@@ -285,7 +285,7 @@ def test_a_fall_is_found_beside_publishes_that_do_not_repair_it(bank: Bank, ever
 def test_a_baseline_that_was_handed_over_with_an_error_is_learnt_again() -> None:
     monitor = DriftMonitor(config())
     feed(monitor, noise(1500))
-    monitor.hand_over(0.3, 0.15**2)  # the truth is that nothing changed; the error is two standard deviations
+    monitor.rebase(0.3, 0.15**2)  # the truth is that nothing changed; the error is two standard deviations
     assert monitor.state.baseline == pytest.approx(3.3, abs=0.02)
     assert not feed(monitor, noise(300, seed=1)).alarm
     assert monitor.state.baseline == pytest.approx(3.0, abs=0.03)
@@ -296,7 +296,7 @@ def test_a_difference_that_may_be_chance_ends_no_alarm() -> None:
     feed(monitor, noise(1500))
     assert feed(monitor, noise(100, seed=1, level=2.7)).alarm
     before = dict(monitor.state.statistics)
-    monitor.hand_over(0.05, 0.03**2)
+    monitor.rebase(0.05, 0.03**2)
     assert monitor.state.statistics == before
 
 
@@ -514,7 +514,7 @@ def test_what_is_not_a_number_is_refused_and_changes_nothing(value: float) -> No
     with pytest.raises(DriftError, match="screen the batch"):
         monitor.observe([1.0, value], [1.0, 1.0])
     with pytest.raises(DriftError, match="paired difference"):
-        monitor.hand_over(value)
+        monitor.rebase(value)
     assert monitor.state.to_json() == before
 
 
@@ -554,5 +554,5 @@ def test_gains_that_each_follow_a_fall_of_the_policy_do_not_lift_the_baseline_to
             value = 3.6 - 0.05 * step + float(rng.normal(0, 0.02))
             seen = max(seen, value)
             monitor.tick(value)
-        monitor.hand_over(0.3)
+        monitor.rebase(0.3)
     assert monitor.state.baseline < seen + 0.35
