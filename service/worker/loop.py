@@ -34,7 +34,7 @@ from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.device import ahead, is_device_fault, is_out_of_memory
 from drafter.errors import BatchRejected, DrafterError
 from drafter.kinds import Drafter, share
-from rl_hooks.wire import MappedFile, WireError
+from rl_hooks.wire import WireError
 from service.errors import LatestMoved, ServiceError, WorkerError
 from service.monitor.controller import (
     DEFERRED,
@@ -127,7 +127,6 @@ class RunWorker:
         self._by_prompt: bool | None = None  # how the last evidence was split from what is trained on
         self._done: list[tuple[Entry, EndState]] = []  # processed, to be acknowledged by the next checkpoint
         self._applied: set[str] = set()  # unacknowledged batches whose effect the last checkpoint holds
-        self._drafter_of: dict[str, str] = {}  # entry -> version that served its rollouts, where the trainer knew
         self._versions_seen: list[tuple[float, int]] = []  # (arrival seconds, policy version)
         self._lately: deque[int] = deque([0], maxlen=_LATELY_BATCHES)  # their policy versions
         self._last_checkpoint = time.monotonic()
@@ -285,7 +284,6 @@ class RunWorker:
             return None
         try:
             path = self._layout.blob(self.run, entry.blob)
-            self._drafter_of[entry.entry_id] = MappedFile(path).header.metadata.get("drafter_version", "")
             batch = load_batch(path, vocab_size=self._target.embed_tokens.shape[0])
             screen(batch)
         except FileNotFoundError:
@@ -450,7 +448,6 @@ class RunWorker:
         `compare`: with all drafters of the lineage, not with the one alone that served it.
         """
         policy = self._target.at(batch.policy_version, batch=self._layout.blob(self.run, entry.blob))
-        drafter_version = self._drafter_of.pop(entry.entry_id, "")
         try:
             # Top entries instead of hidden states leave nothing to recompute.
             gap, checked = (math.nan, 0) if batch.last_hidden is None else policy.head.logprob_gap(batch)
@@ -461,7 +458,7 @@ class RunWorker:
             self._bury(entry, self._gap_reason(gap))
             return None
         current = self._latest()
-        by = self._lineage.known(drafter_version) or current
+        by = self._lineage.known(batch.drafter_version) or current
         roles = self._lineage.roles(by, current) if compare else self._lineage.role_served(by)
         if by is not None and (watched := self._lineage.known(self._journal.watched or "")) is not None:
             roles.setdefault("watched", (watched, self._lineage.version(watched)))

@@ -248,7 +248,10 @@ class Worker:
         """
         while not self._ended:
             time.sleep(_BEAT_SECONDS)
-            self._beat_once()
+            try:
+                self._beat_once()
+            except Exception as error:  # noqa: BLE001 - without it every lease would expire
+                self._log_failed_beat("a heartbeat failed", error)
 
     def _beat_once(self) -> None:
         for run, worker in list(self._runs.items()):
@@ -256,10 +259,13 @@ class Worker:
                 self._beat_run(run, worker)
             except RedisError as error:
                 log.debug("no heartbeat for %s: %s", run, error)
-            except Exception as error:
-                if type(error) not in self._beat_failures:
-                    log.exception("no heartbeat for run %s (said once for each kind of error)", run)
-                self._beat_failures.add(type(error))
+            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                self._log_failed_beat(f"no heartbeat for run {run}", error)
+
+    def _log_failed_beat(self, what: str, error: Exception) -> None:
+        if type(error) not in self._beat_failures:
+            self._beat_failures.add(type(error))
+            log.error("%s (said once for each kind of error)", what, exc_info=error)
 
     def _beat_run(self, run: str, worker: RunWorker) -> None:
         with self._giving_back:

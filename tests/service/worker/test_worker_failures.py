@@ -469,6 +469,30 @@ def test_heartbeats_survive_whatever_is_raised_and_one_runs_trouble_is_not_the_o
     assert not thread.is_alive()
 
 
+def test_a_beat_that_fails_before_it_comes_to_any_run_does_not_end_the_heartbeat(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service.worker.process, "_BEAT_SECONDS", 0.01)
+    beats: list[int] = []
+    twice = threading.Event()
+
+    def failing(_: Worker) -> None:
+        beats.append(1)
+        if len(beats) == 3:
+            twice.set()
+        raise MemoryError("no room for a list of runs")
+
+    monkeypatch.setattr(Worker, "_beat_once", failing)
+    thread = threading.Thread(target=worker._beat, daemon=True)
+    thread.start()
+    assert twice.wait(20)
+    worker._ended = True
+    thread.join(20)
+    assert [r.getMessage() for r in caplog.records if r.exc_info] == [
+        "a heartbeat failed (said once for each kind of error)"
+    ]
+
+
 def test_an_orderly_stop_closes_every_run_whatever_one_of_them_raises(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
