@@ -247,7 +247,7 @@ def test_every_counter_and_field_that_is_stored_is_documented() -> None:
     assert missing_words(AcceptanceReport.model_fields, document) == []
     assert missing_words(drafter_sums([], []), document) == []
     assert missing_words(dict_keys("service/worker/scoring.py", "score"), document) == []
-    written = {"loop": ("_test", "save"), "journal": ("state", "record", "_set_gauges")}
+    written = {"learner": ("score", "save"), "journal": ("state", "record", "_set_gauges")}
     for module, function in ((module, name) for module, names in written.items() for name in names):
         # statistic and limit are one level deeper; docs/metrics.md has them.
         stored = dict_keys(f"service/worker/{module}.py", function) - {"statistic", "limit"}
