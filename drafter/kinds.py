@@ -17,7 +17,6 @@ from drafter.device import working_dtype
 from drafter.errors import BatchRejected, TargetHeadError
 from drafter.files.checkpoint import (
     CONFIG_FILE,
-    FileDigest,
     read_config,
     read_drafter,
     write_drafter,
@@ -86,6 +85,9 @@ def read_kind(directory: Path, embed_tokens: Tensor, lm_head: Callable[[], Tenso
     return read_drafter(directory, embed_tokens)
 
 
-def write_kind(directory: Path, drafter: Drafter) -> dict[str, FileDigest]:
+def write_kind(directory: Path, drafter: Drafter) -> None:
     """Write a drafter of either kind as engines read it, in float32."""
-    return write_mtp(directory, drafter) if isinstance(drafter, MtpDrafter) else write_drafter(directory, drafter)
+    if isinstance(drafter, MtpDrafter):
+        write_mtp(directory, drafter)
+    else:
+        write_drafter(directory, drafter)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -102,12 +101,11 @@ def final_state(bench: Bench) -> dict[str, Any]:
     assert bench.spooled() == []
     scores = bench.store.scores()
     assert set(scores) == set(bench.posted)
-    trainer = bench.checkpoint() / "trainer"
-    state = trainer / json.loads((trainer / "trainer.json").read_text())["file"]
+    parts = ("drafter/model.safetensors", "trainer/moments.safetensors")
     totals = {k: v for k, v in bench.totals().items() if k != "train_seconds"}
     kept = ("candidate", "served", "policy_version", "action", "best_version")
     return {
-        "weights": state.read_bytes(),
+        "weights": [(bench.checkpoint() / part).read_bytes() for part in parts],
         "counts": bench.trainer_counts(),
         "totals": totals,
         "scores": {b: {k: r[k] for k in kept} for b, r in scores.items()},
