@@ -27,7 +27,7 @@ ARROWS = {
     "service.settings": "",
     "service.errors": "",
     "drafter.training": """drafter.batch drafter.device drafter.errors drafter.kinds drafter.model drafter.target
-        drafter.unroll rl_hooks.durable""",
+        drafter.unroll""",
     "drafter.replay": "drafter.batch drafter.device drafter.errors drafter.kinds drafter.model drafter.unroll",
     "drafter.reference": "drafter.batch drafter.errors drafter.model drafter.replay",
     "drafter.kinds": """drafter.batch drafter.device drafter.errors drafter.files drafter.model drafter.mtp
@@ -44,7 +44,7 @@ ARROWS = {
     "rl_hooks.hook": "rl_hooks.errors rl_hooks.sending rl_hooks.trainer rl_hooks.wire",
     "rl_hooks.agent": "rl_hooks.durable rl_hooks.engines rl_hooks.errors rl_hooks.lock rl_hooks.release rl_hooks.wire",
     "rl_hooks.trainer": "rl_hooks.errors rl_hooks.sending",
-    "rl_hooks.engines": "rl_hooks.errors rl_hooks.release rl_hooks.sending rl_hooks.wire",
+    "rl_hooks.engines": "rl_hooks.durable rl_hooks.errors rl_hooks.release rl_hooks.sending rl_hooks.wire",
     "rl_hooks.sending": "rl_hooks.errors rl_hooks.wire",
     "rl_hooks.format": "",
     "rl_hooks.release": "rl_hooks.errors",

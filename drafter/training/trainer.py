@@ -31,7 +31,6 @@ from drafter.training.chain_loss import chain_loss
 from drafter.training.loss import DraftLoss, draft_loss
 from drafter.training.optimizer import Method, Optimizer
 from drafter.unroll.plan import Plan
-from rl_hooks.durable import sync
 
 if TYPE_CHECKING:  # a type variable's default is newer than Python 3.11
     from typing_extensions import TypeVar as TypeVarWithDefault
@@ -276,10 +275,10 @@ class DrafterTrainer(Generic[_D]):
     # --- state on disk ----------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write moments and counters into an existing `directory`, synced to disk.
+        """Write moments and counters into an existing `directory`, as two files.
 
-        The parameters are the drafter's: `drafter.kinds.write_kind` writes them. Not atomic: write both files of both
-        into a directory that appears at once.
+        The parameters are the drafter's: `drafter.kinds.write_kind` writes them. To be atomic and durable the directory
+        must be: `rl_hooks.durable.AtomicDirectory`.
         """
         save_file(self._optimizer.state(), directory / _MOMENTS)
         document = {
@@ -289,8 +288,6 @@ class DrafterTrainer(Generic[_D]):
             **{name: getattr(self, name) for name in _COUNTERS},
         }
         (directory / _DOCUMENT).write_text(json.dumps(document, indent=1))
-        for path in (directory / _MOMENTS, directory / _DOCUMENT, directory):
-            sync(path)
 
     def load(self, directory: Path) -> None:
         """Continue from a saved state; hyperparameters stay those of this trainer, and parameters its drafter's.

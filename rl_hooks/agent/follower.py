@@ -17,7 +17,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 from rl_hooks.agent.canary import Canary, CanaryRule, Verdict
 from rl_hooks.agent.download import cached_release, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
-from rl_hooks.durable import sync, write_synced
+from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Bucket, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
 from rl_hooks.errors import (
@@ -355,15 +354,7 @@ class EngineFollower:
             "verdicts": [[asdict(verdict), sequence] for verdict, sequence in self.verdicts],
         }
         self._memory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._memory.with_suffix(".tmp")
-        text = json.dumps(document)
-        if durable:
-            write_synced(temporary, text.encode())
-        else:
-            temporary.write_text(text)
-        os.replace(temporary, self._memory)  # noqa: PTH105 - one atomic rename
-        if durable:
-            sync(self._memory.parent)
+        replace_file(self._memory, json.dumps(document).encode(), durable=durable)
 
     def _recall(self) -> None:
         try:

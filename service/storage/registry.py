@@ -5,10 +5,10 @@ Invariants, also after loss of power at any line:
   one rename (atomic on one filesystem) makes it appear. It never changes afterwards.
 * `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
   take a new number, so a reader that remembers the last sequence can refuse anything older.
-* A drafter that was judged against the served one replaces that one only: whoever was stopped meanwhile, and wakes up
-  after another worker's publish or a person's rollback, changes nothing.
-* One `flock` per run serialises the API (rollback, push-again) and the worker (publish). Whoever cannot have it for
-  `LOCK_SECONDS` is told who has it: a process that was stopped (a debugger, a paused container) may keep it for ever.
+* Publish and rollback by a worker are compare-and-set on `latest`: a drafter replaces only the one that it was judged
+  against (docs/operating.md, "What a stopped process can do").
+* One `flock` per run serialises the API (rollback, push-again) and the worker (publish). Who cannot have it for
+  `LOCK_SECONDS` is told who has it: a stopped process keeps its locks.
 
 Does not know what a drafter is: no torch, no tensors.
 """
@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, Literal
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
-from rl_hooks.durable import sync, write_synced
+from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
 from rl_hooks.lock import LockHeld, exclusive
 from service.errors import LatestMoved, RegistryBusy, RegistryError, VersionNotFound
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
@@ -40,7 +40,7 @@ MANIFEST = "manifest.json"
 #: In place of whatever is served.
 ANY = "*"
 _READ_BYTES = 1 << 20
-#: So long is a run's lock waited for. It is held for renames, and for deleting old versions.
+#: How long a run's lock is waited for. It is held for renames, and for deleting old versions.
 LOCK_SECONDS = 30.0
 #: Staging directories older than this were left by a publisher that died.
 _LEFTOVER_SECONDS = 3600.0
@@ -196,9 +196,7 @@ class Registry:
     # --- writing
     def stage(self, run: str) -> Path:
         """Make a new, empty staging directory on the registry's filesystem, to be filled and handed to `publish`."""
-        directory = self._layout.drafters(run) / f".staged-{uuid.uuid4().hex}"
-        directory.mkdir(parents=True)
-        return directory
+        return AtomicDirectory.make(self._layout.drafters(run), ".staged-").path
 
     def publish(
         self,
@@ -247,10 +245,7 @@ class Registry:
                 gate=None if gate is None else dict(gate),
             )
             write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
-            sync(staged)
-            final = self._layout.drafter(run, manifest.version)
-            staged.rename(final)
-            sync(final.parent)
+            AtomicDirectory(staged).commit(self._layout.drafter(run, manifest.version))
             self._point(run, manifest, reason, "published", {"parent": parent, "alpha": alpha, "gate": gate})
         return manifest
 
@@ -348,12 +343,8 @@ class Registry:
             "reason": reason,
         }
         self._recover_history(run)
-        latest = self._layout.latest(run)
-        temporary = latest.with_name(f".latest-{uuid.uuid4().hex}")
         pointer = {"sequence": manifest.sequence, "version": manifest.version, "reason": reason, "event": kind}
-        write_synced(temporary, json.dumps(pointer).encode())
-        temporary.replace(latest)
-        sync(latest.parent)
+        replace_file(self._layout.latest(run), json.dumps(pointer).encode())
         self._append(run, event | dict(more))
 
     def _recover_history(self, run: str) -> None:

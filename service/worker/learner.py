@@ -123,7 +123,7 @@ class Learner:
     def resume(self, checkpoint: WorkerCheckpoint) -> dict[str, Any]:
         """Go on from the newest checkpoint; returns the state in it."""
         stored = checkpoint.drafter(self.target.embed_tokens, self.target.lm_head)
-        state = checkpoint.restore(self.lineage.take_up(stored))
+        state = checkpoint.restore(self.lineage.set_candidate(stored))
         self.controller = Controller.from_json(state["controller"])
         self.journal.restore(state)
         self.lineage.check_vocabulary()
@@ -291,9 +291,9 @@ class Learner:
             fates.reject(loaded, self._gap_reason(gap))
             return None
         current = self._latest()
-        by = self.lineage.known(batch.drafter_version) or current
-        roles = self.lineage.roles(by, current) if compare else self.lineage.role_served(by)
-        if by is not None and (watched := self.lineage.known(self.journal.watched or "")) is not None:
+        by = self.lineage.existing(batch.drafter_version) or current
+        roles = self.lineage.roles(by, current) if compare else self.lineage.served_only(by)
+        if by is not None and (watched := self.lineage.existing(self.journal.watched or "")) is not None:
             roles.setdefault("watched", (watched, self.lineage.version(watched)))
         try:
             scores = score(
@@ -350,7 +350,7 @@ class Learner:
             report = trainer.step(window, [policy.head for policy in heads])
             if report.skipped is None:
                 self.journal.totals.trained_tokens += report.response_tokens
-            if self._stopping():  # what is learnt so far is kept; whoever asked waits neither for the rest nor the gate
+            if self._stopping():  # what is learnt so far is kept; the rest and the gate are left out
                 break
         seconds = time.perf_counter() - started
         self.journal.totals.train_seconds += seconds

@@ -68,7 +68,7 @@ def test_a_checkpoint_whose_vocabulary_is_not_the_served_drafters_is_refused_wit
     # A worker of a run whose drafter has other tokens leaves its checkpoint in this one's place.
     other = bench.world.drafter(vocabulary=torch.arange(VOCAB - DRAFT, VOCAB))
     foreign = bench.worker()
-    foreign.learner.lineage.take_up(other)
+    foreign.learner.lineage.set_candidate(other)
     foreign.save()
     with pytest.raises(WorkerError, match=rf"another draft vocabulary .*{served.version}.*move .*worker.* away"):
         bench.worker()
