@@ -47,6 +47,7 @@ class RolloutBatch:
     warped: bool = False  # top_p < 1 or top_k > 0: `logprobs` are of the truncated distribution
     rollout_ids: tuple[str, ...] = ()
     policy_version: int = 0
+    drafter_version: str = ""  # that drafted the rollouts; empty: not known
     rewards: tuple[float, ...] | None = None
     aux_layers: tuple[int, ...] = ()  # that `aux_hidden` enters; empty: not known
     prompt_hashes: tuple[str, ...] = ()  # `wire.prompt_hash` of each rollout's full prompt; empty: of the rows here
@@ -136,11 +137,13 @@ class RolloutBatch:
         ends = torch.cat([b.cu_seqlens[1:] - b.cu_seqlens[:-1] for b in batches]).cumsum(0)
         changes: dict[str, Any] = {name: torch.cat([getattr(b, name) for b in batches]) for name in _PER_TOKEN}
         rewards = [b.rewards for b in batches]
+        drafters = {b.drafter_version for b in batches}
         return replace(
             batches[0],
             cu_seqlens=torch.cat([ends.new_zeros(1), ends]),
             rollout_ids=tuple(i for b in batches for i in b.rollout_ids),
             policy_version=max(b.policy_version for b in batches),
+            drafter_version=drafters.pop() if len(drafters) == 1 else "",
             rewards=None if None in rewards else tuple(x for r in rewards if r is not None for x in r),
             prompt_hashes=tuple(h for b in batches for h in prompt_hashes(b)),
             **changes,
@@ -197,6 +200,7 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         warped=header.top_p < 1.0 or header.top_k > 0,
         rollout_ids=header.rollout_ids,
         policy_version=header.policy_version_max,
+        drafter_version=header.drafter_version,
         rewards=header.rewards,
         aux_layers=header.aux_layers,
         prompt_hashes=header.prompt_hashes or _prompt_hashes(ids, starts, mask),

@@ -1,9 +1,18 @@
-"""Writing so that it survives a power cut: data reaches the disk before the name that points to it."""
+"""Writing so that it survives a power cut: data reaches the disk before the name that points to it.
+
+Every name that is new, or that a file takes from another, is itself on the disk once its directory was synced.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import uuid
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 
 def sync(path: Path) -> None:
@@ -16,8 +25,62 @@ def sync(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a whole file and flush it. To replace one: write beside it, rename, `sync` the folder."""
+    """Write a whole file and flush it. To replace one: `replace_file`."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Put a whole file in the place of `path`: readers see the old one or the new one.
+
+    Not `durable`: a power cut may lose it. A process that is killed here leaves a file `.<stem>-<uuid>` beside it.
+    """
+    temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}")
+    try:
+        if durable:
+            write_synced(temporary, data)
+        else:
+            temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync(path.parent)
+
+
+class AtomicDirectory:
+    """A directory that is filled under a passing name and appears under its final one: complete, or not at all.
+
+    As a context manager it deletes what was not committed. Both names must be on one filesystem.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path`: the passing name; the directory is there."""
+        self.path = path
+
+    @classmethod
+    def make(cls, parent: Path, prefix: str) -> Self:
+        """Make an empty one in `parent`. Not named by the process id: two containers over one volume may share it."""
+        path = parent / f"{prefix}{uuid.uuid4().hex}"
+        path.mkdir(parents=True)
+        return cls(path)
+
+    def commit(self, final: Path, check: Callable[[], None] = lambda: None) -> None:
+        """Sync all that is in it, then give it its final name. `check` runs right before, and raises to give up."""
+        for path in [*self.path.rglob("*"), self.path]:
+            sync(path)
+        check()
+        self.path.rename(final)
+        sync(final.parent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)

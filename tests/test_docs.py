@@ -249,7 +249,7 @@ def test_every_counter_and_field_that_is_stored_is_documented() -> None:
     document = "docs/reference/architecture.md"
     assert missing_words(COUNTERS, document) == []
     assert missing_words(AcceptanceReport.model_fields, document) == []
-    for module, function in (("loop", "save"), ("journal", "state")):
+    for module, function in (("learner", "save"), ("journal", "state")):
         assert missing_words(dict_keys(f"service/worker/{module}.py", function), document) == [], function
 
 

@@ -27,7 +27,7 @@ ARROWS = {
     "service.settings": "",
     "service.errors": "",
     "drafter.training": """drafter.batch drafter.device drafter.errors drafter.model drafter.policy drafter.unroll
-        drafter.vocabulary rl_hooks.durable rl_hooks.wire""",
+        drafter.vocabulary rl_hooks.wire""",
     "drafter.replay": "drafter.batch drafter.device drafter.errors drafter.model drafter.policy drafter.unroll",
     "drafter.reference": "drafter.batch drafter.errors drafter.model drafter.replay",
     "drafter.files": """drafter.errors drafter.model drafter.mtp drafter.policy drafter.vocabulary rl_hooks.durable
@@ -47,7 +47,8 @@ ARROWS = {
     "rl_hooks.agent": """rl_hooks.durable rl_hooks.engines rl_hooks.errors rl_hooks.format rl_hooks.lock
         rl_hooks.release rl_hooks.wire""",
     "rl_hooks.trainer": "rl_hooks.errors rl_hooks.sending rl_hooks.wire",
-    "rl_hooks.engines": "rl_hooks.errors rl_hooks.format rl_hooks.release rl_hooks.sending rl_hooks.wire",
+    "rl_hooks.engines": """rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.release rl_hooks.sending
+        rl_hooks.wire""",
     "rl_hooks.sending": "rl_hooks.errors rl_hooks.wire",
     "rl_hooks.format": "",
     "rl_hooks.release": "rl_hooks.errors",

@@ -472,14 +472,15 @@ def _become_worker(
     import resource
 
     import drafter.batch
-    import service.worker.loop
+    import service.worker.inbox
+    import service.worker.lease
     import service.worker.process
 
     logging.basicConfig(
         level="INFO", stream=sys.stderr, format=f"{os.getpid()} %(levelname)s %(message)s (%(asctime)s)", force=True
     )
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    service.worker.process._LEASE_SECONDS = lease_seconds
+    service.worker.lease.LEASE_SECONDS = lease_seconds
     service.worker.process._BEAT_SECONDS = beat_seconds
     service.worker.process._LOOK_FOR_RUNS_SECONDS = 0.05
     service.worker.process._RETRY_SECONDS = 0.05
@@ -492,7 +493,7 @@ def _become_worker(
                 os.kill(os.getpid(), signal.SIGKILL)
             admitted(batch)
 
-        vars(service.worker.loop)["screen"] = screen
+        vars(service.worker.inbox)["screen"] = screen
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
 

@@ -12,7 +12,6 @@ that). Files are complete and synced when `write_drafter` returns.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,14 +47,6 @@ _STORAGE: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.fl
 _MAX_INDEX_BYTES: Final = 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
-class FileDigest:
-    """What a written file must be when it is read elsewhere."""
-
-    bytes: int
-    sha256: str
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredDrafter:
     """A drafter as files hold it: weights [canonical name] in one dtype, without maps."""
@@ -76,34 +67,31 @@ class StoredDrafter:
         return {**self.weights, "d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}
 
 
-def write_drafter(
-    directory: Path, drafter: Eagle3Drafter, *, dtype: torch.dtype = torch.float32
-) -> dict[str, FileDigest]:
-    """Write model.safetensors and config.json into an existing `directory`, synced to disk; return their digests.
+def write_drafter(directory: Path, drafter: Eagle3Drafter, *, dtype: torch.dtype = torch.float32) -> None:
+    """Write model.safetensors and config.json into an existing `directory`, synced to disk.
 
     `dtype` is the storage of the weights. Refuses a drafter with weights that are not finite, also once rounded.
     """
     if dtype not in _STORAGE.values():
         raise CheckpointError(f"weights are stored as float32, bfloat16 or float16, got {dtype}")
     weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in drafter.named_parameters()}
-    return write_stored(directory, StoredDrafter(drafter.config, drafter.vocabulary, weights))
+    write_stored(directory, StoredDrafter(drafter.config, drafter.vocabulary, weights))
 
 
-def write_stored(directory: Path, stored: StoredDrafter) -> dict[str, FileDigest]:
+def write_stored(directory: Path, stored: StoredDrafter) -> None:
     """`write_drafter` for weights that no model was made of."""
     tensors = stored.tensors()
     check_tensors(tensors, stored.config)
     save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
     document = export_config(stored.config, stored.dtype)
     (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
-    return finish_files(directory)
+    sync_files(directory)
 
 
-def finish_files(directory: Path) -> dict[str, FileDigest]:
-    """Sync both files and their directory to the disk; return what they must be when they are read elsewhere."""
-    digests = {name: _sync_and_digest(directory / name) for name in (MODEL_FILE, CONFIG_FILE)}
-    sync(directory)
-    return digests
+def sync_files(directory: Path) -> None:
+    """Sync both files and their directory to the disk."""
+    for path in (directory / MODEL_FILE, directory / CONFIG_FILE, directory):
+        sync(path)
 
 
 def check_tensors(tensors: Mapping[str, Tensor], config: DrafterConfig) -> None:
@@ -243,9 +231,3 @@ def read_vocabulary(tensors: Mapping[str, Tensor], config: DrafterConfig) -> Dra
             f"d2t and t2d disagree on {wrong.numel()} tokens, first on {int(wrong[0])}: they come from two exports"
         )
     return vocabulary
-
-
-def _sync_and_digest(path: Path) -> FileDigest:
-    sync(path)
-    with path.open("rb") as file:
-        return FileDigest(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())

@@ -33,13 +33,12 @@ from drafter.files.checkpoint import (
     CONFIG_FILE,
     INDEX_FILE,
     MODEL_FILE,
-    FileDigest,
     StoredDrafter,
     check_tensors,
     export_config,
-    finish_files,
     read_config,
     read_vocabulary,
+    sync_files,
     write_stored,
 )
 from drafter.files.pickles import STATE_DICT, TRAINING_STATE, tensors_of
@@ -132,8 +131,8 @@ def export_drafter(
     *,
     verifier: Verifier | None = None,
     speculative_tokens: int = _SPECULATIVE_TOKENS,
-) -> dict[str, FileDigest]:
-    """Write a drafter into an existing `directory` in one of `LAYOUTS`, synced to disk; return the files' digests.
+) -> None:
+    """Write a drafter into an existing `directory` in one of `LAYOUTS`, synced to disk.
 
     `verifier` names the target in a speculators config, `speculative_tokens` is what that proposes to draft per round;
     the other layouts have no place for them. Raises `CheckpointError` for a drafter that the layout's readers would
@@ -152,7 +151,8 @@ def export_drafter(
             "the others out without an error. Export it as sglang (its names are those that vLLM reads) or speculators"
         )
     if layout == "sglang":
-        return write_stored(directory, stored)
+        write_stored(directory, stored)
+        return
     check_tensors(stored.tensors(), stored.config)
     if layout == "specforge":
         maps = {"d2t": stored.vocabulary.d2t, "t2d": stored.vocabulary.t2d}
@@ -162,7 +162,7 @@ def export_drafter(
         tensors, document = renamed, _speculators_config(stored, verifier or Verifier(), speculative_tokens)
     save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
-    return finish_files(directory)
+    sync_files(directory)
 
 
 def is_mtp(document: Mapping[str, Any]) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path
 from drafter.errors import CheckpointError
 from drafter.files.checkpoint import (
     CONFIG_FILE,
-    FileDigest,
     read_config,
     read_drafter,
     write_drafter,
@@ -27,10 +26,11 @@ def read_kind(directory: Path, policy: Policy | None = None) -> DraftModel:
     return read_drafter(directory)
 
 
-def write_kind(directory: Path, drafter: DraftModel) -> dict[str, FileDigest]:
+def write_kind(directory: Path, drafter: DraftModel) -> None:
     """Write a drafter of any kind as engines read it, in float32."""
     if isinstance(drafter, MtpDrafter):
-        return write_mtp(directory, drafter)
-    if isinstance(drafter, Eagle3Drafter):
-        return write_drafter(directory, drafter)
-    raise CheckpointError(f"no file layout is known for drafters of kind {drafter.kind!r}; add one here")
+        write_mtp(directory, drafter)
+    elif isinstance(drafter, Eagle3Drafter):
+        write_drafter(directory, drafter)
+    else:
+        raise CheckpointError(f"no file layout is known for drafters of kind {drafter.kind!r}; add one here")

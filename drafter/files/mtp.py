@@ -22,10 +22,9 @@ from drafter.errors import CheckpointError
 from drafter.files.checkpoint import (
     CONFIG_FILE,
     MODEL_FILE,
-    FileDigest,
-    finish_files,
     read_config,
     read_index,
+    sync_files,
 )
 from drafter.mtp.module import MtpConfig, MtpDrafter
 from drafter.policy import Policy
@@ -47,8 +46,8 @@ _NAMES: Final = dict(zip(_STORAGE, STORED, strict=True))  # safetensors'
 _FLOAT32: Final = "mlp.gate.e_score_correction_bias"
 
 
-def write_mtp(directory: Path, drafter: MtpDrafter, *, dtype: torch.dtype = torch.float32) -> dict[str, FileDigest]:
-    """Write model.safetensors and config.json into an existing `directory`, synced to disk; return their digests.
+def write_mtp(directory: Path, drafter: MtpDrafter, *, dtype: torch.dtype = torch.float32) -> None:
+    """Write model.safetensors and config.json into an existing `directory`, synced to disk.
 
     Raises `CheckpointError` for weights that are not finite as `dtype`.
     """
@@ -62,7 +61,7 @@ def write_mtp(directory: Path, drafter: MtpDrafter, *, dtype: torch.dtype = torc
         tensors[prefix(drafter.config) + name] = stored
     save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(export_mtp_config(drafter.config, dtype), indent=2) + "\n")
-    return finish_files(directory)
+    sync_files(directory)
 
 
 def export_mtp_config(config: MtpConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -169,7 +168,7 @@ def read_stored_mtp(directory: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
     return config, tensors
 
 
-def extract_mtp(checkpoint: Path, directory: Path) -> dict[str, FileDigest]:
+def extract_mtp(checkpoint: Path, directory: Path) -> None:
     """Copy the MTP module out of a policy's checkpoint (sharded or not) into `directory`, as `write_mtp` leaves one.
 
     Bit for bit, without the copies of the policy's embedding and head. Raises `CheckpointError` as `read_mtp` does.
@@ -178,7 +177,7 @@ def extract_mtp(checkpoint: Path, directory: Path) -> dict[str, FileDigest]:
     save_file({prefix(config) + n: t for n, t in tensors.items()}, str(directory / MODEL_FILE), {"format": "pt"})
     document = export_mtp_config(config, tensors["eh_proj.weight"].dtype)
     (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
-    return finish_files(directory)
+    sync_files(directory)
 
 
 def _layer_tensors(directory: Path, where: str) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ One `step` is one optimizer window: gradients of all its batches are summed and 
 whole window, so how rollouts are cut into batches changes nothing. A window whose loss or gradient is not finite
 changes no parameter and no optimizer state; the report says so.
 
-State on disk is safetensors and JSON, committed by one rename. Nothing is ever unpickled.
+State on disk is safetensors and JSON; the parameters are in the drafter's own files. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from drafter.training.loss import DraftLoss, draft_loss
 from drafter.training.optimizer import HEAD, Method, Optimizer
 from drafter.training.target import DraftTarget, draft_target
 from drafter.unroll.plan import Plan
-from rl_hooks.durable import sync
 
 if TYPE_CHECKING:  # a type variable's default is newer than Python 3.11
     from typing_extensions import TypeVar as TypeVarWithDefault
@@ -45,8 +44,9 @@ Loss = Literal["kl", "alpha"]
 
 log = logging.getLogger("draftalign.drafter")
 
-_FORMAT = "draftalign.trainer.v1"
-_POINTER = "trainer.json"
+_FORMAT = "draftalign.trainer.v2"
+_DOCUMENT = "trainer.json"
+_MOMENTS = "moments.safetensors"
 _COUNTERS = ("windows", "warm_windows", "skipped_windows", "tokens_trained")
 
 
@@ -258,36 +258,28 @@ class DrafterTrainer(Generic[_D]):
     # --- state on disk ----------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write parameters, moments and counters. A crash at any point leaves the state before or the state after."""
-        directory.mkdir(parents=True, exist_ok=True)
-        tensors = {f"parameter.{n}": p.detach().cpu().contiguous() for n, p in self.drafter.named_parameters()}
-        tensors |= self._optimizer.state()
-        old = self._pointer(directory) if (directory / _POINTER).exists() else {}
-        # A new name each time: the file that the pointer names is never written over.
-        file = f"state-{'b' if str(old.get('file', '')).startswith('state-a') else 'a'}.safetensors"
-        save_file(tensors, directory / file)
-        sync(directory / file)
-        pointer = {
+        """Write moments and counters into an existing `directory`, as two files.
+
+        The parameters are the drafter's: `drafter.kinds.write_kind` writes them. To be atomic and durable the directory
+        must be: `rl_hooks.durable.AtomicDirectory`.
+        """
+        save_file(self._optimizer.state(), directory / _MOMENTS)
+        document = {
             "format": _FORMAT,
-            "file": file,
             "drafter": self._identity(),
             "config": asdict(self.config),
             **{name: getattr(self, name) for name in _COUNTERS},
         }
-        temporary = directory / f"{_POINTER}.tmp"
-        temporary.write_text(json.dumps(pointer, indent=1))
-        sync(temporary)
-        temporary.replace(directory / _POINTER)
-        sync(directory)
+        (directory / _DOCUMENT).write_text(json.dumps(document, indent=1))
 
     def load(self, directory: Path) -> None:
-        """Continue from a saved state; hyperparameters stay those of this trainer.
+        """Continue from a saved state; hyperparameters stay those of this trainer, and parameters its drafter's.
 
         Moments of another optimizer are left out, with a warning: the learning rate then rises again.
         Raises `CheckpointError` before anything is changed: another drafter, other shapes, numbers that are not finite.
         """
-        pointer = self._pointer(directory)
-        theirs, ours = pointer["drafter"], self._identity()
+        document = self._document(directory)
+        theirs, ours = document["drafter"], self._identity()
         if theirs != ours:
             differing = {
                 name: (theirs.get(name, "absent"), ours.get(name, "absent"))
@@ -301,13 +293,13 @@ class DrafterTrainer(Generic[_D]):
                     "stand for other tokens. Resume with the drafter that was saved beside it"
                 )
             raise CheckpointError(f"{directory} holds the state of another drafter; (stored, expected): {differing}")
-        path = directory / pointer["file"]
+        path = directory / _MOMENTS
         try:
             tensors = load_file(path)
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         parameters = dict(self.drafter.named_parameters())
-        expected = {f"parameter.{n}": p.shape for n, p in parameters.items()} | self._optimizer.expected(tensors)
+        expected = self._optimizer.expected(tensors)
         wrong = [n for n, s in expected.items() if n not in tensors or tensors[n].shape != s]
         if wrong:
             raise CheckpointError(f"{path}: {len(wrong)} tensors are missing or misshapen, first {wrong[0]!r}")
@@ -320,12 +312,9 @@ class DrafterTrainer(Generic[_D]):
             if kind in ("exp_avg_sq", "step") and bool((tensors[name] < 0).any()):
                 raise CheckpointError(f"{path}: {name} is negative, which no step leaves; go back to a copy")
         # Nothing is refused from here on.
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors[f"parameter.{name}"])
         self._optimizer.load(tensors)
         for name in _COUNTERS:
-            setattr(self, name, pointer[name])
+            setattr(self, name, document[name])
         if strays := tensors.keys() - expected.keys():
             log.warning(
                 "%s holds %d moments of another optimizer: they are left out, and the learning rate rises again",
@@ -339,26 +328,25 @@ class DrafterTrainer(Generic[_D]):
         return self.drafter.config.identity() | {"vocabulary": self.drafter.vocabulary.digest}
 
     @staticmethod
-    def _pointer(directory: Path) -> dict[str, Any]:
+    def _document(directory: Path) -> dict[str, Any]:
         """trainer.json, its fields checked. Raises `CheckpointError`."""
-        path = directory / _POINTER
+        path = directory / _DOCUMENT
         try:
-            pointer = json.loads(path.read_text())
+            document = json.loads(path.read_text())
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if isinstance(pointer, dict) and "windows" in pointer:
-            pointer.setdefault("warm_windows", pointer["windows"])  # states written before it was counted
-        keys = {"format", "file", "drafter", *_COUNTERS}
-        if not isinstance(pointer, dict) or not keys <= pointer.keys() or pointer["format"] != _FORMAT:
-            raise CheckpointError(f"{path} is not a {_FORMAT} pointer with {sorted(keys)}")
-        if Path(str(pointer["file"])).name != pointer["file"]:
-            raise CheckpointError(f"{path} names a file outside its directory: {pointer['file']!r}")
-        if not isinstance(pointer["drafter"], dict):
-            raise CheckpointError(f"{path}: drafter must be an object, got {pointer['drafter']!r}")
+        keys = {"format", "drafter", *_COUNTERS}
+        if not isinstance(document, dict) or document.get("format") != _FORMAT or not keys <= document.keys():
+            raise CheckpointError(
+                f"{path} is not a {_FORMAT} state with {sorted(keys)}: another version wrote it. Go on with that "
+                "version, or move the state away and begin with the drafter alone"
+            )
+        if not isinstance(document["drafter"], dict):
+            raise CheckpointError(f"{path}: drafter must be an object, got {document['drafter']!r}")
         for name in _COUNTERS:
-            if type(pointer[name]) is not int or pointer[name] < 0:
-                raise CheckpointError(f"{path}: {name} must be a count, got {pointer[name]!r}")
-        return pointer
+            if type(document[name]) is not int or document[name] < 0:
+                raise CheckpointError(f"{path}: {name} must be a count, got {document[name]!r}")
+        return document
 
 
 def _means(sums: Sequence[float], entries: Sequence[int]) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from typing import Final
 import httpx
 
 from rl_hooks import wire
-from rl_hooks.durable import sync, write_synced
+from rl_hooks.durable import AtomicDirectory, write_synced
 from rl_hooks.errors import CheckpointError, DigestError, DownloadError
 from rl_hooks.format.drafter import (
     CONFIG_FILE,
@@ -75,8 +75,7 @@ def fetch_release(
                 "sha256": {file.name: _sha256(staging / file.name) for file in manifest.files},
             }
             write_synced(staging / RECEIPT, json.dumps(receipt).encode())
-            staging.rename(final)
-            sync(home)
+            AtomicDirectory(staging).commit(final)
     except LockHeld as held:
         raise DownloadError(f"{held}, which shares this cache: still downloading, or stopped?") from None
     return cached_release(manifest, final)

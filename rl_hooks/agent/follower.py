@@ -18,7 +18,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
 from rl_hooks.agent.download import cached_release, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.agent.process import EngineProcess, Known, Seen
-from rl_hooks.durable import sync, write_synced
+from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Bucket, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
 from rl_hooks.errors import AgentError, EngineError, MetricsError, SwapRefusedError
@@ -286,15 +285,7 @@ class EngineFollower:
             **self.books.dump(self._clock()),
         }
         self._memory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._memory.with_suffix(".tmp")
-        text = json.dumps(document)
-        if durable:
-            write_synced(temporary, text.encode())
-        else:
-            temporary.write_text(text)
-        os.replace(temporary, self._memory)  # noqa: PTH105 - one atomic rename
-        if durable:
-            sync(self._memory.parent)
+        replace_file(self._memory, json.dumps(document).encode(), durable=durable)
 
     def _recall(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -75,6 +76,7 @@ def convert(
     With `--to mtp`, take the MTP module out of a policy's checkpoint (DeepSeek-V3, GLM-4.5), sharded or not.
     """
     with _explained():
+        from drafter.files.checkpoint import CONFIG_FILE, MODEL_FILE
         from drafter.files.formats import export_drafter
         from drafter.files.mtp import extract_mtp
 
@@ -89,10 +91,10 @@ def convert(
         destination.mkdir(parents=True, exist_ok=True)
         try:
             if imported is None:
-                files = extract_mtp(source, destination)
+                extract_mtp(source, destination)
             else:
                 named = _verifier(imported.verifier, verifier)
-                files = export_drafter(
+                export_drafter(
                     destination,
                     imported.stored,
                     to,  # type: ignore[arg-type]
@@ -105,8 +107,10 @@ def convert(
             raise
         for note in () if imported is None else imported.notes:
             typer.echo(f"note: {note}")
-        for name, file in files.items():
-            typer.echo(f"{destination / name}  {file.bytes} bytes  sha256 {file.sha256}")
+        for path in (destination / MODEL_FILE, destination / CONFIG_FILE):
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            typer.echo(f"{path}  {path.stat().st_size} bytes  sha256 {digest}")
 
 
 def inspect(

@@ -6,7 +6,8 @@ Invariants, also after loss of power at any line:
 * `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
   take a new number, so a reader that remembers the last sequence can refuse anything older.
 * `publish` is compare-and-set on `latest`: a drafter replaces only the version that it was judged against. So a worker
-  that was paused during another publish or a rollback changes nothing (docs/guide/operating.md).
+  that was paused during another publish or a rollback changes nothing (docs/guide/operating.md, "What a paused process
+  can do").
 * One `flock` per run serialises the API (rollback, push-again) and the worker (publish). After `LOCK_SECONDS` the error
   names the holder: a paused process (a debugger, a paused container) keeps the lock until it goes on or is killed.
 
@@ -31,7 +32,7 @@ from typing import Any, BinaryIO, Literal
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
-from rl_hooks.durable import sync, write_synced
+from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
 from rl_hooks.lock import LockHeld, exclusive
 from service.errors import LatestMoved, RegistryBusy, RegistryError, VersionNotFound
 from service.monitor.records import RunEvent
@@ -201,9 +202,7 @@ class Registry:
     # --- writing
     def stage(self, run: str) -> Path:
         """Make a new, empty staging directory on the registry's filesystem, to be filled and handed to `publish`."""
-        directory = self._layout.drafters(run) / f".staged-{uuid.uuid4().hex}"
-        directory.mkdir(parents=True)
-        return directory
+        return AtomicDirectory.make(self._layout.drafters(run), ".staged-").path
 
     def publish(
         self,
@@ -252,10 +251,7 @@ class Registry:
                 gate=None if gate is None else dict(gate),
             )
             write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
-            sync(staged)
-            final = self._layout.drafter(run, manifest.version)
-            staged.rename(final)
-            sync(final.parent)
+            AtomicDirectory(staged).commit(self._layout.drafter(run, manifest.version))
             self._point(run, manifest, reason, "published", {"parent": parent, "alpha": alpha, "gate": gate})
         return manifest
 
@@ -353,12 +349,8 @@ class Registry:
             "reason": reason,
         }
         self._recover_history(run)
-        latest = self._layout.latest(run)
-        temporary = latest.with_name(f".latest-{uuid.uuid4().hex}")
         pointer = {"sequence": manifest.sequence, "version": manifest.version, "reason": reason, "event": kind}
-        write_synced(temporary, json.dumps(pointer).encode())
-        temporary.replace(latest)
-        sync(latest.parent)
+        replace_file(self._layout.latest(run), json.dumps(pointer).encode())
         self._append(run, event | dict(more))
 
     def _recover_history(self, run: str) -> None:

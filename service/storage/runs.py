@@ -7,14 +7,13 @@ The body is a safetensors file: `embed_tokens` and `lm_head` [V, H] (no `lm_head
 from __future__ import annotations
 
 import json
-import os
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from rl_hooks.durable import replace_file
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.run import check_run
 from rl_hooks.wire import (
@@ -225,13 +224,7 @@ def commit_run(
             check_same(layout, load_run(layout, record.run), record, MappedFile(upload.path).header)
             return False
         upload.keep(layout.target(record.run))
-        final = layout.run_json(record.run)
-        temporary = final.with_name(f".run-{uuid.uuid4().hex}")
-        with temporary.open("wb") as file:
-            file.write(record.model_dump_json(indent=1).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(final)
+        replace_file(layout.run_json(record.run), record.model_dump_json(indent=1).encode())
     return True
 
 

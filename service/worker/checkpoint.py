@@ -1,6 +1,6 @@
 """The worker's own checkpoints: candidate, optimizer, controller, what is in hand. One directory, one rename.
 
-A checkpoint is complete or invisible: everything is written and fsynced in a temporary directory, then renamed.
+Parameters are there once, as the drafter's own files in float32: what the trainer adds is moments and counters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from drafter.files.kinds import read_kind, write_kind
 from drafter.model.draft_model import DraftModel
 from drafter.training.trainer import DrafterTrainer
-from rl_hooks.durable import sync
+from rl_hooks.durable import AtomicDirectory
 from service.errors import WorkerError
 
 _PREFIX = "checkpoint-"
@@ -47,33 +47,30 @@ class WorkerCheckpoint:
         has written one meanwhile: its state is newer.
         """
         number = 1 + (int(self._mine.removeprefix(_PREFIX)) if self._mine else 0)
-        # Not by the process id: in two containers over one volume that may be the same.
-        temporary = self._directory / f".writing-{uuid.uuid4().hex}"
+        mine = self._directory / f"{_PREFIX}{number:09d}"
         self._clear_leftovers()
-        for part in ("trainer", "drafter"):
-            (temporary / part).mkdir(parents=True)
-        with full_disk_as_os_error():
-            trainer.save(temporary / "trainer")
-            write_kind(temporary / "drafter", trainer.drafter)
-        (temporary / "state.json").write_text(json.dumps(state))
-        for path in [*temporary.rglob("*"), temporary]:
-            sync(path)
+        with AtomicDirectory.make(self._directory, ".writing-") as staged:
+            for part in ("trainer", "drafter"):
+                (staged.path / part).mkdir()
+            with full_disk_as_os_error():
+                trainer.save(staged.path / "trainer")
+                write_kind(staged.path / "drafter", trainer.drafter)
+            (staged.path / "state.json").write_text(json.dumps(state))
+            staged.commit(mine, check=self._check_not_superseded)
+        self._mine = mine.name
+        for before in self._directory.glob(f"{_PREFIX}*"):  # also one that an earlier life could not remove
+            if before.name < self._mine:  # after SIGSTOP here there may be a successor's newer ones
+                shutil.rmtree(before, ignore_errors=True)
+
+    def _check_not_superseded(self) -> None:
         newest = self.newest()
         if (newest.name if newest else None) != self._mine:
-            shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointSuperseded(f"another worker wrote {newest} after {self._mine}; its state is newer")
-        mine = self._directory / f"{_PREFIX}{number:09d}"
-        temporary.rename(mine)
-        self._mine = mine.name
-        sync(self._directory)
-        for before in self._directory.glob(f"{_PREFIX}*"):  # also one that an earlier life could not remove
-            if before.name < self._mine:  # a worker that was stopped just here wakes up beside its heir's newer ones
-                shutil.rmtree(before, ignore_errors=True)
 
     def _clear_leftovers(self) -> None:
         """Delete what workers that were killed while they wrote have left.
 
-        Renamed away first: one that was only stopped, and wakes up now, fails at its next step and never gives a
+        Renamed away first: a worker that was stopped (SIGSTOP) and goes on fails at its next step, and never gives a
         half-deleted directory a checkpoint's name.
         """
         for leftover in self._directory.glob(".writing-*"):

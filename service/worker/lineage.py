@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.durable import AtomicDirectory
 from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import with_layers
 from service.errors import WorkerError
@@ -36,7 +36,7 @@ log = logging.getLogger("draftalign.worker")
 CANDIDATE: Final = "candidate"
 
 _CACHED_VERSIONS = 4
-#: One archived version, in turn, is scored with every so many batches: enough to notice that an old one fits again.
+#: Every this many batches one archived version, in turn, is scored too: enough to notice that an old one fits again.
 _ARCHIVE_EVERY = 8
 
 
@@ -56,7 +56,7 @@ class Lineage:
 
     # --- how a lineage begins
     def begin(self) -> bool:
-        """Take up the run's drafter: the newest published one, or the initial one. False: there is none yet."""
+        """Begin with the newest published drafter, or with the initial one. False: there is none yet."""
         manifest = self._registry.latest(self._run)
         if manifest is None:
             self._target.check()  # also what no drafter can be sized by, and not once rollouts have been gathered
@@ -64,7 +64,7 @@ class Lineage:
             manifest = self._publish_initial()
         if manifest is None:
             return False
-        self.take_up(self._read(manifest.version))
+        self.set_candidate(self._read(manifest.version))
         return True
 
     def begin_from_scratch(self, counts: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ class Lineage:
         drafter = Eagle3Drafter(config, vocabulary)
         # A scale is part of what the drafter learns; a soft cap is left for training to find.
         drafter.init_from_target(self._target.lm_head()[vocabulary.ids].float() * self._target.logit_map.scale)
-        self.take_up(drafter)
+        self.set_candidate(drafter)
 
     def _publish_initial(self) -> Manifest:
         """Publish what came with PUT /runs as the run's first version."""
@@ -95,13 +95,10 @@ class Lineage:
     @contextlib.contextmanager
     def _staged(self) -> Iterator[Path]:
         """A staging directory, deleted unless it was published."""
-        staged = self._registry.stage(self._run)
-        try:
-            yield staged
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
+        with AtomicDirectory(self._registry.stage(self._run)) as staged:
+            yield staged.path
 
-    def take_up(self, drafter: DraftModel) -> DrafterTrainer:
+    def set_candidate(self, drafter: DraftModel) -> DrafterTrainer:
         """Make a drafter the candidate, with a fresh trainer."""
         config = TrainConfig(
             steps_ahead=self._settings.depth,
@@ -142,7 +139,7 @@ class Lineage:
         """What `GET /drafter/latest` offers now."""
         return self._registry.latest(self._run)
 
-    def known(self, version: str) -> str | None:
+    def existing(self, version: str) -> str | None:
         """The version if it is still on disk, else None."""
         return version if version in self._registry.versions(self._run) else None
 
@@ -163,8 +160,8 @@ class Lineage:
             roles["archive"] = (version, self.version(version))
         return roles
 
-    def role_served(self, served: str | None) -> dict[str, tuple[str, DraftModel]]:
-        """What served alone: all that drift needs. The candidate while nothing is served."""
+    def served_only(self, served: str | None) -> dict[str, tuple[str, DraftModel]]:
+        """The drafter that served the batch: all that drift needs. The candidate while nothing is served."""
         if served is None:
             return {CANDIDATE: (CANDIDATE, self.candidate)}
         return {"served": (served, self.version(served))}
@@ -180,7 +177,7 @@ class Lineage:
         return self._versions[version]
 
     def _scored(self, drafter: DraftModel) -> DraftModel:
-        """As it is kept to be scored: on the worker's device, in what it computes in there."""
+        """Make a drafter ready for scoring: on the worker's device, in the type that it computes in there."""
         drafter = drafter.to(self._device).eval().requires_grad_(False)
         for parameter in drafter.parameters():  # buffers stay as they are: engines keep a router's bias in float32
             parameter.data = parameter.data.to(working_dtype(self._device) or parameter.dtype)

@@ -6,7 +6,7 @@ teach the candidate nearly the same text.
 
 That needs many prompts: of three, all or none may be held out. So the first `MIN_ROLLOUTS * N` prompts of a run are
 never split by prompt. Of these, one *group* in N is held out: the rollouts of one prompt in one batch. A run whose
-prompts are empty, or fewer than that, is split by group for ever; `HeldOut.by_prompt` says which it is.
+prompts are empty, or fewer than that, stays split by group; `HeldOut.by_prompt` says which it is.
 
 Batches are kept as the files they came in (`runs/<run>/worker/recent/`); the newest `capacity_tokens` of them stay.
 """
@@ -29,7 +29,7 @@ log = logging.getLogger("draftalign.worker")
 
 
 def is_held_out(key: str, one_in: int) -> bool:
-    """True for about one key in `one_in`, for ever the same ones. 0 holds none out."""
+    """Hold out about one key in `one_in`, always the same ones. 0: none."""
     return one_in > 0 and int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % one_in == 0
 
 
@@ -63,8 +63,8 @@ class RecentRollouts:
     def __init__(self, directory: Path, *, capacity_tokens: int, holdout_one_in: int) -> None:
         self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
-        # Looked at before the checkpoint is: a worker that is stopped while it opens the run, and wakes up later, must
-        # not take for strays what its heir has put there since.
+        # Listed before the checkpoint is read: after SIGSTOP in between, a successor's files must not look like strays.
+        # docs/guide/operating.md, "What a paused process can do".
         self._found = list(directory.iterdir())
         self._capacity_tokens = capacity_tokens
         self._holdout_one_in = holdout_one_in
@@ -172,9 +172,9 @@ class RecentRollouts:
     ) -> Iterator[list[RolloutBatch]]:
         """Yield what each optimizer step trains on: some tokens from the newest batches, the rest from older ones.
 
-        So many steps that about `passes` times as many tokens are drawn as the newest batches have. Each part takes
-        whole rollouts of as many batches as fill it, of one policy version where that has enough; where there are too
-        few, steps are smaller, and more. `newest_share`: docs/lab/recipes.md has what other shares than half do.
+        Ends once `passes` times the tokens of the newest batches were drawn. Each part takes whole rollouts of as many
+        batches as fill it, of one policy version where that has enough; where there are too few, steps are smaller, and
+        more. `newest_share`: docs/lab/recipes.md has what other shares than half do.
         """
         rng = np.random.default_rng(seed)
         new = [k for k in newest if k.train]

@@ -67,7 +67,7 @@ def write(path: Path, tensors: dict[str, wire.Tensor], **changes: object) -> Pat
 @pytest.mark.parametrize("features", ["BF16", "F8_E4M3"])
 def test_a_file_reads_back_exactly(tmp_path: Path, features: str) -> None:
     tensors, aux, last = file_tensors(features)
-    batch = load_batch(write(tmp_path / "r.safetensors", tensors), vocab_size=90)
+    batch = load_batch(write(tmp_path / "r.safetensors", tensors, drafter_version="v000002-0badcafe"), vocab_size=90)
     assert torch.equal(batch.aux_hidden, aux)
     assert torch.equal(batch.last_hidden, last)
     assert batch.input_ids.dtype == torch.int64
@@ -76,7 +76,15 @@ def test_a_file_reads_back_exactly(tmp_path: Path, features: str) -> None:
     assert (batch.tokens, batch.rollouts, batch.response_tokens) == (12, 2, 8)
     assert (batch.temperature, batch.warped, batch.policy_version) == (0.8, False, 6)
     assert (batch.rollout_ids, batch.rewards) == (("a", "b"), (0.5, 1.0))
+    assert batch.drafter_version == "v000002-0badcafe"
     screen(batch)
+
+
+def test_rollouts_of_two_drafters_packed_together_are_of_none() -> None:
+    batch = replace(world(SHAPES["packed, awkward"]).batch, drafter_version="v1")
+    other = replace(batch, drafter_version="v2")
+    assert RolloutBatch.concat([batch, batch]).drafter_version == "v1"
+    assert RolloutBatch.concat([batch, other]).drafter_version == ""
 
 
 def test_a_broken_file_is_a_wire_error_that_names_the_field(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ import asyncio
 import base64
 import hashlib
 import json
-import os
 import struct
 import time
 import uuid
@@ -32,6 +31,7 @@ import httpx
 import numpy as np
 
 from rl_hooks import wire
+from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Snapshot, read_samples
 from rl_hooks.engines.protocol import EngineState, counting_only
 from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
@@ -230,9 +230,8 @@ class SGLangEngine:
     def _write(self, engines: Path) -> None:
         engines.mkdir(parents=True, exist_ok=True)
         path = engines / f"sglang-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"engine": self.url, "loaded": self._loaded, "left": self._left}))
-        os.replace(temporary, path)  # noqa: PTH105 - atomic
+        document = {"engine": self.url, "loaded": self._loaded, "left": self._left}
+        replace_file(path, json.dumps(document).encode(), durable=False)
         self._memory = path
 
     def remember_from(self, cache: Path) -> None:

@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from rl_hooks.durable import replace_file
 from rl_hooks.engines.candidate import DrafterRefusedError, check_config, read_candidate, running_sizes
 from rl_hooks.format.drafter import MODEL_FILE
 from rl_hooks.format.eagle3 import DrafterConfig
@@ -174,8 +175,6 @@ def _check_arrived(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor
 def _write(path: Path, document: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(document))
-        temporary.replace(path)
+        replace_file(path, json.dumps(document).encode(), durable=False)
     except OSError:
         log.exception("draftalign: the agent cannot be told what became of its drafter")

@@ -68,13 +68,14 @@ def test_a_checkpoint_whose_vocabulary_is_not_the_served_drafters_is_refused_wit
     # A worker of a run whose drafter has other tokens leaves its checkpoint in this one's place.
     other = bench.world.drafter(vocabulary=torch.arange(VOCAB - DRAFT, VOCAB))
     foreign = bench.worker()
-    foreign._lineage.take_up(other)
+    foreign.learner.lineage.set_candidate(other)
     foreign.save()
     with pytest.raises(WorkerError, match=rf"another draft vocabulary .*{served.version}.*move .*worker.* away"):
         bench.worker()
 
 
 def test_a_trainers_state_of_another_vocabulary_is_refused_by_name(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
     DrafterTrainer(bench.world.drafter(), TrainConfig()).save(tmp_path / "trainer")
     other = bench.world.drafter(vocabulary=torch.arange(VOCAB - DRAFT, VOCAB))
     with pytest.raises(CheckpointError, match=r"another draft vocabulary.*stand for other tokens"):

@@ -89,9 +89,9 @@ def trained(bench: Bench) -> RunWorker:
 
 
 def judged(bench: Bench, worker: RunWorker, evidence: HeldOut) -> Contest:
-    policy = worker._target.at(0)
+    policy = worker.learner.target.at(0)
     settings = bench.settings.model_copy(update=SETTINGS | {"gate_min_gain": 0.0})
-    (outcome,) = contest(settings, worker._lineage, evidence, policy, [CANDIDATE])
+    (outcome,) = contest(settings, worker.learner.lineage, evidence, policy, [CANDIDATE])
     return outcome
 
 
@@ -110,7 +110,7 @@ def test_a_split_by_rollout_promises_a_gain_that_unseen_prompts_do_not_have(
 ) -> None:
     monkeypatch.setattr(recent, "prompt_hashes", rollout_ids)  # the split before: by rollout
     worker = trained(bench)
-    promised = judged(bench, worker, worker._recent.held_out(64)).verdict
+    promised = judged(bench, worker, worker.learner.recent.held_out(64)).verdict
     true = judged(bench, worker, unseen(bench, tmp_path)).verdict
     assert promised.promote
     assert promised.low > 0.1
@@ -119,7 +119,7 @@ def test_a_split_by_rollout_promises_a_gain_that_unseen_prompts_do_not_have(
 
 def test_a_split_by_prompt_promises_what_unseen_prompts_have(bench: Bench, tmp_path: Path) -> None:
     worker = trained(bench)
-    evidence = worker._recent.held_out(64)
+    evidence = worker.learner.recent.held_out(64)
     outcome = judged(bench, worker, evidence)
     true = judged(bench, worker, unseen(bench, tmp_path)).verdict
     assert evidence.by_prompt

@@ -89,8 +89,8 @@ def test_an_mtp_head_is_scored_trained_published_and_resumed(bench: Bench, tmp_p
     assert {tuple(t.shape) for n, t in published.items() if n.endswith("eh_proj.weight")} == {(HIDDEN, 2 * HIDDEN)}
     worker.close()
     again = bench.worker(**OPEN)
-    for name, parameter in worker._lineage.candidate.named_parameters():
-        assert torch.equal(parameter, dict(again._lineage.candidate.named_parameters())[name]), name
+    for name, parameter in worker.learner.lineage.candidate.named_parameters():
+        assert torch.equal(parameter, dict(again.learner.lineage.candidate.named_parameters())[name]), name
     bench.post("m")
     bench.drain(again)
     assert bench.state(bench.posted[-1]) in ("trained", "held_out")

@@ -13,6 +13,7 @@ from worker_fixtures import Bench
 
 from drafter.training.trainer import DrafterTrainer
 from service.errors import WorkerError
+from service.worker.learner import Learner
 from service.worker.loop import RunWorker
 from service.worker.recent import RecentRollouts
 
@@ -26,13 +27,13 @@ def scored_and_trained(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, worker: RunWorker
 ) -> tuple[dict[str, set[str]], list[set[str]]]:
     """Drain; by batch, the drafters it was scored with; by training, whose new rollouts it was about."""
-    train, about = RunWorker._train, []
+    train, about = Learner.train, []
 
-    def watched(self: RunWorker, newest: Any) -> float:
+    def watched(self: Learner, newest: Any) -> float:
         about.append({kept.name.partition(".")[0][:32] for kept in newest})
         return train(self, newest)
 
-    monkeypatch.setattr(RunWorker, "_train", watched)
+    monkeypatch.setattr(Learner, "train", watched)
     bench.drain(worker)
     roles = {"served", "candidate", "frozen", "best"}
     return {
@@ -57,7 +58,7 @@ def test_a_worker_that_is_behind_trains_on_the_newest_policy_only(
     assert [records[batches[v]].action for v in range(6)] == ["defer"] * 5 + ["train"]
     assert {records[batches[v]].best_version for v in range(5)} == {None}
     assert [records[batches[v]].train_seconds for v in range(5)] == [0.0] * 5
-    totals = worker._journal.totals
+    totals = worker.learner.journal.totals
     assert totals.rounds["served"] == pytest.approx(sum(r.served.rounds for r in records.values()))
     compared = records[batches[5]].served
     assert (totals.rounds["served_compared"], totals.round_tokens["served_compared"]) == (
@@ -65,7 +66,7 @@ def test_a_worker_that_is_behind_trains_on_the_newest_policy_only(
         pytest.approx(compared.tokens),
     )
     assert {bench.state(b) for b in batches.values()} == {"trained"}
-    assert len(worker._recent.names()) == 6, "what was passed over is in the mix"
+    assert len(worker.learner.recent.names()) == 6, "what was passed over is in the mix"
 
 
 def test_of_one_claim_only_the_newest_policy_is_trained_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,7 @@ def test_a_batch_that_is_all_held_out_ends_so(bench: Bench) -> None:
     batches = [bench.post(f"one{n}", rollouts=1) for n in range(24)]
     worker = bench.worker(recent_tokens=10_000)
     bench.drain(worker)
-    held_out = {i for b in worker._recent.held_out(1000).batches for i in b.rollout_ids}
+    held_out = {i for b in worker.learner.recent.held_out(1000).batches for i in b.rollout_ids}
     assert 0 < len(held_out) < 16
     wanted = ["held_out" if f"one{n}/0" in held_out else "trained" for n in range(24)]
     assert [bench.state(b) for b in batches] == wanted
@@ -134,7 +135,7 @@ def test_rollouts_that_turn_out_dead_do_not_keep_the_worker_from_the_others(
         if claim_tokens == 1:
             worker.cycle()
     _, about = scored_and_trained(bench, monkeypatch, worker)
-    assert worker._controller.trainings >= (1 if claim_tokens == 1 else 10)
+    assert worker.learner.controller.trainings >= (1 if claim_tokens == 1 else 10)
     assert about == []
     assert {bench.state(b) for b in good} == {"trained"}
 
@@ -218,6 +219,6 @@ def test_a_training_that_fails_half_way_is_done_again_from_the_last_checkpoint(
             calm.post(name)
             calm.drain(undisturbed)
     for ours, theirs in zip(
-        again._lineage.candidate.parameters(), undisturbed._lineage.candidate.parameters(), strict=True
+        again.learner.lineage.candidate.parameters(), undisturbed.learner.lineage.candidate.parameters(), strict=True
     ):
         assert torch.equal(ours, theirs)

@@ -15,7 +15,8 @@ from service_fixtures import HEADERS, RunningService
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
-import service.worker.loop
+import service.worker.inbox
+import service.worker.learner
 import service.worker.process
 from drafter.errors import BatchRejected, CheckpointError, DrafterError
 from drafter.files.checkpoint import export_config
@@ -24,6 +25,8 @@ from service.errors import WorkerError
 from service.storage.layout import file_id
 from service.storage.queue import MAX_DELIVERIES
 from service.storage.runs import untouched
+from service.worker.learner import Learner
+from service.worker.lease import Leases
 from service.worker.lineage import Lineage
 from service.worker.loop import LeaseLost, RunWorker
 from service.worker.process import Worker
@@ -60,6 +63,12 @@ def broken(error: BaseException, when: Any, real: Any) -> Any:
 
 def error_of(bench: Bench, run: str = FIRST) -> Any:
     return Store(bench.redis, run).worker().error or None
+
+
+def a_minute_later(worker: Worker) -> None:
+    """What was refused is tried again."""
+    for state in worker._runs.values():
+        state.retry_at = 0.0
 
 
 def holds(recent: RecentRollouts, batch: str) -> bool:
@@ -140,15 +149,15 @@ def test_only_a_file_that_the_worker_cannot_begin_with_is_refused_and_only_until
     for error, told in [*((error, None) for error in passing), (DrafterError("holds NaN"), list(file))]:
         with monkeypatch.context() as patch:
             patch.setattr(Lineage, "begin", broken(error, lambda self: self._run == FIRST, Lineage.begin))
-            worker._refused.clear()
+            a_minute_later(worker)
             worker._turn()
             assert error_of(bench)
             assert refused() == told
-    worker._refused.clear()
+    a_minute_later(worker)
     worker._turn()
     assert (error_of(bench), refused()) == (None, None)
     batch = bench.post_file(bench.world.rollout_file("x", run=FIRST))
-    monkeypatch.setattr(RunWorker, "_train", broken(DrafterError("in training"), lambda *_: True, RunWorker._train))
+    monkeypatch.setattr(Learner, "train", broken(DrafterError("in training"), lambda *_: True, Learner.train))
     worker._turn()
     assert error_of(bench) == "in training"
     assert refused() is None
@@ -162,14 +171,14 @@ def test_a_run_that_is_registered_anew_while_it_trains_gets_no_checkpoint_of_the
     batch = bench.post_file(bench.world.rollout_file("z", run="zz"))
     again = bench.layout.root / "again"
     again.write_bytes(bench.layout.target("zz").read_bytes())
-    real = RunWorker._train
+    real = Learner.train
 
-    def replaced(self: RunWorker, *args: Any) -> float:
+    def replaced(self: Learner, *args: Any) -> float:
         if again.exists():
             again.replace(bench.layout.target("zz"))
         return real(self, *args)
 
-    monkeypatch.setattr(RunWorker, "_train", replaced)
+    monkeypatch.setattr(Learner, "train", replaced)
     queue = RolloutQueue(bench.redis, "zz")
     worker._turn()
     assert not again.exists(), "it did train"
@@ -184,20 +193,20 @@ def test_a_run_that_is_registered_anew_while_it_trains_gets_no_checkpoint_of_the
 def test_a_run_that_was_opened_and_is_registered_anew_is_opened_again(bench: Bench, worker: Worker) -> None:
     bench.register(run="zz")
     worker._turn()
-    before = worker._runs["zz"]
+    before = worker.served["zz"]
     again = bench.layout.root / "again"
     again.write_bytes(bench.layout.target("zz").read_bytes())
     again.replace(bench.layout.target("zz"))
     worker._turn()
-    assert worker._runs["zz"] is not before
+    assert worker.served["zz"] is not before
 
 
 def test_a_worker_keeps_no_file_of_a_run_open(bench: Bench, worker: Worker) -> None:
     """Or some thousand registered runs would be all that a process may open."""
     bench.register(run="zz")
     worker._turn()
-    assert worker._runs.keys() == {FIRST, "default", "zz"}
-    worker._runs[FIRST]._target.lm_head()
+    assert worker.served.keys() == {FIRST, "default", "zz"}
+    worker.served[FIRST].learner.target.lm_head()
     gc.collect()
     assert "target.safetensors" not in Path("/proc/self/maps").read_text(), "a map holds its file open"
 
@@ -209,9 +218,9 @@ def test_a_run_that_fails_again_and_again_is_tried_ever_less_often(
     for count, pause in enumerate((1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0), 1):
         before = time.monotonic()
         worker._fail(FIRST, ValueError("again"))
-        assert worker._failures[FIRST] == count
-        assert before + pause <= worker._refused[FIRST][0] <= time.monotonic() + pause
-    worker._failures[FIRST] = 10_000  # a week of it
+        assert worker._runs[FIRST].failures == count
+        assert before + pause <= worker._runs[FIRST].retry_at <= time.monotonic() + pause
+    worker._runs[FIRST].failures = 10_000  # a week of it
     worker._fail(FIRST, ValueError("again"))
 
 
@@ -219,14 +228,14 @@ def test_a_batch_that_cannot_be_scored_is_dead_of_it_and_the_others_are_trained(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posted = [bench.post(name) for name in "abc"]
-    real = service.worker.loop.score
+    real = service.worker.learner.score
 
     def score(batch: Any, *args: Any, **named: Any) -> Any:
         if batch.rollout_ids[0].startswith("b/"):
             raise IndexError("index 50 is out of bounds")
         return real(batch, *args, **named)
 
-    monkeypatch.setattr(service.worker.loop, "score", score)
+    monkeypatch.setattr(service.worker.learner, "score", score)
     turns(worker, bench, posted)
     assert [bench.state(b) for b in posted] == ["trained", "dead", "trained"]
     assert bench.reason(posted[1]) == "cannot be scored: IndexError: index 50 is out of bounds"
@@ -238,7 +247,7 @@ def test_a_batch_that_cannot_be_loaded_is_dead_of_it(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     posted = [bench.post(name) for name in "ab"]
-    real = getattr(service.worker.loop, where)
+    real = getattr(service.worker.inbox, where)
 
     def failing(what: Any, **named: Any) -> Any:
         name = what.name if where == "load_batch" else what.rollout_ids[0]
@@ -246,7 +255,7 @@ def test_a_batch_that_cannot_be_loaded_is_dead_of_it(
             raise ValueError("what is this")
         return real(what, **named)
 
-    monkeypatch.setattr(service.worker.loop, where, failing)
+    monkeypatch.setattr(service.worker.inbox, where, failing)
     turns(worker, bench, posted)
     assert [bench.state(b) for b in posted] == ["dead", "trained"]
     assert bench.reason(posted[0]) == "cannot be loaded: ValueError: what is this"
@@ -262,13 +271,13 @@ def test_a_batch_that_fails_every_training_is_dead_after_three_tries_and_holds_n
     other = bench.post_file(bench.world.rollout_file("x", run=FIRST))
     tried: list[int] = []
 
-    def trains(self: RunWorker, newest: Any) -> bool:
+    def trains(self: Learner, newest: Any) -> bool:
         if any(kept.batch.rollout_ids[0].startswith("b/") for kept in newest):
             tried.append(len(newest))
             return True
         return False
 
-    monkeypatch.setattr(RunWorker, "_train", broken(RuntimeError("mat1 and mat2"), trains, RunWorker._train))
+    monkeypatch.setattr(Learner, "train", broken(RuntimeError("mat1 and mat2"), trains, Learner.train))
     worker._turn()
     assert RolloutQueue(bench.redis, FIRST).batch(other)["state"] == "trained"  # type: ignore[index]
     said = set()
@@ -288,9 +297,9 @@ def test_a_batch_that_fails_every_training_is_dead_after_three_tries_and_holds_n
 def test_a_gate_that_raises_ends_at_its_run(bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     other = bench.post_file(bench.world.rollout_file("x", run=FIRST))
     batch = bench.post("a")
-    bad = broken(ZeroDivisionError("division by zero"), lambda self, *_: self.run == FIRST, RunWorker._judge)
+    bad = broken(ZeroDivisionError("division by zero"), lambda self, *_: self.run == FIRST, Learner.judge)
     with monkeypatch.context() as patch:
-        patch.setattr(RunWorker, "_judge", bad)
+        patch.setattr(Learner, "judge", bad)
         turns(worker, bench, [batch])
         assert bench.state(batch) == "trained"
         assert "division by zero" in error_of(bench)
@@ -309,7 +318,7 @@ def test_memory_that_runs_out_is_not_laid_to_the_batch_at_once(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     batch = bench.post("a")
-    real, calls = service.worker.loop.score, 0
+    real, calls = service.worker.learner.score, 0
 
     def score(*args: Any, **named: Any) -> Any:
         nonlocal calls
@@ -318,14 +327,14 @@ def test_memory_that_runs_out_is_not_laid_to_the_batch_at_once(
             raise error
         return real(*args, **named)
 
-    monkeypatch.setattr(service.worker.loop, "score", score)
+    monkeypatch.setattr(service.worker.learner, "score", score)
     for _ in range(MAX_DELIVERIES):
-        worker._refused.clear()  # a minute later
+        a_minute_later(worker)  # a minute later
         worker._turn()
     assert bench.state(batch) == "trained"
 
 
-@pytest.mark.parametrize("where", ["_train", "_judge"])
+@pytest.mark.parametrize("where", ["train", "judge"])
 @pytest.mark.parametrize(
     "error",
     [
@@ -347,13 +356,13 @@ def test_what_is_no_batchs_fault_kills_none_however_long_it_lasts(
         return True
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunWorker, where, broken(error, always, getattr(RunWorker, where)))
+        patch.setattr(Learner, where, broken(error, always, getattr(Learner, where)))
         for _ in range(4 * MAX_DELIVERIES):
-            worker._refused.clear()  # a minute later
+            a_minute_later(worker)  # a minute later
             worker._turn()
     assert len(raised) > MAX_DELIVERIES
     assert [bench.state(b) for b in posted] == ["queued"] * 3
-    worker._refused.clear()
+    a_minute_later(worker)
     turns(worker, bench, posted)
     assert [bench.state(b) for b in posted] == ["trained"] * 3
 
@@ -362,25 +371,25 @@ def test_rollouts_that_must_not_be_trained_on_are_the_batchs_fault_in_training_t
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = bench.post("a")
-    bad = broken(BatchRejected("not to be trained on"), lambda *_: True, RunWorker._train)
-    monkeypatch.setattr(RunWorker, "_train", bad)
+    bad = broken(BatchRejected("not to be trained on"), lambda *_: True, Learner.train)
+    monkeypatch.setattr(Learner, "train", bad)
     for _ in range(2 * MAX_DELIVERIES):
-        worker._refused.clear()
+        a_minute_later(worker)
         worker._turn()
     assert bench.reason(batch) == "failed its worker 3 times, at last alone: BatchRejected: not to be trained on"
 
 
-@pytest.mark.parametrize("where", ["_train", "_judge"])
+@pytest.mark.parametrize("where", ["train", "judge"])
 def test_a_kept_batch_with_which_nothing_can_be_trained_kills_no_later_one_and_is_dropped(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     first = bench.post("a")
     turns(worker, bench, [first])
 
-    def mixed(self: RunWorker, newest: Any, *_: Any) -> bool:
-        return holds(self._recent, first) and not any(kept.name.startswith(first) for kept in newest)
+    def mixed(self: Learner, newest: Any, *_: Any) -> bool:
+        return holds(self.recent, first) and not any(kept.name.startswith(first) for kept in newest)
 
-    monkeypatch.setattr(RunWorker, where, broken(RuntimeError("bad mix"), mixed, getattr(RunWorker, where)))
+    monkeypatch.setattr(Learner, where, broken(RuntimeError("bad mix"), mixed, getattr(Learner, where)))
     kept_first = [p for p in (bench.layout.worker("default") / "recent").iterdir() if p.name.startswith(first)]
     posted = [bench.post(name) for name in "bcd"]
     turns(worker, bench, posted)
@@ -406,16 +415,16 @@ def test_the_recent_rollouts_stay_where_a_batch_was_found_guilty(
     turns(worker, bench, [first])
     posted = [bench.post(name) for name in "bcd"]
 
-    def trains(self: RunWorker, newest: Any) -> bool:
+    def trains(self: Learner, newest: Any) -> bool:
         return any(kept.name.startswith(posted[1]) for kept in newest)
 
-    monkeypatch.setattr(RunWorker, "_train", broken(RuntimeError("mat1 and mat2"), trains, RunWorker._train))
+    monkeypatch.setattr(Learner, "train", broken(RuntimeError("mat1 and mat2"), trains, Learner.train))
     turns(worker, bench, posted)
     for _ in range(3):
         worker._turn()
     assert [bench.state(b) for b in posted] == ["trained", "dead", "trained"]
     assert "recent rollouts are dropped" not in caplog.text
-    assert holds(worker._runs["default"]._recent, first)
+    assert holds(worker.served["default"].learner.recent, first)
 
 
 def test_what_is_in_hand_when_the_lease_is_lost_is_not_touched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +432,7 @@ def test_what_is_in_hand_when_the_lease_is_lost_is_not_touched(bench: Bench, mon
     bench.begin()
     bench.post("a")
     released: list[Any] = []
-    monkeypatch.setattr(RunWorker, "_train", broken(LeaseLost("its lease is gone"), lambda *_: True, RunWorker._train))
+    monkeypatch.setattr(Learner, "train", broken(LeaseLost("its lease is gone"), lambda *_: True, Learner.train))
     worker = bench.worker()
     monkeypatch.setattr(RolloutQueue, "release", lambda *args: released.append(args[2]))
     with pytest.raises(LeaseLost):
@@ -469,6 +478,30 @@ def test_heartbeats_survive_whatever_is_raised_and_one_runs_trouble_is_not_the_o
     assert not thread.is_alive()
 
 
+def test_a_beat_that_fails_before_it_comes_to_any_run_does_not_end_the_heartbeat(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service.worker.process, "_BEAT_SECONDS", 0.01)
+    beats: list[int] = []
+    twice = threading.Event()
+
+    def failing(_: Worker) -> None:
+        beats.append(1)
+        if len(beats) == 3:
+            twice.set()
+        raise MemoryError("no room for a list of runs")
+
+    monkeypatch.setattr(Worker, "_beat_once", failing)
+    thread = threading.Thread(target=worker._beat, daemon=True)
+    thread.start()
+    assert twice.wait(20)
+    worker._ended = True
+    thread.join(20)
+    assert [r.getMessage() for r in caplog.records if r.exc_info] == [
+        "a heartbeat failed (said once for each kind of error)"
+    ]
+
+
 def test_an_orderly_stop_closes_every_run_whatever_one_of_them_raises(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,4 +512,4 @@ def test_an_orderly_stop_closes_every_run_whatever_one_of_them_raises(
     monkeypatch.setattr(RunWorker, "close", bad)
     worker._close()
     assert bench.state(bench.posted[0]) == "trained"
-    assert bench.redis.get(worker._lease_key("default")) is None
+    assert bench.redis.get(Leases.key("default")) is None

@@ -1,4 +1,4 @@
-"""A worker is stopped before some step, its heir goes on, then it wakes up: nothing of either is lost or done twice.
+"""A worker is stopped (SIGSTOP) before some step, a successor goes on, then it continues: nothing is lost or doubled.
 
 Longer than its lease, that is: a debugger, a paused container, a machine that swaps. `DRAFTALIGN_HANDOVERS` sets before
 how many of a turn's steps it is stopped (default 16, 0: before each), `DRAFTALIGN_CHAOS_SEED` before which.
@@ -20,6 +20,7 @@ import pytest
 from redis import Redis
 from worker_fixtures import Bench
 
+import rl_hooks.durable
 import service.storage.registry
 import service.worker.checkpoint
 import service.worker.lineage
@@ -40,7 +41,7 @@ SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().ran
 EAGER: dict[str, Any] = {"gate_min_gain": -1e6, "gate_rollouts": 2, "holdout_one_in": 2, "recent_tokens": 400}
 
 STEPS_OF_A_SAVE = [
-    (service.worker.checkpoint, "sync"),
+    (rl_hooks.durable, "sync"),
     (service.worker.checkpoint, "write_kind"),
     (service.worker.checkpoint.shutil, "rmtree"),
     (DrafterTrainer, "save"),
@@ -59,7 +60,7 @@ STEPS_OF_OPENING = [
 STEPS_OF_A_TURN = [
     *STEPS_OF_A_SAVE,
     (service.worker.lineage, "write_kind"),
-    (service.storage.registry, "sync"),
+    (rl_hooks.durable, "write_synced"),
     (service.storage.registry, "write_synced"),
     (DrafterTrainer, "step"),
     (Redis, "execute_command"),

@@ -28,12 +28,12 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
         path = tmp_path / "same.safetensors"
         path.write_bytes(body)
         before = replay(
-            worker._lineage.candidate, load_batch(path), bench.world.policy(), depth=4, drafting="probabilistic"
+            worker.learner.lineage.candidate, load_batch(path), bench.world.policy(), depth=4, drafting="probabilistic"
         ).total()
         batch_id = bench.post_file(body)
         bench.drain(worker)
         after = replay(
-            worker._lineage.candidate, load_batch(path), bench.world.policy(), depth=4, drafting="probabilistic"
+            worker.learner.lineage.candidate, load_batch(path), bench.world.policy(), depth=4, drafting="probabilistic"
         ).total()
         record = bench.store.scores()[batch_id]
         assert {k: getattr(record.candidate, k) for k in before} == pytest.approx(before)
@@ -59,7 +59,7 @@ def test_held_out_rollouts_never_enter_a_training_step(bench: Bench, monkeypatch
         bench.post(name)
     worker = bench.worker(recent_tokens=10_000, train_passes=8.0)
     bench.drain(worker)
-    held = {i for b in worker._recent.held_out(1000).batches for i in b.rollout_ids}
+    held = {i for b in worker.learner.recent.held_out(1000).batches for i in b.rollout_ids}
     assert 4 < len(held) < 32
     assert trained == set(ids) - held
 
@@ -110,7 +110,7 @@ def test_a_broken_batch_is_dead_with_its_reason_and_the_others_live(bench: Bench
     assert [bench.state(b) for b in good] == ["trained", "trained"]
     assert set(bench.store.scores()) == set(good), "a dead batch has no score"
     assert bench.spooled() == []
-    assert all(torch.isfinite(p).all() for p in worker._lineage.candidate.parameters())
+    assert all(torch.isfinite(p).all() for p in worker.learner.lineage.candidate.parameters())
 
 
 def test_a_batch_that_no_drafter_can_be_replayed_on_is_dead(bench: Bench) -> None:
@@ -204,17 +204,17 @@ def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) ->
     asked = iter([False, False, True])
     worker = RunWorker(chosen, bench.layout, bench.queue, bench.store, "default", stopping=lambda: next(asked, True))
     worker.cycle()
-    assert worker._lineage.trainer is not None
-    assert worker._lineage.trainer.windows == 3
+    assert worker.learner.lineage.trainer is not None
+    assert worker.learner.lineage.trainer.windows == 3
     assert bench.state(batch) == "trained", "what was learnt is kept"
-    assert worker._controller.trainings == 0, "and half a training says nothing about gains"
+    assert worker.learner.controller.trainings == 0, "and half a training says nothing about gains"
 
 
 def test_a_worker_with_nothing_to_do_does_not_put_its_checkpoint_off(bench: Bench) -> None:
     bench.begin()
     worker = bench.worker(checkpoint_seconds=1.0)
     worker._checkpoint_took = 100.0  # as on a disk that once stood still
-    worker._backlog = False
+    worker.inbox.backlog = False
     batch = bench.post("a")
     worker.cycle()
     assert bench.state(batch) == "queued"

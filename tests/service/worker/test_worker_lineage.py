@@ -55,20 +55,20 @@ def test_from_scratch_the_vocabulary_is_built_from_enough_tokens_and_frozen(benc
     first = bench.post("a")
     bench.drain(worker)
     assert bench.state(first) == "queued", "too few tokens yet"
-    assert worker._lineage.trainer is None
+    assert worker.learner.lineage.trainer is None
     bench.post("b")
     bench.drain(worker)
-    vocabulary = worker._lineage.candidate.vocabulary
+    vocabulary = worker.learner.lineage.candidate.vocabulary
     assert len(vocabulary) == DRAFT
-    counts = worker._counts
+    counts = worker.learner.token_counts
     assert counts.sum() >= 150
     kept = counts[vocabulary.ids].min()
     left_out = [int(counts[t]) for t in range(VOCAB) if t not in set(vocabulary.ids.tolist())]
     assert max(left_out) <= kept, "the most frequent tokens are in"
     bench.post("c")
     bench.drain(worker)
-    assert worker._lineage.candidate.vocabulary == vocabulary
-    assert bench.worker()._lineage.candidate.vocabulary == vocabulary, "also after a restart"
+    assert worker.learner.lineage.candidate.vocabulary == vocabulary
+    assert bench.worker().learner.lineage.candidate.vocabulary == vocabulary, "also after a restart"
     assert [bench.state(b) for b in bench.posted] == ["trained"] * 3
     assert set(bench.store.scores()) == set(bench.posted)
 
@@ -78,7 +78,7 @@ def test_the_runs_own_vocabulary_size_wins(bench: Bench) -> None:
     worker = bench.worker()
     bench.post("a")
     bench.drain(worker)
-    assert len(worker._lineage.candidate.vocabulary) == 20
+    assert len(worker.learner.lineage.candidate.vocabulary) == 20
 
 
 def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decoding(bench: Bench) -> None:
@@ -86,7 +86,7 @@ def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decodin
     worker = bench.worker(**OPEN)
     registry = Registry(bench.layout)
     for name in "abcdefghijkl":
-        evidence = sum(b.rollouts for b in worker._recent.held_out(1000).batches)
+        evidence = sum(b.rollouts for b in worker.learner.recent.held_out(1000).batches)
         assert registry.latest("default") is None or evidence >= 16, "never on too little evidence"
         bench.post(name)
         bench.drain(worker)
@@ -99,7 +99,7 @@ def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decodin
     assert first.gate["alpha_served"] == pytest.approx(1.0), "plain decoding: one token a round"
     assert first.gate["alpha_candidate"] > 1.0
     drafter = read_drafter(bench.layout.drafter("default", first.version))
-    assert drafter.vocabulary == worker._lineage.candidate.vocabulary
+    assert drafter.vocabulary == worker.learner.lineage.candidate.vocabulary
 
 
 # --- an initial drafter
@@ -113,7 +113,7 @@ def test_an_initial_drafter_is_the_first_version_bit_for_bit(bench: Bench) -> No
     published = read_drafter(bench.layout.drafter("default", manifest.version))
     for name, value in drafter.state_dict().items():
         assert torch.equal(published.state_dict()[name], value)
-        assert torch.equal(worker._lineage.candidate.state_dict()[name], value)
+        assert torch.equal(worker.learner.lineage.candidate.state_dict()[name], value)
     bench.worker()
     assert Registry(bench.layout).versions("default") == [manifest.version], "a restart publishes nothing"
 
@@ -125,15 +125,15 @@ def test_an_initial_drafter_of_two_layers_is_taken_up_trained_and_scored(bench: 
     bench.register(bench.world.run_file(drafter=deep))
     bench.post("a", policy_version=1)
     worker = bench.worker()
-    assert worker._lineage.candidate.config.num_hidden_layers == 2
+    assert worker.learner.lineage.candidate.config.num_hidden_layers == 2
     manifest = Registry(bench.layout).latest("default")
     assert manifest is not None
     published = read_drafter(bench.layout.drafter("default", manifest.version))
     assert published.config == deep.config
-    before = {n: p.clone() for n, p in worker._lineage.candidate.named_parameters()}
+    before = {n: p.clone() for n, p in worker.learner.lineage.candidate.named_parameters()}
     for _ in range(5):
         worker.cycle()
-    moved = [n for n, p in worker._lineage.candidate.named_parameters() if not torch.equal(p, before[n])]
+    moved = [n for n, p in worker.learner.lineage.candidate.named_parameters() if not torch.equal(p, before[n])]
     assert any(name.startswith("layers.1.") for name in moved)
 
 
@@ -177,7 +177,7 @@ def test_an_initial_drafter_that_names_no_layers_reads_those_of_the_registration
         del config["eagle_config"]
     bench.register(bench.world.run_file(drafter=bench.world.drafter(), drafter_config=config))
     worker = bench.worker()
-    assert worker._lineage.candidate.config.aux_layers == LAYERS  # type: ignore[union-attr]
+    assert worker.learner.lineage.candidate.config.aux_layers == LAYERS  # type: ignore[union-attr]
     manifest = Registry(bench.layout).latest("default")
     assert manifest is not None
     published = json.loads((bench.layout.drafter("default", manifest.version) / "config.json").read_text())
@@ -290,7 +290,7 @@ def test_a_trainer_that_goes_back_is_followed_with_the_heads_that_it_sends_again
         send(version, 2000 + version)
         bench.drain(worker)
     assert [bench.state(b) for b in bench.posted] == ["trained"] * len(bench.posted)
-    assert worker._versions_seen[-1][1] == 111, "versions are told apart in time again"
+    assert worker.inbox.versions.seconds_per_version is not None, "versions are told apart in time again"
 
 
 def test_a_tied_embedding_follows_the_head_and_each_batch_of_a_window_has_its_own(
@@ -443,7 +443,7 @@ def test_the_candidate_that_is_exported_is_the_one_that_was_trained(bench: Bench
         bench.post(name)
         bench.drain(worker)
     saved = read_drafter(bench.checkpoint() / "drafter")
-    for name, value in worker._lineage.candidate.state_dict().items():
+    for name, value in worker.learner.lineage.candidate.state_dict().items():
         assert torch.equal(saved.state_dict()[name], value)
     assert (bench.checkpoint() / "drafter" / MODEL_FILE).is_file()
 
@@ -482,8 +482,8 @@ def test_the_alarms_baseline_moves_by_rollouts_that_came_after_the_change_and_ne
     while len(registry.versions("default")) < 2:
         before = watched(worker)
         post(1, worker)
-    state = worker._journal._drift.state
-    assert worker._journal.watched == first
+    state = worker.learner.journal._drift.state
+    assert worker.learner.journal.watched == first
     assert state.offset == 0.0, "a publish alone moves nothing"
 
     calm = bench.worker(**OPEN | {"gate_min_gain": 1e6})  # a restart, and what is served stays

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -16,13 +15,17 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
-import service.worker.loop
+import service.worker.inbox
+import service.worker.lease
 import service.worker.process
 from drafter.training.trainer import DrafterTrainer
 from service.storage.queue import MAX_DELIVERIES
 from service.storage.registry import Registry
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
-from service.worker.loop import LeaseLost, RunWorker, TrainingStopped
+from service.worker.inbox import Inbox, Loaded
+from service.worker.learner import Learner, TrainingStopped
+from service.worker.lease import Leases
+from service.worker.loop import LeaseLost, RunWorker
 from service.worker.process import Worker
 from service.worker.recent import RecentRollouts
 
@@ -53,11 +56,11 @@ def die_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: boo
 
 
 MOMENTS = [
-    (RunWorker, "_test", False),
-    (RunWorker, "_train", False),
-    (RunWorker, "_train", True),
-    (RunWorker, "_judge", False),
-    (RunWorker, "_judge", True),
+    (Learner, "score", False),
+    (Learner, "train", False),
+    (Learner, "train", True),
+    (Learner, "judge", False),
+    (Learner, "judge", True),
     (Store, "put_score", False),
     (Store, "put_score", True),
     (WorkerCheckpoint, "save", False),
@@ -98,12 +101,11 @@ def final_state(bench: Bench) -> dict[str, Any]:
     assert bench.spooled() == []
     scores = bench.store.scores()
     assert set(scores) == set(bench.posted)
-    trainer = bench.checkpoint() / "trainer"
-    state = trainer / json.loads((trainer / "trainer.json").read_text())["file"]
+    parts = ("drafter/model.safetensors", "trainer/moments.safetensors")
     totals = {k: v for k, v in bench.totals().items() if k != "train_seconds"}
     kept = ("candidate", "served", "policy_version", "action", "best_version")
     return {
-        "weights": state.read_bytes(),
+        "weights": [(bench.checkpoint() / part).read_bytes() for part in parts],
         "counts": bench.trainer_counts(),
         "totals": totals,
         "scores": {b: {k: getattr(r, k) for k in kept} for b, r in scores.items()},
@@ -150,8 +152,8 @@ def test_restarts_while_a_vocabulary_is_gathered_lose_nothing_and_count_nothing_
         worker = bench.worker(vocab_min_tokens=100_000)
         for _ in range(5):
             worker.cycle()
-        counted = int(worker._counts.sum())
-        assert len(worker._waiting) == 3
+        counted = int(worker.learner.token_counts.sum())
+        assert worker.inbox.waiting == 3
     assert states(bench) == ["queued"] * 3
     bench.post("d", rollouts=4)
     bench.drain(bench.worker(vocab_min_tokens=counted + 1))
@@ -165,14 +167,14 @@ def test_a_batch_that_kills_its_worker_once_gathering_ends_is_dead_and_the_other
 ) -> None:
     bench.register()
     batches = [bench.post(name, rollouts=4) for name in "abc"]
-    real = RunWorker._test
+    real = Learner.score
 
-    def deadly(self: RunWorker, entry: Any, batch: Any, **more: Any) -> Any:
-        if entry.batch_id == batches[1]:
+    def deadly(self: Learner, loaded: Loaded, *args: Any, **more: Any) -> Any:
+        if loaded.entry.batch_id == batches[1]:
             raise Stopped
-        return real(self, entry, batch, **more)
+        return real(self, loaded, *args, **more)
 
-    monkeypatch.setattr(RunWorker, "_test", deadly)
+    monkeypatch.setattr(Learner, "score", deadly)
     for _ in range(8):
         try:
             bench.drain(bench.worker(vocab_min_tokens=50, claim_tokens=10_000))
@@ -198,12 +200,12 @@ def test_what_is_in_hand_is_not_claimed_again_after_redis_was_away_for_long(benc
     bench.begin()
     bench.post("a")
     worker = bench.worker(claim_idle_seconds=0.05, checkpoint_seconds=1e9)
-    worker._backlog = False
+    worker.inbox.backlog = False
     worker.cycle()
-    counts = worker._lineage.trainer.windows  # type: ignore[union-attr]
+    counts = worker.learner.lineage.trainer.windows  # type: ignore[union-attr]
     time.sleep(0.1)
     assert not worker.cycle()
-    assert worker._lineage.trainer.windows == counts  # type: ignore[union-attr]
+    assert worker.learner.lineage.trainer.windows == counts  # type: ignore[union-attr]
 
 
 def test_a_checkpoint_that_fails_is_tried_again_without_training_twice(
@@ -324,28 +326,29 @@ def test_a_worker_without_its_lease_neither_checkpoints_nor_publishes(bench: Ben
 
 
 def test_two_heirs_of_a_dead_worker_do_not_take_the_lease_from_each_other(bench: Bench) -> None:
-    """Both have read the dead one's name; the first deletes it and moves in, the second must not delete the first's."""
-    heirs = [Worker(bench.settings, bench.redis) for _ in range(2)]
-    key = heirs[0]._lease_key("default")
-    bench.redis.set(key, "dead")
-    heirs[0]._free(key, "dead")
-    assert heirs[0]._lease("default")
-    heirs[1]._free(key, "dead")
-    assert not heirs[1]._lease("default")
-    assert heirs[0]._lease("default")
-    heirs[0]._free(key, heirs[0]._name)
-    assert heirs[1]._lease("default")
+    """And nobody gives back a lease that is another's."""
+    heirs = [Leases(bench.redis) for _ in range(2)]
+    machine = heirs[0].holder.partition("/")[0]
+    bench.redis.set(Leases.key("default"), f"{machine}/{2**22 + 1}/killed")  # no process has that number
+    assert heirs[0].hold("default"), "it need not expire"
+    assert not heirs[1].hold("default")
+    heirs[1].give_back("default")
+    assert not heirs[1].hold("default")
+    assert heirs[0].hold("default")
+    heirs[0].give_back("default")
+    assert heirs[1].hold("default")
 
 
 def test_a_worker_that_was_stopped_while_it_renewed_its_lease_does_not_renew_anothers(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.begin()
-    mine, other = (Worker(bench.settings, Redis.from_url(bench.redis_url)) for _ in range(2))
-    key = mine._lease_key("default")
+    client = Redis.from_url(bench.redis_url)
+    mine, other = Leases(client), Leases(bench.redis)
+    key = Leases.key("default")
     for number in range(1, 6):
         bench.redis.delete(key)
-        assert mine._lease("default")
+        assert mine.hold("default")
         steps = 0
 
         def step(*words: Any, number: int = number, **options: Any) -> Any:
@@ -353,12 +356,12 @@ def test_a_worker_that_was_stopped_while_it_renewed_its_lease_does_not_renew_ano
             steps += 1
             if steps == number:
                 bench.redis.delete(key)  # expired: this one was stopped for longer
-                assert other._lease("default")
-            return type(mine._redis).execute_command(mine._redis, *words, **options)
+                assert other.hold("default")
+            return type(client).execute_command(client, *words, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(mine._redis, "execute_command", step)
-            claims = mine._lease("default")
+            patch.setattr(client, "execute_command", step)
+            claims = mine.hold("default")
         assert not claims or steps < number, f"stopped before step {number}"
 
 
@@ -383,7 +386,7 @@ def test_the_last_heartbeat_takes_no_lease_that_was_given_back(bench: Bench, mon
     worker._close()
     closed.set()
     heartbeat.join(20)
-    assert [bench.redis.get(worker._lease_key(run)) for run in ("before-default", "default")] == [None, None]
+    assert [bench.redis.get(Leases.key(run)) for run in ("before-default", "default")] == [None, None]
 
 
 def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_once_and_unblamed(
@@ -400,7 +403,7 @@ def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_o
             def away(*_: Any) -> None:
                 raise RedisConnectionError("away")
 
-            patch.setattr(RunWorker, "_admit", away)
+            patch.setattr(Inbox, "load", away)
             with pytest.raises(RedisConnectionError):
                 worker.cycle()
     bench.drain(worker)
@@ -415,17 +418,17 @@ def test_a_worker_that_was_asked_to_stop_keeps_its_lease_until_its_last_checkpoi
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a standby would take over while it still writes, and its last training would be for nothing."""
-    monkeypatch.setattr(service.worker.process, "_LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(service.worker.lease, "LEASE_SECONDS", 2.0)
     monkeypatch.setattr(service.worker.process, "_BEAT_SECONDS", 0.1)
     bench.begin()
     bench.post("a")
-    worker, standby = Worker(bench.settings, bench.redis), Worker(bench.settings, bench.redis)
+    worker, standby = Worker(bench.settings, bench.redis), Leases(bench.redis)
     save, taken = RunWorker.save, []
 
     def slow(self: RunWorker) -> None:
         worker.stop()
         time.sleep(3.0)
-        taken.append(standby._lease("default"))
+        taken.append(standby.hold("default"))
         save(self)
 
     monkeypatch.setattr(RunWorker, "save", slow)
@@ -433,7 +436,7 @@ def test_a_worker_that_was_asked_to_stop_keeps_its_lease_until_its_last_checkpoi
     assert taken
     assert not any(taken)
     assert states(bench) == ["trained"]
-    assert standby._lease("default"), "given back"
+    assert standby.hold("default"), "given back"
 
 
 def fails_with(error: Exception) -> Any:
@@ -452,7 +455,7 @@ def test_a_file_that_cannot_be_read_for_long_keeps_nobody_waiting_and_is_never_b
     bench.begin()
     unread, read = bench.post("a"), bench.post("b")
     idle = 0.1
-    load = service.worker.loop.load_batch
+    load = service.worker.inbox.load_batch
 
     def failing(path: Path, **options: Any) -> Any:
         if path.name.startswith(unread):
@@ -460,7 +463,7 @@ def test_a_file_that_cannot_be_read_for_long_keeps_nobody_waiting_and_is_never_b
         return load(path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(service.worker.loop, "load_batch", failing)
+        patch.setattr(service.worker.inbox, "load_batch", failing)
         for _ in range(2):  # the second is a restart
             worker = bench.worker(claim_idle_seconds=idle)
             for _ in range(MAX_DELIVERIES):
@@ -477,10 +480,10 @@ def test_what_fails_again_and_again_after_a_death_is_not_laid_to_the_batch(
 ) -> None:
     bench.begin()
     bench.post("a")
-    bench.worker()._claim()  # and dies
+    bench.worker().inbox.claim()  # and dies
     worker = bench.worker()
     with monkeypatch.context() as patch:
-        patch.setattr(RunWorker, "_test", fails_with(error))
+        patch.setattr(Learner, "score", fails_with(error))
         for _ in range(2 * MAX_DELIVERIES):
             with pytest.raises(type(error)):
                 worker.cycle()
@@ -542,7 +545,7 @@ def test_a_full_redis_keeps_nothing_from_being_worked_on_and_acknowledged(bench:
     bench.redis.config_set("maxmemory", 1)
     try:
         first._turn()
-        bench.redis.delete(first._lease_key("default"))  # expired
+        bench.redis.delete(Leases.key("default"))  # expired
         second = Worker(bench.settings, bench.redis)
         for _ in range(4):
             second._turn()

@@ -1,0 +1,317 @@
+"""Every delivery of one run, from its claim to its acknowledgement. Knows Redis and files, and no training.
+
+Delivery is at least once, effect once:
+* An entry is acknowledged by `commit` alone, after a checkpoint that holds its effect. A batch that the last checkpoint
+  holds and that is delivered again is acknowledged unread.
+* The queue counts deliveries, because an entry that kills its worker again and again must end. A delivery that ended
+  for another reason (Redis, the disk, memory, a wait for the draft vocabulary) is not to be counted: it is marked here,
+  and the mark stays until Redis has taken it.
+* A batch that cannot be loaded, or that the learner rejects, is a dead letter with the reason. A file that cannot be
+  read now (too many open files, a bad sector) waits until its entry is idle, and the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from pathlib import Path
+from typing import Final
+
+from redis.exceptions import RedisError
+
+from drafter.batch import RolloutBatch, load_batch, screen
+from drafter.device import is_device_fault, is_out_of_memory
+from drafter.errors import BatchRejected, DrafterError
+from rl_hooks.wire import WireError
+from service.errors import ServiceError
+from service.settings import Settings
+from service.storage.layout import Layout
+from service.storage.queue import EndState, Entry, RolloutQueue
+
+log = logging.getLogger("draftalign.worker")
+
+#: One consumer name per run: a restarted worker finds its own unfinished entries at once.
+CONSUMER: Final = "worker"
+#: The newest policy is the newest of this many last batches, so that a trainer that went back to an earlier checkpoint
+#: is followed after as many.
+RECENT_BATCHES: Final = 8
+_ARRIVALS_KEPT: Final = 16
+
+
+class Phase(Enum):
+    """Where a delivery is."""
+
+    CLAIMED = auto()  # worked on in this turn
+    WAITING = auto()  # for the draft vocabulary; its batch stays in memory
+    DONE = auto()  # in the drafter's weights or in the recent rollouts; the next checkpoint acknowledges it
+    UNREADABLE = auto()  # its file could not be read; claimed again once it is idle
+    INTERRUPTED = auto()  # something else failed while it was worked on; redelivered at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """A claimed batch, loaded and screened. `path`: its file in the spool."""
+
+    entry: Entry
+    path: Path
+    batch: RolloutBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delivery:
+    """One delivery of an entry."""
+
+    entry: Entry
+    phase: Phase
+    end: EndState = "trained"  # how a DONE one ends
+    loaded: Loaded | None = None  # of a WAITING one
+    uncounted: bool = False  # Redis has still to be told that this delivery does not count
+
+
+class PolicyVersions:
+    """Policy versions of the batches that arrived: the newest one, and how fast they follow each other."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque([0], maxlen=RECENT_BATCHES)
+        self._first_seen: list[tuple[float, int]] = []  # (arrival in Unix seconds, version), ascending
+
+    def note(self, entry: Entry) -> None:
+        """Take in the arrival of a batch."""
+        arrival = float(entry.entry_id.partition("-")[0]) / 1000.0  # stream ids begin with Unix milliseconds
+        self._recent.append(entry.policy_version_max)
+        if self._first_seen and self.newest < self._first_seen[-1][1]:
+            self._first_seen = []  # the trainer went back to an earlier checkpoint
+        if not self._first_seen or entry.policy_version > self._first_seen[-1][1]:
+            self._first_seen = [*self._first_seen[1 - _ARRIVALS_KEPT :], (arrival, entry.policy_version)]
+
+    @property
+    def newest(self) -> int:
+        """Of the last batches, not of all: a trainer that goes on from an earlier checkpoint counts on from there."""
+        return max(self._recent)
+
+    @property
+    def seconds_per_version(self) -> float | None:
+        """Mean time between policy versions, by the arrival of their rollouts. None: only one was seen."""
+        if len(self._first_seen) < 2:
+            return None
+        (t0, v0), (t1, v1) = self._first_seen[0], self._first_seen[-1]
+        return max(0.0, t1 - t0) / (v1 - v0)
+
+
+class Inbox:
+    """The deliveries of one run. `held` may be read by another thread; all else is the worker loop's alone."""
+
+    def __init__(
+        self, settings: Settings, layout: Layout, queue: RolloutQueue, vocab_size: int, applied: Iterable[str] = ()
+    ) -> None:
+        """`applied`: unacknowledged batches whose effect the last checkpoint holds."""
+        self.versions = PolicyVersions()
+        self.held: tuple[str, ...] = ()  # ids of the entries that no other worker may claim, for the heartbeat
+        self.backlog = True  # entries of an earlier life, or that Redis took from this one, may be left
+        self._settings = settings
+        self._layout = layout
+        self._queue = queue
+        self._vocab_size = vocab_size
+        self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that changed last comes last
+        self._applied = set(applied)
+        self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
+
+    # --- the ledger
+    def _set(self, delivery: Delivery) -> None:
+        self._deliveries.pop(delivery.entry.entry_id, None)
+        self._deliveries[delivery.entry.entry_id] = delivery
+        self._publish_held()
+
+    def _forget(self, entry: Entry) -> None:
+        self._deliveries.pop(entry.entry_id, None)
+        self._publish_held()
+
+    def _publish_held(self) -> None:
+        held = (Phase.CLAIMED, Phase.WAITING, Phase.DONE)
+        self.held = tuple(entry_id for entry_id, d in self._deliveries.items() if d.phase in held)
+
+    def _in(self, *phases: Phase) -> list[Delivery]:
+        return [delivery for delivery in self._deliveries.values() if delivery.phase in phases]
+
+    @property
+    def done(self) -> int:
+        """Batches that the next checkpoint acknowledges."""
+        return len(self._in(Phase.DONE))
+
+    @property
+    def waiting(self) -> int:
+        """Batches that wait for the draft vocabulary."""
+        return len(self._in(Phase.WAITING))
+
+    # --- claiming
+    def renew(self) -> None:
+        """Renew the hold on what is held, or `claim` would take it for abandoned after Redis was away for long."""
+        if self.held:
+            self._queue.heartbeat(CONSUMER, self.held)
+
+    def redeliver(self) -> list[Entry]:
+        """Claim what an earlier life of this worker, or a failure, left unfinished. Empty: nothing is left of it."""
+        self._tell_uncounted()
+        entries = self._queue.own_pending(CONSUMER, skip=self._deliveries.keys())
+        for entry in entries:
+            self._set(Delivery(entry, Phase.CLAIMED, uncounted=self._backlog_uncounted))
+        self._tell_uncounted()
+        return entries
+
+    def claim(self) -> list[Entry]:
+        """Claim what is new; only when `redeliver` has nothing left."""
+        self.backlog = self._backlog_uncounted = False
+        self._applied.clear()  # each of them came again, and was acknowledged
+        entries = self._queue.claim(
+            CONSUMER, self._settings.claim_tokens, min_idle_seconds=self._settings.claim_idle_seconds
+        )
+        for entry in entries:
+            self._set(Delivery(entry, Phase.CLAIMED))
+        return entries
+
+    def load(self, entries: Sequence[Entry]) -> list[Loaded]:
+        """Load and screen claimed entries. Those that are missing in the result ended here, or could not be read."""
+        for entry in entries:  # all before any is loaded: the newest of a claim makes others stale
+            self.versions.note(entry)
+        return [loaded for entry in entries if (loaded := self._load(entry)) is not None]
+
+    def _load(self, entry: Entry) -> Loaded | None:
+        if entry.batch_id in self._applied:
+            self._acknowledge(entry, "trained")
+            self._applied.discard(entry.batch_id)
+            return None
+        path = self._layout.blob(self._queue.run, entry.blob)
+        lag = self._settings.max_policy_lag
+        if lag is not None and (behind := self._newest_policy() - entry.policy_version_max) > lag:
+            self._acknowledge(entry, "skipped", f"{behind} policy versions old; limit {lag}")
+            path.unlink(missing_ok=True)
+            return None
+        try:
+            batch = load_batch(path, vocab_size=self._vocab_size)
+            screen(batch)
+        except FileNotFoundError:
+            self._bury(entry, "blob_missing")
+        except (WireError, BatchRejected) as error:
+            self._bury(entry, str(error))
+        except OSError as error:  # too many open files, a bad sector: the others are not to wait for it
+            log.error("%s: batch %s cannot be read now: %s", self._queue.run, entry.batch_id, error)
+            self._set(Delivery(entry, Phase.UNREADABLE, uncounted=True))
+            self._tell_uncounted()
+        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
+            self._bury_for(entry, error, "cannot be loaded")
+        else:
+            return Loaded(entry, path, batch)
+        return None
+
+    def _newest_policy(self) -> int:
+        """The newest policy version of the last batches, of those too that still wait in the queue."""
+        return max(self.versions.newest, self._queue.newest_policy() or 0)
+
+    def newest_waiting(self, after: Loaded) -> int | None:
+        """The newest policy version that waits in the queue behind this batch. None: nothing waits."""
+        return self._queue.newest_policy(after=after.entry.entry_id)
+
+    # --- what became of a batch
+    def finish(self, loaded: Loaded, end: EndState) -> None:
+        """Leave a batch to the next checkpoint, which acknowledges it: nothing is left to be done with it."""
+        self._set(Delivery(loaded.entry, Phase.DONE, end))
+
+    def reject(self, loaded: Loaded, reason: str) -> None:
+        """End a batch as a dead letter."""
+        self._bury(loaded.entry, reason)
+
+    def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
+        """End a batch for an unforeseen exception, or raise that again where it cannot be the batch's fault."""
+        self._bury_for(loaded.entry, error, what)
+
+    def _bury(self, entry: Entry, reason: str) -> None:
+        log.warning("%s: batch %s is dead: %s", self._queue.run, entry.batch_id, reason)
+        self._queue.dead_letter(entry, reason)
+        self._forget(entry)
+        self._layout.blob(self._queue.run, entry.blob).unlink(missing_ok=True)
+
+    def _bury_for(self, entry: Entry, error: Exception, what: str) -> None:
+        if not is_batch_fault(error):
+            raise error
+        log.error("%s: batch %s %s", self._queue.run, entry.batch_id, what, exc_info=error)
+        self._bury(entry, f"{what}: {error_text(error)}")
+
+    def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> None:
+        self._queue.ack(entry, end, reason)
+        self._forget(entry)
+
+    def wait(self, batches: Sequence[Loaded]) -> None:
+        """Keep batches until there is a draft vocabulary. A wait does no harm, so their deliveries do not count."""
+        for loaded in batches:
+            self._set(Delivery(loaded.entry, Phase.WAITING, loaded=loaded, uncounted=True))
+        self._tell_uncounted()
+
+    def resume(self) -> list[Loaded]:
+        """Hand over what waited for the draft vocabulary; from here on its deliveries count."""
+        resumed = []
+        for delivery in self._in(Phase.WAITING):
+            self._set(Delivery(delivery.entry, Phase.CLAIMED))
+            resumed += [delivery.loaded] if delivery.loaded is not None else []
+        counted = [replace(loaded.entry, deliveries=loaded.entry.deliveries + 1) for loaded in resumed]
+        self._queue.release(CONSUMER, counted)
+        return resumed
+
+    # --- what a failure leaves
+    def uncount(self, *phases: Phase) -> None:
+        """Have Redis not count the deliveries that are in these phases."""
+        for delivery in self._in(*phases):
+            self._set(replace(delivery, uncounted=True))
+        self._tell_uncounted()
+
+    def _tell_uncounted(self) -> None:
+        marked = [delivery for delivery in self._deliveries.values() if delivery.uncounted]
+        self._queue.release(CONSUMER, [delivery.entry for delivery in marked])
+        for delivery in marked:
+            if delivery.phase is Phase.INTERRUPTED:
+                self._forget(delivery.entry)
+            else:
+                self._deliveries[delivery.entry.entry_id] = replace(delivery, uncounted=False)
+
+    def interrupt(self) -> None:
+        """A failure that is no batch's ended the turn: what was claimed comes again at once, and none of it counts."""
+        for delivery in self._in(Phase.CLAIMED, Phase.DONE):
+            phase = Phase.INTERRUPTED if delivery.phase is Phase.CLAIMED else Phase.DONE
+            self._set(replace(delivery, phase=phase, uncounted=True))
+        self._backlog_uncounted = self._backlog_uncounted or not self.backlog
+        self.backlog = True
+
+    def end_turn(self) -> None:
+        """Forget what is still claimed: it was interrupted by its own fault, or is another worker's now."""
+        for delivery in self._in(Phase.CLAIMED):
+            self._forget(delivery.entry)
+
+    # --- checkpoint, then acknowledge
+    def commit(self, write_checkpoint: Callable[[Sequence[str]], None]) -> None:
+        """Write a checkpoint, then acknowledge what it holds: the one place with that order.
+
+        `write_checkpoint` is given the batches whose effect is in it and that are not acknowledged yet. A death between
+        the two, or a Redis that fails, leaves entries that are delivered again, and acknowledged unread.
+        """
+        done = self._in(Phase.DONE)
+        write_checkpoint(sorted(self._applied | {delivery.entry.batch_id for delivery in done}))
+        for delivery in done:
+            self._acknowledge(delivery.entry, delivery.end)
+
+
+def is_batch_fault(error: Exception) -> bool:
+    """Whether a batch that was worked on in isolation may be blamed for this.
+
+    Never for Redis, the disk, memory, the device, or a drafter or head that does not fit, however often they fail.
+    """
+    if isinstance(error, BatchRejected):
+        return True
+    elsewhere = isinstance(error, RedisError | OSError | ServiceError | DrafterError)
+    return not elsewhere and not is_out_of_memory(error) and not is_device_fault(error)
+
+
+def error_text(error: Exception) -> str:
+    """An exception for a dead letter's reason."""
+    return f"{type(error).__name__}: {error}"

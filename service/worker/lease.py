@@ -1,0 +1,74 @@
+"""The lease on a run: a Redis key with an expiry. One worker trains one run at a time, or two would pull the same
+drafter apart. A second worker waits for the lease, and takes over when the first one dies.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from pathlib import Path
+from typing import Any, Final
+
+from redis import Redis
+
+from service.storage.queue import Keys
+
+LEASE_SECONDS = 15.0
+#: Take or renew the lease in one step: a worker that is stopped (SIGSTOP) between two would renew what is another's by
+#: then. DEL before SET: a server that is full refuses what needs room as a script's first write, and not afterwards.
+_TAKE: Final = """
+local holder = redis.call('GET', KEYS[1])
+if holder == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+if holder and holder ~= ARGV[3] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_DELETE_IF: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+
+
+class Leases:
+    """The leases of one worker process."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.holder = f"{_machine()}/{os.getpid()}/{uuid.uuid4().hex}"
+        self._redis: Any = redis
+
+    @staticmethod
+    def key(run: str) -> str:
+        """Where the holder's name stands."""
+        return f"{Keys(run).prefix}lease"
+
+    def hold(self, run: str) -> bool:
+        """Take or renew the lease on a run. False: another worker has it."""
+        key = self.key(run)
+        if self._take(key, ""):
+            return True
+        holder = self._redis.get(key)
+        name = holder.decode() if isinstance(holder, bytes) else holder
+        # Of a worker killed on this machine: no need to wait for its lease to expire.
+        return name is not None and _died_here(name) and self._take(key, name)
+
+    def _take(self, key: str, instead_of: str) -> bool:
+        return bool(self._redis.eval(_TAKE, 1, key, self.holder, int(LEASE_SECONDS * 1000), instead_of))
+
+    def give_back(self, run: str) -> None:
+        """Delete the lease on a run, but only this worker's: another may have taken it since."""
+        self._redis.eval(_DELETE_IF, 1, self.key(run), self.holder)
+
+
+def _machine() -> str:
+    """Identity of this boot of this machine (or container): process ids mean something within it only."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}-{boot}-{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return uuid.uuid4().hex  # unknown: then no holder is ever taken for dead
+
+
+def _died_here(name: str) -> bool:
+    """Whether the lease's holder was a process of this machine that is no more."""
+    machine, _, rest = name.partition("/")
+    pid = rest.partition("/")[0]
+    return machine == _machine() and pid.isdigit() and not Path(f"/proc/{pid}").exists()

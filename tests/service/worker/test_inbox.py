@@ -1,0 +1,252 @@
+"""The inbox and the learner by themselves: deliveries without training, and training without a queue."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from worker_fixtures import VOCAB, Bench
+
+from drafter.batch import load_batch
+from drafter.training.trainer import DrafterTrainer
+from service.storage.queue import MAX_DELIVERIES, EndState, Entry, RolloutQueue
+from service.worker.inbox import RECENT_BATCHES, Inbox, Loaded, Phase, PolicyVersions
+from service.worker.learner import Learner
+
+
+@pytest.fixture
+def inbox(bench: Bench) -> Inbox:
+    bench.begin()
+    return opened(bench)
+
+
+def opened(bench: Bench, applied: Sequence[str] = ()) -> Inbox:
+    settings = bench.settings.model_copy(update={"claim_tokens": 10_000})
+    return Inbox(settings, bench.layout, bench.queue, VOCAB, applied)
+
+
+def new(inbox: Inbox) -> list[Loaded]:
+    """What is new, after the backlog."""
+    assert not inbox.redeliver()
+    return inbox.load(inbox.claim())
+
+
+def deliveries(inbox: Inbox) -> list[int]:
+    """How often each entry of the backlog has been delivered, by the queue's count."""
+    entries = inbox.redeliver()
+    inbox.end_turn()
+    return [entry.deliveries for entry in entries]
+
+
+def test_a_batch_is_held_from_its_claim_until_it_is_acknowledged(bench: Bench, inbox: Inbox) -> None:
+    batch = bench.post("a")
+    assert inbox.held == ()
+    (loaded,) = new(inbox)
+    claimed = inbox.held
+    assert claimed == (loaded.entry.entry_id,)
+    inbox.finish(loaded, "held_out")
+    inbox.end_turn()
+    assert (inbox.held, inbox.done, bench.state(batch)) == (claimed, 1, "queued")
+    inbox.commit(lambda _: None)
+    assert (inbox.held, inbox.done, bench.state(batch)) == ((), 0, "held_out")
+    assert claimed == (loaded.entry.entry_id,), "a snapshot does not change under its reader"
+
+
+def test_nothing_is_acknowledged_before_the_checkpoint_that_holds_it(bench: Bench, inbox: Inbox) -> None:
+    batches = [bench.post(name) for name in "ab"]
+    for loaded in new(inbox):
+        inbox.finish(loaded, "trained")
+
+    def full(_: Sequence[str]) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        inbox.commit(full)
+    assert [bench.state(b) for b in batches] == ["queued"] * 2
+    states: list[str] = []
+    listed: list[str] = []
+
+    def write(applied: Sequence[str]) -> None:
+        states.extend(bench.state(b) for b in batches)
+        listed.extend(applied)
+
+    inbox.commit(write)
+    assert states == ["queued"] * 2
+    assert listed == sorted(batches)
+    assert [bench.state(b) for b in batches] == ["trained"] * 2
+
+
+def test_what_a_checkpoint_holds_is_acknowledged_unread_when_it_comes_again(bench: Bench, inbox: Inbox) -> None:
+    batch = bench.post("a")
+    assert new(inbox)  # and dies between checkpoint and acknowledgement
+    bench.layout.blob("default", bench.spooled()[0]).write_bytes(b"")
+    again = opened(bench, applied=[batch])
+    assert again.load(again.redeliver()) == []
+    assert bench.state(batch) == "trained"
+    assert again.held == ()
+
+
+def test_a_failure_that_is_no_batchs_counts_no_delivery_and_a_death_does(bench: Bench, inbox: Inbox) -> None:
+    for name in "ab":
+        bench.post(name)
+    for _ in range(2 * MAX_DELIVERIES):
+        inbox.load(inbox.redeliver() or inbox.claim())
+        inbox.interrupt()
+        inbox.end_turn()
+    assert deliveries(inbox) == [1, 1]
+    assert deliveries(opened(bench)) == [1, 1], "that was released too"
+    assert deliveries(opened(bench)) == [2, 2], "and here the process has died"
+
+
+def test_a_delivery_that_redis_could_not_take_back_is_taken_back_later(
+    bench: Bench, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two failures in a row: the second must not make it forget the first."""
+    bench.post("a")
+    new(inbox)
+
+    def away(*_: object) -> None:
+        raise RedisConnectionError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutQueue, "release", away)
+        for _ in range(3):
+            inbox.interrupt()
+            inbox.end_turn()
+            with pytest.raises(RedisConnectionError):
+                inbox.redeliver()
+    assert deliveries(inbox) == [1]
+
+
+def test_what_waits_for_a_vocabulary_is_held_in_order_and_counts_from_then_on(bench: Bench, inbox: Inbox) -> None:
+    batches = [bench.post(name) for name in "abc"]
+    inbox.wait(new(inbox))
+    inbox.end_turn()
+    assert (inbox.waiting, len(inbox.held)) == (3, 3)
+    resumed = inbox.resume()
+    assert [loaded.entry.batch_id for loaded in resumed] == batches
+    assert (inbox.waiting, len(inbox.held)) == (0, 3), "a long first training must not look like an abandoned claim"
+    assert deliveries(opened(bench)) == [2] * 3
+
+
+def test_an_unreadable_file_is_left_to_its_idle_time_and_not_counted(
+    bench: Bench, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.post("a")
+
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("service.worker.inbox.load_batch", failing)
+        assert new(inbox) == []
+    assert inbox.held == ()
+    assert inbox.redeliver() == [], "not at once"
+    assert deliveries(opened(bench)) == [1]
+
+
+def test_an_orderly_stop_counts_neither_what_waits_nor_what_is_done(bench: Bench, inbox: Inbox) -> None:
+    for name in "ab":
+        bench.post(name)
+    waits, done = new(inbox)
+    inbox.wait([waits])
+    inbox.finish(done, "trained")
+    inbox.uncount(Phase.DONE)
+    assert deliveries(opened(bench)) == [1, 1]
+
+
+def test_the_time_between_policy_versions_starts_again_with_a_trainer_that_went_back() -> None:
+    versions = PolicyVersions()
+
+    def arrive(seconds: float, version: int) -> None:
+        versions.note(Entry(f"{int(1000 * seconds)}-0", "b", "b", 1, 1, 1, version, version, 1))
+
+    arrive(0.0, 199)
+    assert versions.seconds_per_version is None
+    arrive(50.0, 200)
+    assert (versions.newest, versions.seconds_per_version) == (200, 50.0)
+    for number in range(RECENT_BATCHES + 2):
+        arrive(100.0 + 10.0 * number, 101 + number)
+    assert (versions.newest, versions.seconds_per_version) == (110, 10.0)
+
+
+class Told:
+    """What a learner says of its batches."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[str, str]] = []
+
+    def finish(self, loaded: Loaded, end: EndState) -> None:
+        self.ends.append((loaded.path.name, end))
+
+    def reject(self, loaded: Loaded, reason: str) -> None:
+        self.ends.append((loaded.path.name, reason))
+
+    def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
+        self.ends.append((loaded.path.name, f"{what}: {error}"))
+
+
+def received(bench: Bench, path: Path, name: str, policy_version: int = 0) -> Loaded:
+    path.write_bytes(bench.world.rollout_file(name, policy_version=policy_version))
+    entry = Entry("1-0", name, path.name, 1, 1, 1, policy_version, policy_version, 1)
+    return Loaded(entry, path, load_batch(path))
+
+
+def learner(bench: Bench) -> Learner:
+    bench.begin()
+    made = Learner(bench.settings, bench.layout, bench.store, "default")
+    made.begin()
+    return made
+
+
+def test_a_learner_needs_no_queue(bench: Bench, tmp_path: Path) -> None:
+    subject, told = learner(bench), Told()
+    assert subject.lineage.trainer is not None
+    batches = [received(bench, tmp_path / f"v{v}.safetensors", f"v{v}", v) for v in (1, 2)]
+    outcome = subject.learn(batches, told, before_publishing=lambda _: None)
+    assert outcome is not None
+    assert told.ends == [("v1.safetensors", "trained"), ("v2.safetensors", "trained")]
+    assert outcome.scores.record["policy_version"] == 2
+    assert outcome.trained_with_recent
+    assert subject.lineage.trainer.windows > 0
+
+
+def test_in_isolation_nothing_is_mixed_in_and_nothing_is_judged(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, told = learner(bench), Told()
+    subject.learn([received(bench, tmp_path / "a.safetensors", "a")], told, before_publishing=lambda _: None)
+    trained: set[str] = set()
+    step = DrafterTrainer.step
+
+    def watched(self: DrafterTrainer, batches: Any, head: Any) -> Any:
+        trained.update(i.partition("/")[0] for b in batches for i in b.batch.rollout_ids)
+        return step(self, batches, head)
+
+    monkeypatch.setattr(DrafterTrainer, "step", watched)
+    outcomes, mixed = [], []
+    for name in "bc":
+        trained.clear()
+        batch = received(bench, tmp_path / f"{name}.safetensors", name)
+        outcomes.append(subject.learn([batch], told, before_publishing=lambda _: None, isolated=name == "b"))
+        mixed.append(sorted(trained))
+    assert mixed[0] == ["b"]
+    assert {"b", "c"} <= set(mixed[1])
+    assert [o is not None and o.trained_with_recent for o in outcomes] == [False, True]
+    assert outcomes[0] is not None
+    assert outcomes[0].contest is None
+    assert subject.recent.names() == [f"{name}.safetensors" for name in "abc"]
+
+
+def test_no_class_of_the_worker_has_more_than_twelve_attributes(bench: Bench) -> None:
+    """Settings objects are data, and count as one."""
+    bench.begin()
+    worker = bench.worker()
+    for subject in (worker, worker.inbox, worker.learner):
+        names = [name for name in vars(subject) if not name.startswith("__")]
+        assert not dataclasses.is_dataclass(subject)
+        assert len(names) <= 12, (type(subject), names)
