@@ -18,7 +18,7 @@ decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from drafter.batch import RolloutBatch
 from drafter.errors import DrafterError
 from drafter.model.draft_model import DraftModel
+from drafter.model.eagle3_layer import LaterWeights, LayerWeights, finish
 from drafter.model.eagle3_unroll import unroll
-from drafter.model.matmul import linear
 from drafter.model.pointwise import (
     rms_norm,
     rotary,
     rotate,
-    swiglu,
 )
 from drafter.policy import Policy
 from drafter.unroll.plan import Plan
@@ -42,33 +41,6 @@ from drafter.vocabulary import DraftVocabulary
 from rl_hooks.format.eagle3 import DrafterConfig
 
 __all__ = ["DrafterConfig", "Eagle3Drafter", "LaterWeights", "LayerWeights"]
-
-
-class LaterWeights(NamedTuple):
-    """A plain layer's weights in the dtype to compute in, projections that read the same input stacked."""
-
-    input_norm: Tensor  # [H]
-    qkv: Tensor  # [(N+2G)*hd, H]
-    o: Tensor  # [H, N*hd]
-    post_norm: Tensor  # [H]
-    gate_up: Tensor  # [2I, H]
-    down: Tensor  # [H, I]
-
-
-class LayerWeights(NamedTuple):
-    """The weights in the dtype to compute in, projections that read the same input stacked into one matrix."""
-
-    fc: Tensor  # [H, A*Ht]
-    hidden_norm: Tensor  # [H]
-    input_norm: Tensor  # [H]
-    qkv: Tensor  # [(N+2G)*hd, 2H], columns: embedding half, then hidden half
-    o: Tensor  # [H, N*hd]
-    post_norm: Tensor  # [H]
-    gate_up: Tensor  # [2I, H]
-    down: Tensor  # [H, I]
-    norm: Tensor  # [H]
-    lm_head: Tensor  # [D, H]
-    later: tuple[LaterWeights, ...] = ()  # layers after the first
 
 
 class _Attention(nn.Module):
@@ -182,12 +154,6 @@ class Eagle3Drafter(DraftModel):
         q, k, v = torch.split(x, [heads, kv_heads, kv_heads], dim=-2)
         return q, k, v
 
-    def finish(self, r: Tensor, attended: Tensor, weights: LayerWeights | LaterWeights) -> Tensor:
-        """Compute a layer's `pre` [.., H] from the residual r [.., H] and the attention output [.., N*hd]."""
-        h1 = r + linear(attended, weights.o)
-        gate_up = linear(rms_norm(h1, weights.post_norm, self.config.rms_norm_eps), weights.gate_up)
-        return h1 + linear(swiglu(gate_up), weights.down)
-
     # --- incremental decoding ---------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor, embed_tokens: Tensor) -> Tensor:
@@ -226,11 +192,12 @@ class Eagle3Drafter(DraftModel):
         normed = rms_norm(r, w.hidden_norm, c.rms_norm_eps)
         x = torch.cat([rms_norm(embedding, w.input_norm, c.rms_norm_eps), normed], dim=-1)
         attended, k, v = self._attended(F.linear(x, w.qkv), turn, next(earlier), mask)
-        pre, keys, values = self.finish(normed if c.norm_before_residual else r, attended, w), [k], [v]
+        pre = finish(normed if c.norm_before_residual else r, attended, w, c.rms_norm_eps)
+        keys, values = [k], [v]
         for layer, past in zip(w.later, earlier, strict=True):
             x = rms_norm(pre, layer.input_norm, c.rms_norm_eps)
             attended, k, v = self._attended(F.linear(x, layer.qkv), turn, past, mask)
-            pre = self.finish(pre, attended, layer)
+            pre = finish(pre, attended, layer, c.rms_norm_eps)
             keys.append(k)
             values.append(v)
         return (pre, k, v) if layers == 1 else (pre, torch.cat(keys, dim=1), torch.cat(values, dim=1))

@@ -10,13 +10,13 @@ depend on the step, so they are computed once per position and read shifted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from drafter.errors import DrafterError
+from drafter.model.eagle3_layer import LaterWeights, Layers, finish
 from drafter.model.matmul import linear
 from drafter.model.pointwise import (
     rms_norm,
@@ -27,13 +27,11 @@ from drafter.model.pointwise import (
 from drafter.unroll.attention import attend, gather_keys
 from drafter.unroll.plan import Plan
 from drafter.unroll.unrolled import Unrolled
-
-if TYPE_CHECKING:
-    from drafter.model.eagle3 import Eagle3Drafter, LaterWeights
+from rl_hooks.format.eagle3 import DrafterConfig
 
 
 def unroll(
-    drafter: Eagle3Drafter,
+    drafter: Layers,
     plan: Plan,
     input_ids: Tensor,
     aux_hidden: Tensor,
@@ -42,8 +40,8 @@ def unroll(
     dtype: torch.dtype | None = None,
 ) -> Unrolled:
     """`Eagle3Drafter.unroll` over input_ids int64[T], aux_hidden [T, A*Ht] and the policy's embed_tokens [V, H]."""
-    _check(drafter, plan, input_ids, aux_hidden)
     config, weights = drafter.config, drafter.weights(dtype)
+    _check(config, weights.fc.shape[1], plan, input_ids, aux_hidden)
     hd, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     eps, cast, half = config.rms_norm_eps, weights.fc.dtype, config.hidden_size
     split = heads * hd
@@ -74,7 +72,7 @@ def unroll(
     cos, sin = rotary(plan.positions, hd, config.rope_theta, cast)
     keys = gather_keys(plan, rotate(k, cos, sin), v)
 
-    later = [_Later(drafter, layer, plan) for layer in weights.later]
+    later = [_Later(config, layer, plan) for layer in weights.later]
     r = r[:n]
     pres: list[Tensor] = []
     diagonal: list[tuple[Tensor, Tensor]] = []
@@ -95,7 +93,7 @@ def unroll(
         else:
             q = rotate(qkv[:, :split].view(n, heads, hd), *turn)
         attended = attend(plan, step, q, keys, diagonal)
-        r = drafter.finish(x[:n] if config.norm_before_residual else r, attended.flatten(1), weights)
+        r = finish(x[:n] if config.norm_before_residual else r, attended.flatten(1), weights, eps)
         for layer in later:
             r = layer.run(step, r, turn)
         chosen = plan.active[step]
@@ -106,14 +104,14 @@ def unroll(
 class _Later:
     """A layer after the first, over the steps of one unroll: its own step-0 keys, its own diagonal."""
 
-    def __init__(self, drafter: Eagle3Drafter, weights: LaterWeights, plan: Plan) -> None:
-        self._drafter, self._weights, self._plan = drafter, weights, plan
+    def __init__(self, config: DrafterConfig, weights: LaterWeights, plan: Plan) -> None:
+        self._config, self._weights, self._plan = config, weights, plan
         self._keys: Sequence[Tensor] = ()
         self._diagonal: list[tuple[Tensor, Tensor]] = []
 
     def run(self, step: int, r: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the layer's `pre` [n, H] from that of the one before; `turn` is cos and sin of the positions."""
-        n, config, weights = r.shape[0], self._drafter.config, self._weights
+        n, config, weights = r.shape[0], self._config, self._weights
         sizes = [config.num_attention_heads + config.num_key_value_heads, config.num_key_value_heads]
         qkv = linear(rms_norm(r, weights.input_norm, config.rms_norm_eps), weights.qkv)
         turned, v = torch.split(qkv.view(n, -1, config.head_dim), sizes, dim=1)
@@ -124,17 +122,16 @@ class _Later:
         else:
             self._keys = gather_keys(self._plan, k, v)
         attended = attend(self._plan, step, q, self._keys, self._diagonal)
-        return self._drafter.finish(r, attended.flatten(1), weights)
+        return finish(r, attended.flatten(1), weights, config.rms_norm_eps)
 
 
-def _check(drafter: Eagle3Drafter, plan: Plan, input_ids: Tensor, aux_hidden: Tensor) -> None:
-    width = drafter.fc.in_features
+def _check(config: DrafterConfig, width: int, plan: Plan, input_ids: Tensor, aux_hidden: Tensor) -> None:
     if input_ids.shape != (plan.tokens,):
         raise DrafterError(f"the plan is for {plan.tokens} tokens, input_ids has shape {tuple(input_ids.shape)}")
-    if drafter.config.num_hidden_layers > 1 and plan.computed[0] != plan.kv_rows.numel():
+    if config.num_hidden_layers > 1 and plan.computed[0] != plan.kv_rows.numel():
         raise DrafterError("a drafter of several layers needs a plan of every row: `drafter.plan` makes it")
     if aux_hidden.shape != (plan.tokens, width):
         raise DrafterError(
-            f"aux_hidden must be ({plan.tokens}, {width}) for aux layers {drafter.config.aux_layers}, "
+            f"aux_hidden must be ({plan.tokens}, {width}) for aux layers {config.aux_layers}, "
             f"got {tuple(aux_hidden.shape)}"
         )

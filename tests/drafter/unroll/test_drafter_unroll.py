@@ -8,8 +8,8 @@ import pytest
 import torch
 from drafter_worlds import HIDDEN, SHAPES, Expected, World, deviation, expected, gradients, mask_of, ours, world
 
-import drafter.model.eagle3_unroll
 from drafter.errors import DrafterError
+from drafter.model import eagle3_unroll
 from drafter.model.eagle3 import Eagle3Drafter, LayerWeights
 from drafter.model.eagle3_unroll import unroll
 from drafter.model.pointwise import rms_norm, rotary
@@ -279,7 +279,7 @@ def test_a_dropped_diagonal_key_is_seen(
 ) -> None:
     w, want = bench
     monkeypatch.setattr(
-        drafter.unroll,
+        eagle3_unroll,
         "attend",
         lambda plan, step, q, keys, diagonal: attention.attend(plan, step, q, keys, diagonal[kept]),
     )
@@ -288,14 +288,13 @@ def test_a_dropped_diagonal_key_is_seen(
 
 def test_normed_feedback_is_seen(bench: tuple[World, Expected], monkeypatch: pytest.MonkeyPatch) -> None:
     w, want = bench
-    finish, fed = Eagle3Drafter.finish, []
+    finish, fed = eagle3_unroll.finish, []
 
-    def normed(self: Eagle3Drafter, r: torch.Tensor, attended: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
+    def normed(r: torch.Tensor, attended: torch.Tensor, weights: LayerWeights, eps: float) -> torch.Tensor:
         fed.append(r)
-        residual = r if len(fed) == 1 else rms_norm(r, weights.norm, self.config.rms_norm_eps)
-        return finish(self, residual, attended, weights)
+        return finish(r if len(fed) == 1 else rms_norm(r, weights.norm, eps), attended, weights, eps)
 
-    monkeypatch.setattr(Eagle3Drafter, "finish", normed)
+    monkeypatch.setattr(eagle3_unroll, "finish", normed)
     assert seen(w, want) > TEETH
 
 
@@ -309,7 +308,7 @@ def test_rotary_positions_that_stand_still_are_seen(
         calls.append(1)
         return rotary(positions - max(0, len(calls) - 2), *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(drafter.unroll, "rotary", still)
+    monkeypatch.setattr(eagle3_unroll, "rotary", still)
     assert seen(w, want) > TEETH
 
 
