@@ -201,7 +201,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from drafter import triton_loss as kernels
+from drafter.training import triton_loss as kernels
 
 ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 types = {"pick": "*i64", "e": "i32", "D": "i32", "divisor": "fp32", "BLOCK": "constexpr", "out": "*bf16"}
@@ -232,7 +232,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from drafter import triton_loss as kernels
+from drafter.training import triton_loss as kernels
 
 backend = make_backend(GPUTarget("cuda", 90, 32))
 found = {}

@@ -97,7 +97,7 @@ def test_a_run_is_drawn_with_its_series_marks_and_headline(browser: Browser) -> 
         r"Aligned: v0000\d\d gives 3\.\d\d tokens per round; the first drafter, frozen, would give 1\.\d\d\.$",
         page.texts["headline"],
     )
-    kinds = [event["event"] for event in snapshot.history]
+    kinds = [event.event for event in snapshot.history]
     assert f"{kinds.count('published')} published, {kinds.count('refused')} refused" in page.texts["detail"]
     assert {a["data-series"] for a in page.having("data-series")} >= {
         "served",
@@ -277,8 +277,8 @@ def test_engines_that_draft_by_other_methods_are_compared(browser: Browser) -> N
     rows = re.findall(r"http://(\w+):8000(ngram|mtp)([\d.]+)", page.texts["servers"])
     assert [(name, method) for name, method, _ in rows] == [("mtp", "mtp"), ("ngram", "ngram")]
     for (_, method, alpha), level in zip(rows, (1.78, 1.31), strict=True):
-        records = [r for r in snapshot.acceptances if r.get("method") == method]
-        pooled = sum(r["emitted_tokens"] for r in records) / sum(r["rounds"] for r in records)
+        records = [r for r in snapshot.acceptances if r.method == method]
+        pooled = sum(r.emitted for r in records) / sum(r.rounds for r in records)
         assert float(alpha) == pytest.approx(pooled, abs=0.006)
         assert float(alpha) == pytest.approx(level, abs=0.03)
     assert "drafter v0" in page.texts["servers"]

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from redis.exceptions import ConnectionError as RedisAwayError
-from storage_fixtures import RolloutQueue
 from torch import Tensor
 from worker_fixtures import Bench
 
 from drafter.training.trainer import DrafterTrainer
 from service.errors import WorkerError
+from service.storage.queue import RolloutQueue
 from service.worker.learner import Learner
 from service.worker.loop import RunWorker
 from service.worker.recent import RecentRollouts

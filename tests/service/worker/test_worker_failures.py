@@ -24,6 +24,7 @@ from drafter.training.trainer import DrafterTrainer
 from service.errors import WorkerError
 from service.storage.layout import file_id
 from service.storage.queue import MAX_DELIVERIES
+from service.storage.queue import RolloutQueue as WorkersQueue
 from service.storage.runs import untouched
 from service.worker.learner import Learner
 from service.worker.lease import Leases
@@ -146,7 +147,7 @@ def test_only_a_file_that_the_worker_cannot_begin_with_is_refused_and_only_until
     damaged = CheckpointError("it cannot be read")
     damaged.__cause__ = OSError(5, "Input/output error")
     passing = [torch.OutOfMemoryError("no memory left"), OSError(28, "No space left"), KeyError("what"), damaged]
-    for error, told in [*((error, None) for error in passing), (DrafterError("holds NaN"), list(file))]:
+    for error, told in [*((error, None) for error in passing), (DrafterError("holds NaN"), file)]:
         with monkeypatch.context() as patch:
             patch.setattr(Lineage, "begin", broken(error, lambda self: self._run == FIRST, Lineage.begin))
             a_minute_later(worker)
@@ -434,7 +435,7 @@ def test_what_is_in_hand_when_the_lease_is_lost_is_not_touched(bench: Bench, mon
     released: list[Any] = []
     monkeypatch.setattr(Learner, "train", broken(LeaseLost("its lease is gone"), lambda *_: True, Learner.train))
     worker = bench.worker()
-    monkeypatch.setattr(RolloutQueue, "release", lambda *args: released.append(args[2]))
+    monkeypatch.setattr(WorkersQueue, "release", lambda *args: released.append(args[2]))
     with pytest.raises(LeaseLost):
         worker.cycle()
     assert not any(released)
@@ -457,15 +458,15 @@ def test_heartbeats_survive_whatever_is_raised_and_one_runs_trouble_is_not_the_o
     monkeypatch.setattr(service.worker.process, "_BEAT_SECONDS", 0.01)
     worker._turn()
     beats: list[str] = []
-    beat = RolloutQueue.heartbeat
+    beat = WorkersQueue.heartbeat
 
-    def failing(self: RolloutQueue, *args: Any) -> Any:
+    def failing(self: WorkersQueue, *args: Any) -> Any:
         beats.append(self.run)
         if self.run == FIRST:
             raise TypeError("unhashable")
         return beat(self, *args)
 
-    monkeypatch.setattr(RolloutQueue, "heartbeat", failing)
+    monkeypatch.setattr(WorkersQueue, "heartbeat", failing)
     thread = threading.Thread(target=worker._beat, daemon=True)
     thread.start()
     bench.wait(lambda: beats.count("default") >= 3)

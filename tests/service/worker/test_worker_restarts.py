@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from storage_fixtures import RolloutQueue, Store
+from storage_fixtures import Store
 from worker_fixtures import Bench
 
 import service.worker.inbox
@@ -20,7 +20,9 @@ import service.worker.lease
 import service.worker.process
 from drafter.training.trainer import DrafterTrainer
 from service.storage.queue import MAX_DELIVERIES
+from service.storage.queue import RolloutQueue as WorkersQueue
 from service.storage.registry import Registry
+from service.storage.reports import Store as WorkersStore
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.inbox import Inbox, Loaded
 from service.worker.learner import Learner, TrainingStopped
@@ -61,12 +63,12 @@ MOMENTS = [
     (Learner, "train", True),
     (Learner, "judge", False),
     (Learner, "judge", True),
-    (Store, "put_score", False),
-    (Store, "put_score", True),
+    (WorkersStore, "put_score", False),
+    (WorkersStore, "put_score", True),
     (WorkerCheckpoint, "save", False),
     (WorkerCheckpoint, "save", True),
-    (RolloutQueue, "ack", False),
-    (RolloutQueue, "ack", True),
+    (WorkersQueue, "ack", False),
+    (WorkersQueue, "ack", True),
 ]
 
 
@@ -119,7 +121,7 @@ def test_a_stop_right_after_a_death_between_checkpoint_and_ack_trains_nothing_tw
     bench.begin()
     bench.post("a")
     with monkeypatch.context() as patch:
-        die_in(patch, RolloutQueue, "ack")
+        die_in(patch, WorkersQueue, "ack")
         with pytest.raises(Stopped):
             bench.drain(bench.worker())
     counts = bench.trainer_counts()
@@ -242,7 +244,7 @@ def test_a_score_that_redis_did_not_take_is_sent_before_the_batch_is_acknowledge
         def away(*_: Any) -> None:
             raise RedisConnectionError("away")
 
-        patch.setattr(Store, "put_score", away)
+        patch.setattr(WorkersStore, "put_score", away)
         with pytest.raises(RedisConnectionError):
             worker.cycle()
     worker.cycle()
@@ -371,15 +373,15 @@ def test_the_last_heartbeat_takes_no_lease_that_was_given_back(bench: Bench, mon
     bench.register(run="before-default")
     worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
     worker._turn()
-    beat, began, closed = RolloutQueue.heartbeat, threading.Event(), threading.Event()
+    beat, began, closed = WorkersQueue.heartbeat, threading.Event(), threading.Event()
 
-    def slow(self: RolloutQueue, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+    def slow(self: WorkersQueue, consumer: str, entry_ids: Sequence[str]) -> list[str]:
         if threading.current_thread() is heartbeat and not began.is_set():
             began.set()
             assert closed.wait(20)
         return beat(self, consumer, entry_ids)
 
-    monkeypatch.setattr(RolloutQueue, "heartbeat", slow)
+    monkeypatch.setattr(WorkersQueue, "heartbeat", slow)
     heartbeat = threading.Thread(target=worker._beat_once)
     heartbeat.start()
     assert began.wait(20)
