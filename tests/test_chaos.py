@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 from service_fixtures import HEADERS, RunningService
-from test_worker_restarts import final_state, states
 from torch import Tensor
-from worker_fixtures import Bench, Nest, World, alive, nest, wait_until_gone
+from worker_fixtures import Bench, Nest, World, alive, final_state, nest, states, wait_until_gone
 
 from service.cli.valkey import EmbeddedValkey
 from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued

@@ -366,6 +366,29 @@ class Bench:
 # --- worker processes ------------------------------------------------------------------------------------------------
 
 
+def states(bench: Bench) -> list[str]:
+    """What became of every batch that was posted."""
+    return [bench.state(b) for b in bench.posted]
+
+
+def final_state(bench: Bench) -> dict[str, Any]:
+    """All that must not depend on how often a worker died."""
+    assert states(bench) == ["trained"] * len(bench.posted)
+    assert bench.queue.depth() == (0, 0)
+    assert bench.spooled() == []
+    scores = bench.store.scores()
+    assert set(scores) == set(bench.posted)
+    parts = ("drafter/model.safetensors", "trainer/moments.safetensors")
+    totals = {k: v for k, v in bench.totals().items() if k != "train_seconds"}
+    kept = ("candidate", "served", "policy_version", "action", "best_version")
+    return {
+        "weights": [(bench.checkpoint() / part).read_bytes() for part in parts],
+        "counts": bench.trainer_counts(),
+        "totals": totals,
+        "scores": {b: {k: getattr(r, k) for k in kept} for b, r in scores.items()},
+    }
+
+
 class Nest:
     """A process that forks workers on demand."""
 

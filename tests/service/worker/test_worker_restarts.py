@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from storage_fixtures import Store
-from worker_fixtures import Bench
+from worker_fixtures import Bench, final_state, states
 
 import service.worker.inbox
 import service.worker.lease
@@ -30,10 +30,6 @@ from service.worker.lease import Leases
 from service.worker.loop import LeaseLost, RunWorker
 from service.worker.process import Worker
 from service.worker.recent import RecentRollouts
-
-
-def states(bench: Bench) -> list[str]:
-    return [bench.state(b) for b in bench.posted]
 
 
 class Stopped(BaseException):
@@ -94,24 +90,6 @@ def test_a_death_at_any_step_leaves_the_state_of_an_undisturbed_run(
             calm.post(batch)
         calm.drain(calm.worker())
         assert found == final_state(calm)
-
-
-def final_state(bench: Bench) -> dict[str, Any]:
-    """All that must not depend on how often a worker died."""
-    assert states(bench) == ["trained"] * len(bench.posted)
-    assert bench.queue.depth() == (0, 0)
-    assert bench.spooled() == []
-    scores = bench.store.scores()
-    assert set(scores) == set(bench.posted)
-    parts = ("drafter/model.safetensors", "trainer/moments.safetensors")
-    totals = {k: v for k, v in bench.totals().items() if k != "train_seconds"}
-    kept = ("candidate", "served", "policy_version", "action", "best_version")
-    return {
-        "weights": [(bench.checkpoint() / part).read_bytes() for part in parts],
-        "counts": bench.trainer_counts(),
-        "totals": totals,
-        "scores": {b: {k: getattr(r, k) for k in kept} for b, r in scores.items()},
-    }
 
 
 def test_a_stop_right_after_a_death_between_checkpoint_and_ack_trains_nothing_twice(
