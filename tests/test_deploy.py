@@ -141,7 +141,9 @@ def _agent_metric_names() -> set[str]:
 
 
 def test_rules_and_dashboard_use_only_metrics_that_exist() -> None:
-    documented = set(re.findall(r"^\| `(draftalign_\w+)", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
+    documented = set(
+        re.findall(r"^\| `(draftalign_\w+)", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE)
+    )
     recorded = {rule["record"] for rule in _rules() if "record" in rule}
     known = documented | recorded | _agent_metric_names()
     dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())

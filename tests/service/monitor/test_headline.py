@@ -184,7 +184,7 @@ STATES = [
     (new(accepted=2, queued=2), ("wait", "queued", "Waiting: 2 batches in the queue, none scored yet.")),
     (new(accepted=2), ("wait", "unscored", "Waiting: no rollout has been scored yet.")),
     (
-        facts(current={"alpha_ngram": 1.2, "alpha_served": None}),
+        facts(current=Current(alpha_ngram=1.2)),
         ("wait", "learning", "Learning: no drafter is served yet; the first one is being made."),
     ),
     (

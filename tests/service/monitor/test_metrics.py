@@ -116,7 +116,7 @@ def test_names_and_labels_are_the_documented_ones() -> None:
     for name, labels in samples(text):
         assert found.setdefault(name, {k for k, _ in labels}) == {k for k, _ in labels}
     assert found == NAMES
-    documented = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    documented = (Path(__file__).parents[3] / "docs/reference/metrics.md").read_text()
     assert set(re.findall(r"draftalign_[a-z_]+[a-z]", documented)) >= set(NAMES)
     assert set(re.findall(r"^\| `(draftalign_[a-z_]+[a-z])", documented, flags=re.M)) == set(NAMES)
 

@@ -210,7 +210,7 @@ def test_a_learner_needs_no_queue(bench: Bench, tmp_path: Path) -> None:
     outcome = subject.learn(batches, told, before_publishing=lambda _: None)
     assert outcome is not None
     assert told.ends == [("v1.safetensors", "trained"), ("v2.safetensors", "trained")]
-    assert outcome.scores.record["policy_version"] == 2
+    assert outcome.scores.record.policy_version == 2
     assert outcome.trained_with_recent
     assert subject.lineage.trainer.windows > 0
 
@@ -223,9 +223,9 @@ def test_in_isolation_nothing_is_mixed_in_and_nothing_is_judged(
     trained: set[str] = set()
     step = DrafterTrainer.step
 
-    def watched(self: DrafterTrainer, batches: Any, head: Any) -> Any:
-        trained.update(i.partition("/")[0] for b in batches for i in b.batch.rollout_ids)
-        return step(self, batches, head)
+    def watched(self: DrafterTrainer, window: Any) -> Any:
+        trained.update(i.partition("/")[0] for prepared, _ in window for i in prepared.batch.rollout_ids)
+        return step(self, window)
 
     monkeypatch.setattr(DrafterTrainer, "step", watched)
     outcomes, mixed = [], []

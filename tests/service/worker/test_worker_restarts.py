@@ -15,6 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
+import service.storage.queue
 import service.worker.inbox
 import service.worker.lease
 import service.worker.process
@@ -371,15 +372,15 @@ def test_the_last_heartbeat_takes_no_lease_that_was_given_back(bench: Bench, mon
     bench.register(run="before-default")
     worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
     worker._turn()
-    beat, began, closed = RolloutQueue.heartbeat, threading.Event(), threading.Event()
+    beat, began, closed = service.storage.queue.RolloutQueue.heartbeat, threading.Event(), threading.Event()
 
-    def slow(self: RolloutQueue, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+    def slow(self: service.storage.queue.RolloutQueue, consumer: str, entry_ids: Sequence[str]) -> list[str]:
         if threading.current_thread() is heartbeat and not began.is_set():
             began.set()
             assert closed.wait(20)
         return beat(self, consumer, entry_ids)
 
-    monkeypatch.setattr(RolloutQueue, "heartbeat", slow)
+    monkeypatch.setattr(service.storage.queue.RolloutQueue, "heartbeat", slow)
     heartbeat = threading.Thread(target=worker._beat_once)
     heartbeat.start()
     assert began.wait(20)
