@@ -15,6 +15,7 @@ from service_fixtures import HEADERS, RunningService
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
+import service.storage.queue
 import service.worker.inbox
 import service.worker.learner
 import service.worker.process
@@ -146,7 +147,7 @@ def test_only_a_file_that_the_worker_cannot_begin_with_is_refused_and_only_until
     damaged = CheckpointError("it cannot be read")
     damaged.__cause__ = OSError(5, "Input/output error")
     passing = [torch.OutOfMemoryError("no memory left"), OSError(28, "No space left"), KeyError("what"), damaged]
-    for error, told in [*((error, None) for error in passing), (DrafterError("holds NaN"), list(file))]:
+    for error, told in [*((error, None) for error in passing), (DrafterError("holds NaN"), file)]:
         with monkeypatch.context() as patch:
             patch.setattr(Lineage, "begin", broken(error, lambda self: self._run == FIRST, Lineage.begin))
             a_minute_later(worker)
@@ -199,6 +200,42 @@ def test_a_run_that_was_opened_and_is_registered_anew_is_opened_again(bench: Ben
     again.replace(bench.layout.target("zz"))
     worker._turn()
     assert worker.served["zz"] is not before
+
+
+def test_a_run_that_is_dropped_after_its_refused_file_was_replaced_is_opened_again_at_once(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The minute of waiting is for the file that was refused, not for the one that took its place."""
+    bench.register(run="zz")
+    with monkeypatch.context() as patch:
+        patch.setattr(Lineage, "begin", broken(DrafterError("NaN"), lambda self: self._run == "zz", Lineage.begin))
+        worker._turn()
+        assert "zz" not in worker.served
+    again = bench.layout.root / "again"
+    again.write_bytes(bench.layout.target("zz").read_bytes())
+    again.replace(bench.layout.target("zz"))
+    worker._turn()
+    worker._drop("zz", "the lease is gone")
+    worker._turn()
+    assert "zz" in worker.served
+
+
+class ClosedBetween:
+    """The state of a run that another thread closes right after it was looked at."""
+
+    def __init__(self, worker: object) -> None:
+        self.looks = [worker]
+
+    @property
+    def worker(self) -> object:
+        return self.looks.pop() if self.looks else None
+
+
+def test_a_heartbeat_never_meets_a_run_that_is_closed_while_it_looks(worker: Worker) -> None:
+    """Or it would take the lease again that an orderly stop has just given back."""
+    worker._turn()
+    worker._runs[FIRST] = ClosedBetween(worker.served[FIRST])  # type: ignore[assignment]
+    assert None not in worker.served.values()
 
 
 def test_a_worker_keeps_no_file_of_a_run_open(bench: Bench, worker: Worker) -> None:
@@ -434,7 +471,7 @@ def test_what_is_in_hand_when_the_lease_is_lost_is_not_touched(bench: Bench, mon
     released: list[Any] = []
     monkeypatch.setattr(Learner, "train", broken(LeaseLost("its lease is gone"), lambda *_: True, Learner.train))
     worker = bench.worker()
-    monkeypatch.setattr(RolloutQueue, "release", lambda *args: released.append(args[2]))
+    monkeypatch.setattr(service.storage.queue.RolloutQueue, "release", lambda *args: released.append(args[2]))
     with pytest.raises(LeaseLost):
         worker.cycle()
     assert not any(released)
@@ -457,15 +494,15 @@ def test_heartbeats_survive_whatever_is_raised_and_one_runs_trouble_is_not_the_o
     monkeypatch.setattr(service.worker.process, "_BEAT_SECONDS", 0.01)
     worker._turn()
     beats: list[str] = []
-    beat = RolloutQueue.heartbeat
+    beat = service.storage.queue.RolloutQueue.heartbeat
 
-    def failing(self: RolloutQueue, *args: Any) -> Any:
+    def failing(self: service.storage.queue.RolloutQueue, *args: Any) -> Any:
         beats.append(self.run)
         if self.run == FIRST:
             raise TypeError("unhashable")
         return beat(self, *args)
 
-    monkeypatch.setattr(RolloutQueue, "heartbeat", failing)
+    monkeypatch.setattr(service.storage.queue.RolloutQueue, "heartbeat", failing)
     thread = threading.Thread(target=worker._beat, daemon=True)
     thread.start()
     bench.wait(lambda: beats.count("default") >= 3)
