@@ -476,8 +476,8 @@ def test_the_alarms_baseline_moves_by_rollouts_that_came_after_the_change_and_ne
             bench.drain(by)
 
     def watched(by: RunWorker) -> tuple[str | None, float]:
-        monitor = by._journal._drift.state
-        return by._journal.watched, monitor.baseline
+        monitor = by.learner.journal._drift.state
+        return by.learner.journal.watched, monitor.baseline
 
     while len(registry.versions("default")) < 2:
         before = watched(worker)
