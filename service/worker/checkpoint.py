@@ -61,7 +61,7 @@ class WorkerCheckpoint:
             finally:
                 self._mine = mine.name if staged.renamed else self._mine
         for before in self._directory.glob(f"{_PREFIX}*"):  # also one that an earlier life could not remove
-            if before.name < self._mine:  # after SIGSTOP here there may be a successor's newer ones
+            if before.name < mine.name:  # after SIGSTOP here there may be a successor's newer ones
                 shutil.rmtree(before, ignore_errors=True)
 
     def _check_not_superseded(self) -> None:
