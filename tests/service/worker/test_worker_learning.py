@@ -46,9 +46,9 @@ def test_held_out_rollouts_never_enter_a_training_step(bench: Bench, monkeypatch
     trained: set[str] = set()
     step = DrafterTrainer.step
 
-    def watched(self: DrafterTrainer, batches: Any, head: Any) -> Any:
-        trained.update(i for b in batches for i in b.batch.rollout_ids)
-        return step(self, batches, head)
+    def watched(self: DrafterTrainer, window: Any) -> Any:
+        trained.update(i for prepared, _ in window for i in prepared.batch.rollout_ids)
+        return step(self, window)
 
     monkeypatch.setattr(DrafterTrainer, "step", watched)
     ids = [f"{name}/{i}" for name in "abcdefgh" for i in range(8)]
