@@ -61,6 +61,7 @@ class AtomicDirectory:
     def __init__(self, path: Path) -> None:
         """`path`: the passing name; the directory is there."""
         self.path = path
+        self.renamed = False  # it has its final name, which a power cut may still take from it if `commit` failed
 
     @classmethod
     def make(cls, parent: Path, prefix: str) -> Self:
@@ -75,6 +76,7 @@ class AtomicDirectory:
             sync(path)
         check()
         self.path.rename(final)
+        self.renamed = True
         sync(final.parent)
 
     def __enter__(self) -> Self:

@@ -260,8 +260,8 @@ class DrafterTrainer(Generic[_D]):
     def save(self, directory: Path) -> None:
         """Write moments and counters into an existing `directory`, as two files.
 
-        The parameters are the drafter's: `drafter.kinds.write_kind` writes them. To be atomic and durable the directory
-        must be: `rl_hooks.durable.AtomicDirectory`.
+        The parameters are the drafter's: `drafter.files.kinds.write_kind` writes them. To be atomic and durable the
+        directory must be: `rl_hooks.durable.AtomicDirectory`.
         """
         save_file(self._optimizer.state(), directory / _MOMENTS)
         document = {

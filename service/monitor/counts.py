@@ -19,7 +19,8 @@ _Number = TypeVar("_Number", int, float)
 
 def since(now: AcceptanceRecord, before: AcceptanceRecord | None) -> AcceptanceRecord:
     """Give what cumulative counts grew by; all of them where they began anew (a restart: fewer rounds than before)."""
-    if before is None or now.rounds < before.rounds or now.accepted_tokens < before.accepted_tokens:
+    fell = before is not None and (now.accepted_tokens or 0) < (before.accepted_tokens or 0)
+    if before is None or fell or now.rounds < before.rounds:
         return now
     return _combined(now, before, -1)
 
@@ -34,7 +35,7 @@ def _combined(a: AcceptanceRecord, b: AcceptanceRecord, sign: int) -> Acceptance
     return replace(
         a,
         rounds=max(0, a.rounds + sign * b.rounds),
-        accepted_tokens=max(0, a.accepted_tokens + sign * b.accepted_tokens),
+        accepted_tokens=_sum(a.accepted_tokens, b.accepted_tokens, sign),
         drafted_tokens=_sum(a.drafted_tokens, b.drafted_tokens, sign),
         emitted_tokens=_sum(a.emitted_tokens, b.emitted_tokens, sign),
         window_seconds=_sum(a.window_seconds, b.window_seconds, sign),
@@ -47,11 +48,11 @@ def _sum(one: _Number | None, other: _Number | None, sign: int) -> _Number | Non
 
 
 def live_sums(records: Iterable[AcceptanceRecord]) -> tuple[float, float] | None:
-    """Pool acceptance records to (emitted tokens, rounds); None without a round."""
+    """Pool acceptance records to (emitted tokens, rounds); None without a round. What lacks either adds nothing."""
     tokens = rounds = 0.0
     for record in records:
-        if record.rounds > 0:
-            tokens += record.emitted
+        if record.rounds > 0 and (emitted := record.emitted) is not None:
+            tokens += emitted
             rounds += record.rounds
     return (tokens, rounds) if rounds > 0 else None
 

@@ -149,7 +149,7 @@ def _add_totals(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     for record in snapshot.acceptances:
         if record.reporter is not None:
             rounds_of[record.reporter] += record.rounds
-            accepted_of[record.reporter] += record.accepted_tokens
+            accepted_of[record.reporter] += record.accepted_tokens or 0
     for reporter in sorted(rounds_of):
         text = "Verification rounds that the engine counted."
         families.counter("draftalign_live_rounds_total", text, rounds_of[reporter], run=run, reporter=reporter)

@@ -138,7 +138,7 @@ class AcceptanceRecord:
     drafter_version: str | None = None
     policy_version: int | None = None
     rounds: int = 0
-    accepted_tokens: int = 0
+    accepted_tokens: int | None = None
     drafted_tokens: int | None = None
     emitted_tokens: int | None = None
     accepted_per_position: tuple[int, ...] = ()
@@ -156,13 +156,15 @@ class AcceptanceRecord:
         return self.created or 0.0
 
     @property
-    def emitted(self) -> int:
+    def emitted(self) -> int | None:
         """What rounds emitted after trimming at the end of a response, which is what replay α counts.
 
         Where the engine does not know it, every round is taken to have emitted its accepted drafts and one token more,
-        which is high by what was trimmed.
+        which is high by what was trimmed. None where accepted drafts are not known either.
         """
-        return self.accepted_tokens + self.rounds if self.emitted_tokens is None else self.emitted_tokens
+        if self.emitted_tokens is None and self.accepted_tokens is not None:
+            return self.accepted_tokens + self.rounds
+        return self.emitted_tokens
 
     @property
     def ours(self) -> bool:

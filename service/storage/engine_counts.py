@@ -76,7 +76,7 @@ class Account:
         before = previous or AcceptanceRecord()
         rounds, accepted = self.sums.pop(drafter, (0, 0))
         rounds += record.rounds - before.rounds
-        accepted += record.accepted_tokens - before.accepted_tokens
+        accepted += (record.accepted_tokens or 0) - (before.accepted_tokens or 0)
         self.sums[drafter] = [rounds, accepted]
         if previous is not None and key in self.apart:  # a search, which adopting an old table has to do without
             self.apart.remove(key)
@@ -116,9 +116,9 @@ class _Changes:
 
     def pool(self, record: AcceptanceRecord) -> None:
         """Add a record to the live sums over all reporters."""
-        if record.policy_version is not None and record.rounds > 0:
+        if record.policy_version is not None and record.rounds > 0 and (emitted := record.emitted) is not None:
             name = json.dumps([record.method, record.drafter_version, record.policy_version])
-            self.live.append((name, str(record.rounds), str(record.emitted)))
+            self.live.append((name, str(record.rounds), str(emitted)))
 
     def text(self) -> str:
         """For the script, which sees numbers as text: its own have 53 bits."""

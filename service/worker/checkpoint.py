@@ -56,10 +56,12 @@ class WorkerCheckpoint:
                 trainer.save(staged.path / "trainer")
                 write_kind(staged.path / "drafter", trainer.drafter)
             (staged.path / "state.json").write_text(json.dumps(state))
-            staged.commit(mine, check=self._check_not_superseded)
-        self._mine = mine.name
+            try:
+                staged.commit(mine, check=self._check_not_superseded)
+            finally:
+                self._mine = mine.name if staged.renamed else self._mine
         for before in self._directory.glob(f"{_PREFIX}*"):  # also one that an earlier life could not remove
-            if before.name < self._mine:  # after SIGSTOP here there may be a successor's newer ones
+            if before.name < mine.name:  # after SIGSTOP here there may be a successor's newer ones
                 shutil.rmtree(before, ignore_errors=True)
 
     def _check_not_superseded(self) -> None:

@@ -81,7 +81,8 @@ class Worker:
     @property
     def served(self) -> dict[str, RunWorker]:
         """The runs that are open now."""
-        return {run: state.worker for run, state in list(self._runs.items()) if state.worker is not None}
+        runs = list(self._runs.items())  # read once each: the heartbeat asks while a run is opened or closed
+        return {run: worker for run, state in runs if (worker := state.worker) is not None}
 
     def stop(self) -> None:
         """Finish the optimizer step in hand, checkpoint, and return from `serve`."""
@@ -191,7 +192,7 @@ class Worker:
                 self._open(run, state, file)
 
     def _open(self, run: str, state: _Run, file: FileId) -> None:
-        state.file, state.lost = file, False
+        state.file, state.retry_at, state.lost = file, 0.0, False
         try:
             opened = RunWorker(
                 self._settings,

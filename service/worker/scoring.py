@@ -33,12 +33,6 @@ class Scores:
         found = self.replays.get(name)
         return None if found is None or math.isnan(found.alpha) else found.alpha
 
-    @property
-    def regret(self) -> float | None:
-        """α of the best drafter that could be served, minus α of the served one."""
-        best, served = self.alpha("best"), self.alpha("served")
-        return None if best is None or served is None else best - served
-
 
 def replay_each(
     drafters: Mapping[str, DraftModel],

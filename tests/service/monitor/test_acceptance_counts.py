@@ -59,6 +59,14 @@ def test_an_unknown_emission_stays_unknown() -> None:
     assert total(more, counted(4, 1)).emitted_tokens is None
 
 
+def test_rounds_without_any_count_of_tokens_give_no_alpha() -> None:
+    unknown = counted(100, 0, accepted_tokens=None, emitted_tokens=None)
+    assert (by_drafter([unknown]), servers([unknown])) == ({}, [])
+    assert by_drafter([unknown, counted(10, 5)])["v000001-aaaaaaaa"] == LiveAlpha(1.5, 10)
+    assert total(unknown, counted(10, 5)).accepted_tokens is None
+    assert by_drafter([counted(10, 0, emitted_tokens=None)])["v000001-aaaaaaaa"] == LiveAlpha(1.0, 10), "0 is known"
+
+
 def test_methods_and_drafters_are_never_one_number() -> None:
     records = [
         counted(100, 200),

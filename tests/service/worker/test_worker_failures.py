@@ -15,6 +15,7 @@ from service_fixtures import HEADERS, RunningService
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
+import service.storage.queue
 import service.worker.inbox
 import service.worker.learner
 import service.worker.process
@@ -200,6 +201,42 @@ def test_a_run_that_was_opened_and_is_registered_anew_is_opened_again(bench: Ben
     again.replace(bench.layout.target("zz"))
     worker._turn()
     assert worker.served["zz"] is not before
+
+
+def test_a_run_that_is_dropped_after_its_refused_file_was_replaced_is_opened_again_at_once(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The minute of waiting is for the file that was refused, not for the one that took its place."""
+    bench.register(run="zz")
+    with monkeypatch.context() as patch:
+        patch.setattr(Lineage, "begin", broken(DrafterError("NaN"), lambda self: self._run == "zz", Lineage.begin))
+        worker._turn()
+        assert "zz" not in worker.served
+    again = bench.layout.root / "again"
+    again.write_bytes(bench.layout.target("zz").read_bytes())
+    again.replace(bench.layout.target("zz"))
+    worker._turn()
+    worker._drop("zz", "the lease is gone")
+    worker._turn()
+    assert "zz" in worker.served
+
+
+class ClosedBetween:
+    """The state of a run that another thread closes right after it was looked at."""
+
+    def __init__(self, worker: object) -> None:
+        self.looks = [worker]
+
+    @property
+    def worker(self) -> object:
+        return self.looks.pop() if self.looks else None
+
+
+def test_a_heartbeat_never_meets_a_run_that_is_closed_while_it_looks(worker: Worker) -> None:
+    """Or it would take the lease again that an orderly stop has just given back."""
+    worker._turn()
+    worker._runs[FIRST] = ClosedBetween(worker.served[FIRST])  # type: ignore[assignment]
+    assert None not in worker.served.values()
 
 
 def test_a_worker_keeps_no_file_of_a_run_open(bench: Bench, worker: Worker) -> None:

@@ -15,6 +15,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from storage_fixtures import Store
 from worker_fixtures import Bench, final_state, states
 
+import rl_hooks.durable
+import service.storage.queue
 import service.worker.inbox
 import service.worker.lease
 import service.worker.process
@@ -209,6 +211,32 @@ def test_a_checkpoint_that_fails_is_tried_again_without_training_twice(
     bench.drain(worker)
     assert states(bench) == ["trained", "trained"]
     assert bench.totals()["batches"] == 2
+
+
+def test_a_checkpoint_whose_directory_could_not_be_synced_is_the_workers_own(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has its name by then: the next one follows it, and no other worker is thought to have written it."""
+    bench.begin()
+    bench.post("a")
+    worker = bench.worker(checkpoint_seconds=1e9)
+    worker.cycle()
+    real = rl_hooks.durable.sync
+
+    def failing(path: Path) -> None:
+        if path == bench.layout.worker("default"):
+            raise OSError(5, "Input/output error")
+        real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl_hooks.durable, "sync", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            worker.save()
+    assert states(bench) == ["queued"]
+    first = bench.checkpoint().name
+    worker.save()
+    assert states(bench) == ["trained"]
+    assert bench.checkpoint().name > first
 
 
 def test_a_score_that_redis_did_not_take_is_sent_before_the_batch_is_acknowledged(
