@@ -341,6 +341,21 @@ def test_every_test_and_file_that_the_pages_name_exists() -> None:
     assert sorted(file for file in files if not (ROOT / file).exists()) == []
 
 
+def test_every_method_that_the_pages_name_exists() -> None:
+    classes = [node for path in sources() for node in ast.walk(syntax(path)) if isinstance(node, ast.ClassDef)]
+    known = {node.name for node in classes}
+    members = {
+        f"{node.name}.{name}"
+        for node in classes
+        for part in ast.walk(node)
+        if (name := getattr(part, "name", None) or getattr(part, "attr", None) or getattr(part, "id", None))
+    }
+    named = set(re.findall(r"\b([A-Z]\w+\.[a-z_]\w+)", all_pages()))
+    found = {name for name in named if name.partition(".")[0] in known}
+    assert len(found) > 20
+    assert sorted(found - members) == []
+
+
 def test_every_command_that_readme_and_contributing_name_exists() -> None:
     targets = set(re.findall(r"^([a-z]+):", page("Makefile") + page("make/vllm.mk"), re.MULTILINE))
     commands = set(typer.main.get_command(command_line).commands)  # type: ignore[attr-defined]
