@@ -103,11 +103,16 @@ def _check_header(body: bytes, running: Sizes) -> None:
         check_drafter({name: (info.shape, info.dtype) for name, info in infos.items()}, running)
     except DrafterError as error:
         raise DrafterRefusedError(f"{error}. The engine would load what it knows without a word") from error
-    if extra := sorted(infos.keys() - drafter.weight_shapes(running).keys() - set(MAPS)):  # beside an MTP module
+    maps = MAPS if isinstance(running, DrafterConfig) else ()
+    if extra := sorted(infos.keys() - drafter.weight_shapes(running).keys() - set(maps)):  # beside an MTP module
         raise DrafterRefusedError(f"not part of the drafter: {named(extra)}")
 
 
 def _check_vocabulary(found: Tensor, mask: Tensor | None, served: Tensor, vocab_size: int) -> None:
+    if found.shape != served.shape:
+        raise DrafterRefusedError(
+            f"d2t has {found.numel()} entries, the served one {served.numel()}; restart the server with this drafter"
+        )
     if not torch.equal(found, served):
         changed = int((found != served).sum())
         raise DrafterRefusedError(

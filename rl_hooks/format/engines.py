@@ -20,12 +20,7 @@ def limits(engine: EngineName, sizes: Sizes) -> list[str]:
     if isinstance(sizes, MtpConfig):
         if engine == "sglang":
             return ["SGLang (as of 0.5.23) takes no MTP module while it serves"]
-        if sizes.model_type not in _VLLM_MODULES:
-            return [
-                "draftalign's vLLM plugin swaps MTP modules of DeepSeek-V3's and GLM-4.5's form, this one is of "
-                f"{sizes.model_type!r}"
-            ]
-        return []
+        return [] if (unknown := unknown_to_vllm(sizes.model_type)) is None else [unknown]
     found = []
     if engine == "sglang" and sizes.norm_before_residual:
         found.append(
@@ -37,3 +32,9 @@ def limits(engine: EngineName, sizes: Sizes) -> list[str]:
             f"it has {sizes.num_hidden_layers} layers: SGLang (as of 0.5.23) serves only drafters of one layer"
         )
     return found
+
+
+def unknown_to_vllm(model_type: object) -> str | None:
+    """Why the plugin cannot swap the MTP module of such a policy, whatever its other fields are; None if it may."""
+    known = "draftalign's vLLM plugin swaps MTP modules of DeepSeek-V3's and GLM-4.5's form"
+    return None if model_type in _VLLM_MODULES else f"{known}, this one is of {model_type!r}"

@@ -97,7 +97,8 @@ def test_a_configuration_that_means_something_else_differs(family: str, field: s
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model_type": "mimo_mtp"}, "'mimo_mtp'"),
+        ({"model_type": "mimo_mtp"}, "form, this one is of 'mimo_mtp'"),
+        ({"model_type": "mimo_mtp", "hidden_act": "gelu"}, "form, this one is of 'mimo_mtp'"),
         ({"model_type": "glm4_moe_mtp", "index_topk": 2048}, "index_topk"),
         ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers is 3"),
         ({"hidden_size": "64"}, "hidden_size"),
@@ -111,6 +112,24 @@ def test_what_cannot_be_swapped_is_refused_by_name(changes: dict[str, Any], says
 def test_latent_attention_of_a_family_that_the_plugin_does_not_know_is_refused() -> None:
     with pytest.raises(DrafterRefusedError, match="this one is of 'glm4_moe_lite'"):
         running_module(CONFIGS["deepseek_v3"] | {"model_type": "glm4_moe_lite"})
+
+
+@pytest.mark.parametrize("named", ["type", "rope_type"])
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", ["yarn", "deepseek_yarn"])
+def test_yarn_is_read_under_each_of_its_names(kind: str, field: str, named: str) -> None:
+    rope = {**{n: v for n, v in YARN.items() if n != "rope_type"}, named: kind}
+    silent = {n: v for n, v in CONFIGS["deepseek_v3"].items() if n != "rope_parameters"}
+    sizes = running_module(silent | {field: rope})
+    assert sizes == parse_mtp_config(silent | {"rope_parameters": YARN})
+
+
+@pytest.mark.parametrize("extra", [{"d2t": torch.zeros(7, dtype=torch.int64)}, {"t2d": torch.ones(105)}])
+def test_a_modules_file_has_no_draft_vocabulary(extra: dict[str, torch.Tensor]) -> None:
+    running = running_module(CONFIGS["glm4_moe"])
+    body = save({n: torch.zeros(s) for n, s in weight_shapes(running).items()} | extra)
+    with pytest.raises(DrafterRefusedError, match=f"not part of the drafter: {next(iter(extra))}"):
+        read_candidate(body, running, torch.zeros(105, dtype=torch.int64), torch.float32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

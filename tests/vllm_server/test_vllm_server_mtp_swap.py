@@ -158,7 +158,7 @@ def test_every_state_and_logit_is_that_of_our_module(glm: Serving, tmp_path: Pat
         else:  # the head reads one of the rows just made
             row = (call["hidden_states"] - pre).abs().sum(-1).argmin()
             normed = rms_norm(pre[row], ours.shared_head.norm.weight, ours.config.rms_norm_eps)
-            worst = max(worst, float((call["logits"][0] - ours.head @ normed).abs().max()))
+            worst = max(worst, float((call["logits"][0] - mirror.head @ normed).abs().max()))
             seen += 1
     print(f"{name}: {seen} drafts, largest difference {worst:.2e}")
     assert seen >= DEPTH * 3

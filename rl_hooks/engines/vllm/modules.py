@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.format.drafter import MODEL_FILE, Sizes, weight_shapes
 from rl_hooks.format.eagle3 import DrafterConfig, DrafterError
-from rl_hooks.format.engines import limits
+from rl_hooks.format.engines import unknown_to_vllm
 from rl_hooks.format.mtp import GroupedSizes, MtpConfig, parse_mtp_config, prefix
 
 #: As vLLM renames a policy's model type for its module.
@@ -29,16 +29,17 @@ _INDEX_FILE: Final = "model.safetensors.index.json"
 def running_module(config: Mapping[str, Any]) -> MtpConfig:
     """Sizes of the MTP module that vLLM runs, by vLLM's copy of the policy's config. Raises `DrafterRefusedError`."""
     own = {**config, "model_type": _RENAMED.get(str(config.get("model_type")), config.get("model_type"))}
-    if isinstance(rope := config.get("rope_parameters"), Mapping):
-        # vLLM renames DeepSeek's YaRN once it has built the layer.
-        own["rope_parameters"] = {**rope, "rope_type": str(rope.get("rope_type", "default")).removeprefix("deepseek_")}
+    if unknown := unknown_to_vllm(own["model_type"]):
+        raise DrafterRefusedError(unknown)
+    for field in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(field), Mapping) and rope:
+            # vLLM renames DeepSeek's YaRN once it has built the layer.
+            kind = str(rope.get("rope_type", rope.get("type", "default"))).removeprefix("deepseek_")
+            own[field] = {**rope, "rope_type": kind}
     try:
-        sizes = parse_mtp_config(own)
+        return parse_mtp_config(own)
     except DrafterError as error:
         raise DrafterRefusedError(str(error)) from error
-    if beyond := limits("vllm", sizes):
-        raise DrafterRefusedError(beyond[0])
-    return sizes
 
 
 def shared_modules(sizes: Sizes) -> frozenset[str]:

@@ -86,6 +86,12 @@ def test_a_mask_that_contradicts_the_offsets_is_refused() -> None:
         candidate(save(tensors() | {"t2d": ~VOCABULARY.t2d}))
 
 
+def test_an_engine_that_lost_its_offsets_refuses_by_name() -> None:
+    """It was started with a drafter of a reduced vocabulary that had no d2t, so that it drafts over the whole one."""
+    with pytest.raises(DrafterRefusedError, match="d2t has 20 entries, the served one 40"):
+        read_candidate(save(tensors()), CONFIG, torch.zeros(40, dtype=torch.int64), torch.float32)
+
+
 @pytest.mark.parametrize("offsets", [False, True])
 def test_a_drafter_over_the_whole_vocabulary_needs_no_offsets(offsets: bool) -> None:
     whole = replace(CONFIG, draft_vocab_size=40)
