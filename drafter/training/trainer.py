@@ -339,7 +339,7 @@ class DrafterTrainer(Generic[_D]):
         if not isinstance(document, dict) or document.get("format") != _FORMAT or not keys <= document.keys():
             raise CheckpointError(
                 f"{path} is not a {_FORMAT} state with {sorted(keys)}: another version wrote it. Go on with that "
-                "version, or move the state away and begin with the drafter alone"
+                f"version, or move the whole checkpoint ({directory.parent}) away and begin with the drafter alone"
             )
         if not isinstance(document["drafter"], dict):
             raise CheckpointError(f"{path}: drafter must be an object, got {document['drafter']!r}")
