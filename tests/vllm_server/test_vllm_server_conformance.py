@@ -33,7 +33,7 @@ class Mirror:
     """Our drafter with a cache by position, repeating the engine's calls for one sequence."""
 
     def __init__(self, drafter: Eagle3Drafter) -> None:
-        self.drafter = drafter
+        self.drafter, self.embed_tokens = drafter, policy_of(base_policy()[0]).embed_tokens
         self.keys = torch.zeros(256, drafter.cache_heads, drafter.config.head_dim)
         self.values = torch.zeros_like(self.keys)
 
@@ -46,7 +46,7 @@ class Mirror:
         start = int(positions[0])
         n = int((positions == start + torch.arange(len(positions))).int().cumprod(0).sum())
         input_ids, positions, hidden = input_ids[:n], positions[:n], hidden[:n]
-        embedding = self.drafter.embed(input_ids)[None]
+        embedding = self.drafter.embed(input_ids, self.embed_tokens)[None]
         past = (x[:start].transpose(0, 1)[None] for x in (self.keys, self.values))
         pre, keys, values = self.drafter.attend(embedding, hidden[None], positions[None], *past)
         for store, new in ((self.keys, keys), (self.values, values)):
