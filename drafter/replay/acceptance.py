@@ -232,7 +232,7 @@ def replay_rounds(conditional: npt.NDArray[np.floating], segments: Segments) -> 
 
     `conditional` [N, K]: row i, column j = probability that the j-th draft of a round whose first draft is token i of
     the packed axis is accepted, given that those before it were. Entries past the end of a segment are not read.
-    With R[s] the expected number of rounds begun at token s of a segment of n (eagle3.md, "Replay α"):
+    With R[s] the expected number of rounds begun at token s of a segment of n (docs/reference/algorithm.md):
 
         R[0] = 1;  for s ascending:  survived = 1
             for j in 0..K-1:  R[s+j+1] += R[s]·survived·(1 - c[s,j]);  survived *= c[s,j]

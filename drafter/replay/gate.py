@@ -1,6 +1,6 @@
 """The promotion gate: may a candidate replace the served drafter?
 
-Both are replayed on the same held-out rollouts, so prompts' difficulty cancels (eagle3.md: paired comparison needs a
+Both are replayed on the same held-out rollouts, so prompts' difficulty cancels (a paired comparison needs a
 hundred times less than a live split). The tokens are the same, so α_candidate / α_served is the ratio of the sums of
 their rounds, and its lower confidence bound decides. What cannot be judged is refused: no data is not success.
 
