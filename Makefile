@@ -52,7 +52,7 @@ types: $(VENV)/.ready ## Strict types
 unit: $(VENV)/.ready ## The tests (ARGS="-k replay")
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-quick: $(VENV)/.ready ## The tests that take a minute together: none that is slow, kills processes or needs a vLLM
+quick: $(VENV)/.ready ## The tests but the slow ones, those that kill processes, the demo and vLLM (minutes)
 	@$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not chaos and not demo" --ignore tests/vllm_server $(ARGS)
 
 coverage: $(VENV)/.ready ## The lines of service, drafter and rl_hooks that no test runs (not part of `make test`)
