@@ -114,7 +114,8 @@ def forward_error(model: Any, c: Case) -> float:
     plan = make_plan(b.cu_seqlens, torch.ones(T, dtype=torch.bool), STEPS)
     ours = unroll(c.drafter, plan, b.input_ids, b.aux_hidden, c.embed_tokens)
     mask = eagle.prepare_decoder_attention_mask(torch.ones(1, T, dtype=torch.bool), (1, T), b.aux_hidden[None], 0)
-    h, cache, errors = model.project_hidden_states(b.aux_hidden[None]), [[], []], []
+    h, errors = model.project_hidden_states(b.aux_hidden[None]), []
+    cache: list[list[torch.Tensor]] = [[], []]
     for step in range(STEPS):
         tokens = torch.zeros(1, T, dtype=torch.int64)
         tokens[0, : T - 1 - step] = b.input_ids[1 + step :]

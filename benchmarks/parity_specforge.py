@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import step_peers  # noqa: E402 - the path must be set first
-from parity_fixtures import DECAY, VOCAB, Case, Result, case, deviation, ours  # noqa: E402
+from parity_fixtures import DECAY, VOCAB, Case, Result, case, deviation, ours  # noqa: E402 - the path must be set first
+
+from benchmarks import step_peers  # noqa: E402
 
 LIMIT = 1e-5
 DOCUMENTS = {"one": (96,), "packed": (40, 18, 64, 21)}

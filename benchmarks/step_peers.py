@@ -118,7 +118,7 @@ def make_case(
         tokens = documents * length
         last = drawn(tokens, size.hidden)
         last[:, 0] = 4.0
-        chunks = [torch.logsumexp(x @ head.T, -1) for x in last.split(1024)]
+        chunks = [torch.logsumexp(x @ head.T, -1) for x in torch.split(last, 1024)]
         mask = torch.arange(length) >= max(2, round(length * (1 - response)))
         return RolloutBatch(
             input_ids=torch.randint(size.vocab, (tokens,), generator=g, device=device),
@@ -148,7 +148,7 @@ def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
         plan = make_plan(batch.cu_seqlens, batch.loss_mask, case.steps).to(batch.input_ids.device)
         unrolled = unroll(drafter, plan, batch.input_ids, batch.aux_hidden, case.embed_tokens)
         if full_vocabulary:
-            for rows in batch.last_hidden[plan.target_rows].split(128):
+            for rows in torch.split(batch.last_hidden[plan.target_rows], 128):
                 (rows @ case.head.T).float().max(-1)
         product = torch.float32 if batch.input_ids.device.type == "cpu" else batch.aux_hidden.dtype  # as the trainer
         target = draft_target(batch, plan, drafter.vocabulary, head, product)
@@ -163,9 +163,11 @@ def ours_trainer(case: Case) -> Step:
 
     Copies, casts, clipping and the optimizer included. The head's rows go to the device once, as for a policy version.
     """
-    compute = "bfloat16" if case.head.dtype == torch.bfloat16 else "float32"
     settings = TrainConfig(
-        steps_ahead=case.steps, step_decay=STEP_DECAY, train_lm_head=case.train_head, compute_dtype=compute
+        steps_ahead=case.steps,
+        step_decay=STEP_DECAY,
+        train_lm_head=case.train_head,
+        compute_dtype="bfloat16" if case.head.dtype == torch.bfloat16 else "float32",
     )
     trainer = DrafterTrainer(case.drafter, settings)
     policy = Policy(0, case.embed_tokens, TargetHead(case.head.cpu()))
@@ -308,7 +310,7 @@ def floating_point_operations(
     attention counts its causal half of a document.
     """
     H, q, kv = size.hidden, size.heads * size.head_dim, size.kv_heads * size.head_dim
-    row = 4 * 3 * H * H + 6 * (steps + 1) * H * (q + 2 * kv) + 6 * steps * (q * H + 3 * H * size.intermediate)
+    row: float = 4 * 3 * H * H + 6 * (steps + 1) * H * (q + 2 * kv) + 6 * steps * (q * H + 3 * H * size.intermediate)
     row += 7 * steps * (tokens / documents) * q + 3 * q * steps * (steps - 1)
     row += (6 if train_head else 4) * steps * H * size.draft + 2 * H * size.draft
     context = 4 * 3 * H * H + 12 * H * 2 * kv

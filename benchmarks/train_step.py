@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.tokens = options.tokens or TOKENS[options.device]
-    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    sys.path.insert(0, str(ROOT))
     if options.cell:
         print("CELL " + json.dumps(_run_cell(json.loads(options.cell))), flush=True)
         return 0
@@ -164,7 +164,8 @@ def _run_cell(cell: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _steps(cell: dict[str, Any], tokens: int, response: float) -> tuple[Any, Any]:
     import torch
-    from step_peers import PEERS, SIZES, make_case, ours
+
+    from benchmarks.step_peers import PEERS, SIZES, make_case, ours
 
     case = make_case(
         SIZES[cell["size"]],
@@ -179,7 +180,7 @@ def _steps(cell: dict[str, Any], tokens: int, response: float) -> tuple[Any, Any
 
 def _compared(cell: dict[str, Any], response: float) -> dict[str, Any]:
     """Ours against the peer: CPU seconds of alternating steps, or the peak of one step of each."""
-    from step_peers import agreement
+    from benchmarks.step_peers import agreement
 
     ours, theirs = _steps(cell, cell["tokens"], response)
     if cell["mode"] == "memory":
@@ -217,8 +218,8 @@ def _gpu(cell: dict[str, Any], response: float, timed: Callable[..., dict[str, A
     `timed` is `_timed`: what a test without a GPU replaces.
     """
     import torch
-    from step_peers import PEERS, SIZES, floating_point_operations, make_case, ours, ours_trainer
 
+    from benchmarks.step_peers import PEERS, SIZES, floating_point_operations, make_case, ours, ours_trainer
     from drafter.device import has_triton
 
     size, documents = SIZES[cell["size"]], cell["documents"]
@@ -261,7 +262,7 @@ def _timed(step: Callable[[int], object], batches: int, count: int) -> dict[str,
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     resident = torch.cuda.memory_allocated()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
     for i, mark in enumerate(marks[1:]):
         step(i % batches)

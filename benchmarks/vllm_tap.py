@@ -21,12 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "vllm_server")]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from engine_fixtures import base_policy, elicit_prompts, random_drafter, write  # noqa: E402 - after the path
-from vllm_process import VllmServer  # noqa: E402
+from vllm_server.vllm_process import VllmServer  # noqa: E402
 
 #: None: the model runner as vLLM made it.
 SETTINGS: tuple[float | None, ...] = (None, 0.0, 0.05, 1.0)
@@ -110,7 +111,7 @@ def main() -> None:
         drafters = Path(scratch) / "drafters"
         write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), drafters / "random")
         tap = {"URL": f"http://127.0.0.1:{sink.server_port}", "FRACTION": "1.0", "TOKENS_PER_MINUTE": "10000000"}
-        environment = {f"DRAFTALIGN_TAP_{name}": value for name, value in tap.items()}
+        environment: dict[str, Any] = {f"DRAFTALIGN_TAP_{name}": value for name, value in tap.items()}
         server = VllmServer(Path(scratch), drafters / "random", drafters, **environment)
         try:
             server.wait_until_healthy()

@@ -124,7 +124,7 @@ def train_lightly(
             logits = drafter.logits(unrolled.pre[step])
             loss = loss + torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-1)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
     return drafter.eval()
 
@@ -140,4 +140,5 @@ def chi_square_excess(counts: np.ndarray, expected: np.ndarray) -> float:
     counts, expected = counts[used], expected[used]
     degrees = counts.size - 1
     statistic = float((np.square(counts - expected) / expected).sum())
-    return ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (2 / (9 * degrees)) ** 0.5
+    spread = 2 / (9 * degrees)
+    return float(((statistic / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5)

@@ -162,6 +162,12 @@ _ROPE: Final = {"rope_type": "default", "rope_theta": 5e5}
 _YARN: Final = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
 
+
+def _layers(named: object) -> dict[str, Any]:
+    """The layers named at the top level alone."""
+    return {_IDS: named, "eagle_config": ABSENT}
+
+
 _EAGLE3: Final[dict[str, Case]] = {
     # --- good
     "as draftalign writes it": _good(),
@@ -203,11 +209,11 @@ _EAGLE3: Final[dict[str, Case]] = {
     "norm_before_residual that is a text": _odd(norm_before_residual="yes"),
     # --- layers
     "other outputs than inputs": _odd(eagle_config={_IDS: [2, 4, 5]}),
-    "layers of the wrong order": _odd(**{_IDS: [5, 4, 2], "eagle_config": ABSENT}),
-    "a layer twice": _odd(**{_IDS: [2, 2, 5], "eagle_config": ABSENT}),
-    "a negative layer": _odd(**{_IDS: [-1, 4, 5], "eagle_config": ABSENT}),
-    "layers that are texts": _odd(**{_IDS: ["2", "4", "5"], "eagle_config": ABSENT}),
-    "no layers at all": _odd(**{_IDS: [], "eagle_config": ABSENT}),
+    "layers of the wrong order": _odd(**_layers([5, 4, 2])),
+    "a layer twice": _odd(**_layers([2, 2, 5])),
+    "a negative layer": _odd(**_layers([-1, 4, 5])),
+    "layers that are texts": _odd(**_layers(["2", "4", "5"])),
+    "no layers at all": _odd(**_layers([])),
     "no auxiliary states": _odd(eagle_config={"use_aux_hidden_state": False}),
     "eagle_config that is a list": _odd(eagle_config=[1, 3, 4]),
     # --- sizes
@@ -278,4 +284,4 @@ _MTP_CASES: Final[dict[str, Case]] = {
 
 CORPUS: Final[Mapping[str, Case]] = _EAGLE3 | _MTP_CASES
 #: Named by nobody: readers that know the run's or the engine's layers take those, the others refuse.
-NO_LAYERS: Final = _good(**{_IDS: ABSENT, "eagle_config": ABSENT})
+NO_LAYERS: Final = _good(**_layers(ABSENT))

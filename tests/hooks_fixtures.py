@@ -22,6 +22,7 @@ from rl_hooks import wire
 
 VOCAB = 61
 HIDDEN = 32
+Answer = tuple[int, dict[str, str], Any]  # status, headers, JSON body
 
 
 def tiny_qwen3(layers: int = 4, *, tied: bool = True, seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
@@ -95,7 +96,7 @@ class Receiver:
     expects: int = 0
     #: Answer to `Expect: 100-continue`; None lets the body come.
     refuse: Callable[[], tuple[int, dict[str, str], Any] | None] = lambda: None
-    answer: Callable[[Received], tuple[int, dict[str, str], Any]] = lambda _request: (202, {}, {"duplicate": False})
+    answer: Callable[[Received], Answer] = lambda _request: (202, {}, {"duplicate": False})
     misbehave: str = ""  # "", "reset", "garbage", "slow", "silent"
 
     def rollouts(self) -> list[Received]:

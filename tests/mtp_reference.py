@@ -26,7 +26,7 @@ def frequencies(c: Any) -> tuple[list[float], float, float]:
 
     def dimension(rotations: float) -> float:
         length = rope["original_max_position_embeddings"]
-        return d * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+        return float(d * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope["rope_theta"])))
 
     def mscale(m: float) -> float:
         return 0.1 * m * math.log(rope["factor"]) + 1
@@ -103,7 +103,7 @@ class Row:
             scores = torch.stack([self.q[n] @ other.k[n] for other in visible]) * scale
             p = torch.exp(scores) / torch.exp(scores).sum()
             heads.append(sum(p[i] * other.v[n] for i, other in enumerate(visible)))
-        h1 = self.h + w["self_attn.o_proj.weight"] @ torch.cat(heads)  # type: ignore[arg-type]
+        h1 = self.h + w["self_attn.o_proj.weight"] @ torch.cat(heads)
         return h1 + feed_forward(w, c, rms(h1, w["post_attention_layernorm.weight"], c.rms_norm_eps))
 
 
@@ -122,7 +122,7 @@ def reference_pres(
     first = [
         Row(w, c, embed[ids[t + 1]] * (0.0 if zero_first and t == 0 else 1.0), last_hidden[t], t) for t in range(n - 1)
     ]
-    out = {}
+    out: dict[tuple[int, int], Tensor] = {}
     for t in range(n - 2):
         here, own = first[t], []
         for j in range(steps):

@@ -56,7 +56,10 @@ class Case:
 def case(lengths: tuple[int, ...], *, response: float, draft: int, seed: int = 0) -> Case:
     """Random documents of these lengths, the last `response` share of each generated; all in float32."""
     g = torch.Generator().manual_seed(seed)
-    drawn = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731 - one line, used all over
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
     config = DrafterConfig(HIDDEN, HIDDEN, 48, 4, 2, 8, VOCAB, draft, AUX)
     kept = torch.randperm(VOCAB, generator=g)[:draft].sort().values
     embed_tokens, drafter = drawn(VOCAB, HIDDEN), Eagle3Drafter(config, DraftVocabulary(kept, VOCAB))
@@ -101,13 +104,14 @@ def theirs(c: Case, steps: int, *, packed: bool) -> Result:
 
 def _their_result(model: Any, c: Case, documents: list[int], steps: int) -> Result:
     rows = _rows(c, documents)
-    eager, called = _imported("speculators.losses.eager"), []
+    eager, called = _imported("speculators.losses.eager"), list[None]()
 
     def summed(logits: Tensor, targets: Tensor) -> Tensor:
         """Elementwise KL times what the caller is about to divide by."""
         mask = rows["loss_mask"][:, len(called) :]
         called.append(None)
-        return eager.kl_div_loss(logits, targets) * (mask.sum() + 1e-5)
+        weighted: Tensor = eager.kl_div_loss(logits, targets) * (mask.sum() + 1e-5)
+        return weighted
 
     _, loss, metrics = model(**rows, ttt_steps=steps, ttt_step_loss_decay=DECAY, loss_config={"kl_div": (summed, 1.0)})
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}

@@ -71,12 +71,12 @@ class DraftModel(nn.Module):
         H, inner, width = document["hidden_size"], document["intermediate_size"], document["head_dim"]
         heads, groups = document["num_attention_heads"], document["num_key_value_heads"]
         layers = len(document["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
-        self.model = nn.Module()
+        self.model: Any = nn.Module()
         self.model.embed_tokens = nn.Module()
         self.model.embed_tokens.weight = embedding
         self.model.fc = _parameter(H, layers * document["target_hidden_size"])
         self.model.norm = _parameter(H)
-        layer = nn.Module()
+        layer: Any = nn.Module()
         for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
             setattr(layer, name, _parameter(H))
         layer.self_attn, layer.mlp = nn.Module(), nn.Module()
@@ -85,7 +85,7 @@ class DraftModel(nn.Module):
         layer.mlp.gate_up_proj = _parameter(2 * inner, H)
         layer.mlp.down_proj = _parameter(H, inner)
         self.model.layers = nn.ModuleList([layer])
-        self.lm_head = _parameter(document["draft_vocab_size"], H)
+        self.lm_head: Any = _parameter(document["draft_vocab_size"], H)
         sizes = {"q": heads * width, "k": groups * width, "v": groups * width, 0: inner, 1: inner}
         self._slices: dict[str | int, slice] = {}
         for group in (("q", "k", "v"), (0, 1)):
@@ -98,7 +98,7 @@ class DraftModel(nn.Module):
         self.load_weights(load_file(directory / "model.safetensors").items())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        stacked = [
+        stacked: list[tuple[str, str, str | int]] = [
             (".qkv_proj", ".q_proj", "q"),
             (".qkv_proj", ".k_proj", "k"),
             (".qkv_proj", ".v_proj", "v"),

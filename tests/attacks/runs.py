@@ -59,7 +59,7 @@ _CONFIGS: Final[dict[str, list[Any]]] = {
     "max_position_embeddings": ["x", [1], -1, 1 << 40, 1e30],
 }
 #: These make no drafter what it is not: the default stands for them.
-_HARMLESS: Final = [("rope_theta", {})]
+_HARMLESS: Final[list[tuple[str, Any]]] = [("rope_theta", {})]
 #: Where another field is named than the one that was changed: the two do not fit each other.
 _OTHER_WORDS: Final[dict[tuple[str, str], str]] = {
     ("rope_parameters", "{'full_attention': 'x'}"): "full_attention must be an object",

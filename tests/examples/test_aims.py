@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from drafter_worlds import SHAPES, World, world
-from test_losses import laws
+from loss_reference import laws
 from torch import Tensor
 
 from benchmarks.aims import SHARPER, Aim, AimedTrainer

@@ -54,7 +54,7 @@ def left_over(out: Path) -> list[str]:
 
 
 def mean(rows: list[dict[str, Any]], name: str) -> float:
-    return sum(row[name] for row in rows) / len(rows)
+    return float(sum(row[name] for row in rows) / len(rows))
 
 
 @pytest.mark.demo

@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import examples.engine
 from drafter.model.eagle3 import Eagle3Drafter
-from examples.engine_drafting import Draft, DraftingMode
+from examples.engine_drafting import Draft, DraftingMode, verify
 from examples.engine_sequences import Completion, Sampling
 
 PROMPTS = elicit_prompts(80) + odd_prompts(60)
@@ -146,13 +146,13 @@ def _small_policy() -> Any:
 def _exact_law(model: Any, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
     """Probability of every response of at most LENGTH tokens that ends at EOS."""
     law: dict[tuple[int, ...], float] = {}
-    open_texts = {(): 1.0}
+    open_texts: dict[tuple[int, ...], float] = {(): 1.0}
     for step in range(LENGTH):
         texts = list(open_texts)
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *text] for text in texts])).logits[:, -1]
         steps = (logits.double() / temperature).softmax(-1).tolist()
-        following = {}
+        following: dict[tuple[int, ...], float] = {}
         for text, probabilities in zip(texts, steps, strict=True):
             for token, probability in enumerate(probabilities):
                 ended = token == EOS or step == LENGTH - 1
@@ -211,12 +211,10 @@ def test_plain_sampling_has_exactly_the_policys_distribution() -> None:
 def test_the_chi_square_test_notices_a_verifier_that_accepts_every_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    genuine = examples.engine.verify
-
     def accept_all(
         p: torch.Tensor, draft: Draft | None, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        accepted, emitted = genuine(p, draft, generator)
+        accepted, emitted = verify(p, draft, generator)
         if draft is None:
             return accepted, emitted
         return torch.full_like(accepted, draft.tokens.shape[1]), torch.cat([draft.tokens, emitted[:, -1:]], dim=1)

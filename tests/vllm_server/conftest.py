@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine_fixtures import base_policy, random_drafter, trained_drafter, write
-from vllm_process import PYTHON, VllmServer
+from vllm_server.vllm_process import PYTHON, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter
 

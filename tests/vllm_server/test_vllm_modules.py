@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_policies import CONFIGS, module, write_module, write_policy
 from safetensors.torch import load_file, save, save_file
 from torch import nn
+from vllm_server.mtp_policies import CONFIGS, module, write_module, write_policy
 
 from drafter.files.mtp import export_mtp_config
 from drafter.model.eagle3 import DrafterConfig

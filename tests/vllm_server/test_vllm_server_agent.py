@@ -15,10 +15,10 @@ from redis import Redis
 from safetensors.torch import load_file
 from service_fixtures import RunningService
 from storage_fixtures import Store
-from test_vllm_server_conformance import logged
 from torch import Tensor
-from vllm_load import Load, alpha, edited
-from vllm_process import DEPTH, VllmServer
+from vllm_server.vllm_conformance import logged
+from vllm_server.vllm_load import Load, alpha, edited
+from vllm_server.vllm_process import DEPTH, VllmServer
 
 from drafter.files.checkpoint import config_fingerprint
 from drafter.model.eagle3 import Eagle3Drafter

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_api import differences
-from vllm_process import PYTHON
+from vllm_server.vllm_api import differences
+from vllm_server.vllm_process import PYTHON
 
 from rl_hooks.engines.vllm.tap import V1_ARGUMENTS, V2_ARGUMENTS
 
@@ -30,7 +30,7 @@ def test_a_renamed_parameter_is_found(tmp_path: Path) -> None:
 
 
 def test_the_list_names_what_the_tap_reads() -> None:
-    from vllm_api import FUNCTIONS
+    from vllm_server.vllm_api import FUNCTIONS
 
     v1 = [set(parameters) for _, _, name, parameters in FUNCTIONS if name == "propose_draft_token_ids"]
     v2 = [set(parameters) for _, _, name, parameters in FUNCTIONS if name == "propose"]

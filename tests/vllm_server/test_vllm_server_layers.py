@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_fixtures import base_policy, random_drafter, write
-from test_vllm_server_conformance import check_conformance
-from vllm_process import VllmServer
+from vllm_server.vllm_conformance import check_conformance
+from vllm_server.vllm_process import VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def drafter_of(seed: int, **form: int) -> Eagle3Drafter:
+def drafter_of(seed: int, **form: Any) -> Eagle3Drafter:
     """Random weights, large enough that every layer matters."""
     one = random_drafter(base_policy()[0], seed=5, draft_vocab_size=96)
     with torch.random.fork_rng(devices=[]):
@@ -29,7 +30,10 @@ def drafter_of(seed: int, **form: int) -> Eagle3Drafter:
     return drafter
 
 
-FORMS = {"two layers": {"num_hidden_layers": 2}, "a normed residual": {"norm_before_residual": True}}
+FORMS: dict[str, dict[str, Any]] = {
+    "two layers": {"num_hidden_layers": 2},
+    "a normed residual": {"norm_before_residual": True},
+}
 
 
 @pytest.fixture(scope="module", params=FORMS)

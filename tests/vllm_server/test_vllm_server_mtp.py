@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from service_fixtures import RunningService
 from storage_fixtures import Store
 from torch import Tensor
-from vllm_process import VllmServer
+from vllm_server.vllm_process import VllmServer
 
 from examples.policy import BASE_POLICY
 from rl_hooks.agent.follower import EngineFollower

@@ -6,24 +6,26 @@ and vLLM's other path forgets to rotate the queries on a CPU: it is swapped unde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from agent_fixtures import eventually, start_agent
 from engine_fixtures import EOS_ID
-from mtp_policies import batch_of_texts, embedding_and_head, module, shared, write_module, write_policy
 from safetensors.torch import load_file, save_file
 from service_fixtures import RunningService
-from test_vllm_server_conformance import TOLERANCE, calls, record
 from torch import Tensor
-from vllm_load import Load
-from vllm_process import DEPTH, V2_RUNNER, VllmServer
+from vllm_server.mtp_policies import batch_of_texts, embedding_and_head, module, shared, write_module, write_policy
+from vllm_server.vllm_conformance import TOLERANCE, calls, record
+from vllm_server.vllm_load import Load
+from vllm_server.vllm_process import DEPTH, V2_RUNNER, VllmServer
 
 from drafter.files.checkpoint import config_fingerprint
 from drafter.model.pointwise import rms_norm
@@ -46,7 +48,7 @@ class Serving:
 
 
 @contextmanager
-def serving_family(family: str, scratch: Path, **environment: str) -> Iterator[Serving]:
+def serving_family(family: str, scratch: Path, **environment: Any) -> Iterator[Serving]:
     modules = scratch / "modules"
     modules.mkdir()
     write_module(family, modules / "trained")
@@ -139,7 +141,7 @@ class Mirror:
         keys, values = (torch.stack([self.cache[p][i] for p in range(position + 1)], dim=1) for i in (0, 1))
         shared = query.shape[0] // keys.shape[0]
         keys, values = keys.repeat_interleave(shared, 0), values.repeat_interleave(shared, 0)  # [N, position + 1, hd]
-        scores = (keys @ query[:, :, None])[..., 0] / query.shape[-1] ** 0.5
+        scores = (keys @ query[:, :, None])[..., 0] / math.sqrt(query.shape[-1])
         return (scores.softmax(-1)[:, None] @ values)[:, 0]
 
 
@@ -259,7 +261,8 @@ def test_a_module_that_lost_every_parameter_is_healed_by_a_push(glm: Serving) ->
     assert server.swap("trained", "alive").status_code == 200
     assert server.state()["loaded"] is True
     again, healed, _ = sampled(server)
-    assert (again, healed) == (texts, pytest.approx(alive, abs=0.05))
+    assert again == texts
+    assert healed == pytest.approx(alive, abs=0.05)
 
 
 def test_a_load_that_breaks_half_way_is_undone_and_the_engine_serves_on(glm: Serving) -> None:

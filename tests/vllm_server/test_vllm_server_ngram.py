@@ -12,8 +12,8 @@ from engine_fixtures import base_policy, elicit_prompts, odd_prompts
 from redis import Redis
 from service_fixtures import RunningService
 from storage_fixtures import Store
-from test_vllm_server_conformance import logged
-from vllm_process import DEPTH, VllmServer
+from vllm_server.vllm_conformance import logged
+from vllm_server.vllm_process import DEPTH, VllmServer
 
 from drafter.replay.ngram import ngram_replay
 from examples.features import batch_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 from engine_fixtures import base_policy, elicit_prompts
 from torch import Tensor
-from vllm_load import PROMPTS, Load, alpha, edited
-from vllm_process import DEPTH, VllmServer
+from vllm_server.vllm_load import PROMPTS, Load, alpha, edited
+from vllm_server.vllm_process import DEPTH, VllmServer
 
 from drafter.files.checkpoint import config_fingerprint, read_drafter
 from drafter.model.eagle3 import Eagle3Drafter
@@ -55,7 +55,7 @@ def integers_for_weights(tensors: dict[str, Tensor]) -> None:
     tensors["norm.weight"] = torch.ones(64, dtype=torch.int64)
 
 
-REFUSALS = [
+REFUSALS: list[tuple[Callable[[dict[str, Tensor]], None], dict[str, object], str]] = [
     (poison_embedding, {}, "embed_tokens"),
     (drop_a_tensor, {}, "down_proj"),
     (crop_a_tensor, {}, r"\(64, 191\)"),

@@ -17,7 +17,7 @@ from redis import Redis
 from safetensors.torch import load_file
 from service_fixtures import RunningService
 from storage_fixtures import RolloutQueue, Store
-from vllm_process import DEPTH, V2_RUNNER, VllmServer
+from vllm_server.vllm_process import DEPTH, V2_RUNNER, VllmServer
 
 from drafter.batch import load_batch
 from examples.policy import AUX_LAYERS

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from decode_fixtures import policy_of
 from engine_fixtures import base_policy, elicit_prompts
-from test_vllm_server_conformance import check_conformance, logged
-from vllm_process import DEPTH, V2_RUNNER, VllmServer
+from vllm_server.vllm_conformance import check_conformance, logged
+from vllm_server.vllm_process import DEPTH, V2_RUNNER, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.replay import replay

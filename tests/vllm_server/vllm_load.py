@@ -14,7 +14,7 @@ from pathlib import Path
 from engine_fixtures import elicit_prompts, odd_prompts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from vllm_process import VllmServer
+from vllm_server.vllm_process import VllmServer
 
 PROMPTS = elicit_prompts(10, seed=3) + odd_prompts(10, seed=3)
 _EDITS = 0

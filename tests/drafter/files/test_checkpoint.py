@@ -20,13 +20,12 @@ from drafter.files.checkpoint import (
     MODEL_FILE,
     config_fingerprint,
     export_config,
-    parse_config,
     read_drafter,
-    tensor_shapes,
     write_drafter,
 )
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.format.eagle3 import parse_config, tensor_shapes
 
 CONFIG = DrafterConfig(
     hidden_size=16,

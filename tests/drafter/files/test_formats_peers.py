@@ -106,7 +106,8 @@ def test_specforges_own_model_computes_from_our_export_what_ours_computes(tmp_pa
         assert (absent, unknown) == (["embed_tokens.weight"], [])
         model.embed_tokens.weight.data.copy_(c.embed_tokens)
         mask = eagle.prepare_decoder_attention_mask(torch.ones(1, T, dtype=torch.bool), (1, T), b.aux_hidden[None], 0)
-        h, cache, errors = model.project_hidden_states(b.aux_hidden[None]), [[], []], []
+        h, errors = model.project_hidden_states(b.aux_hidden[None]), []
+        cache: list[list[torch.Tensor]] = [[], []]
         for step in range(3):
             tokens = torch.zeros(1, T, dtype=torch.int64)
             tokens[0, : T - 1 - step] = b.input_ids[1 + step :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ def _drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
     "dense": (lambda: _drawn(N, K), lambda: _drawn(M, K)),
     "transposed": (lambda: _drawn(K, N).t(), lambda: _drawn(K, M).t()),
     "half of the columns": (lambda: _drawn(N, 2 * K)[:, K:], lambda: _drawn(M, 2 * K)[:, :K]),

@@ -23,7 +23,7 @@ from drafter.files.checkpoint import (
 )
 from drafter.files.formats import export_drafter, import_drafter
 from drafter.model import eagle3_unroll as unroll_module
-from drafter.model.eagle3 import Eagle3Drafter
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.model.eagle3_unroll import unroll
 from drafter.policy import TargetHead
 from drafter.replay.replay import replay
@@ -59,22 +59,22 @@ def ours(w: World, steps: int) -> DraftLoss:
 class Node:
     """One row in one layer, one head at a time."""
 
-    def __init__(self, w: dict[str, Tensor], c: object, layer: str, x: Tensor, r: Tensor, position: int) -> None:
+    def __init__(self, w: dict[str, Tensor], c: DrafterConfig, layer: str, x: Tensor, r: Tensor, position: int) -> None:
         self.w, self.c, self.layer, self.r = w, c, layer, r
-        hd, theta = c.head_dim, c.rope_theta  # type: ignore[attr-defined]
+        hd, theta = c.head_dim, c.rope_theta
         q, k, v = (w[f"{layer}.self_attn.{n}_proj.weight"] @ x for n in "qkv")
-        self.q = [turn(part, position, theta) for part in q.split(hd)]
-        self.k = [turn(part, position, theta) for part in k.split(hd)]
-        self.v = list(v.split(hd))
+        self.q = [turn(part, position, theta) for part in torch.split(q, hd)]
+        self.k = [turn(part, position, theta) for part in torch.split(k, hd)]
+        self.v = list(torch.split(v, hd))
 
     def pre(self, visible: list[Node]) -> Tensor:
         c, w, heads = self.c, self.w, []
         for h, q in enumerate(self.q):
             g = h // (len(self.q) // len(self.k))
             p = torch.softmax(torch.stack([q @ n.k[g] for n in visible]) / math.sqrt(q.numel()), 0)
-            heads.append(sum(p[i] * n.v[g] for i, n in enumerate(visible)))
+            heads.append(sum((p[i] * n.v[g] for i, n in enumerate(visible)), torch.zeros(())))
         h1 = self.r + w[f"{self.layer}.self_attn.o_proj.weight"] @ torch.cat(heads)
-        x = rms(h1, w[f"{self.layer}.post_attention_layernorm.weight"], c.rms_norm_eps)  # type: ignore[attr-defined]
+        x = rms(h1, w[f"{self.layer}.post_attention_layernorm.weight"], c.rms_norm_eps)
         gate, up = (w[f"{self.layer}.mlp.{n}_proj.weight"] @ x for n in ("gate", "up"))
         return h1 + w[f"{self.layer}.mlp.down_proj.weight"] @ (torch.nn.functional.silu(gate) * up)
 

@@ -38,7 +38,7 @@ from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
 from drafter.unroll.plan import Plan, make_plan
 from drafter.unroll.unrolled import Unrolled
-from rl_hooks.format.mtp import mtp_shapes
+from rl_hooks.format.mtp import LatentSizes, mtp_shapes
 
 VOCAB, LAYERS = 41, 3
 YARN = {
@@ -391,9 +391,9 @@ def test_experts_multiplied_in_one_call_give_what_they_give_one_by_one(
         experts.zero_grad(set_to_none=True)
         x.grad = None
     assert sum(int(not bool(g.any())) for g in found[0]) >= 6  # three weights of two experts
-    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.5}
+    rtol, atol = (1e-4, 1e-4) if dtype == torch.float32 else (0.05, 0.5)
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, **close)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("loss", ["kl", "alpha"])
@@ -408,7 +408,7 @@ def test_a_step_never_waits_for_the_device(variant: str, loss: Loss) -> None:
     plan = drafter.plan(batch, 3).to("meta")
     shared = replace(shared, embed_tokens=shared.embed_tokens.to("meta"))
     target = draft_target(batch.to("meta"), plan, drafter.vocabulary, shared.needed_head(), torch.bfloat16)
-    trainer.loss_of(plan, batch.to("meta"), shared, target, 1.0).loss.backward()
+    torch.autograd.backward(trainer.loss_of(plan, batch.to("meta"), shared, target, 1.0).loss)
     assert all(p.grad is not None for p in drafter.parameters())
 
 
@@ -510,7 +510,7 @@ def test_replay_of_greedy_drafts_counts_the_rounds_that_live_drafting_with_trans
     drafter = MtpDrafter(replace(learner.drafter.config, zero_first_embedding=False))
     drafter.load_state_dict(learner.drafter.state_dict())
     twin = transformers_twin(drafter, shared, model.config).float()
-    ids, last = batch.input_ids.view(-1, n), batch.last_hidden.view(-1, n, 24)  # type: ignore[union-attr]
+    ids, last = batch.input_ids.view(-1, n), batch.last_hidden.view(-1, n, 24)
     rounds, accepted = [], 0
     for text, states in zip(ids, last, strict=True):
         emitted, count = 3, 0  # a prompt of two tokens, and the first response token, which the prefill gives
@@ -543,7 +543,9 @@ def break_bias(drafter: MtpDrafter) -> None:
 
 
 def break_rotation(drafter: MtpDrafter) -> None:
-    drafter.self_attn.sizes = replace(drafter.self_attn.sizes, interleaved=False)
+    sizes = drafter.self_attn.sizes
+    assert isinstance(sizes, LatentSizes)
+    drafter.self_attn.sizes = replace(sizes, interleaved=False)
 
 
 def break_first(drafter: MtpDrafter) -> None:

@@ -256,7 +256,7 @@ def test_a_text_ends_with_any_of_several_tokens(target: Any, trained: Eagle3Draf
     made = generate(target, trained, prompts, eos_id=[common, EOS], **size)  # type: ignore[arg-type]
     assert made.tokens == [upto(text, {common, EOS}) for text in whole]
     assert {text[-1] for text, how in zip(made.tokens, made.finished, strict=True) if how == "eos"} == {common, EOS}
-    for none in (None, []):
+    for none in (None, list[int]()):
         assert generate(target, trained, prompts[:5], eos_id=none, **size).tokens == whole[:5]  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def test_a_tree_holds_the_likeliest_paths_of_the_drafter(target: Any, trained: E
     tree = chain.grow(2, D, m)
     assert chain.pre is not None
     first = torch.log_softmax(trained.logits(chain.pre)[0], -1)  # [D]
-    scores = {(int(trained.vocabulary.ids[i]),): float(first[i]) for i in range(D)}
+    scores: dict[tuple[int, ...], float] = {(int(trained.vocabulary.ids[i]),): float(first[i]) for i in range(D)}
     for i in first.topk(m).indices.tolist():
         token = trained.vocabulary.ids[i].view(1)
         _, again, _, _ = prefilled(target, trained, prompt)
@@ -124,7 +125,7 @@ def test_a_child_never_comes_without_its_parent() -> None:
 
 @pytest.mark.parametrize("options", [{"depth": 1}, {"depth": 4}, {"depth": 3, "branches": 6, "nodes": 30}])
 def test_greedy_text_is_identical_with_and_without_a_tree(
-    target: Any, trained: Eagle3Drafter, options: dict[str, int]
+    target: Any, trained: Eagle3Drafter, options: dict[str, Any]
 ) -> None:
     prompts = make_prompts(120, 64)
     plain = generate(target, None, prompts, max_tokens=24, eos_id=EOS, temperature=0.0)
@@ -230,7 +231,8 @@ def test_a_text_ends_with_any_of_several_tokens(target: Any, trained: Eagle3Draf
 def test_settings_that_cannot_work_are_refused(target: Any, trained: Eagle3Drafter) -> None:
     with pytest.raises(DrafterError, match="at least one token"):
         generate_tree(target, trained, [[]], max_tokens=4)
-    for wrong in ({"depth": 0}, {"branches": 57}, {"nodes": 0}):
+    wrongs: list[dict[str, Any]] = [{"depth": 0}, {"branches": 57}, {"nodes": 0}]
+    for wrong in wrongs:
         with pytest.raises(DrafterError, match=str(next(iter(wrong)))):
             generate_tree(target, trained, [[1]], max_tokens=4, **wrong)
 
@@ -264,7 +266,7 @@ def drafter_of(target: Any, seed: int = 1) -> Eagle3Drafter:
 def three_ways(target: Any, drafter: Eagle3Drafter) -> list[list[list[int]]]:
     """Greedy text without a drafter, with a chain and with a tree."""
     prompts = make_prompts(8, VOCAB)
-    same = {"max_tokens": 16, "temperature": 0.0}
+    same: dict[str, Any] = {"max_tokens": 16, "temperature": 0.0}
     return [
         generate(target, None, prompts, **same).tokens,
         generate(target, drafter, prompts, depth=3, **same).tokens,
@@ -290,11 +292,12 @@ def test_every_family_is_decoded_rightly_or_refused(family: str) -> None:
         assert all(is_argmax(target, texts) for texts in three_ways(target, drafter))
         return
     named = f"{type(target).__name__} has {WINDOWED[family]}:"
-    for decode in (
+    decoders: list[Callable[[], object]] = [
         lambda: generate(target, None, [[5]], max_tokens=4),
         lambda: generate(target, drafter, [[5]], max_tokens=4),
         lambda: generate_tree(target, drafter, [[5]], max_tokens=4),
-    ):
+    ]
+    for decode in decoders:
         with pytest.raises(DrafterError, match=named):
             decode()
 

@@ -37,11 +37,11 @@ def test_chunking_changes_nothing(chunk: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
 
 
-class _Largest(TorchDispatchMode):
+class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Largest tensor made, by the size of its last axis."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.width, self.elements = width, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -25,7 +25,7 @@ from drafter.vocabulary import DraftVocabulary
 CONFIG = TrainConfig(steps_ahead=3, learning_rate=1e-2, weight_decay=0.1, warmup_windows=2)
 
 
-def trainer(config: TrainConfig = CONFIG, *, scrambled: bool = False) -> DrafterTrainer:
+def trainer(config: TrainConfig = CONFIG, *, scrambled: bool = False) -> DrafterTrainer[Eagle3Drafter]:
     """Equal trainers, unless scrambled: then all weights differ, so that what a file does not restore is seen."""
     drafter = world(SHAPES["packed, awkward"], dtype=torch.float32).drafter
     for parameter in drafter.parameters():
@@ -40,17 +40,17 @@ def batches(count: int) -> tuple[list[RolloutBatch], Policy]:
     return [cast(b, torch.float32) for b in made], w.policy
 
 
-def parameters(t: DrafterTrainer) -> dict[str, torch.Tensor]:
+def parameters(t: DrafterTrainer[Eagle3Drafter]) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in t.drafter.named_parameters()}
 
 
-def save(t: DrafterTrainer, directory: Path) -> None:
+def save(t: DrafterTrainer[Eagle3Drafter], directory: Path) -> None:
     """Drafter and trainer, as a checkpoint holds them."""
     write_drafter(directory, t.drafter)
     t.save(directory)
 
 
-def load(directory: Path, config: TrainConfig = CONFIG) -> DrafterTrainer:
+def load(directory: Path, config: TrainConfig = CONFIG) -> DrafterTrainer[Eagle3Drafter]:
     resumed = DrafterTrainer(read_drafter(directory), config)
     resumed.load(directory)
     return resumed
@@ -219,7 +219,7 @@ def test_gradients_of_a_bfloat16_window_come_near_those_of_float64(loss: Loss, b
     found = {}
     for dtype in ("float64", "bfloat16"):
         data, policy = batches(2)
-        t = trainer(replace(CONFIG, compute_dtype=dtype, loss=loss))  # type: ignore[arg-type]
+        t = trainer(replace(CONFIG, compute_dtype=dtype, loss=loss))
         for b in data:
             t._accumulate(t.prepare(b), policy, 20)
         grads = [p.grad for p in t.drafter.parameters() if p.grad is not None]
@@ -282,7 +282,7 @@ def test_another_optimizer_goes_on_with_a_learning_rate_that_rises_again(
     assert report.learning_rate == CONFIG.learning_rate / CONFIG.warmup_windows
 
 
-def beside_a_saved_one(directory: Path) -> DrafterTrainer:
+def beside_a_saved_one(directory: Path) -> DrafterTrainer[Eagle3Drafter]:
     """A trainer that has moved, beside the state of another that has."""
     (batch,), policy = batches(1)
     saved, t = trainer(), trainer(scrambled=True)
@@ -292,7 +292,7 @@ def beside_a_saved_one(directory: Path) -> DrafterTrainer:
     return t
 
 
-def untouched(t: DrafterTrainer) -> tuple[object, ...]:
+def untouched(t: DrafterTrainer[Eagle3Drafter]) -> tuple[object, ...]:
     """All that loading may change, to compare."""
     held = [*parameters(t).values(), *t._optimizer.state().values()]
     return [tensor.tolist() for tensor in held], t.windows, t.skipped_windows, t.tokens_trained
@@ -382,7 +382,7 @@ def test_impossible_settings_are_refused(change: dict[str, object]) -> None:
 V, H = 40, 32
 
 
-def markov_rollouts(count: int, seed: int) -> tuple[RolloutBatch, TargetHead, torch.Tensor]:
+def markov_rollouts(count: int, seed: int) -> tuple[RolloutBatch, Policy]:
     """A target that a drafter can learn: the next token's distribution depends on the last token alone."""
     fixed = torch.Generator().manual_seed(0)
     embedding = torch.randn(V, H, generator=fixed)
@@ -412,14 +412,14 @@ def markov_rollouts(count: int, seed: int) -> tuple[RolloutBatch, TargetHead, to
     return batch, Policy(0, embedding, TargetHead(head))
 
 
-def learner(vocabulary: DraftVocabulary, learning_rate: float = 1e-2) -> DrafterTrainer:
+def learner(vocabulary: DraftVocabulary, learning_rate: float = 1e-2) -> DrafterTrainer[Eagle3Drafter]:
     torch.manual_seed(0)
     config = DrafterConfig(H, H, 2 * H, 4, 2, 8, V, len(vocabulary), (1, 2, 3))
     drafter = Eagle3Drafter(config, vocabulary)
     return DrafterTrainer(drafter, TrainConfig(steps_ahead=3, learning_rate=learning_rate, grad_clip=1.0))
 
 
-def acceptance(t: DrafterTrainer, batch: RolloutBatch, policy: Policy) -> list[float]:
+def acceptance(t: DrafterTrainer[Eagle3Drafter], batch: RolloutBatch, policy: Policy) -> list[float]:
     result = t.evaluate(batch, policy)
     assert result is not None
     return [s / n for s, n in zip(result.acceptance_sums.tolist(), result.entries, strict=True)]

@@ -7,88 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_reference import Row, rms
-from drafter_worlds import SHAPES, World, gradients, mask_of, ours, world
+from drafter_worlds import SHAPES, gradients, mask_of, ours, world
+from loss_reference import DENOMINATOR, brute_force, laws, prepared, production
 from torch import Tensor
 from torch.autograd.gradcheck import gradcheck
 
 from drafter.errors import DrafterError
-from drafter.model.eagle3_unroll import unroll
-from drafter.policy import TargetHead
-from drafter.training.chain_loss import _FusedChain, chain_length, chain_loss
-from drafter.training.loss import DraftLoss, _FusedLoss, draft_loss
+from drafter.training.chain_loss import _FusedChain, chain_length
+from drafter.training.loss import _FusedLoss
 from drafter.training.optimizer import Method
-from drafter.training.target import DraftTarget, draft_target
+from drafter.training.target import DraftTarget
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
-from drafter.unroll.plan import Plan, make_plan
-from drafter.unroll.unrolled import Unrolled
+from drafter.unroll.plan import Plan
 from service.settings import Settings
 
 AWKWARD = SHAPES["packed, awkward"]
-DENOMINATOR, DECAY = 7.0, 0.8
 KINDS = ("kl", "alpha")
-
-
-def prepared(w: World, steps: int) -> tuple[Unrolled, DraftTarget]:
-    plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, steps)
-    unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden, w.embed_tokens)
-    return unrolled, draft_target(w.batch, plan, w.drafter.vocabulary, TargetHead(w.head), w.head.dtype)
-
-
-def production(w: World, steps: int, kind: Any, *, chunk: int = 1 << 22) -> DraftLoss:
-    unrolled, target = prepared(w, steps)
-    if kind == "alpha":
-        return chain_loss(w.drafter, unrolled, target, denominator=DENOMINATOR, chunk_elements=chunk)
-    return draft_loss(w.drafter, unrolled, target, denominator=DENOMINATOR, step_decay=DECAY, chunk_elements=chunk)
-
-
-def laws(w: World, weights: dict[str, Tensor], steps: int) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-    """(row, step) -> the target's p and the drafter's q on the draft vocabulary, one row at a time, by autograd."""
-    config, ids = w.drafter.config, w.drafter.vocabulary.ids
-    found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    start = 0
-    for doc in w.documents:
-        tokens, mask, n = doc.input_ids.tolist(), doc.loss_mask.tolist(), doc.tokens
-        embed = w.embed_tokens
-        first = [
-            Row(weights, config, embed[tokens[t + 1]], weights["fc.weight"] @ doc.aux_hidden[t], t)
-            for t in range(n - 1)
-        ]
-        for t in range(n - 2):
-            own: list[Row] = []
-            pre = torch.zeros(0)
-            for j in range(min(steps, n - t - 2)):
-                here = first[t]
-                if j:
-                    here = Row(weights, config, embed[tokens[t + 1 + j]], pre, t + j)
-                    own.append(here)
-                pre = here.pre(first[: t + 1] + own)
-                if mask[t + 2 + j]:
-                    z = weights["lm_head.weight"] @ rms(pre, weights["norm.weight"], config.rms_norm_eps)
-                    p = torch.softmax(w.head @ doc.last_hidden[t + 1 + j] / doc.divisor, -1)[ids]
-                    found[start + t, j] = (p, torch.softmax(z / doc.divisor, -1))
-        start += n
-    return found
-
-
-def brute_force(w: World, steps: int, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss by its definition, and autograd's gradients."""
-    weights = {name: p.detach().clone().requires_grad_() for name, p in w.drafter.named_parameters()}
-    found = laws(w, weights, steps)
-    total = torch.zeros((), dtype=torch.float64)
-    if kind == "alpha":
-        for row in {row for row, _ in found}:
-            product = torch.ones((), dtype=torch.float64)
-            for j in range(steps):
-                if (row, j) not in found:
-                    break
-                product = product * torch.minimum(*found[row, j]).sum()
-                total = total + 1 - product
-    else:
-        for (_, j), (p, q) in found.items():
-            total = total + DECAY**j * (p * (p / (p.sum() * q)).log()).sum()
-    loss = total / DENOMINATOR
-    return loss.detach(), dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,13 +165,17 @@ def test_an_unknown_loss_is_refused_by_name() -> None:
         TrainConfig(loss="tv")  # type: ignore[arg-type]
 
 
+def annotation_of(setting: str) -> object:
+    return Settings.model_fields[setting].annotation
+
+
 def test_the_service_offers_the_losses_that_the_trainer_knows() -> None:
-    assert Settings.model_fields["loss"].annotation == Loss
+    assert annotation_of("loss") == Loss
     assert Settings.model_fields["loss"].default == TrainConfig().loss
 
 
 def test_the_service_offers_the_optimizers_that_the_trainer_knows() -> None:
-    assert Settings.model_fields["optimizer"].annotation == Method
+    assert annotation_of("optimizer") == Method
     assert Settings.model_fields["optimizer"].default == TrainConfig().optimizer
 
 
@@ -246,7 +184,7 @@ def test_bfloat16_training_with_each_loss_comes_near_float32(kind: Any) -> None:
     acceptance = {}
     for dtype in ("float32", "bfloat16"):
         w = world((mask_of(20, 2), mask_of(24, 6)), dtype=torch.float32)
-        config = TrainConfig(steps_ahead=3, learning_rate=1e-2, loss=kind, compute_dtype=dtype)  # type: ignore[arg-type]
+        config = TrainConfig(steps_ahead=3, learning_rate=1e-2, loss=kind, compute_dtype=dtype)
         trainer = DrafterTrainer(w.drafter, config)
         reports = [trainer.step([(w.batch, w.policy)]) for _ in range(20)]
         assert all(report.skipped is None for report in reports)

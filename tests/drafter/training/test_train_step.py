@@ -20,15 +20,19 @@ SMALL = {"steps": 2, "train_head": True, "size": "S", "dtype": "bfloat16", "toke
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "S", step_peers.Size(32, 48, 4, 2, 8, 64, 24))
-    monkeypatch.setitem(sys.modules, "step_peers", step_peers)  # its name in the script
 
 
 def cells(monkeypatch: pytest.MonkeyPatch, *options: str, missing: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """The cells that a command line measures where these peers are missing; nothing is run."""
     seen: list[dict[str, Any]] = []
+
+    def measured(cell: dict[str, Any], _: object) -> list[Any]:
+        seen.append(cell)
+        return []
+
     monkeypatch.setattr(train_step, "_missing", lambda _, peers: [peer for peer in peers if peer in missing])
     monkeypatch.setattr(sys, "argv", ["train_step.py", *options])
-    monkeypatch.setattr(train_step, "_measure", lambda cell, _: seen.append(cell) or [])
+    monkeypatch.setattr(train_step, "_measure", measured)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert train_step.main() == 0
     return seen
@@ -107,7 +111,7 @@ def test_a_row_that_fails_says_where_and_leaves_the_others(
         stdout, returncode = "", 1
         stderr = 'Traceback:\n  File "drafter/unroll/unroll.py"\nAcceleratorError: no kernel image\nCompile with DSA.\n'
 
-    monkeypatch.setattr(train_step.subprocess, "run", lambda *_, **__: Done())
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: Done())
     assert train_step._in_process(SMALL | {"peer": "ours", "device": "cuda", "mode": "gpu"}, "python3") == []
     said = capsys.readouterr().err
     assert said.startswith("ours K=2 T=134 bfloat16: this row failed:\nTraceback:")
@@ -209,7 +213,8 @@ def test_steps_are_timed_one_by_one_after_every_shape_was_seen(monkeypatch: pyte
 
 
 def test_attention_is_counted_over_a_document_and_all_else_by_the_token() -> None:
-    size, counted = SIZES["S"], {"steps": 3, "train_head": True}
+    size = SIZES["S"]
+    counted: dict[str, Any] = {"steps": 3, "train_head": True}
     one = floating_point_operations(size, tokens=400, responses=200, **counted)
     four = floating_point_operations(size, tokens=1600, responses=800, documents=4, **counted)
     assert four == pytest.approx(4 * one)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from drafter_worlds import SHAPES, gradients, world
-from test_losses import brute_force, production
+from loss_reference import brute_force, production
 from torch import Tensor
 from triton_fixtures import interpreted
 

@@ -11,6 +11,7 @@ from drafter_worlds import HIDDEN, SHAPES, Expected, World, deviation, expected,
 from drafter.errors import DrafterError
 from drafter.model import eagle3_unroll
 from drafter.model.eagle3 import Eagle3Drafter, LayerWeights
+from drafter.model.eagle3_layer import finish
 from drafter.model.eagle3_unroll import unroll
 from drafter.model.pointwise import rms_norm, rotary
 from drafter.policy import TargetHead
@@ -167,9 +168,9 @@ def test_gradcheck_of_the_whole_step() -> None:
         def run() -> torch.Tensor:
             return ours(w, 3).loss
 
-        return torch.func.functional_call(
-            _Closure(w.drafter, run), {f"drafter.{n}": v for n, v in zip(names, values, strict=True)}
-        )
+        given = {f"drafter.{n}": v for n, v in zip(names, values, strict=True)}
+        found: torch.Tensor = torch.func.functional_call(_Closure(w.drafter, run), given)
+        return found
 
     assert torch.autograd.gradcheck(loss, parameters, fast_mode=True)
 
@@ -251,7 +252,7 @@ def test_features_in_another_order_of_rows_are_seen(bench: tuple[World, Expected
 
 def test_aux_layers_in_another_order_are_seen(bench: tuple[World, Expected]) -> None:
     w, want = bench
-    low, mid, high = w.batch.aux_hidden.split(HIDDEN, dim=1)
+    low, mid, high = torch.split(w.batch.aux_hidden, HIDDEN, dim=1)
     swapped = torch.cat([mid, low, high], dim=1)
     assert seen(replace(w, batch=replace(w.batch, aux_hidden=swapped)), want) > TEETH
 
@@ -288,7 +289,7 @@ def test_a_dropped_diagonal_key_is_seen(
 
 def test_normed_feedback_is_seen(bench: tuple[World, Expected], monkeypatch: pytest.MonkeyPatch) -> None:
     w, want = bench
-    finish, fed = eagle3_unroll.finish, []
+    fed: list[torch.Tensor] = []
 
     def normed(r: torch.Tensor, attended: torch.Tensor, weights: LayerWeights, eps: float) -> torch.Tensor:
         fed.append(r)

@@ -11,6 +11,8 @@ from parity_fixtures import VOCAB, Case, case, deviation, ours, theirs
 from torch import Tensor
 
 import drafter.model.eagle3_unroll as unroll_module
+from drafter.model.pointwise import rotary
+from drafter.unroll.attention import attend
 
 pytest.importorskip("hs_connectors", reason="pip install --no-deps -r tests/peers_requirements.txt")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
@@ -53,18 +55,17 @@ def test_a_wrong_input_is_noticed(mutation: str) -> None:
 
 def test_a_dropped_diagonal_key_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     c = case(DOCUMENTS["packed"], response=0.5, draft=23)
-    real = unroll_module.attend
-    monkeypatch.setattr(unroll_module, "attend", lambda p, step, q, keys, own: real(p, step, q, keys, own[-1:]))
+    monkeypatch.setattr(unroll_module, "attend", lambda p, step, q, keys, own: attend(p, step, q, keys, own[-1:]))
     assert deviation(ours(c, 3), theirs(c, 3, packed=True)) > 100 * LIMIT
 
 
 def test_a_position_that_stays_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     c = case(DOCUMENTS["one document"], response=1.0, draft=VOCAB)
-    real, first = unroll_module.rotary, []
+    first: list[Tensor] = []
 
     def behind(positions: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
         first.append(positions)
-        return real(first[0][: positions.numel()], *rest)  # type: ignore[arg-type]
+        return rotary(first[0][: positions.numel()], *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(unroll_module, "rotary", behind)
     assert deviation(ours(c, 3), theirs(c, 3, packed=True)) > 100 * LIMIT

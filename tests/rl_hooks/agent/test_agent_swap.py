@@ -416,12 +416,16 @@ def test_what_the_engines_use_is_read_in_the_thread_that_changes_it(
 
 def test_own_metrics_are_served_on_loopback_and_bounded(service: Service, engine: Engine, tmp_path: Path) -> None:
     with running_agent(service, engine, cache=tmp_path, metrics_port=0) as agent:
-        for number in range(1, 12):
+
+        def served_and_counted(number: int) -> str:
             version = service.publish(number)
-            eventually(lambda wanted=version: engine.version == wanted)
+            eventually(lambda: engine.version == version)
             settle(engine)
             engine.play(10, 2)
-            eventually(lambda wanted=version: f'drafter_version="{wanted}"' in read_metrics(agent.metrics_port or 0))
+            eventually(lambda: f'drafter_version="{version}"' in read_metrics(agent.metrics_port or 0))
+            return version
+
+        version = [served_and_counted(number) for number in range(1, 12)][-1]
         text = read_metrics(agent.metrics_port or 0)
     assert f'draftalign_agent_drafter_info{{engine="{engine.url}",version="{version}"}} 1.0' in text
     assert text.count("draftalign_agent_drafter_info{") == 1

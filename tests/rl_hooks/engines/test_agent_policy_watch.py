@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from agent_fixtures import eventually
-from test_agent_tap import HEAD, STOP, Script, step
+from tap_fixtures import HEAD, STOP, Script, step
 from torch import nn
 
 from rl_hooks.engines.policy_watch import WeightSample, on_reload

@@ -15,14 +15,13 @@ import torch
 from agent_fixtures import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from tap_fixtures import HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, states, step
 
 from rl_hooks import wire
 from rl_hooks.engines.tap import (
     Batcher,
     Collected,
     FeatureTap,
-    Head,
     Request,
     Sampling,
     Step,
@@ -42,68 +41,6 @@ from rl_hooks.engines.vllm.tap import (
 )
 from rl_hooks.sending.sampling import sampling_position
 
-VOCAB, HIDDEN, AUX, STOP = 30, 4, 2, 1
-GENERATOR = torch.Generator().manual_seed(0)
-HEAD = Head(torch.randn(VOCAB, HIDDEN, generator=GENERATOR))
-PLAIN = Sampling(1.0, 1.0, 0)
-
-
-def states(tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """The target's last state after a token: a function of token and position, so that a mix-up shows."""
-    table = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
-    return table[torch.tensor(tokens)] + 0.01 * torch.tensor(positions)[:, None]
-
-
-class Script:
-    """One request as an engine would decode it: the text is fixed, drafts are right or wrong by chance."""
-
-    def __init__(self, name: str, prompt: list[int], text: list[int], *, cached: int = 0) -> None:
-        self.name, self.tokens, self.prompt = name, prompt + text, len(prompt)
-        self.computed = cached
-        self.done = False
-
-    def rows(self, draw: random.Random, chunk: int, depth: int) -> tuple[list[int], int, int]:
-        """Tokens of this step's rows, how many of them are rejected, and the token after the last that holds."""
-        if self.computed < self.prompt:  # prefill, perhaps in part
-            end = min(self.prompt, self.computed + chunk)
-            rows = self.tokens[self.computed : end]
-            self.computed = end
-            sampled = self.tokens[end] if end == self.prompt else draw.randrange(VOCAB)  # garbage, to be discarded
-            return rows, 0, sampled
-        right = draw.randint(0, depth)
-        true = self.tokens[self.computed : self.computed + 1 + right]
-        held = len(true)
-        beyond = self.computed + held >= len(self.tokens)
-        wrong = [draw.randrange(VOCAB) for _ in range(depth + 1 - held)]
-        self.computed += held
-        self.done = beyond
-        # Once the text has ended the engine may still have accepted more: any token.
-        return true + wrong, len(wrong), draw.randrange(VOCAB) if beyond else self.tokens[self.computed]
-
-    def request(self, **changes: Any) -> Request:
-        facts: dict[str, Any] = {"sampling": PLAIN, "stop_ids": frozenset({STOP}), "max_tokens": None}
-        return Request(self.name, tuple(self.tokens[: self.prompt]), **(facts | changes))
-
-
-def step(parts: list[tuple[Script, int, list[int], int, int]]) -> Step:
-    """(request, first position, tokens of its rows, rejected, sampled) of each."""
-    counts = np.array([len(tokens) for _, _, tokens, _, _ in parts], dtype=np.int64)
-    tokens = [t for _, _, row, _, _ in parts for t in row]
-    positions = [start + i for _, start, row, _, _ in parts for i in range(len(row))]
-    last = states(tokens, positions)
-    padding = torch.zeros(3, dtype=torch.int32)  # engines pad to a fixed shape
-    return Step(
-        request_ids=[sequence.name for sequence, *_ in parts],
-        first_rows=np.cumsum([0, *counts[:-1]], dtype=np.int64),
-        row_counts=counts,
-        input_ids=torch.cat([torch.tensor(tokens, dtype=torch.int32), padding]),
-        positions=torch.tensor(positions),
-        aux=[last * (i + 2) for i in range(AUX)],
-        last=last,
-        rejected=torch.tensor([rejected for *_, rejected, _ in parts]),
-        last_sampled=torch.tensor([sampled for *_, sampled in parts]),
-    )
-
 
 def tap(deliver: Any, **changes: Any) -> FeatureTap:
     return FeatureTap(HEAD, deliver, **({"fraction": 1.0, "tokens_per_minute": 10**6} | changes))
@@ -111,7 +48,7 @@ def tap(deliver: Any, **changes: Any) -> FeatureTap:
 
 def decode(sequences: list[Script], seed: int, *, depth: int = 3, preempt: float = 0.0) -> list[Collected]:
     """Run all of them through a tap as an engine would, several at a time."""
-    draw, collected = random.Random(seed), []
+    draw, collected = random.Random(seed), list[Collected]()
     tapped = tap(collected.append)
     for sequence in sequences:
         tapped.begin(sequence.request())
@@ -173,19 +110,21 @@ def test_what_the_prefix_cache_held_has_no_rows_and_is_left_out() -> None:
     assert done.first_position == 8
 
 
-def test_an_answer_ends_where_the_engine_ends_it() -> None:
+@pytest.mark.parametrize(
+    ("changes", "length"), [({"max_tokens": 3}, 5), ({"stop_ids": frozenset({6})}, 5), ({}, 7)], ids=str
+)
+def test_an_answer_ends_where_the_engine_ends_it(changes: dict[str, Any], length: int) -> None:
     sequence = Script("r", [2, 3], [4, 5, 6, 7, 8])
     rows = step([(sequence, 0, [2, 3], 0, 4), (sequence, 2, [4, 5, 6, 7], 0, 8)][:1])
     more = step([(sequence, 2, [4, 5, 6, 7], 0, 8)])
-    for changes, length in (({"max_tokens": 3}, 5), ({"stop_ids": frozenset({6})}, 5), ({}, 7)):
-        collected: list[Collected] = []
-        tapped = tap(collected.append)
-        tapped.begin(sequence.request(**changes))
-        tapped.step(rows)
-        tapped.step(more)
-        tapped.end(["r"])
-        eventually(lambda done=collected: done)
-        assert len(collected[0].input_ids) == length
+    collected: list[Collected] = []
+    tapped = tap(collected.append)
+    tapped.begin(sequence.request(**changes))
+    tapped.step(rows)
+    tapped.step(more)
+    tapped.end(["r"])
+    eventually(lambda: collected)
+    assert len(collected[0].input_ids) == length
 
 
 def test_a_request_without_an_answer_or_with_missing_rows_is_not_sent() -> None:
@@ -223,7 +162,7 @@ def test_a_step_that_makes_no_sense_costs_its_requests_and_nothing_else() -> Non
     bad, good = Script("bad", [2], [3, STOP]), Script("good", [2], [3, STOP])
     tapped.begin(bad.request())
     broken = step([(bad, 0, [2], 0, 3)])
-    tapped.step(Step(**{n: getattr(broken, n) for n in broken.__slots__} | {"positions": torch.zeros(0)}))  # type: ignore[arg-type]
+    tapped.step(Step(**{n: getattr(broken, n) for n in broken.__slots__} | {"positions": torch.zeros(0)}))
     assert tapped.tally["failures"] == 1
     tapped.begin(good.request())
     tapped.step(step([(good, 0, [2], 0, 3)]))
@@ -280,7 +219,7 @@ def test_files_hold_one_kind_of_sampling_and_do_not_wait_for_ever() -> None:
             **{n: getattr(done[1], n) for n in done[1].__slots__}
             | {"request": Request("c", (2, 3, 4), cold, frozenset(), None)}
         )
-    )  # type: ignore[arg-type]
+    )
     assert sent == []
     batcher.add(done[2])
     assert sent == [[done[0].request.request_id, done[2].request.request_id]]
@@ -456,11 +395,11 @@ def test_an_unknown_signature_turns_the_tap_off_and_leaves_the_engine_as_it_was(
     with pytest.raises(TapUnsupportedError, match=r"no parameter hidden_states, aux_hidden_states .* it takes"):
         tap_on(runner, monkeypatch)
     assert vars(runner) == {"ran": []}, "half of a tap is on"
-    runner = Runner()
+    other = Runner()
     monkeypatch.setattr(Runner, "execute_model", lambda self, output: (self, output))
     with pytest.raises(TapUnsupportedError, match="scheduler_output"):
-        tap_on(runner, monkeypatch)
-    assert vars(runner) == {"ran": []}
+        tap_on(other, monkeypatch)
+    assert vars(other) == {"ran": []}
 
 
 def test_a_call_that_does_not_fit_its_own_signature_is_the_engines_to_raise() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
-from drafter.files.checkpoint import export_config, tensor_shapes
+from drafter.files.checkpoint import export_config
 from drafter.model.eagle3 import DrafterConfig
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.engines.candidate import (
@@ -26,6 +26,7 @@ from rl_hooks.engines.candidate import (
     vocabulary_digest,
 )
 from rl_hooks.format.drafter import differences, weight_shapes
+from rl_hooks.format.eagle3 import tensor_shapes
 
 CONFIG = DrafterConfig(
     hidden_size=16,

@@ -48,7 +48,8 @@ def run_body(case: Case) -> bytes:
         "policy_version": "0",
         "drafter_config": json.dumps(case.document),
     }
-    return save(tensors | {"embed_tokens": embedding, "lm_head": embedding.clone()}, metadata)
+    body: bytes = save(tensors | {"embed_tokens": embedding, "lm_head": embedding.clone()}, metadata)
+    return body
 
 
 def put_runs(case: Case, directory: Path) -> None:

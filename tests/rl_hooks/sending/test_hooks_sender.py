@@ -9,9 +9,10 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
-from hooks_fixtures import Receiver, free_port, receiver
+from hooks_fixtures import Answer, Received, Receiver, free_port, receiver
 
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job
@@ -71,7 +72,10 @@ def test_a_refusal_costs_no_body_and_retry_after_is_honoured() -> None:
 
 def test_retry_after_may_be_a_date() -> None:
     with receiver() as service:
-        answers = [(503, {"Retry-After": email.utils.formatdate(time.time() - 5, usegmt=True)}, {}), (202, {}, {})]
+        answers: list[Answer] = [
+            (503, {"Retry-After": email.utils.formatdate(time.time() - 5, usegmt=True)}, {}),
+            (202, {}, {}),
+        ]
         service.answer = lambda _request: answers.pop(0)
         sender = RolloutSender(service.url)
         sender.submit([b"z"])
@@ -179,12 +183,16 @@ def test_a_full_queue_drops_the_oldest_and_never_what_is_kept() -> None:
     sender.close()
 
 
+def head(body: bytes, size_bytes: int) -> Job:
+    return Job("PUT", "/runs/default/head", lambda: [body], size_bytes, keep=True)
+
+
 def test_heads_whose_rollouts_were_all_dropped_are_dropped_with_them() -> None:
     port = free_port()
     sender = RolloutSender(f"http://127.0.0.1:{port}", queue_bytes=100)
     sender.submit_job(Job("PUT", "/runs/default", lambda: [b"run"], 3, keep=True))
     for version in range(4):
-        sender.submit_job(Job("PUT", "/runs/default/head", lambda v=version: [b"head%d" % v], 5, keep=True))
+        sender.submit_job(head(b"head%d" % version, 5))
         sender.submit([b"rollout%d" % version + b"." * 92])
     with receiver(port) as service:
         finished(sender)
@@ -198,7 +206,7 @@ def test_heads_do_not_fill_the_memory_of_a_trainer_whose_service_is_away(rollout
     sender = RolloutSender(f"http://127.0.0.1:{port}", queue_bytes=100)
     sender.submit_job(Job("PUT", "/runs/default", lambda: [b"run"], 3, keep=True))
     for version in range(30):
-        sender.submit_job(Job("PUT", "/runs/default/head", lambda v=version: [b"head%02d" % v], 40, keep=True))
+        sender.submit_job(head(b"head%02d" % version, 40))
         sender.submit([b"rollout%02d" % version, bytes(rollout_bytes - 9)])
         assert sum(job.size_bytes for job in sender._queue.waiting) <= 3 + 40 + 2 * 100
     with receiver(port) as service:
@@ -247,7 +255,7 @@ def test_an_exploding_body_does_not_end_the_thread() -> None:
 
 def test_a_rank_that_did_not_register_waits_for_the_run_to_appear() -> None:
     with receiver() as service:
-        answers = [(404, {}, {"detail": "unknown run"})] * 2 + [(202, {}, {})]
+        answers: list[Answer] = [(404, {}, {"detail": "unknown run"})] * 2 + [(202, {}, {})]
         service.answer = lambda _request: answers.pop(0)
         sender = RolloutSender(service.url, retry_statuses=frozenset({404}))
         sender.submit([b"z"])
@@ -279,7 +287,7 @@ def test_a_child_that_was_forked_while_a_thread_held_the_senders_lock_never_wait
     """Or a data loader's worker would hang in whatever it inherited, and the trainer with it."""
     sender = RolloutSender(f"http://127.0.0.1:{free_port()}")
     sender.submit([b"parent"])
-    calls = {
+    calls: dict[str, Callable[[], bool]] = {
         "flush": lambda: sender.flush(10),
         "close": lambda: sender.close(10),  # nothing of its own is lost
         "stats": lambda: sender.stats()["queue_items"] == 0,
@@ -366,10 +374,14 @@ def test_a_refusal_in_mid_body_is_read_and_not_taken_for_a_broken_pipe() -> None
         sender.close()
 
 
+def saying(answer: object) -> Callable[[Received], Answer]:
+    return lambda _request: (202, {}, answer)
+
+
 def heard(sender: RolloutSender, service: Receiver, *answers: object) -> dict[str, object]:
     """Send as many batches as there are answers."""
     for answer in answers:
-        service.answer = lambda _request, answer=answer: (202, {}, answer)
+        service.answer = saying(answer)
         sender.submit([b"z"])
         stats = finished(sender)
     return stats

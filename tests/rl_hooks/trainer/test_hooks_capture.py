@@ -70,21 +70,27 @@ def test_of_two_forwards_in_one_armed_context_the_first_counts() -> None:
     assert torch.equal(capture.pop().aux[0], expected[0])
 
 
+def compiled(model: nn.Module) -> nn.Module:
+    # Which backend compiles the graph does not matter to hooks; this one needs no C compiler.
+    found = torch.compile(model, backend="eager")
+    assert isinstance(found, nn.Module)
+    return found
+
+
 def compiled_qwen3() -> tuple[nn.Module, nn.Module]:
     torch._dynamo.reset()
     model = tiny_qwen3()
-    # Which backend compiles the graph does not matter to hooks; this one needs no C compiler.
-    return model, torch.compile(model, backend="eager")
+    return model, compiled(model)
 
 
 def test_a_hook_registered_before_compile_captures() -> None:
     batch = padded_batch([(3, 5)])
-    model, compiled = compiled_qwen3()
-    capture = FeatureCapture(compiled, (1, 2))
+    model, forward = compiled_qwen3()
+    capture = FeatureCapture(forward, (1, 2))
     with torch.no_grad():
-        compiled(batch.input_ids)
+        forward(batch.input_ids)
         with capture.armed():
-            compiled(batch.input_ids)
+            forward(batch.input_ids)
         expected = model(batch.input_ids, output_hidden_states=True).hidden_states
     states = capture.pop()
     assert torch.allclose(states.aux[0], expected[1][0], rtol=1e-5, atol=1e-6)
@@ -93,12 +99,12 @@ def test_a_hook_registered_before_compile_captures() -> None:
 
 def test_a_hook_registered_after_compile_says_that_it_missed() -> None:
     batch = padded_batch([(3, 5)])
-    _, compiled = compiled_qwen3()
+    _, forward = compiled_qwen3()
     with torch.no_grad():
-        compiled(batch.input_ids)
-        capture = FeatureCapture(compiled, (1, 2))
+        forward(batch.input_ids)
+        capture = FeatureCapture(forward, (1, 2))
         with capture.armed():
-            compiled(batch.input_ids)
+            forward(batch.input_ids)
     with pytest.raises(CaptureMissedError, match=r"attach before torch\.compile"):
         capture.pop()
 
@@ -123,7 +129,7 @@ def test_layers_are_found_through_wrappers() -> None:
     wrapper = nn.Module()
     wrapper.module = model  # as DDP wraps
     assert find_decoder(wrapper)[0] is expected
-    assert find_decoder(torch.compile(model, backend="eager"))[0] is expected
+    assert find_decoder(compiled(model))[0] is expected
     assert find_decoder(model.model)[0] is expected
     vision = nn.Module()
     vision.model = nn.Module()

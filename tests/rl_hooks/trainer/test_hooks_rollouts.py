@@ -32,16 +32,16 @@ def _service() -> Iterator[Receiver]:
         yield service
 
 
+def inputs(batch: Padded) -> dict[str, Any]:
+    """What `capture` takes of a batch."""
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "loss_mask": batch.loss_mask}
+
+
 def run_once(hook: DrafterHook, model: nn.Module, batch: Padded, version: int = 3, **changes: Any) -> torch.Tensor:
-    arguments: dict[str, Any] = {
-        "input_ids": batch.input_ids,
-        "attention_mask": batch.attention_mask,
-        "loss_mask": batch.loss_mask,
-        "policy_version": version,
-        "temperature": TEMPERATURE,
-    }
+    arguments = inputs(batch) | {"policy_version": version, "temperature": TEMPERATURE}
     with torch.no_grad(), hook.capture(**(arguments | changes)):
-        return model(batch.input_ids, attention_mask=batch.attention_mask).logits
+        logits: torch.Tensor = model(batch.input_ids, attention_mask=batch.attention_mask).logits
+    return logits
 
 
 def sent_file(service: Receiver, hook: DrafterHook, directory: Path) -> wire.MappedFile:
@@ -124,7 +124,7 @@ def test_8_bit_features_stay_within_their_relative_error(service: Receiver, tmp_
     model, batch = tiny(), padded_batch(LENGTHS)
     files = []
     for dtype in ("bfloat16", "float8_e4m3"):
-        hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), dtype=dtype, strict=True)  # type: ignore[arg-type]
+        hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), dtype=dtype, strict=True)
         run_once(hook, model, batch)
         files.append(sent_file(service, hook, tmp_path))
         hook.close()
@@ -226,18 +226,15 @@ def test_rows_without_response_and_single_tokens_are_left_out_and_first_tokens_n
     file = sent_file(service, hook, tmp_path)
     header = wire.check_rollout_header(file.header)
     assert header.rollout_ids == ("a", "c")
-    wire.check_index(header, *(file.array(n) for n in ("input_ids", "cu_seqlens", "loss_mask")), VOCAB)
+    wire.check_index(header, file.array("input_ids"), file.array("cu_seqlens"), file.array("loss_mask"), VOCAB)
     assert hook.stats()["skipped_empty"] == 2
     hook.close()
 
 
 def test_padding_on_both_sides_and_holes_by_mask_are_stripped(service: Receiver, tmp_path: Path) -> None:
     model, batch = tiny(), padded_batch([(3, 4)])
-    wide = Padded(
-        *(torch.nn.functional.pad(t, (2, 3)) for t in (batch.input_ids, batch.attention_mask, batch.loss_mask)),
-        batch.sequences,
-        batch.prompt_lengths,
-    )
+    ids, mask, loss = (torch.nn.functional.pad(t, (2, 3)) for t in inputs(batch).values())
+    wide = Padded(ids, mask, loss, batch.sequences, batch.prompt_lengths)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
     run_once(hook, model, wide)
     assert sent_file(service, hook, tmp_path).array("input_ids").tolist() == batch.sequences[0]
@@ -434,8 +431,8 @@ def test_autocast_of_the_trainer_does_not_round_the_normalisers(service: Receive
 def test_registration_carries_the_target_and_the_initial_drafter(service: Receiver, tmp_path: Path) -> None:
     drafter = tmp_path / "drafter"
     drafter.mkdir()
-    weights = {"fc.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "d2t": np.array([0, 3], np.int64)}
-    safetensors.numpy.save_file(weights, drafter / "model.safetensors")
+    fc = np.arange(6, dtype=np.float32).reshape(2, 3)
+    safetensors.numpy.save_file({"fc.weight": fc, "d2t": np.array([0, 3], np.int64)}, drafter / "model.safetensors")
     (drafter / "config.json").write_text('{"model_type": "llama"}')
     files = tmp_path / "files"
     files.mkdir()
@@ -454,7 +451,7 @@ def test_registration_carries_the_target_and_the_initial_drafter(service: Receiv
         assert json.loads(meta["drafter_config"]) == {"model_type": "llama"}
         assert ("lm_head" in file) is (not tied)
         assert torch.equal(as_float(file, "embed_tokens"), model.model.embed_tokens.weight)
-        assert np.array_equal(file.array("drafter.fc.weight"), weights["fc.weight"])
+        assert np.array_equal(file.array("drafter.fc.weight"), fc)
         assert file.array("drafter.d2t").tolist() == [0, 3]
         hook.close()
 
@@ -490,11 +487,10 @@ def test_a_packed_row_is_refused_by_what_the_forward_says_of_it(
     strict = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
     torch._dynamo.reset()
     forward = torch.compile(model, backend="eager") if compiled else model
-    arguments = {"input_ids": row.input_ids, "attention_mask": row.attention_mask, "loss_mask": row.loss_mask}
     with (
         pytest.raises(RolloutError, match=rf"(?s){fault}.*one rollout a row"),
         torch.no_grad(),
-        strict.capture(**arguments, policy_version=0),
+        strict.capture(**inputs(row), policy_version=0),
     ):
         forward(row.input_ids, use_cache=False, **{name: said[name] for name in names})
     assert strict.flush(20)
@@ -509,10 +505,9 @@ def test_packed_rows_cost_the_trainer_one_warning_and_nothing_else(
     with torch.no_grad():
         alone = model(row.input_ids, position_ids=said["position_ids"], use_cache=False).logits
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
-    arguments = {"input_ids": row.input_ids, "attention_mask": row.attention_mask, "loss_mask": row.loss_mask}
     with caplog.at_level(logging.WARNING, "rl_hooks"):
         for version in range(3):
-            with torch.no_grad(), hook.capture(**arguments, policy_version=version):
+            with torch.no_grad(), hook.capture(**inputs(row), policy_version=version):
                 seen = model(row.input_ids, position_ids=said["position_ids"], use_cache=False).logits
             assert torch.equal(seen, alone)
     assert hook.flush(20)
@@ -539,10 +534,9 @@ def test_what_says_packed_in_the_arguments_is_refused_before_the_forward(
 ) -> None:
     model, (row, _) = tiny(), flattened(LENGTHS)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
-    arguments = {"input_ids": row.input_ids, "attention_mask": row.attention_mask, "loss_mask": row.loss_mask}
     with (
         pytest.raises(RolloutError, match=f"(?s){fault}"),
-        hook.capture(**(arguments | changes), policy_version=0),
+        hook.capture(**(inputs(row) | changes), policy_version=0),
     ):
         pass
     hook.close()
@@ -570,8 +564,7 @@ def test_positions_of_padding_and_offsets_are_no_restart(
 ) -> None:
     model, batch = tiny(), padded_batch(LENGTHS)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
-    arguments = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "loss_mask": batch.loss_mask}
-    with torch.no_grad(), hook.capture(**arguments, policy_version=0):
+    with torch.no_grad(), hook.capture(**inputs(batch), policy_version=0):
         model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=positions(batch))
     assert hook.flush(20)
     assert (len(service.rollouts()), hook.stats()["captured_rollouts"]) == (1, len(LENGTHS))
@@ -581,14 +574,13 @@ def test_positions_of_padding_and_offsets_are_no_restart(
 def test_a_row_alone_whose_boundaries_are_its_own_and_its_paddings_is_one_rollout(service: Receiver) -> None:
     model, batch = tiny(), padded_batch([(3, 9)])
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
-    wide = [torch.nn.functional.pad(t, (0, 4)) for t in (batch.input_ids, batch.attention_mask, batch.loss_mask)]
+    wide = tuple(torch.nn.functional.pad(t, (0, 4)) for t in inputs(batch).values())
     for bounds, (ids, mask, loss) in (
-        ([0, 12], (batch.input_ids, batch.attention_mask, batch.loss_mask)),
+        ([0, 12], tuple(inputs(batch).values())),
         ([0, 12, 16], wide),
     ):
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-        arguments = {"input_ids": ids, "attention_mask": mask, "loss_mask": loss}
-        with torch.no_grad(), hook.capture(**arguments, policy_version=0):
+        with torch.no_grad(), hook.capture(input_ids=ids, attention_mask=mask, loss_mask=loss, policy_version=0):
             model(ids, attention_mask=mask, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens)
     assert hook.flush(20)
     assert (len(service.rollouts()), hook.stats()["failures"]) == (2, 0)

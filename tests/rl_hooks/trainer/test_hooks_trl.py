@@ -95,7 +95,7 @@ def files_of(service: Receiver, attachment: Attachment, directory: Path) -> list
     files = [mapped(r, directory) for r in service.rollouts()]
     for file in files:
         header = wire.check_rollout_header(file.header)
-        wire.check_index(header, *(file.array(n) for n in ("input_ids", "cu_seqlens", "loss_mask")), VOCAB)
+        wire.check_index(header, file.array("input_ids"), file.array("cu_seqlens"), file.array("loss_mask"), VOCAB)
     return files
 
 

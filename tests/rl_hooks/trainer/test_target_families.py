@@ -25,9 +25,9 @@ from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.hook import DrafterHook
-from rl_hooks.sending.features import score_rows
+from rl_hooks.sending.features import Captured, score_rows
 from rl_hooks.sending.registration import _LOGIT_RULES, RunRegistration, head_weight
-from rl_hooks.trainer.capture import Captured, FeatureCapture, find_decoder
+from rl_hooks.trainer.capture import FeatureCapture, find_decoder
 from rl_hooks.wire import LogitMap, WireError
 from service.storage.layout import Layout
 from service.storage.runs import read_run_header

@@ -95,7 +95,13 @@ class FullRead:
             record = total(placed, self.records.get((*own, latest)))
         self.records[*own, record.policy_version] = record
         same = [r for r in self.records.values() if (r.reporter, r.drafter_version) == own]
-        return sum(r.rounds for r in same), sum(r.accepted_tokens for r in same)
+        return sum(r.rounds for r in same), sum(accepted(r) for r in same)
+
+
+def accepted(record: AcceptanceRecord) -> int:
+    """Its accepted tokens, which every report here says."""
+    assert record.accepted_tokens is not None
+    return record.accepted_tokens
 
 
 class Engine:
@@ -191,7 +197,7 @@ def of_reporters(records: list[AcceptanceRecord]) -> dict[str, tuple[int, int]]:
     for record in records:
         if record.reporter is not None:
             sums[record.reporter][0] += record.rounds
-            sums[record.reporter][1] += record.accepted_tokens
+            sums[record.reporter][1] += accepted(record)
     return {reporter: (rounds, accepted) for reporter, (rounds, accepted) in sums.items()}
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from service_fixtures import publish
@@ -94,7 +95,13 @@ def test_unknown_and_malformed_versions_are_not_found(registry: Registry) -> Non
 
 
 def test_a_staged_directory_must_hold_plain_files_only(registry: Registry, tmp_path: Path) -> None:
-    facts = {"policy_version": 0, "parent": None, "config_fingerprint": "", "d2t_sha256": "", "aux_layers": (1,)}
+    facts: dict[str, Any] = {
+        "policy_version": 0,
+        "parent": None,
+        "config_fingerprint": "",
+        "d2t_sha256": "",
+        "aux_layers": (1,),
+    }
     empty = registry.stage("default")
     with pytest.raises(RegistryError, match="is empty"):
         registry.publish("default", empty, **facts)

@@ -43,7 +43,7 @@ def start_recording(self: Any) -> None:
     returned = ("normed", "pre") if "combine_hidden_states" in originals else ("pre", "normed")
 
     def combine(hidden_states: torch.Tensor) -> torch.Tensor:
-        fused = originals["combine_hidden_states"](hidden_states)
+        fused: torch.Tensor = originals["combine_hidden_states"](hidden_states)
         calls.append(("combine", {"aux": hidden_states.clone(), "fused": fused.clone()}))
         return fused
 
@@ -57,7 +57,7 @@ def start_recording(self: Any) -> None:
         return answer
 
     def logits(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        answer = originals["compute_logits"](hidden_states, *args, **kwargs)
+        answer: torch.Tensor = originals["compute_logits"](hidden_states, *args, **kwargs)
         calls.append(("logits", {"hidden_states": hidden_states.clone(), "logits": answer.clone()}))
         return answer
 
