@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from drafter.reference.decoders import NODES, Prompt, compare_decoders
-from examples import elicit
 
 if TYPE_CHECKING:
     from examples.demo import LiveCount, Session
@@ -110,13 +109,16 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
     from examples.composition import explain, take_apart
     from examples.policy import load
 
-    initial_policy, tokenizer = load()
+    initial_policy, tokenizer = load(session.config.task.base_policy)
     frozen = read_drafter(session.initial)
     versions = sorted(session.live)
     final_policy = session.trainer.accelerator.unwrap_model(session.trainer.model).eval()
     parts = take_apart(
         frozen,
-        tokenizer,
+        lambda rollout: session.config.task.is_worked(
+            tokenizer.decode(list(rollout.prompt_ids)),
+            tokenizer.decode(list(rollout.token_ids), skip_special_tokens=True),
+        ),
         initial_policy=initial_policy,
         final_policy=final_policy,
         first=[r for v in versions[:2] for r in session.live[v].rollouts],
@@ -139,13 +141,13 @@ def _decoders(session: Session) -> dict[str, Any]:
     if served is None:
         raise RuntimeError("the run serves no drafter, although it began with one")
     policy = session.trainer.accelerator.unwrap_model(session.trainer.model).eval()
-    prompts = elicit.sample_prompts(_DECODED_PROMPTS, seed=1_000_000 + session.config.seed)
+    prompts = session.config.task.sample_prompts(_DECODED_PROMPTS, 1_000_000 + session.config.seed)
     return compare_decoders(
         policy,
         read_drafter(layout.drafter(RUN, served.version)),
         [Prompt(session.tokenizer.encode(prompt)) for prompt in prompts],
         depth=session.engine.drafter()["depth"],
-        max_tokens=elicit.MAX_ANSWER_TOKENS,
+        max_tokens=session.config.task.max_answer_tokens,
         eos_id=session.tokenizer.eos_token_id,
     )
 
