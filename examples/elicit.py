@@ -185,6 +185,7 @@ TASK: Final = Task(
     sample_prompts=sample_prompts,
     curriculum=lambda steps, prompts_per_step, seed: {"prompt": sample_prompts(steps * prompts_per_step, seed)},
     shuffled=True,
+    changes=lambda _: (),
     reward=elicit_reward,
     is_worked=lambda _, answer: is_worked(answer),
 )

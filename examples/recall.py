@@ -33,6 +33,8 @@ LETTERS: Final = tuple(ascii_lowercase)
 #: Append only: a shipped checkpoint depends on it.
 VOCABULARY: Final = (PAD, EOS, *LETTERS, ";", ":", *SHIFTS)
 _ANSWER_LETTERS: Final = KEYS * VALUE_LETTERS
+#: Of a whole answer, end of sequence included.
+ANSWER_TOKENS: Final = _ANSWER_LETTERS + 1
 
 
 def sample_prompt(rng: random.Random, word: str) -> str:
@@ -95,7 +97,7 @@ TASK: Final = Task(
     vocabulary=VOCABULARY,
     draft_vocabulary=len(LETTERS) + 2,
     prompt_tokens=KEYS * (VALUE_LETTERS + 2) + KEYS + 2,
-    max_answer_tokens=_ANSWER_LETTERS + 4,
+    max_answer_tokens=ANSWER_TOKENS + 3,
     pretraining=PretrainRecipe(
         1300, 200, learning_rate=1e-2, warmup_steps=50, decay_steps=400, sequences_per_step=32, muon=True
     ),
@@ -103,6 +105,7 @@ TASK: Final = Task(
     sample_prompts=sample_prompts,
     curriculum=_curriculum,
     shuffled=False,
+    changes=lambda steps: (steps // 2,),
     reward=_reward,
     is_worked=_is_worked,
 )

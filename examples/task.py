@@ -53,6 +53,7 @@ class Task:
     #: (steps, prompts of a step, seed) -> TRL's data set, columns by name
     curriculum: Callable[[int, int, int], Mapping[str, Sequence[str]]]
     shuffled: bool  # whether TRL may draw that data set in any order
+    changes: Callable[[int], Sequence[int]]  # of a run of so many steps, those at which prompts become others
     #: in the shape that TRL's `GRPOTrainer(reward_funcs=...)` calls
     reward: Callable[..., list[float]]
     #: (prompt, answer) -> whether the answer is what RL elicits
