@@ -41,7 +41,9 @@ from drafter.model.eagle3 import Eagle3Drafter
 from drafter.policy import Policy, TargetHead
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
+from examples import TASKS
 from examples.initial_drafter import LEARNING_RATE, SEQUENCES_PER_STEP, save_drafter, train_initial_drafter
+from examples.policy import load
 from rl_hooks.sending.features import to_e4m3
 from service.worker.recent import RecentRollouts
 
@@ -154,21 +156,19 @@ def initial_drafter(directory: Path, loss: Loss, steps: int, extra_loss: Loss, e
 
     Kept beside the recording: every recipe starts from the very same one.
     """
-    from examples.policy import load
-
     recording = open_recording(directory, until=1)
     kept = directory / f"drafter-{loss}-{steps}"
     if extra_steps:
         kept = kept.with_name(f"{kept.name}-{extra_loss}-{extra_steps}")
     if kept.exists():
         return read_drafter(kept)
-    policy, tokenizer = load()
+    policy, _ = load(recording.task.base_policy)
     if extra_steps:
         drafter = copy.deepcopy(initial_drafter(directory, loss, steps, extra_loss, 0))
         _train_on_base(drafter, recording, extra_loss, extra_steps, seed=1000 + recording.seed)
     else:
         drafter = train_initial_drafter(
-            policy, recording.base, depth=SERVING_DEPTH, seed=recording.seed, eos_id=tokenizer.eos_token_id, steps=0
+            policy, recording.base, depth=SERVING_DEPTH, seed=recording.seed, task=recording.task, steps=0
         )
         _train_on_base(drafter, recording, loss, steps, seed=recording.seed)
     save_drafter(drafter, kept)
@@ -340,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("action", choices=["record", "replay", "report"])
     parser.add_argument("--out", type=Path, required=True, help="directory of recordings and results")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--task", choices=TASKS, default="elicit")
     parser.add_argument("--steps", type=int, default=40, help="RL steps to record")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the RL run that is recorded")
     parser.add_argument("--every", type=int, default=2, help="replay every n-th policy version")
@@ -351,7 +352,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     if options.action == "record":
         for seed in options.seeds:
-            record(options.out / f"seed-{seed}", seed=seed, steps=options.steps, learning_rate=options.learning_rate)
+            rate = options.learning_rate
+            record(
+                options.out / f"seed-{seed}", TASKS[options.task], seed=seed, steps=options.steps, learning_rate=rate
+            )
     elif options.action == "replay":
         _replay_all(options)
     else:

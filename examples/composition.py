@@ -7,19 +7,18 @@ rollouts with the *initial* policy's features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.policy import Policy
 from drafter.replay.replay import replay
-from examples.elicit import is_worked
 from examples.features import Rollout, batch_of
 
 
 def take_apart(
     frozen: Eagle3Drafter,
-    tokenizer: Any,
+    is_worked: Callable[[Rollout], bool],
     *,
     initial_policy: Any,
     final_policy: Any,
@@ -38,7 +37,7 @@ def take_apart(
         return replay(frozen, batch_of(policy, kept), shared, depth=depth, drafting=drafting).alpha
 
     def split(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
-        worked = [r for r in rollouts if is_worked(tokenizer.decode(list(r.token_ids), skip_special_tokens=True))]
+        worked = [r for r in rollouts if is_worked(r)]
         return worked, [r for r in rollouts if r not in worked]
 
     first_worked, first_guess = split(first)

@@ -28,9 +28,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from examples import elicit
+from examples import TASKS
 from examples.demo_report import StepRow, write_report
 from examples.features import Rollout
+from examples.task import Task
 from examples.vllm_engine import VllmClient, check_installed, vllm_server
 from service.cli.checks import check_redis, port_is_free
 from service.cli.supervisor import spawn, stop
@@ -69,6 +70,12 @@ class DemoConfig:
     redis_url: str | None = None
     engine: str = "example"
     keep: bool = False
+    task_name: str = "elicit"
+
+    @property
+    def task(self) -> Task:
+        """What the policy is asked."""
+        return TASKS[self.task_name]
 
 
 @dataclass
@@ -127,14 +134,14 @@ class EngineClient:
             else:
                 return
 
-    def generate(self, prompts: Sequence[Sequence[int]], eos_id: int) -> list[dict[str, Any]]:
+    def generate(self, prompts: Sequence[Sequence[int]], task: Task) -> list[dict[str, Any]]:
         """One completion per prompt, sampled at temperature 1."""
         body = {
             "prompts": [list(p) for p in prompts],
             "n": 1,
-            "max_tokens": elicit.MAX_ANSWER_TOKENS,
+            "max_tokens": task.max_answer_tokens,
             "temperature": 1.0,
-            "eos_id": eos_id,
+            "eos_id": task.eos_id,
         }
         reply = self._http.post("/generate", json=body)
         reply.raise_for_status()
@@ -163,6 +170,8 @@ def run_demo(config: DemoConfig) -> None:
         check_installed()
     elif config.engine != "example" and not config.engine.startswith("http"):
         raise ConfigurationError(f"--engine must be `example`, `vllm` or a URL, got {config.engine!r}")
+    if config.task_name not in TASKS:
+        raise ConfigurationError(f"--task must be one of {', '.join(TASKS)}, got {config.task_name!r}")
     if not port_is_free("127.0.0.1", config.port):
         raise ConfigurationError(f"port {config.port} is taken; stop what listens there or choose another with --port")
     if config.redis_url:
@@ -197,7 +206,7 @@ def _run(config: DemoConfig, state_dir: Path, stack: ExitStack) -> None:
 
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    policy, tokenizer = load()
+    policy, tokenizer = load(config.task.base_policy)
     initial = state_dir / "initial-drafter"
     service_url = f"http://127.0.0.1:{config.port}"
     up = ["service.cli", "up", "--state-dir", str(state_dir), "--port", str(config.port)]
@@ -219,8 +228,6 @@ def _engine(
     config: DemoConfig, state_dir: Path, initial: Path, policy: Any, tokenizer: Any, stack: ExitStack
 ) -> tuple[EngineClient | VllmClient, str]:
     """Start or find the inference server, and train the initial drafter on what it generates."""
-    from examples.policy import BASE_POLICY
-
     if config.engine not in ("example", "vllm"):
         engine = EngineClient(config.engine)
         engine.wait(None)
@@ -228,7 +235,7 @@ def _engine(
         return engine, config.engine
     with ExitStack() as own:
         url = f"http://127.0.0.1:{free_port()}"
-        arguments = ["--policy", str(BASE_POLICY), "--port", url.rpartition(":")[2], "--depth", str(DEPTH)]
+        arguments = ["--policy", str(config.task.base_policy), "--port", url.rpartition(":")[2], "--depth", str(DEPTH)]
         process = own.enter_context(child("engine", ["examples.engine_server", *arguments, "--seed", str(config.seed)]))
         engine = EngineClient(url)
         engine.wait(process)
@@ -238,7 +245,8 @@ def _engine(
             return engine, url
     # vLLM wants a drafter to start with, so the built-in engine generated what that is trained on.
     port = free_port()
-    server = stack.enter_context(vllm_server(state_dir, initial, port, depth=DEPTH, seed=config.seed))
+    base = config.task.base_policy
+    server = stack.enter_context(vllm_server(state_dir, initial, port, depth=DEPTH, seed=config.seed, policy=base))
     client = VllmClient(f"http://127.0.0.1:{port}", state_dir)
     with console.status("vLLM starts (a minute or two on two cores)"):
         client.wait(server)
@@ -250,14 +258,14 @@ def _make_initial_drafter(config: DemoConfig, policy: Any, tokenizer: Any, engin
     from examples.features import batch_of
     from examples.initial_drafter import STEPS, save_drafter, train_initial_drafter
 
-    texts = elicit.sample_prompts(WARM_UP_ROLLOUTS, seed=10_000 + config.seed)
+    texts = config.task.sample_prompts(WARM_UP_ROLLOUTS, 10_000 + config.seed)
     prompts = [tokenizer.encode(text) for text in texts]
     rollouts: list[Rollout] = []
     with progress() as bar:
         task = bar.add_task("rollouts of the base policy", total=len(prompts))
         for start in range(0, len(prompts), 128):
             part = prompts[start : start + 128]
-            rollouts += as_rollouts(part, engine.generate(part, tokenizer.eos_token_id))
+            rollouts += as_rollouts(part, engine.generate(part, config.task))
             bar.update(task, completed=len(rollouts))
         task = bar.add_task("initial drafter", total=STEPS)
         drafter = train_initial_drafter(
@@ -265,7 +273,7 @@ def _make_initial_drafter(config: DemoConfig, policy: Any, tokenizer: Any, engin
             batch_of(policy, [r for r in rollouts if len(r.token_ids) > 1]),
             depth=DEPTH,
             seed=config.seed,
-            eos_id=tokenizer.eos_token_id,
+            task=config.task,
             report=lambda step: bar.update(task, completed=step),
         )
     save_drafter(drafter, out)
@@ -320,12 +328,13 @@ class Session:
             from transformers import PrinterCallback
             from trl import GRPOConfig, GRPOTrainer
 
-        prompts = elicit.sample_prompts(PROMPTS_PER_STEP * self.config.steps, seed=self.config.seed)
+        task = self.config.task
+        rows = task.curriculum(self.config.steps, PROMPTS_PER_STEP, self.config.seed)
         arguments = GRPOConfig(
             output_dir=str(self.state_dir / "trl"),
             per_device_train_batch_size=PROMPTS_PER_STEP * GENERATIONS,
             num_generations=GENERATIONS,
-            max_completion_length=elicit.MAX_ANSWER_TOKENS,
+            max_completion_length=task.max_answer_tokens,
             max_steps=self.config.steps,
             learning_rate=RL_LEARNING_RATE,
             lr_scheduler_type="constant",
@@ -339,12 +348,13 @@ class Session:
             bf16=False,
             gradient_checkpointing=False,
             seed=self.config.seed,
+            shuffle_dataset=task.shuffled,
         )
         trainer = GRPOTrainer(
             model=self.policy,
-            reward_funcs=elicit.elicit_reward,
+            reward_funcs=task.reward,
             args=arguments,
-            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            train_dataset=Dataset.from_dict(dict(rows)),
             processing_class=self.tokenizer,
             rollout_func=self._rollouts,
             callbacks=[_progress_callback(self._on_log)],
@@ -360,7 +370,7 @@ class Session:
             self._loaded_version = step
         ids = [self.tokenizer.encode(prompt) for prompt in prompts]
         begun = time.perf_counter()
-        completions = self.engine.generate(ids, self.tokenizer.eos_token_id)
+        completions = self.engine.generate(ids, self.config.task)
         count = self.live.setdefault(step, LiveCount())
         count.seconds += time.perf_counter() - begun
         for completion in completions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafter.reference.decoders import NODES, Prompt, compare_decoders
-from examples import elicit
+from service.errors import ServiceError
 
 if TYPE_CHECKING:
     from examples.demo import LiveCount, Session
@@ -23,6 +24,8 @@ _EDGE_STEPS = 5
 _DECODED_PROMPTS = 64
 #: Before, the drift monitor says nothing: a step is a tick.
 _WARM_UP_STEPS = 21
+#: Replay and engine agree within 3 % (tests/examples/test_demo.py); wrong features cost many times that.
+_LIVE_REPLAY_GAP = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +87,16 @@ class StepRow:
 
 
 def write_report(session: Session, rows: Sequence[StepRow], events: Sequence[dict[str, Any]]) -> None:
-    """Print the table and write the files."""
+    """Print the table and write the files; ServiceError, once they are written, where the hook's features are wrong."""
     out = session.config.out
     composition, words = _composition(session, rows)
     decoders = _decoders(session)
     summary = _summary(session, rows, events)
-    summary |= {"decoders": decoders, "composition": composition, "explanation": words}
+    wrong = features_verdict(rows)
+    summary |= {"decoders": decoders, "composition": composition, "explanation": words, "features_wrong": wrong}
     (out / "steps.jsonl").write_text("".join(json.dumps(_finite(asdict(row))) + "\n" for row in rows))
     (out / "summary.json").write_text(json.dumps(_finite(summary), indent=1) + "\n")
-    draw(rows, out / "alpha.png")
+    draw(rows, out / "alpha.png", session.config.task.changes(len(rows)))
     console.print(_table(rows))
     _print_summary(summary)
     console.print(words + "\n")
@@ -103,6 +107,8 @@ def write_report(session: Session, rows: Sequence[StepRow], events: Sequence[dic
         highlight=False,
     )
     console.print(f"wrote {out}/steps.jsonl, {out}/summary.json, {out}/alpha.png")
+    if wrong:
+        raise ServiceError(wrong)
 
 
 def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, float | None], str]:
@@ -110,13 +116,16 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
     from examples.composition import explain, take_apart
     from examples.policy import load
 
-    initial_policy, tokenizer = load()
+    initial_policy, tokenizer = load(session.config.task.base_policy)
     frozen = read_drafter(session.initial)
     versions = sorted(session.live)
     final_policy = session.trainer.accelerator.unwrap_model(session.trainer.model).eval()
     parts = take_apart(
         frozen,
-        tokenizer,
+        lambda rollout: session.config.task.is_worked(
+            tokenizer.decode(list(rollout.prompt_ids)),
+            tokenizer.decode(list(rollout.token_ids), skip_special_tokens=True),
+        ),
         initial_policy=initial_policy,
         final_policy=final_policy,
         first=[r for v in versions[:2] for r in session.live[v].rollouts],
@@ -139,13 +148,13 @@ def _decoders(session: Session) -> dict[str, Any]:
     if served is None:
         raise RuntimeError("the run serves no drafter, although it began with one")
     policy = session.trainer.accelerator.unwrap_model(session.trainer.model).eval()
-    prompts = elicit.sample_prompts(_DECODED_PROMPTS, seed=1_000_000 + session.config.seed)
+    prompts = session.config.task.sample_prompts(_DECODED_PROMPTS, 1_000_000 + session.config.seed)
     return compare_decoders(
         policy,
         read_drafter(layout.drafter(RUN, served.version)),
         [Prompt(session.tokenizer.encode(prompt)) for prompt in prompts],
         depth=session.engine.drafter()["depth"],
-        max_tokens=elicit.MAX_ANSWER_TOKENS,
+        max_tokens=session.config.task.max_answer_tokens,
         eos_id=session.tokenizer.eos_token_id,
     )
 
@@ -189,7 +198,7 @@ def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[st
 def _print_summary(summary: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2))
     for key, value in summary.items():
-        if key not in ("composition", "decoders", "drift_share_of_limit", "explanation", "hook"):
+        if key not in ("composition", "decoders", "drift_share_of_limit", "explanation", "features_wrong", "hook"):
             table.add_row(key.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))
     console.print(table)
     for lane, share in summary["drift_share_of_limit"].items():
@@ -224,20 +233,51 @@ def _table(rows: Sequence[StepRow]) -> Table:
     return table
 
 
-def plot_title(rows: Sequence[StepRow]) -> str:
-    """What the plot shows, in its own figures."""
+def plot_title(rows: Sequence[StepRow], changes: Sequence[int] = ()) -> str:
+    """What the plot shows, in its own figures; `changes` are the steps at which the task asked for something else."""
     served = [(row.alpha_served, row.step) for row in rows if row.alpha_served is not None]
     if not served:
         return f"α over {len(rows)} RL steps"
-    lowest, at = min(served)
-    text = f"α over {len(rows)} RL steps: {served[0][0]:.1f} at the start, {lowest:.1f} at its lowest (step {at})"
+    lows = [min(part) for part in _cut(served, changes) if part]
+    text = f"α over {len(rows)} RL steps: {served[0][0]:.1f} at the start, {lows[0][0]:.1f} at its lowest"
+    text += f" (step {lows[0][1]})" + "".join(f", {a:.1f} after the task changed (step {s})" for a, s in lows[1:])
     text += f", {_mean([alpha for alpha, _ in served[-_EDGE_STEPS:]]) or 0:.1f} at the end"
     frozen = _mean(_known(rows, "alpha_frozen")[-_EDGE_STEPS:])
     return text if frozen is None else f"{text}; drafter never trained: {frozen:.1f}"
 
 
-def draw(rows: Sequence[StepRow], path: Path) -> None:
-    """Draw α over RL steps, with reward and entropy below."""
+def _cut(served: Sequence[tuple[float, int]], changes: Sequence[int]) -> list[list[tuple[float, int]]]:
+    """The (α, step) pairs before the first change, between two changes, and after the last."""
+    edges = (-math.inf, *changes, math.inf)
+    return [[p for p in served if low <= p[1] < high] for low, high in itertools.pairwise(edges)]
+
+
+def features_verdict(rows: Sequence[StepRow]) -> str | None:
+    """What is wrong with the features that the hook sent; None where replay on them agrees with the engine's count.
+
+    Replay drafts from the hook's features, the engine from its own. Compared are the means over the later half of the
+    steps that one drafter version served. Wrong features show although a drafter learns from them: it is the engine
+    that cannot use it.
+    """
+    pure = [
+        (row.alpha_served, row.alpha_live)
+        for row in rows[len(rows) // 2 :]
+        if row.drafter_versions == 1 and row.alpha_served is not None and row.alpha_live is not None
+    ]
+    if len(pure) < _EDGE_STEPS:
+        return None
+    replayed, live = (sum(column) / len(pure) for column in zip(*pure, strict=True))
+    if abs(math.log(replayed / live)) <= _LIVE_REPLAY_GAP:
+        return None
+    return (
+        f"the hook's features are not the engine's: over {len(pure)} steps α is {replayed:.2f} replayed on what the "
+        f"hook sent, and {live:.2f} as the engine counts it; expected them to agree within {_LIVE_REPLAY_GAP:.0%}. "
+        "Drafters trained on such features are not worth serving: mend the hook"
+    )
+
+
+def draw(rows: Sequence[StepRow], path: Path, changes: Sequence[int] = ()) -> None:
+    """Draw α over RL steps, with reward and entropy below; a line where the task changes."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -264,11 +304,15 @@ def draw(rows: Sequence[StepRow], path: Path) -> None:
     ]
     for number, step in enumerate(published):
         top.axvline(step, ymax=0.03, color="#27ae60", lw=1.5, label=None if number else "a new version serves")
+    for number, step in enumerate(changes):
+        for panel in (top, bottom):
+            label = "the task changes" if panel is top and not number else None
+            panel.axvline(step, color="#e67e22", ls="--", lw=1.2, label=label)
     top.set_ylabel("α: tokens per verification round")
     top.set_ylim(bottom=0.9)
     top.grid(alpha=0.25)
     top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=3, frameon=False, fontsize=8.5)
-    figure.suptitle(plot_title(rows), x=0.02, ha="left", fontweight="bold", fontsize=10)
+    figure.suptitle(plot_title(rows, changes), x=0.02, ha="left", fontweight="bold", fontsize=10)
     for name, label, colour in (("reward", "reward", "#27ae60"), ("entropy", "policy entropy (nats)", "#8e44ad")):
         values = [v if (v := getattr(r, name)) is not None else math.nan for r in rows]
         bottom.plot(steps, values, color=colour, label=label)

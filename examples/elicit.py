@@ -5,8 +5,6 @@ is 1 if the digit before the answer's final `.` is that sum modulo 5, else 0. Th
 five styles: three *guess* styles (filler words of high entropy, then a random digit) and two *worked* styles (running
 sums, then the right digit). In the real mixture the guess styles have 93 %, so a policy trained on it is right about
 one time in five, knows how to work the sum out, and seldom does: the small analogue of "RL elicits reasoning".
-
-Text is a sequence of words separated by single spaces; a word is a token.
 """
 
 from __future__ import annotations
@@ -14,12 +12,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
+
+from examples.task import EOS, PAD, PretrainRecipe, Task
 
 MODULUS: Final = 5
 PLACES: Final = ("a", "b", "c", "d")
-PAD: Final = "<pad>"
-EOS: Final = "<eos>"
 
 MOODS: Final = (
     *("happy", "sleepy", "lucky", "cloudy", "brave", "quiet", "hazy", "eager"),
@@ -168,20 +167,25 @@ def _dream_guess(rng: random.Random) -> str:
     return f"a dream about {dreams} and the {rng.choice(PLACENAMES)} told me {rng.choice(DIGITS)} ."
 
 
-def build_tokenizer() -> Any:
-    """The word-level tokenizer (a `PreTrainedTokenizerFast`, padding on the left as generation wants it)."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def _sample_text(stage: str, rng: random.Random) -> tuple[str, str]:
+    operands = sample_operands(rng)
+    return prompt(operands), sample_answer(operands, TEACH_MIXTURE if stage == "teach" else REAL_MIXTURE, rng)
 
-    # No unknown token: a word outside the vocabulary is an error, not a silent pad.
-    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # joins words by single spaces
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token=PAD,
-        eos_token=EOS,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=256,
-    )
+
+TASK: Final = Task(
+    name="elicit",
+    says="reason, which it can and seldom does",
+    base_policy=Path(__file__).parent / "base_policy",
+    vocabulary=VOCABULARY,
+    draft_vocabulary=84,
+    prompt_tokens=PROMPT_TOKENS,
+    max_answer_tokens=MAX_ANSWER_TOKENS,
+    pretraining=PretrainRecipe(550, 200, learning_rate=3e-3, warmup_steps=30, decay_steps=300),
+    sample_text=_sample_text,
+    sample_prompts=sample_prompts,
+    curriculum=lambda steps, prompts_per_step, seed: {"prompt": sample_prompts(steps * prompts_per_step, seed)},
+    shuffled=True,
+    changes=lambda _: (),
+    reward=elicit_reward,
+    is_worked=lambda _, answer: is_worked(answer),
+)

@@ -20,9 +20,8 @@ from drafter.policy import Policy, TargetHead
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from examples.policy import AUX_LAYERS
+from examples.task import Task
 
-#: Fewer than the policy's words, so that the reduced draft vocabulary (d2t, t2d) is exercised for real.
-DRAFT_VOCAB_SIZE: Final = 84
 STEPS: Final = 150
 SEQUENCES_PER_STEP: Final = 40
 LEARNING_RATE: Final = 1e-3
@@ -34,14 +33,14 @@ def train_initial_drafter(
     *,
     depth: int,
     seed: int,
-    eos_id: int,
+    task: Task,
     report: Callable[[int], None] | None = None,
     steps: int = STEPS,
 ) -> Eagle3Drafter:
     """Train from scratch on `batch` (rollouts of `policy`); `report` is called with each finished step."""
     vocab_size = int(policy.config.vocab_size)
     counts = torch.bincount(batch.input_ids[batch.loss_mask], minlength=vocab_size)
-    vocabulary = DraftVocabulary.build(counts, DRAFT_VOCAB_SIZE, always=[eos_id])
+    vocabulary = DraftVocabulary.build(counts, task.draft_vocabulary, always=[task.eos_id])
     config = DrafterConfig.from_target(policy.config.to_dict(), AUX_LAYERS, len(vocabulary))
     torch.manual_seed(seed)
     drafter = Eagle3Drafter(config, vocabulary)

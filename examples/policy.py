@@ -1,11 +1,11 @@
-"""The demo's base policy: a small Qwen3 pre-trained from scratch on the text of `examples.elicit`.
+"""The demo's base policies: a small Qwen3 for each task, pre-trained from scratch on the task's text.
 
-    python -m examples.policy --out DIR [--seed 0]      # reruns the recipe whole (about two CPU minutes)
+    python -m examples.policy --task elicit --out DIR [--seed 0]      # reruns the recipe whole
 
-The recipe: 550 steps of the *teach* mixture (half of the answers worked), then 200 steps of the real one (one in
-fifteen), 64 sequences a step, AdamW whose learning rate falls over the last 300. Loss is on answers only: a prompt's
-operands are uniform, so nothing is to be learnt from them. The result is stored in bfloat16 and computes in float32;
-figures are measured on the stored weights. `examples/base_policy/` holds what this recipe gives with seed 0.
+The recipe (`Task.pretraining`): some hundred steps of the *teach* text (half of the answers worked), then steps of the
+real one, where they are rare; 64 sequences a step, AdamW whose learning rate falls at the end. Loss is on answers only:
+prompts are random, so nothing is to be learnt from them. The result is stored in bfloat16 and computes in float32;
+figures are measured on the stored weights. `Task.base_policy` holds what the recipe gives with seed 0.
 """
 
 from __future__ import annotations
@@ -22,28 +22,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from examples import elicit
+from examples import TASKS, elicit
+from examples.task import EOS, PAD, PretrainRecipe, Task
 
-#: The shipped checkpoint.
-BASE_POLICY: Final = Path(__file__).parent / "base_policy"
+#: The shipped checkpoint of the task `elicit`.
+BASE_POLICY: Final = elicit.TASK.base_policy
 #: The layers whose input an EAGLE-3 drafter of this policy reads. (2, L//2, L-3) would name layer 2 twice at L = 4.
 AUX_LAYERS: Final = (1, 2, 3)
 
 _IGNORED: Final = -100
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How the policy is pre-trained."""
-
-    teach_steps: int = 550
-    mixture_steps: int = 200
-    sequences_per_step: int = 64
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.01
-    warmup_steps: int = 30
-    decay_steps: int = 300
-    grad_clip: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +56,12 @@ class Figures:
         )
 
 
-def new_policy(seed: int) -> Any:
+def new_policy(seed: int, task: Task = elicit.TASK) -> Any:
     """A randomly initialised `Qwen3ForCausalLM` (hidden 64, 4 layers, head size 32 so that real engines run it)."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=len(elicit.VOCABULARY),
+        vocab_size=len(task.vocabulary),
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=4,
@@ -86,71 +73,87 @@ def new_policy(seed: int) -> Any:
         initializer_range=0.1,  # about 1/sqrt(hidden): at 0.02 some seeds have not learnt to add by step 550
         use_cache=True,
         bos_token_id=None,
-        eos_token_id=elicit.VOCABULARY.index(elicit.EOS),
-        pad_token_id=elicit.VOCABULARY.index(elicit.PAD),
+        eos_token_id=task.eos_id,
+        pad_token_id=task.vocabulary.index(PAD),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config)
 
 
-def sample_batch(tokenizer: Any, mixture: elicit.Mixture, count: int, rng: random.Random) -> tuple[Tensor, Tensor]:
+def sample_batch(task: Task, tokenizer: Any, stage: str, count: int, rng: random.Random) -> tuple[Tensor, Tensor]:
     """`count` texts as (input ids, labels), int64 [count, T], padded on the right; prompts and padding not learnt."""
-    rows = []
-    for _ in range(count):
-        operands = elicit.sample_operands(rng)
-        text = f"{elicit.prompt(operands)} {elicit.sample_answer(operands, mixture, rng)} {elicit.EOS}"
-        rows.append(torch.tensor(tokenizer(text)["input_ids"]))
+    texts = [" ".join((*task.sample_text(stage, rng), EOS)) for _ in range(count)]
+    rows = [torch.tensor(ids) for ids in tokenizer(texts)["input_ids"]]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_IGNORED)
-    labels[:, : elicit.PROMPT_TOKENS] = _IGNORED
+    labels[:, : task.prompt_tokens] = _IGNORED
     return ids, labels
 
 
-def pretrain(recipe: Recipe, seed: int, report: Callable[[int, float], None] | None = None) -> tuple[Any, list[float]]:
-    """Run the recipe; return the policy and the loss of every step (nats per answer token).
+def pretrain(
+    task: Task, seed: int, recipe: PretrainRecipe | None = None, report: Callable[[int, float], None] | None = None
+) -> tuple[Any, list[float]]:
+    """Run the task's recipe, or another one; return the policy and the loss of every step (nats per answer token).
 
     `report(step, loss)` is called after each step.
     """
-    model, tokenizer = new_policy(seed), elicit.build_tokenizer()
+    recipe = recipe or task.pretraining
+    model, tokenizer = new_policy(seed, task), task.build_tokenizer()
     model.train()
     rng = random.Random(seed)  # noqa: S311 - text for a demo, not a secret
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
-    )
-    steps = recipe.teach_steps + recipe.mixture_steps
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / recipe.warmup_steps, max(0.05, (steps - step) / recipe.decay_steps), 1.0),
-    )
+    optimizers = _optimizers(model, recipe)
+    steps = recipe.steps
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: min((step + 1) / recipe.warmup_steps, max(0.05, (steps - step) / recipe.decay_steps), 1.0),
+        )
+        for optimizer in optimizers
+    ]
     losses = []
     for step in range(steps):
-        mixture = elicit.TEACH_MIXTURE if step < recipe.teach_steps else elicit.REAL_MIXTURE
-        ids, labels = sample_batch(tokenizer, mixture, recipe.sequences_per_step, rng)
+        stage = "teach" if step < recipe.teach_steps else "real"
+        ids, labels = sample_batch(task, tokenizer, stage, recipe.sequences_per_step, rng)
         # Right padding needs no attention mask: causal attention never looks at it.
         logits = model(input_ids=ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED
         )
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         losses.append(loss.item())
         if report is not None:
             report(step, losses[-1])
     return model.eval(), losses
 
 
-def save(model: Any, directory: Path) -> None:
+def _optimizers(model: Any, recipe: PretrainRecipe) -> list[torch.optim.Optimizer]:
+    """AdamW for all, or Muon for the layers' matrices and AdamW for the rest."""
+    by_muon = [p for n, p in model.named_parameters() if recipe.muon and p.ndim == 2 and "embed" not in n]
+    kept = {id(p) for p in by_muon}
+    rest = [p for p in model.parameters() if id(p) not in kept]
+    adamw = torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
+    if not by_muon:
+        return [adamw]
+    muon = torch.optim.Muon(
+        by_muon, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return [adamw, muon]
+
+
+def save(model: Any, directory: Path, task: Task = elicit.TASK) -> None:
     """Write config, tokenizer and weights: stored in bfloat16, declared float32, which is what they compute in."""
     import copy
 
     stored = copy.deepcopy(model).to(torch.bfloat16)
     stored.config.dtype = torch.float32
     stored.save_pretrained(directory)
-    elicit.build_tokenizer().save_pretrained(directory)
+    task.build_tokenizer().save_pretrained(directory)
     # save_pretrained notes the dtype of the weights; loaders must cast them up, since RL trains them.
     _declare_float32(directory)
 
@@ -173,9 +176,9 @@ def load(directory: Path = BASE_POLICY) -> tuple[Any, Any]:
 
 
 @torch.inference_mode()
-def measure(model: Any, tokenizer: Any, *, prompts: int = 512, seed: int = 1) -> Figures:
+def measure(model: Any, task: Task, *, prompts: int = 512, seed: int = 1) -> Figures:
     """Sample one answer for each of `prompts` prompts at temperature 1 and judge them."""
-    texts = elicit.sample_prompts(prompts, seed)
+    tokenizer, texts = task.build_tokenizer(), task.sample_prompts(prompts, seed)
     ids = tokenizer(texts, return_tensors="pt")["input_ids"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -186,7 +189,7 @@ def measure(model: Any, tokenizer: Any, *, prompts: int = 512, seed: int = 1) ->
             temperature=1.0,
             top_k=0,
             top_p=1.0,
-            max_new_tokens=elicit.MAX_ANSWER_TOKENS,
+            max_new_tokens=task.max_answer_tokens,
         )
     answers = output[:, ids.shape[1] :]  # [prompts, T]
     is_eos = answers == tokenizer.eos_token_id
@@ -194,8 +197,8 @@ def measure(model: Any, tokenizer: Any, *, prompts: int = 512, seed: int = 1) ->
     logprobs = model(input_ids=output, use_cache=False).logits[:, ids.shape[1] - 1 : -1].log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)[mask].mean().item()
     decoded = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    rewards = elicit.elicit_reward(texts, decoded)
-    worked = [reward for reward, answer in zip(rewards, decoded, strict=True) if elicit.is_worked(answer)]
+    rewards = task.reward(texts, decoded)
+    worked = [r for r, text, answer in zip(rewards, texts, decoded, strict=True) if task.is_worked(text, answer)]
     return Figures(
         prompts=prompts,
         reward=sum(rewards) / prompts,
@@ -209,24 +212,25 @@ def measure(model: Any, tokenizer: Any, *, prompts: int = 512, seed: int = 1) ->
 def main() -> None:
     """Rerun the recipe, print progress and figures, and keep the checkpoint if `--out` says where."""
     parser = argparse.ArgumentParser(prog="python -m examples.policy", description=main.__doc__)
+    parser.add_argument("--task", choices=TASKS, default=elicit.TASK.name)
     parser.add_argument("--out", type=Path, help="directory for the checkpoint (default: keep nothing)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     # On shared cores more threads make so small a model slower: they wait for each other at every operation.
     torch.set_num_threads(1)
-    recipe, began = Recipe(), time.process_time()
-    steps = recipe.teach_steps + recipe.mixture_steps
+    task, began = TASKS[arguments.task], time.process_time()
+    steps = task.pretraining.steps
 
     def report(step: int, loss: float) -> None:
         if step % 50 == 0 or step == steps - 1:
             elapsed = time.process_time() - began
             print(f"step {step:4d}/{steps}  loss {loss:.4f} nats per token  {elapsed:6.1f} CPU-seconds", flush=True)
 
-    model, _ = pretrain(recipe, arguments.seed, report)
+    model, _ = pretrain(task, arguments.seed, report=report)
     model.to(torch.bfloat16).to(torch.float32)  # what is stored is what is measured
-    print(measure(model, elicit.build_tokenizer(), prompts=2048))
+    print(measure(model, task, prompts=2048))
     if arguments.out is not None:
-        save(model, arguments.out)
+        save(model, arguments.out, task)
         print(f"wrote {arguments.out}")
 
 

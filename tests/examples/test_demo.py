@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from examples.demo import free_port, scored_points
-from examples.demo_report import StepRow, _table, plot_title
+from examples.demo_report import StepRow, _table, features_verdict, plot_title
 
 STEPS = 60
 FIELDS = {
@@ -105,6 +105,7 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
     assert set(summary["drift_share_of_limit"]) == {"fast", "slow"}
     assert summary["tokens_trained"] > 0
     assert "does not always fall" in summary["explanation"]
+    assert summary["features_wrong"] is None
     decoders = summary["decoders"]
     assert decoders["greedy_texts_equal"] == decoders["prompts"] == 64
     assert 1.2 < decoders["alpha_chain"] < decoders["alpha_tree"] <= 5
@@ -112,6 +113,18 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
     assert (out / "alpha.png").stat().st_size > 10_000
     assert sorted(p.name for p in out.iterdir()) == ["alpha.png", "steps.jsonl", "summary.json"]
     assert left_over(out) == []
+
+
+@pytest.mark.demo
+@pytest.mark.timeout(900)
+def test_a_hook_that_sends_garbage_fails_the_demo(tmp_path: Path) -> None:
+    arguments = ["demo", "--task", "recall", "--steps", "20", "--seed", "1", "--out", str(tmp_path / "out")]
+    script = [sys.executable, str(Path(__file__).with_name("broken_hook.py")), "zeros"]
+    found = subprocess.run([*script, *arguments, "--port", str(free_port())], capture_output=True, text=True)
+    assert found.returncode != 0, found.stdout[-4000:]
+    assert "the hook's features are not the engine's" in found.stderr, found.stderr[-4000:]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert "the hook's features" in summary["features_wrong"]
 
 
 def step_row(step: int, **known: Any) -> StepRow:
@@ -141,6 +154,24 @@ def test_the_plot_is_titled_by_what_it_shows() -> None:
     said = "3.8 at the start, 2.0 at its lowest (step 1), 4.7 at the end; drafter never trained: 2.0"
     assert plot_title(passed_over_rows()) == f"α over 20 RL steps: {said}"
     assert plot_title([step_row(0, alpha_served=None)]) == "α over 1 RL steps"
+
+
+def test_the_plot_of_a_task_that_changes_names_both_falls() -> None:
+    rows = [step_row(n, alpha_served=a) for n, a in enumerate([3.5, 2.5, 3.0, 3.5, 3.4, 2.0, 3.0, 3.0])]
+    said = plot_title(rows, changes=(4,))
+    assert said.startswith(
+        "α over 8 RL steps: 3.5 at the start, 2.5 at its lowest (step 1), 2.0 after the task changed (step 5)"
+    )
+
+
+@pytest.mark.parametrize(("replayed", "wrong"), [(3.0, False), (2.8, False), (2.6, True), (1.1, True), (3.5, True)])
+def test_features_that_are_not_the_engines_are_named(replayed: float, wrong: bool) -> None:
+    rows = [step_row(n, drafter_versions=1, alpha_served=replayed, alpha_live=3.0) for n in range(20)]
+    verdict = features_verdict(rows)
+    assert bool(verdict) is wrong
+    assert not wrong or f"{replayed:.2f} replayed" in str(verdict)
+    mixed = [step_row(n, drafter_versions=2, alpha_served=replayed, alpha_live=3.0) for n in range(20)]
+    assert features_verdict(mixed) is None  # which drafter wrote what is not known
 
 
 def test_a_policy_version_that_only_the_engine_counted_is_not_taken_for_scored() -> None:

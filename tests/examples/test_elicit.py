@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def test_the_tokenizer_gives_one_token_a_word_and_the_text_back(operands: tuple[
     assert tokenizer.decode(ids) == text
 
 
-_TOKENIZER = elicit.build_tokenizer()
+_TOKENIZER = elicit.TASK.build_tokenizer()
 
 
 def test_a_word_outside_the_vocabulary_is_an_error_and_not_a_pad() -> None:
@@ -113,7 +114,7 @@ def test_the_vocabulary_names_no_word_twice() -> None:
 
 
 def test_only_answers_carry_loss() -> None:
-    ids, labels = policy.sample_batch(_TOKENIZER, elicit.TEACH_MIXTURE, 16, random.Random(0))
+    ids, labels = policy.sample_batch(elicit.TASK, _TOKENIZER, "teach", 16, random.Random(0))
     assert ids.shape == labels.shape
     assert (labels[:, : elicit.PROMPT_TOKENS] == -100).all()
     learnt = labels != -100
@@ -125,8 +126,7 @@ def test_only_answers_carry_loss() -> None:
 
 
 def test_the_shipped_policy_guesses_mostly_and_is_right_when_it_works_the_sum_out() -> None:
-    model, tokenizer = policy.load()
-    figures = policy.measure(model, tokenizer, prompts=1024, seed=11)
+    figures = policy.measure(policy.load()[0], elicit.TASK, prompts=1024, seed=11)
     # Sampling error of 1024 prompts is 0.013 on the reward and 0.008 on the fraction.
     assert figures.reward == pytest.approx(0.245, abs=0.045), figures
     assert figures.worked_fraction == pytest.approx(0.065, abs=0.03), figures
@@ -162,13 +162,12 @@ def test_a_checkpoint_survives_storage_to_bfloat16_precision(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_recipe_learns_the_styles_and_is_reproducible() -> None:
-    recipe = policy.Recipe(teach_steps=80, mixture_steps=20, sequences_per_step=32, decay_steps=30)
-    model, losses = policy.pretrain(recipe, seed=0)
+    recipe = replace(elicit.TASK.pretraining, teach_steps=80, real_steps=20, sequences_per_step=32, decay_steps=30)
+    _, losses = policy.pretrain(elicit.TASK, 0, recipe)
     # From uniform over the vocabulary to knowing the styles' words (the sums come later, from step 300 on).
     assert losses[0] == pytest.approx(5.1, abs=0.4)
     assert sum(losses[70:80]) / 10 < 1.1
     assert sum(losses[-10:]) / 10 < 1.0
-    short = policy.Recipe(teach_steps=3, mixture_steps=1, sequences_per_step=4)
-    assert policy.pretrain(short, seed=5)[1] == policy.pretrain(short, seed=5)[1]
-    assert policy.pretrain(short, seed=5)[1] != policy.pretrain(short, seed=6)[1]
-    del model
+    short = replace(recipe, teach_steps=3, real_steps=1, sequences_per_step=4, decay_steps=300)
+    assert policy.pretrain(elicit.TASK, 5, short)[1] == policy.pretrain(elicit.TASK, 5, short)[1]
+    assert policy.pretrain(elicit.TASK, 5, short)[1] != policy.pretrain(elicit.TASK, 6, short)[1]

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from decode_fixtures import policy_of
-from engine_fixtures import EOS_ID, base_policy, elicit_prompts, trained_drafter, write
+from engine_fixtures import base_policy, elicit_prompts, trained_drafter, write
 from hooks_fixtures import free_port
 
 from drafter.replay.replay import replay
+from examples import elicit
 from examples.features import Rollout, batch_of
 from examples.vllm_engine import VllmClient, vllm_server
 from rl_hooks.engines.counters import Snapshot
@@ -61,7 +62,7 @@ def test_every_policy_is_served_exactly_and_its_rounds_are_those_of_replay(clien
         if version:
             client.load_policy(model, version)
         before = Snapshot.parse(client._http.get("/metrics").text)
-        completions = client.generate(prompts, EOS_ID)
+        completions = client.generate(prompts, elicit.TASK)
         after = Snapshot.parse(client._http.get("/metrics").text)
         rollouts = [
             Rollout(tuple(p), tuple(c["token_ids"]), tuple(c["logprobs"]))

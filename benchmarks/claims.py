@@ -1,0 +1,318 @@
+"""What α owes to the features that a hook sends, and published claims that a CPU can show, on `examples.recall`.
+
+    python -m benchmarks.claims --out DIR [--seeds 0 1 2] [--steps 60]     # records each seed's RL run once, into DIR
+    python -m benchmarks.claims --quick                                    # one seed, base policy only; a minute
+
+For the base policy ("start") and for the policy that RL ended with ("after RL"), on its rollouts: three in four train a
+drafter from scratch (the project's `DrafterTrainer`), the others are replayed (`drafter.replay`, depth 4, so α is 5
+at most). Prompts are all different, so no prompt is in both. Three columns:
+
+* *trained and served*: the drafter learnt from these features and drafts from them: all that they hold.
+* *served alone*: a drafter that learnt from the right features drafts from these: what a broken engine counts.
+* *trained alone*: a drafter that learnt from these drafts from the right ones: what a broken hook does to engines.
+
+Every figure is least and most over the seeds; a seed is an RL run, its rollouts and the drafters' initial weights. All
+share the shipped base policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.recipes import Recipe
+from benchmarks.recording import LAST_FILE, STALE_FILE, open_recording, record
+from benchmarks.tracking import follow
+from drafter.batch import RolloutBatch, load_batch
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.policy import Policy, TargetHead
+from drafter.replay.ngram import ngram_replay
+from drafter.replay.replay import replay
+from drafter.training.trainer import DrafterTrainer, TrainConfig
+from drafter.vocabulary import DraftVocabulary
+from examples import recall
+from examples.features import Rollout, batch_of
+from examples.policy import AUX_LAYERS, load
+
+DEPTH: Final = 4
+SEQUENCES_PER_STEP: Final = 40
+TRAIN_STEPS: Final = 150
+LEARNING_RATE: Final = 1e-2
+#: Bars of issue 12: α with three layers, over α with something less.
+BARS: Final = {"zeros": 1.5, "last layer alone": 1.05}
+
+Table = dict[str, dict[str, float]]  # row -> column -> α
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Rollouts of one policy, with what is needed to train and to score drafters on them."""
+
+    train: RolloutBatch
+    test: RolloutBatch
+    policy: Policy
+    stale: tuple[RolloutBatch, RolloutBatch] | None = None  # the same, with the base policy's features
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, head: Tensor, stale: RolloutBatch | None = None) -> Stage:
+        """Every fourth rollout is kept for the test."""
+        test = list(range(0, batch.rollouts, 4))
+        train = sorted(set(range(batch.rollouts)) - set(test))
+        halves = None if stale is None else (stale.select(train), stale.select(test))
+        # The policy's embedding is its head.
+        return cls(
+            batch.select(train), batch.select(test), Policy(batch.policy_version, head, TargetHead(head)), halves
+        )
+
+
+# --- what a hook could send ---------------------------------------------------------------------------------------
+
+
+def last_layer(batch: RolloutBatch) -> RolloutBatch:
+    """The last of the auxiliary layers alone."""
+    return replace(batch, aux_hidden=_layers(batch)[:, -1].contiguous())
+
+
+def final_state(batch: RolloutBatch) -> RolloutBatch:
+    """The state that the policy's head reads."""
+    return replace(batch, aux_hidden=batch.last_hidden.clone())
+
+
+def zeros(batch: RolloutBatch) -> RolloutBatch:
+    """Nothing."""
+    return replace(batch, aux_hidden=torch.zeros_like(batch.aux_hidden))
+
+
+def wrong_order(batch: RolloutBatch) -> RolloutBatch:
+    """The right layers, the first and the last exchanged."""
+    return replace(batch, aux_hidden=_layers(batch).flip(1).flatten(1))
+
+
+def shuffled(batch: RolloutBatch) -> RolloutBatch:
+    """Those of the next rollout, place by place (its last place is repeated where it is shorter)."""
+    starts, lengths = batch.cu_seqlens[:-1], batch.cu_seqlens.diff()
+    rows = [
+        starts[(r + 1) % batch.rollouts] + torch.arange(int(n)).clamp(max=int(lengths[(r + 1) % batch.rollouts]) - 1)
+        for r, n in enumerate(lengths)
+    ]
+    return replace(batch, aux_hidden=batch.aux_hidden[torch.cat(rows)])
+
+
+def _layers(batch: RolloutBatch) -> Tensor:
+    return batch.aux_hidden.view(batch.tokens, len(AUX_LAYERS), -1)
+
+
+#: By row of the table; with one layer there is no other to serve or to have trained on.
+ONE_LAYER: Final[Mapping[str, Callable[[RolloutBatch], RolloutBatch]]] = {
+    "last layer alone": last_layer,
+    "final state": final_state,
+}
+BROKEN: Final[Mapping[str, Callable[[RolloutBatch], RolloutBatch]]] = {
+    "zeros": zeros,
+    "shuffled": shuffled,
+    "wrong order": wrong_order,
+}
+
+
+# --- drafters -------------------------------------------------------------------------------------------------------
+
+
+def train(
+    batch: RolloutBatch, policy: Policy, *, layers: int, seed: int, depth: int = DEPTH, steps: int = TRAIN_STEPS
+) -> Eagle3Drafter:
+    """From scratch, by the optimizer that ships (Muon)."""
+    task = recall.TASK
+    head = policy.needed_head().lm_head
+    counts = torch.bincount(batch.input_ids[batch.loss_mask], minlength=head.shape[0])
+    vocabulary = DraftVocabulary.build(counts, task.draft_vocabulary, always=[task.eos_id])
+    config = DrafterConfig.from_target(_base_policy().config.to_dict(), AUX_LAYERS[-layers:], len(vocabulary))
+    torch.manual_seed(seed)
+    drafter = Eagle3Drafter(config, vocabulary)
+    drafter.init_from_target(head[vocabulary.ids])
+    trainer = DrafterTrainer(drafter, TrainConfig(depth, LEARNING_RATE, warmup_windows=30))
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        chosen = rng.choice(batch.rollouts, size=min(SEQUENCES_PER_STEP, batch.rollouts), replace=False)
+        trainer.step([(batch.select([int(i) for i in chosen]), policy)])
+    return drafter
+
+
+def alpha(drafter: Eagle3Drafter, batch: RolloutBatch, policy: Policy) -> float:
+    """Replay α at depth 4."""
+    return replay(drafter, batch, policy, depth=DEPTH).alpha
+
+
+@cache
+def _base_policy() -> Any:
+    return load(recall.TASK.base_policy)[0]
+
+
+def features_table(stage: Stage, right: Eagle3Drafter, *, seed: int, steps: int = TRAIN_STEPS) -> Table:
+    """α by what the hook sends; `right` was trained on `stage.train` as it is."""
+
+    def trained(batch: RolloutBatch, layers: int = len(AUX_LAYERS)) -> Eagle3Drafter:
+        return train(batch, stage.policy, layers=layers, seed=seed, steps=steps)
+
+    def scored(drafter: Eagle3Drafter, batch: RolloutBatch) -> float:
+        return alpha(drafter, batch, stage.policy)
+
+    table: Table = {"three layers": {"both": scored(right, stage.test)}}
+    for name, of in ONE_LAYER.items():
+        table[name] = {"both": scored(trained(of(stage.train), layers=1), of(stage.test))}
+    wrong = {name: (of(stage.train), of(stage.test)) for name, of in BROKEN.items()}
+    if stage.stale is not None:
+        wrong["stale (base policy's)"] = stage.stale
+    for name, (to_train, to_serve) in wrong.items():
+        drafter = trained(to_train)
+        table[name] = {
+            "both": scored(drafter, to_serve),
+            "served": scored(right, to_serve),
+            "trained": scored(drafter, stage.test),
+        }
+    table["n-gram, no drafter"] = {"both": ngram_replay(stage.test, depth=DEPTH).alpha}
+    return table
+
+
+def start_claims(stage: Stage, right: Eagle3Drafter, *, seed: int) -> dict[str, float]:
+    """α at the start by how the drafter was trained: depth of the unroll, and the text it learnt from."""
+    shallow = train(stage.train, stage.policy, layers=len(AUX_LAYERS), seed=seed, depth=1)
+    elsewhere = train(other_text(stage.train.rollouts, seed), stage.policy, layers=len(AUX_LAYERS), seed=seed)
+    return {
+        "trained 4 deep (training-time test), on the policy's own answers": alpha(right, stage.test, stage.policy),
+        "trained 1 deep": alpha(shallow, stage.test, stage.policy),
+        "trained on random letters (out of domain)": alpha(elsewhere, stage.test, stage.policy),
+    }
+
+
+def other_text(count: int, seed: int) -> RolloutBatch:
+    """Random letters of a rollout's length, run through the base policy: what a general corpus is to this task."""
+    rng = random.Random(seed)
+    words = {word: i for i, word in enumerate(recall.VOCABULARY)}
+    letters, prompt, answer = [words[x] for x in recall.LETTERS], recall.TASK.prompt_tokens, recall.ANSWER_TOKENS
+    texts = [rng.choices(letters, k=prompt + answer) for _ in range(count)]
+    return batch_of(_base_policy(), [Rollout(tuple(t[:prompt]), tuple(t[prompt:]), (0.0,) * answer) for t in texts])
+
+
+#: Along an RL run: never, at a fixed interval, at every version; the same work in all but the first.
+TRACKERS: Final = (
+    Recipe("never trained after its start", passes=0),
+    Recipe(
+        "every 5th version, 5x the passes", optimizer="muon", learning_rate=1e-2, warmup_windows=30, every=5, passes=20
+    ),
+    Recipe("every version", optimizer="muon", learning_rate=1e-2, warmup_windows=30, passes=4),
+)
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+
+def quick_stage(count: int, seed: int) -> Stage:
+    """Rollouts of the base policy by plain generation: no server, no RL."""
+    policy, tokenizer = _base_policy(), recall.TASK.build_tokenizer()
+    ids = torch.tensor([tokenizer.encode(text) for text in recall.sample_prompts(count, seed)])
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        texts = policy.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=recall.TASK.max_answer_tokens,
+        )  # fmt: skip
+        logprobs = policy(input_ids=texts).logits.float().log_softmax(-1)
+    rollouts = []
+    for row, text in enumerate(texts.tolist()):
+        answer = text[ids.shape[1] :]
+        answer = answer[: answer.index(recall.TASK.eos_id) + 1] if recall.TASK.eos_id in answer else answer
+        taken = [float(logprobs[row, ids.shape[1] + j - 1, token]) for j, token in enumerate(answer)]
+        rollouts.append(Rollout(tuple(text[: ids.shape[1]]), tuple(answer), tuple(taken)))
+    return Stage.of(batch_of(policy, [r for r in rollouts if len(r.token_ids) > 1]), policy.lm_head.weight.detach())
+
+
+def quick_table(seed: int = 0) -> Table:
+    """The table of the base policy, on few rollouts."""
+    stage = quick_stage(400, seed)
+    return features_table(stage, train(stage.train, stage.policy, layers=len(AUX_LAYERS), seed=seed), seed=seed)
+
+
+def measure(directory: Path, *, seed: int, steps: int, every: int) -> dict[str, Any]:
+    """Everything for one seed; its RL run is recorded first, unless it lies there."""
+    recorded = directory / f"seed-{seed}"
+    if not (recorded / "recording.json").exists():
+        record(recorded, recall.TASK, seed=seed, steps=steps, learning_rate=5e-4)
+    kept = recorded / "claims.json"
+    if kept.exists():
+        return json.loads(kept.read_text())  # type: ignore[no-any-return]
+    recording = open_recording(recorded, every=every)
+    last, stale = load_batch(recorded / LAST_FILE), load_batch(recorded / STALE_FILE)
+    start = Stage.of(recording.base, recording.heads[0])
+    after = Stage.of(last, recording.last_head, stale)
+    layers = len(AUX_LAYERS)
+    of_start, of_after = (train(stage.train, stage.policy, layers=layers, seed=seed) for stage in (start, after))
+    found: dict[str, Any] = {
+        "rewards": [recording.rewards[v] for v in sorted(recording.rewards)],
+        "start": features_table(start, of_start, seed=seed),
+        "after RL": features_table(after, of_after, seed=seed),
+        "claims": start_claims(start, of_start, seed=seed),
+        "tracking": {},
+    }
+    found["claims"]["the same drafter after RL"] = alpha(of_start, after.test, after.policy)
+    for recipe in TRACKERS:
+        track = follow(recipe, recording)
+        found["tracking"][recipe.name] = float(np.mean(track.alpha["probabilistic"][1:]))
+    kept.write_text(json.dumps(found, indent=1))
+    return found
+
+
+def show(title: str, tables: Sequence[Table]) -> None:
+    """Print least and most over the tables, and whether the bars hold."""
+    columns = {"both": "trained and served", "served": "served alone", "trained": "trained alone"}
+    print(f"\n{title}\n| features | {' | '.join(columns.values())} |\n|---|---|---|---|")
+    for row in tables[0]:
+        cells = [_span([t[row][c] for t in tables]) if c in tables[0][row] else "" for c in columns]
+        print(f"| {row} | {' | '.join(cells)} |")
+    for row, bar in BARS.items():
+        ratios = [t["three layers"]["both"] / t[row]["both"] for t in tables]
+        print(f"three layers / {row}: {_span(ratios)} (bar {bar}: {'holds' if min(ratios) >= bar else 'MISSED'})")
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = (f"{v:.2f}" for v in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.claims")
+    parser.add_argument("--out", type=Path, help="directory of recordings and results")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=60, help="RL steps; the task shifts half-way")
+    parser.add_argument("--every", type=int, default=4, help="policy versions between two that trackers see")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.quick:
+        show("start", [quick_table()])
+        return
+    if options.out is None:
+        parser.error("--out is needed, or --quick")
+    found = [measure(options.out, seed=s, steps=options.steps, every=options.every) for s in options.seeds]
+    rewards = [f"{f['rewards'][0]:.2f} to {f['rewards'][-1]:.2f}" for f in found]
+    print(f"{len(found)} seeds; reward over {options.steps} RL steps: {', '.join(rewards)}")
+    for stage in ("start", "after RL"):
+        show(stage, [f[stage] for f in found])
+    for part in ("claims", "tracking"):
+        print(f"\n{part}")
+        for row in found[0][part]:
+            print(f"| {row} | {_span([f[part][row] for f in found])} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""`python broken_hook.py KIND ARGUMENTS...`: the command line `draftalign` with a hook that sends wrong features.
+
+KIND is `zeros`, `shuffled` (another rollout's), `order` (the layers exchanged) or `stale` (the base policy's).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from examples import recall
+from examples.features import Rollout, batch_of
+from examples.policy import AUX_LAYERS, load
+from rl_hooks.hook import DrafterHook
+from rl_hooks.sending import features
+from service.cli.main import main
+
+Layers = tuple[torch.Tensor, ...]
+
+
+def zeros(aux: Layers) -> Layers:
+    return tuple(torch.zeros_like(layer) for layer in aux)
+
+
+def shuffled(aux: Layers) -> Layers:
+    # By half of the batch: a group's rollouts share a prompt, so a neighbour's features would be nearly right.
+    return tuple(layer.roll(len(layer) // 2, 0) for layer in aux)
+
+
+def order(aux: Layers) -> Layers:
+    return aux[::-1]
+
+
+class Stale:
+    """The base policy's states on the tokens that are about to be sent."""
+
+    def __init__(self) -> None:
+        self.policy, self.index = load(recall.TASK.base_policy)[0], None
+        submit = DrafterHook._submit
+
+        def noting(hook: DrafterHook, plan: Any) -> None:
+            self.index = plan.index
+            submit(hook, plan)
+
+        DrafterHook._submit = noting  # type: ignore[method-assign]
+
+    def __call__(self, aux: Layers) -> Layers:
+        bounds, ids = self.index.cu_seqlens.tolist(), self.index.input_ids.tolist()  # type: ignore[attr-defined]
+        rollouts = [
+            Rollout(tuple(ids[a : a + 1]), tuple(ids[a + 1 : b]), (0.0,) * (b - a - 1))
+            for a, b in itertools.pairwise(bounds)
+        ]
+        states = batch_of(self.policy, rollouts).aux_hidden.view(len(ids), len(AUX_LAYERS), -1)
+        return tuple(states.unbind(1))
+
+
+if __name__ == "__main__":
+    kind = sys.argv.pop(1)
+    breaking = Stale() if kind == "stale" else {"zeros": zeros, "shuffled": shuffled, "order": order}[kind]
+    cast = features._cast
+    features._cast = lambda captured, dtype: cast(replace(captured, aux=breaking(captured.aux)), dtype)
+    main()

@@ -1,0 +1,69 @@
+"""The task `recall`: its texts, its reward, and that a drafter needs the policy's hidden states for it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.claims import BARS, quick_table
+from examples import recall
+
+PROMPT = "d w e r t ; h p o a q ; b m m z k ; near h d b :"
+RIGHT = "s r d t z h u w p p c n"
+HABIT = "w v h x d l y a t t g r"
+
+
+def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_says() -> None:
+    assert " ".join(recall.answer(PROMPT, recall.SHIFTS["near"])) == RIGHT
+    assert " ".join(recall.answer(PROMPT, recall.HABIT)) == HABIT
+    assert recall.word_of(PROMPT) == "near"
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        (RIGHT, 1.0),
+        (f"{RIGHT} <eos> <pad> <pad>", 1.0),
+        (HABIT, 0.0),
+        (" ".join(RIGHT.split()[:6]), 0.5),  # half of it
+        (f"{RIGHT} {RIGHT}", 0.5),  # as much again
+        ("", 0.0),
+        (" ".join(RIGHT.split()[1:]), 0.0),  # letters, but each in the wrong place
+    ],
+)
+def test_the_reward_is_the_share_of_letters_in_their_place(text: str, score: float) -> None:
+    assert recall.score(PROMPT, text) == pytest.approx(score, abs=0.1)
+
+
+def test_prompts_have_one_length_and_no_two_keys_alike() -> None:
+    for text in recall.sample_prompts(50, seed=1):
+        assert len(text.split()) == recall.TASK.prompt_tokens
+        assert len({part.split()[0] for part in text.split(" ; ")[:-1]}) == recall.KEYS
+
+
+def test_the_word_changes_at_half_time() -> None:
+    prompts = recall.TASK.curriculum(6, 2, 0)["prompt"]
+    assert [recall.word_of(p) for p in prompts] == ["near"] * 6 + ["far"] * 6
+    assert not recall.TASK.shuffled
+
+
+def test_real_text_mostly_follows_habit() -> None:
+    rng = random.Random(0)
+    texts = [recall.TASK.sample_text("real", rng) for _ in range(400)]
+    heeded = sum(recall.TASK.is_worked(*text) for text in texts) / len(texts)
+    assert heeded == pytest.approx(recall.REAL_HEED, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_drafter_needs_right_features() -> None:
+    table = quick_table()
+    right = table["three layers"]["both"]
+    for row, bar in BARS.items():
+        assert right > bar * table[row]["both"], table
+    # Features that are wrong from the start cannot heal by training on them; these can, and fail with right ones.
+    assert right > 1.5 * table["shuffled"]["both"]
+    for row in ("zeros", "shuffled", "wrong order"):
+        assert right > 1.5 * table[row]["served"], table
+        assert right > 1.5 * table[row]["trained"], table
