@@ -8,14 +8,19 @@ costs worker seconds, each worth `worker_cost` seconds of the engines that gener
 
     versions_served · generation_seconds · g / (1 + g)  >  worker_cost · train_seconds
 
-`g` is measured, not guessed: it is the paired gain, on held-out rollouts, of the trained candidate over the served
-drafter (drafter.replay.gate), smoothed. When training no longer pays, the worker idles. It still scores every batch, to
-see the policy move, and it probes now and then, less often each time a probe finds no gain.
+`g` is measured: the paired gain of the trained candidate over the served drafter (drafter.replay.gate). One measurement
+is noisy, so it enters a Kalman filter with its standard error: the expected gain of the next training, and how sure
+that is. Training stops when the expected gain no longer pays, and goes on when it pays by a standard error.
+
+While idle the worker scores on, and looks: it trains once to see what that gains. Looks are paid from a credit that
+grows by one in `_CLAIMS_PER_LOOK` claims, so no world, however noisy, makes it train more often for nothing. A look is
+due when α of the served drafter has fallen (`Level`), when the last one was promising, and when the credit is full.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Final, Self
 
@@ -44,21 +49,96 @@ class Economy:
     worker_cost: float = 0.1
     generation_share: float = 0.7  # of the time between two policy versions (reported: 65 to 85 %)
     versions_served: float = 5.0  # how long a gain lasts before the policy has moved on
-    min_gain: float = 0.002  # relative gains below this are noise whatever they cost
-    wake_drop: float = 0.02  # relative fall of served α since idling began at which the worker probes
+    min_gain: float = 0.005  # a smaller relative gain is not worth a swap, whatever it costs
 
     def worth(self, gain: float, version_seconds: float) -> float:
         """Seconds of the engines saved by a relative gain in α."""
         return self.versions_served * self.generation_share * version_seconds * gain / (1.0 + gain)
 
+    def break_even(self, train_seconds: float, version_seconds: float | None) -> float:
+        """The relative gain from which a training pays; infinite where no gain is worth its seconds.
 
-_SMOOTHING = 0.4
-_MIN_TRAININGS = 4
-_MAX_PROBE_INTERVAL = 32
+        `version_seconds` None: not known yet, so that a training costs nothing that could be compared.
+        """
+        if not version_seconds:
+            return self.min_gain
+        share = self.worker_cost * train_seconds / (self.versions_served * self.generation_share * version_seconds)
+        return max(self.min_gain, share / (1.0 - share)) if share < 1.0 else math.inf
+
+
+_SMOOTHING: Final = 0.4
+_MIN_TRAININGS: Final = 4
 #: Most claims passed over in a row, so that training goes on even if scoring alone cannot catch up.
-_MOST_DEFERRED = 8
+_MOST_DEFERRED: Final = 8
+#: What a training gains before anything is known: mean and standard deviation.
+_FIRST_GAIN: Final = 0.05
+#: Variance by which the gain of a training wanders from claim to claim: 0.3 %.
+_GAIN_DRIFT: Final = 0.003**2
+#: A fall of α says that a training may gain so much at least (standard deviation).
+_GAIN_OF_A_FALL: Final = 0.03
+#: Claims for which an idle worker may train once; the bar is one in 20.
+_CLAIMS_PER_LOOK: Final = 28
+#: Its credit for that. A full credit is reason enough to look: first a quarter of those claims after it stopped.
+_MOST_LOOKS: Final = 2.0
+_LOOKS_AT_FIRST: Final = 1.75
 #: The decision for rollouts that were passed over.
 DEFERRED: Final = Decision(Action.DEFER, "rollouts of a newer policy are there already; training goes to those")
+
+
+#: Claims that the level of α is of: few while publishes move it, more while nothing does.
+_MEMORY_AWAKE: Final = 5
+_MEMORY_IDLE: Final = 64
+#: The CUSUM of shortfalls: it needs a level of so many claims, forgives so much a claim, counts no more than so much of
+#: one (an outlier alone is no fall), and says that α fell above the limit; all but the first in standard deviations.
+_LEAST_CLAIMS: Final = 6
+_SLACK: Final = 0.5
+_MOST_OF_A_CLAIM: Final = 4.0
+_LIMIT: Final = 6.0
+#: Standard deviation of log α below which nothing is told from nothing.
+_LEAST_DEVIATION: Final = 0.005
+
+
+@dataclass(slots=True)
+class Level:
+    """Where the served drafter's α stood, and the evidence that it fell.
+
+    A one-sided CUSUM (Page 1954) of shortfalls in standard deviations, from a mean and a variance that are learnt on
+    the way (Hawkins 1987, self-starting). In logarithms, so a fall of 5 % is one whatever α is.
+    """
+
+    claims: float = 0.0  # that mean and variance rest on
+    mean: float = 0.0
+    variance: float = 0.0
+    evidence: float = 0.0  # the CUSUM, in standard deviations
+    shortfall: float = 0.0  # of the newest claim
+
+    @property
+    def fell(self) -> bool:
+        """Whether α fell beyond chance."""
+        return self.evidence > _LIMIT
+
+    def feed(self, alpha: float, memory: int) -> None:
+        """Take the α of one claim. Mean and variance are of about the last `memory` claims."""
+        value = math.log(alpha)
+        if not self.claims:
+            self.claims, self.mean = 1.0, value
+            return
+        self.shortfall = self.mean - value
+        count = min(self.claims, memory - 1.0) + 1.0
+        deviation = math.sqrt(self.variance * (1.0 + 1.0 / count) + _LEAST_DEVIATION**2)
+        step = -self.shortfall
+        if self.claims >= _LEAST_CLAIMS:
+            score = min(self.shortfall / deviation, _MOST_OF_A_CLAIM)
+            self.evidence = max(0.0, self.evidence + score - _SLACK)
+            reach = _MOST_OF_A_CLAIM * deviation
+            step = min(max(step, -reach), reach)
+        self.claims = count
+        self.mean += step / count
+        self.variance += (step * step * (1.0 - 1.0 / count) - self.variance) / count
+
+    def restart(self) -> None:
+        """Learn the level anew: what was known counts like half a dozen claims."""
+        self.claims, self.evidence = min(self.claims, float(_LEAST_CLAIMS)), 0.0
 
 
 @dataclass(slots=True)
@@ -66,19 +146,19 @@ class Controller:
     """The controller's whole state."""
 
     trainings: int = 0
-    gain: float = 0.0  # smoothed relative gain of candidate over served, held-out
+    gain: float = _FIRST_GAIN  # that the next training is expected to bring, relative
+    variance: float = _FIRST_GAIN**2  # of that expectation
     train_seconds: float = 0.0  # smoothed
-    version_seconds: float = 0.0  # smoothed time between policy versions
+    version_seconds: float = 0.0  # smoothed time between policy versions; 0: not known
     deferred: int = 0  # claims passed over since the last decision
-    idle_batches: int = 0
-    probe_interval: int = 2
     idle: bool = False
-    idle_alpha: float = 0.0  # served α when idling began
+    looks: float = _LOOKS_AT_FIRST  # credit
+    level: Level = field(default_factory=Level)
 
     def defers(self, *, newer_waits: bool) -> bool:
         """Whether to pass a claim over because rollouts of a newer policy wait in the queue (`newer_waits`).
 
-        Not while idle: no time is spent on training then, and every claim counts towards the next probe.
+        Not while idle: no time is spent on training then, and every claim counts towards the next look.
         """
         if self.idle or not newer_waits or self.deferred >= _MOST_DEFERRED:
             return False
@@ -86,69 +166,71 @@ class Controller:
         return True
 
     def decide(self, economy: Economy, alpha_served: float | None, *, warming_up: bool = False) -> Decision:
-        """Decide about one scored batch. `alpha_served`: replay α of the served drafter on it; None: none serves.
+        """Decide about one scored claim.
 
-        `warming_up`: the learning rate has not reached its value, so gains do not show what training can do.
+        `alpha_served`: replay α of the served drafter, pooled over the claim; None: none serves. `warming_up`: the
+        learning rate has not reached its value, so gains do not show what training can do.
         """
         self.deferred = 0
         if alpha_served is None:
             return self._train("no drafter is served yet")
+        self.level.feed(alpha_served, _MEMORY_IDLE if self.idle else _MEMORY_AWAKE)
+        self.variance = min(self.variance + _GAIN_DRIFT, _FIRST_GAIN**2)
+        self.looks = min(self.looks + 1.0 / _CLAIMS_PER_LOOK, _MOST_LOOKS)
         if warming_up:
             return self._train("the learning rate is still rising; gains say little yet")
         if self.trainings < _MIN_TRAININGS:
             return self._train(
                 f"{self.trainings} of the first {_MIN_TRAININGS} trainings done; gains are not known yet"
             )
-        if self.idle:
-            return self._decide_idle(economy, alpha_served)
-        worth = economy.worth(max(self.gain, 0.0), self.version_seconds)
-        cost = economy.worker_cost * self.train_seconds
-        if self.gain >= economy.min_gain and (worth > cost or self.version_seconds == 0.0):
-            return Decision(
-                Action.TRAIN, f"last gains {self.gain:+.1%} save {worth:.2g} s for {cost:.2g} s of training"
-            )
-        self.idle, self.idle_batches, self.idle_alpha = True, 0, alpha_served
-        return Decision(
-            Action.IDLE, f"gains of {self.gain:+.2%} no longer pay: {worth:.2g} s saved, {cost:.2g} s spent"
-        )
+        price, sure = economy.break_even(self.train_seconds, self.version_seconds), math.sqrt(self.variance)
+        expected = f"a training is expected to gain {self.gain:+.1%} ± {sure:.1%}; it pays from {price:.1%}"
+        if self.gain > price + (sure if self.idle else 0.0):
+            return self._train(expected)
+        if not self.idle:
+            self.idle, self.looks = True, min(self.looks, _LOOKS_AT_FIRST)
+        return self._look(price) or Decision(Action.IDLE, expected)
 
     def _train(self, reason: str) -> Decision:
         self.idle = False
         return Decision(Action.TRAIN, reason)
 
-    def _decide_idle(self, economy: Economy, alpha_served: float) -> Decision:
-        self.idle_batches += 1
-        self.idle_alpha = max(self.idle_alpha, alpha_served)
-        if alpha_served < self.idle_alpha * (1.0 - economy.wake_drop):
-            fall = 1.0 - alpha_served / self.idle_alpha
-            return Decision(Action.PROBE, f"served α fell by {fall:.1%} since training stopped")
-        if self.idle_batches >= self.probe_interval:
-            return Decision(
-                Action.PROBE, f"{self.idle_batches} batches without training; testing whether it pays again"
-            )
-        return Decision(Action.IDLE, f"regret is small; next look in {self.probe_interval - self.idle_batches} batches")
+    def _look(self, price: float) -> Decision | None:
+        """Train once to see what it gains, where that is due, is paid for, and could pay at all."""
+        if self.looks < 1.0:
+            return None
+        if self.level.fell:
+            fall = self.level.shortfall
+            self.variance += max(_GAIN_OF_A_FALL, fall) ** 2
+            self.level.restart()
+            by = f"{-math.expm1(-fall):.1%}"
+            reason = f"served α fell beyond chance, last by {by}; testing whether training pays again"
+        elif self.gain > price:
+            reason = f"the last look promised {self.gain:+.1%}; testing again"
+        elif self.looks >= _MOST_LOOKS:
+            reason = "none was due for a while; testing whether training pays again"
+        else:
+            return None
+        if self.gain + 2.0 * math.sqrt(self.variance) <= price:
+            return None
+        self.looks -= 1.0
+        return Decision(Action.PROBE, reason)
 
-    def learn(self, economy: Economy, *, gain: float, train_seconds: float, version_seconds: float | None) -> None:
-        """Record one training: its relative paired gain, its seconds, and the time since the last policy version."""
+    def learn(self, *, gain: float, error: float | None, train_seconds: float, version_seconds: float | None) -> None:
+        """Record one training: its paired relative gain, the seconds it took, and those since the last policy version.
+
+        `error`: the gain's standard error; None: it could not be measured, so only the seconds are learnt.
+        """
         first = self.trainings == 0
         self.trainings += 1
-        # A probe's gain counts in full: it is not averaged with the gains that led to idling.
-        rate = 1.0 if first or self.idle else _SMOOTHING
-        self.gain += rate * (gain - self.gain)
+        if error is not None:
+            weight = self.variance / (self.variance + error * error)
+            self.gain += weight * (gain - self.gain)
+            self.variance *= 1.0 - weight
         self.train_seconds += (1.0 if first else _SMOOTHING) * (train_seconds - self.train_seconds)
         if version_seconds is not None:
             weight = 1.0 if self.version_seconds == 0.0 else _SMOOTHING
             self.version_seconds += weight * (version_seconds - self.version_seconds)
-        if not self.idle:
-            return
-        self.idle_batches = 0
-        if self.gain >= economy.min_gain and (
-            self.version_seconds == 0.0
-            or economy.worth(self.gain, self.version_seconds) > economy.worker_cost * self.train_seconds
-        ):
-            self.idle, self.probe_interval = False, 2
-        else:
-            self.probe_interval = min(_MAX_PROBE_INTERVAL, 2 * self.probe_interval)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the worker's checkpoint."""
@@ -156,5 +238,8 @@ class Controller:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Back from `to_json`."""
-        return cls(**values)
+        """Back from `to_json`. What an older worker did not write begins afresh; what it alone knew is dropped."""
+        known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
+        if "variance" not in known:
+            known.pop("gain", None)  # smoothed, of unknown error
+        return cls(**known | {"level": Level(**values.get("level", {}))})

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +22,10 @@ import torch
 from drafter.batch import RolloutBatch
 from drafter.device import ahead
 from drafter.errors import BatchRejected
+from drafter.replay.gate import Verdict
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
+from service.monitor.records import DrafterSums
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.queue import EndState
@@ -43,6 +46,18 @@ _HEADS_KEPT_VERSIONS = 64
 
 #: A batch that was scored.
 Scored = tuple[Loaded, Scores]
+
+
+def _served_alpha(scored: Sequence[Scored]) -> float | None:
+    """Replay α of the served drafter, pooled over a claim; None where none serves."""
+    sums = [found for _, scores in scored if (found := scores.record.sums("served")) is not None]
+    return sum(sums, DrafterSums(0.0, 0.0)).alpha if sums else None
+
+
+def _standard_error(verdict: Verdict, confidence: float) -> float | None:
+    """Standard error of a gain, from its bounds, which are one-sided at `confidence`; None where it has none."""
+    width = verdict.high - verdict.low
+    return width / (2.0 * NormalDist().inv_cdf(confidence)) if math.isfinite(width) else None
 
 
 class TrainingStopped(WorkerError):  # noqa: N818 - reads as what happened
@@ -205,7 +220,7 @@ class Learner:
             return Outcome(passed_over[-1][1], DEFERRED) if passed_over else None
         newest, scores = [self._remember(loaded) for loaded, _ in scored], scored[-1][1]
         economy = Economy(worker_cost=self._settings.worker_cost)
-        decision = self.controller.decide(economy, scores.alpha("served"), warming_up=self.lineage.warming_up)
+        decision = self.controller.decide(economy, _served_alpha(scored), warming_up=self.lineage.warming_up)
         trained = decision.action is not Action.IDLE
         try:
             with self._without_recent() if isolated else contextlib.nullcontext():
@@ -383,10 +398,9 @@ class Learner:
         if candidate is not None:
             if not candidate.verdict.promote:
                 self.lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
-            gain = candidate.verdict.gain
             self.controller.learn(
-                Economy(worker_cost=self._settings.worker_cost),
-                gain=gain if math.isfinite(gain) else 0.0,
+                gain=candidate.verdict.gain,
+                error=_standard_error(candidate.verdict, self._settings.gate_confidence),
                 train_seconds=train_seconds or 0.0,
                 version_seconds=version_seconds,
             )

@@ -1,87 +1,186 @@
-"""Train or idle: the controller trains while it pays, stops when it does not, and notices when it pays again."""
+"""Train or idle: the controller trains while it pays, stops when it does not, and notices when it pays again.
+
+The worlds are those of `benchmarks/idle.py`, with fewer runs; its tables are in docs/lab/worth.md.
+"""
 
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+import math
+from dataclasses import replace
 
 import pytest
 
+from benchmarks.idle import (
+    BEGINNING,
+    HURTS,
+    MOVING,
+    OTHERS,
+    UNPAYABLE,
+    World,
+    at_the_end_of_gains,
+    grid,
+    live,
+    share_trained,
+    waking,
+)
 from service.monitor.controller import Action, Controller, Economy
 
-ECONOMY = Economy(worker_cost=0.1, generation_share=0.7, versions_served=5.0, min_gain=0.002, wake_drop=0.02)
+ECONOMY = Economy(worker_cost=0.1, generation_share=0.7, versions_served=5.0)
 
 
-def run(gains: list[float], *, train_seconds: float = 1.0, version_seconds: float = 3.0) -> list[Action]:
-    """Actions on a stream of batches; the n-th training brings the n-th gain, the last one from then on."""
+def named(worlds: list[World]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("world", worlds, ids=lambda world: world.name)
+
+
+def taught(gain: float, *, error: float = 0.004, trainings: int = 6, **learnt: float) -> Controller:
+    """A controller that measured `gain` so often."""
     controller = Controller()
-    actions = []
-    trained = 0
-    for _ in range(40):
-        action = controller.decide(ECONOMY, 3.0).action
-        actions.append(action)
-        if action is not Action.IDLE:
-            gain = gains[min(trained, len(gains) - 1)]
-            controller.learn(ECONOMY, gain=gain, train_seconds=train_seconds, version_seconds=version_seconds)
-            trained += 1
-    return actions
+    seconds = {"train_seconds": 1.0, "version_seconds": 3.0} | learnt
+    for _ in range(trainings):
+        controller.decide(ECONOMY, 3.0)
+        controller.learn(gain=gain, error=error, **seconds)
+    return controller
 
 
+# --- the bars
+@named([*grid(), *OTHERS, *HURTS])
+def test_with_nothing_to_gain_at_most_one_claim_in_twenty_is_trained_on(world: World) -> None:
+    assert share_trained(world, 3) <= 0.05
+
+
+@named([*grid(), *OTHERS])
+def test_a_fall_of_five_percent_wakes_it_within_twenty_claims(world: World) -> None:
+    assert waking(world, 9).trains <= 20
+
+
+@named([world for world in [*grid(), *OTHERS] if world.gain_se < 0.01])
+def test_and_is_won_back(world: World) -> None:
+    assert waking(world, 7).missed == 0
+
+
+@named(HURTS)
+def test_where_training_hurts_it_never_trains_on(world: World) -> None:
+    trained = live(world, 0).trained[BEGINNING:]
+    assert not (trained[1:] & trained[:-1]).any()
+
+
+@named(grid()[3:6])
+def test_a_fall_in_the_very_claim_in_which_gains_end_is_not_taken_for_the_level(world: World) -> None:
+    assert at_the_end_of_gains(world, 9).trains <= 20
+
+
+def test_training_that_can_never_pay_is_not_even_tried() -> None:
+    assert share_trained(UNPAYABLE[0], 3) == 0
+
+
+@named(MOVING[:2])
+def test_it_trains_without_pause_while_trainings_gain(world: World) -> None:
+    assert all(live(world, seed).trained.all() for seed in range(3))
+
+
+def test_a_slow_loss_is_won_back_again_and_again() -> None:
+    found = live(MOVING[2], 0)
+    assert found.deficit[BEGINNING:].mean() < 0.05, "never looking would be at 100 % by the end"
+    assert 0.05 < found.trained[BEGINNING:].mean() < 0.6
+
+
+# --- one decision at a time
 def test_while_the_learning_rate_rises_no_gain_is_too_small() -> None:
     controller = Controller()
     for _ in range(8):
         decision = controller.decide(ECONOMY, 3.0, warming_up=True)
         assert decision.action is Action.TRAIN
-        controller.learn(ECONOMY, gain=0.0, train_seconds=1.0, version_seconds=1.0)
+        controller.learn(gain=0.0, error=0.004, train_seconds=1.0, version_seconds=1.0)
     assert "still rising" in decision.reason
     assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
 
 
-def test_trains_on_while_gains_pay() -> None:
-    assert set(run([0.05])) == {Action.TRAIN}
-
-
-def test_idles_when_training_buys_nothing() -> None:
-    actions = run([0.0])
-    assert actions.count(Action.TRAIN) == 4
-    assert actions.count(Action.IDLE) > actions.count(Action.PROBE) > 0
-
-
-def test_negative_gains_are_never_paid_for() -> None:
-    assert run([-0.03]).count(Action.TRAIN) == 4
-
-
-def test_idles_when_the_gain_is_real_but_costs_more_than_it_saves() -> None:
-    assert Action.IDLE in run([0.01], train_seconds=1000.0, version_seconds=3.0)
-
-
-def test_probes_come_less_and_less_often() -> None:
-    actions = run([0.0])
-    probes = [i for i, action in enumerate(actions) if action is Action.PROBE]
-    gaps = [b - a for a, b in pairwise(probes)]
-    assert gaps == sorted(gaps)
-    assert gaps[-1] >= 2 * gaps[0]
-
-
-def test_a_probe_that_finds_a_gain_resumes_training_at_once() -> None:
-    actions = run([0.0, 0.0, 0.0, 0.0, 0.08])
-    first_probe = actions.index(Action.PROBE)
-    assert set(actions[first_probe + 1 :]) == {Action.TRAIN}
-
-
-def test_a_fall_of_served_alpha_ends_idling() -> None:
-    controller = Controller(trainings=5, gain=0.0, train_seconds=1.0, version_seconds=3.0)
+def test_the_first_trainings_are_free() -> None:
+    controller = Controller()
+    for _ in range(4):
+        assert controller.decide(ECONOMY, 3.0).action is Action.TRAIN
+        controller.learn(gain=-0.1, error=0.001, train_seconds=1.0, version_seconds=1.0)
     assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
-    decision = controller.decide(ECONOMY, 2.9)
-    assert decision.action is Action.PROBE
-    assert "fell by 3.3%" in decision.reason
 
 
 def test_no_served_drafter_always_trains() -> None:
-    controller = Controller(trainings=9, gain=0.0)
-    assert controller.decide(ECONOMY, None).action is Action.TRAIN
+    assert taught(-0.1).decide(ECONOMY, None).action is Action.TRAIN
 
 
+def test_a_gain_that_cannot_be_measured_is_unknown_and_not_zero() -> None:
+    controller = taught(0.05)
+    expected = controller.gain
+    for _ in range(20):
+        assert controller.decide(ECONOMY, 3.0).action is Action.TRAIN
+        controller.learn(gain=math.nan, error=None, train_seconds=1.0, version_seconds=None)
+    assert controller.gain == expected
+
+
+def test_a_sure_measurement_counts_more_than_an_unsure_one() -> None:
+    sure, unsure = taught(0.05), taught(0.05)
+    for controller, error in ((sure, 0.002), (unsure, 0.03)):
+        controller.learn(gain=0.0, error=error, train_seconds=1.0, version_seconds=3.0)
+    assert sure.gain < 0.02 < 0.045 < unsure.gain
+
+
+def test_it_idles_when_the_gain_is_real_but_costs_more_than_it_saves() -> None:
+    dear = taught(0.01, train_seconds=1000.0)
+    assert dear.decide(ECONOMY, 3.0).action is Action.IDLE
+    assert taught(0.01, train_seconds=0.01).decide(ECONOMY, 3.0).action is Action.TRAIN
+
+
+def test_one_look_that_finds_a_gain_resumes_training() -> None:
+    controller = taught(0.0)
+    actions = [controller.decide(ECONOMY, 3.0).action for _ in range(10)]
+    assert set(actions) == {Action.IDLE, Action.PROBE}
+    controller.learn(gain=0.08, error=0.01, train_seconds=1.0, version_seconds=3.0)
+    assert controller.decide(ECONOMY, 3.0).action is Action.TRAIN
+    assert not controller.idle
+
+
+def test_a_fall_of_served_alpha_is_looked_at_and_the_reason_says_so() -> None:
+    controller = taught(0.0, trainings=8)
+    assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
+    decisions = [controller.decide(ECONOMY, 2.7) for _ in range(2)]
+    assert decisions[-1].action is Action.PROBE
+    assert "fell beyond chance" in decisions[-1].reason
+
+
+def test_looks_are_paid_from_a_credit_that_no_noise_can_overdraw() -> None:
+    """α that halves and doubles from claim to claim: one look in 28 claims, and two more."""
+    controller, looks = taught(0.0), 0
+    for t in range(280):
+        if controller.decide(ECONOMY, (2.0, 4.0, 1.2)[t % 3]).action is not Action.IDLE:
+            looks += 1
+            controller.learn(gain=0.0, error=0.004, train_seconds=1.0, version_seconds=3.0)
+    assert looks <= 12
+
+
+@pytest.mark.parametrize(
+    ("train_seconds", "version_seconds", "expected"),
+    [(20.0, None, 0.005), (20.0, 0.0, 0.005), (0.0, 60.0, 0.005), (1e9, 1.0, math.inf)],
+)
+def test_break_even_at_its_edges(train_seconds: float, version_seconds: float | None, expected: float) -> None:
+    assert ECONOMY.break_even(train_seconds, version_seconds) == expected
+
+
+def test_break_even_is_where_worth_equals_cost() -> None:
+    gain = ECONOMY.break_even(200.0, 60.0)
+    assert ECONOMY.worth(gain, 60.0) == pytest.approx(ECONOMY.worker_cost * 200.0)
+    assert replace(ECONOMY, worker_cost=0.0).break_even(200.0, 60.0) == ECONOMY.min_gain
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.1, 1.0])
+def test_worth_is_what_the_rounds_save(gain: float) -> None:
+    """Generation time goes as 1/α, so a gain g leaves 1/(1+g) of it."""
+    seconds = 10.0
+    before = ECONOMY.generation_share * seconds
+    after = before / (1 + gain)
+    assert ECONOMY.worth(gain, seconds) == pytest.approx(ECONOMY.versions_served * (before - after))
+
+
+# --- passing over, state
 def test_a_claim_is_passed_over_while_newer_rollouts_wait_but_not_for_ever() -> None:
     controller = Controller()
     assert not controller.defers(newer_waits=False)
@@ -101,25 +200,24 @@ def test_that_a_claim_had_nothing_to_decide_about_does_not_begin_the_count_anew(
 
 
 def test_an_idle_controller_passes_nothing_over() -> None:
-    controller = Controller(trainings=5, gain=0.0, train_seconds=1.0, version_seconds=3.0)
+    controller = taught(0.0)
     assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
     assert not controller.defers(newer_waits=True)
 
 
 def test_state_survives_json() -> None:
-    controller = Controller()
-    for gain in (0.0, 0.0, 0.0, 0.0, 0.0):
-        controller.decide(ECONOMY, 2.0)
-        controller.learn(ECONOMY, gain=gain, train_seconds=0.5, version_seconds=2.0)
+    controller = taught(0.0)
+    controller.decide(ECONOMY, 2.0)
     restored = Controller.from_json(json.loads(json.dumps(controller.to_json())))
     assert restored == controller
     assert restored.decide(ECONOMY, 2.0) == controller.decide(ECONOMY, 2.0)
 
 
-@pytest.mark.parametrize("gain", [0.0, 0.1, 1.0])
-def test_worth_is_what_the_rounds_save(gain: float) -> None:
-    """Generation time goes as 1/α, so a gain g leaves 1/(1+g) of it."""
-    seconds = 10.0
-    before = ECONOMY.generation_share * seconds
-    after = before / (1 + gain)
-    assert ECONOMY.worth(gain, seconds) == pytest.approx(ECONOMY.versions_served * (before - after))
+def test_an_older_workers_checkpoint_is_taken_up() -> None:
+    """Its gain has no error, so it is known no more; its prices are."""
+    old = {"trainings": 9, "gain": 0.4, "train_seconds": 2.0, "version_seconds": 5.0, "deferred": 1}
+    old |= {"idle_batches": 3, "probe_interval": 32, "idle": True, "idle_alpha": 3.1}
+    restored = Controller.from_json(old)
+    assert (restored.trainings, restored.train_seconds, restored.idle) == (9, 2.0, True)
+    assert restored.gain == Controller().gain
+    assert restored.decide(ECONOMY, 3.0).action is Action.PROBE or not restored.idle

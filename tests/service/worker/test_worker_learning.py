@@ -15,6 +15,7 @@ from worker_fixtures import Bench, World
 from drafter.batch import load_batch
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, _Outcome
+from service.monitor.controller import Controller
 from service.monitor.records import DrafterSums, ScoreRecord, read, written
 from service.storage.registry import Registry
 from service.worker.loop import RunWorker
@@ -208,6 +209,26 @@ def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) ->
     assert worker.learner.lineage.trainer.windows == 3
     assert bench.state(batch) == "trained", "what was learnt is kept"
     assert worker.learner.controller.trainings == 0, "and half a training says nothing about gains"
+
+
+def test_the_controller_is_told_the_alpha_of_the_whole_claim_and_the_error_of_a_gain(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    told: list[Any] = []
+    learnt: list[dict[str, Any]] = []
+    decide = Controller.decide
+    monkeypatch.setattr(Controller, "decide", lambda self, e, a, **k: (told.append(a), decide(self, e, a, **k))[1])
+    monkeypatch.setattr(Controller, "learn", lambda _, **values: learnt.append(values))
+    names = [bench.post(name) for name in "abcdefgh"]
+    bench.drain(bench.worker(claim_tokens=10_000, gate_rollouts=2, recent_tokens=10_000))
+    sums = [record.served for batch, record in bench.store.scores().items() if batch in names]
+    assert len(sums) == 8
+    assert told == [pytest.approx(sum(s.tokens for s in sums) / sum(s.rounds for s in sums))]
+    assert len(learnt) == 1
+    facts = Registry(bench.layout).history("default")[-1]["gate"]
+    error = (facts["high"] - facts["low"]) / (2 * 1.6448536269514722)
+    assert learnt[0]["error"] == pytest.approx(error)
 
 
 def test_a_worker_with_nothing_to_do_does_not_put_its_checkpoint_off(bench: Bench) -> None:
