@@ -27,7 +27,7 @@ class Memory:
     def __init__(self, directory: Path, capacity_tokens: int = 10_000) -> None:
         self.spool, self.directory = directory / "spool", directory / "recent"
         self.spool.mkdir(exist_ok=True)
-        self.recent = RecentRollouts(self.directory, capacity_tokens=capacity_tokens, holdout_one_in=4)
+        self.recent = RecentRollouts(self.directory, capacity_tokens=capacity_tokens)
         self.world = World()
 
     def add(

@@ -38,7 +38,7 @@ HANDOVERS = int(os.environ.get("DRAFTALIGN_HANDOVERS", "16"))
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
 
 #: Settings with which the gate promotes every candidate.
-EAGER: dict[str, Any] = {"gate_min_gain": -1e6, "gate_rollouts": 2, "holdout_one_in": 2, "recent_tokens": 400}
+EAGER: dict[str, Any] = {"gate_min_gain": -1e6, "gate_rollouts": 2, "recent_tokens": 400}
 
 STEPS_OF_A_SAVE = [
     (rl_hooks.durable, "sync"),
