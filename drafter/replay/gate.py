@@ -4,12 +4,15 @@ Both are replayed on the same rollouts, so the prompts' difficulty cancels. The 
 α_challenger / α_served is the ratio of the sums of their rounds. One comparison of that kind is a `Look`. What cannot
 be compared is no evidence: no data is not success.
 
-The worker looks after every claim, so the chance of an error is bounded over *all* looks at one served drafter: `Trial`
-keeps an e-process (Howard et al. 2021, arXiv 1810.08240; Ramdas et al. 2023, arXiv 2210.01948), which under an equal or
-worse challenger exceeds 1/error with a probability of at most `error`, whenever one stops (Ville). Looks pool: a small
-gain that no single look can show is shown by several. Each publish begins anew, with its own budget.
+The worker looks after every claim, so the chance of an error is bounded over *all* looks at one served drafter. `Trial`
+spends half of it on an e-process (Howard et al. 2021, arXiv 1810.08240; Ramdas et al. 2023, arXiv 2210.01948): under an
+equal or worse challenger it exceeds 1/error with a probability of at most `error`, whenever one stops (Ville). It pools
+looks: a small gain that no single look can show is shown by several. The other half is spent on single looks, most of
+it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.09000), for what has just been trained is
+what mostly gains. Each publish begins anew, with its own budget.
 
-The promised gain is a posterior mean, so it is shrunk towards nothing by as much as the looks are unsure.
+The promised gain is a posterior mean, so it is shrunk by as much as the looks are unsure: a gain is 0 at the publish
+and moves with each training; how far, is learnt from the looks.
 
 No clock, no randomness; the state is plain JSON.
 """
@@ -29,10 +32,11 @@ from drafter.replay.acceptance import Replay, log_ratio
 _NORMAL: Final = NormalDist()
 #: Standard deviation of the gains that are expected, in units of the spread between prompts (the mixing law).
 _EFFECT_SD: Final = 0.5
-#: The same of the gain itself, of the logarithm of a ratio of α: what the promise is shrunk by.
-_GAIN_SD: Final = 0.08
-#: How far one training moves a challenger's gain, at a guess: what earlier looks say about it fades by that.
-_TRAINING_SD: Final = 0.005
+#: How far one training moves the log of a ratio of α, until looks have shown it; also the gain of an archived version.
+_STEP_SD: Final = 0.08
+#: It is taken for no less, and follows what the looks show at this rate.
+_LEAST_STEP_SD: Final = 0.003
+_STEP_RATE: Final = 0.25
 #: Spread of the gain of one pair of drafters from claim to claim that more prompts do not take away.
 _CLAIM_SD: Final = 0.003
 #: The e-process is a mixture of processes that begin at each look; so many of the last are kept, and the best before.
@@ -114,12 +118,16 @@ class Trial:
     share: float = 1.0
     looks: int = 0
     mean: float = 0.0  # posterior of log(1 + gain) as it is now
-    variance: float = _GAIN_SD**2
+    variance: float = _STEP_SD**2  # 0 where the challenger is the served drafter itself, before its first training
+    moved: bool = False  # whether it was trained since the last look
+    step: float = _STEP_SD**2  # variance that one training adds
+    single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
     starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
 
     def trained(self) -> None:
-        """The challenger was trained: what it showed before says a little less about it now."""
-        self.variance = min(self.variance + _TRAINING_SD**2, _GAIN_SD**2)
+        """The challenger was trained: what it showed before says less about it now."""
+        self.variance += self.step
+        self.moved = True
 
     def take(self, look: Look) -> None:
         """Pool a look; one with a fault teaches nothing. The rollouts must be new: never looked at or trained on."""
@@ -127,25 +135,31 @@ class Trial:
             return
         noise = look.error**2 + _CLAIM_SD**2
         z, weight = look.log_gain / math.sqrt(noise), math.sqrt(look.prompts)
-        self.starts.append((math.log(6.0 / math.pi**2) - 2.0 * math.log(self.looks + 1.0), 0.0, 0.0))
+        share = 6.0 / (math.pi * (self.looks + 1.0)) ** 2  # of the error, for this look and what begins with it
+        self.single = min(self.single, _NORMAL.cdf(-z) / share)
+        self.starts.append((math.log(share), 0.0, 0.0))
         self.starts = [(w, s + weight * z, n + look.prompts) for w, s, n in self.starts]
         if len(self.starts) > _STARTS + 1:  # what is left out only makes the process smaller, so the bound holds
             first, second, *rest = self.starts
             self.starts = [max(first, second, key=lambda start: start[0] + _log_e(*start[1:])), *rest]
         self.looks += 1
+        surprise = look.log_gain - self.mean
+        if self.moved:  # surprise² is of the training, of what was not known before it, and of the noise
+            found = surprise**2 - (self.variance - self.step) - noise
+            self.step = min(max(self.step + _STEP_RATE * (found - self.step), _LEAST_STEP_SD**2), _STEP_SD**2)
+        self.moved = False
         kept = self.variance / (self.variance + noise)
-        self.mean += kept * (look.log_gain - self.mean)
+        self.mean += kept * surprise
         self.variance *= 1.0 - kept
 
     @property
     def error(self) -> float:
-        """Chance, at most, that an equal challenger ever comes so far: 1 / e-value, at most 1."""
+        """Chance, at most, that an equal challenger ever comes so far."""
         logs = [weight + _log_e(s, n) for weight, s, n in self.starts]
-        top = max(logs, default=-math.inf)
-        if top == -math.inf:
-            return 1.0
-        log_e = top + math.log(math.fsum(math.exp(log - top) for log in logs)) + math.log(self.share)
-        return math.exp(-max(log_e, 0.0)) if log_e < 700.0 else 0.0
+        top = max(logs, default=0.0)
+        log_e = top + math.log(math.fsum(math.exp(log - top) for log in logs) or 1.0)
+        pooled = math.exp(-log_e) if abs(log_e) < 700.0 else float(log_e < 0.0)
+        return min(1.0, 2.0 * min(pooled, self.single) / self.share)
 
     def verdict(self, *, min_gain: float = 0.005, confidence: float = 0.95) -> Verdict:
         """Promote where an equal challenger would hardly ever come so far, and the promised gain is worth a swap.

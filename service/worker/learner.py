@@ -402,10 +402,12 @@ class Learner:
             log.info("%s: %s", self.run, moved)
             return None
         candidate = next((c for c in contests if c.version == CANDIDATE), None)
-        if winner.version != CANDIDATE and not (candidate and candidate.verdict.gain >= winner.verdict.gain):
+        keeps = candidate is not None and candidate.verdict.gain >= winner.verdict.gain
+        if not keeps:
             self.lineage.train_from(winner.version)
         self.journal.totals.published += 1
-        return self.gate.promoted(manifest.version, served, winner)
+        is_candidate = winner.version == CANDIDATE or not keeps
+        return self.gate.promoted(manifest.version, served, winner, is_candidate=is_candidate)
 
     def _conclude(self, contests: Sequence[Contest], version_seconds: float | None, policy_version: int) -> None:
         """Tell history and controller, once for each training, what the gate found of it."""

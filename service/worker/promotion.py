@@ -175,7 +175,7 @@ class Gate:
         self._lineage = lineage
         self._target = target
         self._served: str | None = None  # the version that all trials are against
-        self._trials: dict[str, Trial] = {}
+        self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
         self._level = Level()
         self._promise: Promise | None = None
         self.untested: float | None = None  # seconds of the last training, until it has been judged
@@ -222,8 +222,7 @@ class Gate:
     def judge(self, fresh: Fresh, served: str | None) -> list[Contest]:
         """Look at all challengers on a claim, best first. `served`: the version that engines are offered."""
         if served != self._served:
-            self._served, self._level = served, Level()
-            self._trials = {}
+            self._begin(served)
         incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
         index = np.array(fresh.evidence, dtype=np.int64)
         found = []
@@ -244,11 +243,16 @@ class Gate:
         verdict = trial.verdict(min_gain=self._settings.gate_min_gain, confidence=self._settings.gate_confidence)
         return Contest(version, replace(verdict, reason=look.fault or verdict.reason), look)
 
+    def _begin(self, served: str | None) -> None:
+        """Begin all trials anew, against `served`; how far a training moves the candidate stays known."""
+        step = self._trials[CANDIDATE].step
+        self._served, self._level = served, Level()
+        self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, step=step)}
+
     def _trial(self, version: str) -> Trial:
         if version not in self._trials:
-            before = len(self._trials.keys() - {CANDIDATE})
-            share = 1.0 - _ARCHIVE_SHARE if version == CANDIDATE else _ARCHIVE_SHARE / ((before + 1) * (before + 2))
-            self._trials[version] = Trial(share)
+            place = len(self._trials)  # the candidate's is the first
+            self._trials[version] = Trial(_ARCHIVE_SHARE / (place * (place + 1)))
         return self._trials[version]
 
     def _fittest(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
@@ -285,15 +289,19 @@ class Gate:
         promise.add(fresh.replays[promise.version], fresh.replays[promise.before], fresh)
         return self._settled() if promise.rollouts >= _SETTLED_ROLLOUTS else None
 
-    def promoted(self, version: str, before: str | None, contest: Contest) -> dict[str, Any] | None:
-        """`version` is served now instead of `before`, for what `contest` says.
+    def promoted(
+        self, version: str, before: str | None, contest: Contest, *, is_candidate: bool
+    ) -> dict[str, Any] | None:
+        """`version` is served now instead of `before`, for what `contest` says. All trials begin anew.
 
-        Returns the event of the promise that was being measured, with what is known of it. All trials were against the
-        version before: they begin anew.
+        `is_candidate`: training goes on from it. Returns the event of the promise that was being measured, with what is
+        known of it.
         """
         event = self._settled() if self._promise is not None and self._promise.rollouts else None
         self._promise = None if before is None else Promise(version, before, contest.verdict.gain)
-        self._served, self._trials, self._level = version, {}, Level()
+        self._begin(version)
+        if is_candidate:
+            self._trials[CANDIDATE].variance = 0.0
         return event
 
     def _settled(self) -> dict[str, Any] | None:
