@@ -47,7 +47,6 @@ from examples.policy import load
 from rl_hooks.sending.features import to_e4m3
 from service.worker.recent import RecentRollouts
 
-HOLDOUT_ONE_IN: Final = 4  # as the demo's worker: these are scored, never trained on
 BLOCK_VERSIONS: Final = 2
 #: Rollouts of the base policy that show what a drafter has forgotten at the end.
 BASE_ROLLOUTS: Final = 256
@@ -86,9 +85,8 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
     policies = {v: _policy(h, v) for v, h in zip(recording.versions, recording.heads, strict=True)}
     track = Track(recipe.name, recording.seed, list(recording.versions))
     with tempfile.TemporaryDirectory() as scratch:
-        recent = RecentRollouts(
-            Path(scratch), capacity_tokens=recipe.recent_tokens, holdout_one_in=HOLDOUT_ONE_IN
-        )  # the files stay where they are: it is never settled
+        # The files stay where they are: it is never settled.
+        recent = RecentRollouts(Path(scratch), capacity_tokens=recipe.recent_tokens)
         for index, (version, batch) in enumerate(zip(recording.versions, recording.batches, strict=True)):
             if recipe.late_loss is not None and index >= len(recording.versions) // 2:
                 trainer.config = replace(config, loss=recipe.late_loss)

@@ -50,7 +50,6 @@ _PATIENCE_SECONDS: Final = 180.0  # with no further step scored
 #: The service's settings, sized for rollouts of thirty tokens. Everything else is the default.
 SERVICE_SETTINGS: Final[Mapping[str, str]] = {
     "DRAFTALIGN_DEPTH": str(DEPTH),
-    "DRAFTALIGN_HOLDOUT_ONE_IN": "4",
     "DRAFTALIGN_TRAIN_STEP_TOKENS": "900",
     "DRAFTALIGN_LEARNING_RATE": "1e-2",
     "DRAFTALIGN_RECENT_TOKENS": "8000",

@@ -84,7 +84,6 @@ class Settings(BaseSettings):
     drafting: Literal["probabilistic", "greedy"] = Field(
         "probabilistic", description="How the engines choose drafts. Replay α assumes the same."
     )
-    holdout_one_in: int = Field(8, ge=2, description="Hold out 1 in this many prompts as the gate's evidence.")
     claim_idle_seconds: float = Field(60.0, gt=0, description="Idle time after which another worker claims an entry.")
 
     dead_min_rounds: int = Field(200, ge=1, description="Live rounds needed before a drafter may be called dead.")
@@ -110,15 +109,18 @@ class Settings(BaseSettings):
     )
     recent_tokens: int = Field(262_144, gt=0, description="Tokens of recent rollouts that are kept for training.")
     gate_rollouts: int = Field(
-        32,
-        ge=2,
-        description="Fewest held-out rollouts, newest first, that a candidate is judged on."
-        " More are taken until they cover 16 prompts.",
+        256,
+        ge=0,
+        description="Rollouts, of those that wait, that a candidate is judged on after each training."
+        " Those of the newest policy count always.",
     )
     gate_confidence: float = Field(
-        0.95, gt=0.5, lt=1, description="One-sided confidence of the lower bound on a candidate's gain."
+        0.95,
+        gt=0.5,
+        lt=1,
+        description="1 - the chance, over all looks together, that a served drafter is replaced by an equal one.",
     )
-    gate_min_gain: float = Field(0.0, ge=0, description="Relative gain in α that this lower bound must exceed.")
+    gate_min_gain: float = Field(0.005, ge=0, description="Relative gain in α that a swap is worth.")
     logprob_gap_nats: float = Field(
         0.25, gt=0, description="Mean |log p sent - log p recomputed from the features| above which a batch is dead."
     )

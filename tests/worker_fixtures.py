@@ -73,7 +73,6 @@ ONE_BY_ONE: dict[str, Any] = {
     "recent_tokens": 400,
     "vocab_min_tokens": 1,
     "draft_vocab_size": DRAFT,
-    "holdout_one_in": 4,
 }
 
 

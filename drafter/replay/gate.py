@@ -1,91 +1,225 @@
-"""The promotion gate: may a candidate replace the served drafter?
+"""The promotion gate: may a challenger replace the served drafter, and how much will it gain?
 
-Both are replayed on the same held-out rollouts, so prompts' difficulty cancels (a paired comparison needs a
-hundred times less than a live split). The tokens are the same, so α_candidate / α_served is the ratio of the sums of
-their rounds, and its lower confidence bound decides. What cannot be judged is refused: no data is not success.
+Both are replayed on the same rollouts, so the prompts' difficulty cancels. The tokens are the same, so
+α_challenger / α_served is the ratio of the sums of their rounds. One comparison of that kind is a `Look`. What cannot
+be compared is no evidence: no data is not success.
 
-Pure functions; no clock, no state. Judging again and again on growing evidence is the caller's to pace: every look has
-its own chance of being wrong.
+The worker looks after every claim, so the chance of an error is bounded over *all* looks at one served drafter. `Trial`
+spends half of it on an e-process (Howard et al. 2021, arXiv 1810.08240; Ramdas et al. 2023, arXiv 2210.01948): under an
+equal or worse challenger it exceeds 1/error with a probability of at most `error`, whenever one stops (Ville). It pools
+looks: a small gain that no single look can show is shown by several. The other half is spent on single looks, most of
+it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.09000), for what has just been trained is
+what mostly gains. Each publish begins anew, with its own budget.
+
+The promised gain is a posterior mean, so it is shrunk by as much as the looks are unsure: a gain is 0 at the publish
+and moves with each training; how far, is learnt from the looks.
+
+No clock, no randomness; the state is plain JSON.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from statistics import NormalDist
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from drafter.replay.acceptance import Replay, log_ratio
 
-#: Below this many rollouts the linearised error is not to be trusted (tests/drafter/replay/test_gate.py).
-MIN_ROLLOUTS = 16
+_NORMAL: Final = NormalDist()
+#: Standard deviation of the gains that are expected, in units of the spread between prompts (the mixing law).
+_EFFECT_SD: Final = 0.5
+#: How far one training moves the log of a ratio of α, until looks have shown it; also the gain of an archived version.
+_STEP_SD: Final = 0.08
+#: It is taken for no less, and follows what the looks show at this rate.
+_LEAST_STEP_SD: Final = 0.003
+_STEP_RATE: Final = 0.25
+#: Spread of the gain of one pair of drafters from claim to claim that more prompts do not take away.
+_CLAIM_SD: Final = 0.003
+#: The e-process is a mixture of processes that begin at each look; so many of the last are kept, and the best before.
+_STARTS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One paired comparison on rollouts that neither drafter was trained on. Gains are relative: 0.05 = 5 % higher."""
+
+    gain: float  # α_challenger / α_served - 1 on these rollouts; nan where it could not be measured
+    error: float  # standard error of log(1 + gain), of few prompts already as wide as the normal law needs it
+    prompts: int  # independent observations
+    rollouts: int  # rollouts with at least one round
+    alpha_challenger: float
+    alpha_served: float
+    fault: str = ""  # why nothing can be learnt from it, or nothing
+
+    @property
+    def log_gain(self) -> float:
+        """log(α_challenger / α_served)."""
+        return math.log1p(self.gain)
+
+
+def compare(challenger: Replay, served: Replay, groups: npt.NDArray[np.int64] | None = None) -> Look:
+    """Look at two replays of the same rollouts in the same order.
+
+    `groups` [R] marks rollouts of one prompt, which count as one observation: siblings say nearly the same.
+    Delta method on the logarithm of the ratio of sums (`acceptance.log_ratio`), clustered by rollout or group.
+    Student's t of few clusters becomes the normal deviate of the same probability (Wallace 1959), so that looks pool.
+    """
+    counted = int(np.count_nonzero(served.tokens))
+    fault = _fault(challenger, served, groups)
+    if fault:
+        return Look(math.nan, math.nan, 0, counted, challenger.alpha, served.alpha, fault)
+    ratio = log_ratio(served.rounds, challenger.rounds, groups)
+    error = ratio.error
+    if ratio.clusters < 2:
+        fault = "too little evidence: rollouts of one prompt bound nothing, at least 2 prompts are needed"
+    elif not (error > 1e-9 and math.isfinite(ratio.centre)):
+        fault = "no difference: both drafters do the same with every rollout"
+    else:
+        error = _widened(ratio.centre, error, max(ratio.effective - 1.0, 1.0))
+    return Look(math.expm1(ratio.centre), error, ratio.clusters, counted, challenger.alpha, served.alpha, fault)
+
+
+def _widened(centre: float, error: float, degrees: float) -> float:
+    """The standard error at which `centre` is as unlikely by the normal law as it is by Student's t at `error`.
+
+    Wallace's approximation, within 0.02 of the deviate from 1 degree of freedom on; at a centre of 0, its limit.
+    """
+    t = abs(centre) / error
+    scale = (8.0 * degrees + 1.0) / (8.0 * degrees + 3.0)
+    if t < 1e-3:
+        return error / scale
+    return abs(centre) / (scale * math.sqrt(degrees * math.log1p(t * t / degrees)))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the gate decided and on what evidence. Gains are relative: 0.05 = the candidate's α is 5 % higher."""
+    """What the gate decided and on what evidence. Gains are relative: 0.05 = the challenger's α is 5 % higher."""
 
     promote: bool
-    gain: float  # α_candidate / α_served - 1; nan where it could not be measured
-    low: float  # one-sided lower confidence bound of the gain
-    high: float  # one-sided upper confidence bound of the gain
-    rollouts: int  # rollouts with at least one round
+    gain: float  # promised: expected gain, shrunk; nan while nothing could be measured
+    low: float  # its one-sided lower bound; nan as well
+    high: float  # its one-sided upper bound
+    looks: int  # that were pooled
+    error: float  # chance, at most, of coming so far with an equal challenger, over all looks
     reason: str  # for people: what decided
 
 
-def judge(
-    candidate: Replay,
-    served: Replay,
-    *,
-    min_gain: float = 0.0,
-    confidence: float = 0.95,
-    min_rollouts: int = MIN_ROLLOUTS,
-    groups: npt.NDArray[np.int64] | None = None,
-) -> Verdict:
-    """Promote when the lower bound of the paired relative gain in α lies above `min_gain`.
+@dataclass(slots=True)
+class Trial:
+    """All that one challenger has shown against one served drafter. A challenger may change (be trained) in between.
 
-    The replays must be of the same rollouts in the same order. `confidence` is one-sided: a candidate that is exactly
-    `min_gain` better is promoted in 1 - confidence of all looks. `groups` [R] marks rollouts of one prompt, which then
-    count as one observation, for the error and for `min_rollouts` alike.
-    Delta method on the logarithm of the ratio of sums (`acceptance.log_ratio`), clustered by rollout or group.
+    `share`: its part of the error that the served drafter's challengers have together; they must not add up to above 1.
     """
-    if not 0.5 <= confidence < 1.0:
-        raise ValueError(f"expected a one-sided confidence from 0.5 to below 1, got {confidence}")
-    if not math.isfinite(min_gain) or min_rollouts < 2:
-        raise ValueError(f"expected a finite min_gain and at least 2 rollouts, got {min_gain=} and {min_rollouts=}")
-    counted = int(np.count_nonzero(served.tokens))
-    fault = _fault(candidate, served, groups)
-    if fault:
-        return Verdict(False, math.nan, math.nan, math.nan, counted, fault)
-    ratio = log_ratio(served.rounds, candidate.rounds, groups)
-    gain = math.expm1(ratio.centre)
-    if ratio.clusters < min_rollouts:
-        kind = "rollouts" if groups is None else "prompts"
-        reason = f"too little evidence: {ratio.clusters} held-out {kind} with a round, {min_rollouts} needed"
-        return Verdict(False, gain, math.nan, math.nan, counted, reason)
-    reach = ratio.reach(confidence)
-    low, high = math.expm1(ratio.centre - reach), math.expm1(ratio.centre + reach)
-    if not math.isfinite(low):
-        return Verdict(False, gain, low, high, counted, f"the gain could not be bounded: {low} to {high}")
-    promote = low > min_gain
-    comparison = "above" if promote else "not above"
-    reason = (
-        f"α {served.alpha:.3f} -> {candidate.alpha:.3f} ({gain:+.2%}); lower bound {low:+.2%} at {confidence:.0%} "
-        f"is {comparison} {min_gain:+.2%}"
-    )
-    return Verdict(promote, gain, low, high, counted, reason)
+
+    share: float = 1.0
+    looks: int = 0
+    mean: float = 0.0  # posterior of log(1 + gain) as it is now
+    variance: float = _STEP_SD**2  # 0 where the challenger is the served drafter itself, before its first training
+    moved: bool = False  # whether it was trained since the last look
+    step: float = _STEP_SD**2  # variance that one training adds
+    single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
+    starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
+
+    def trained(self) -> None:
+        """The challenger was trained: what it showed before says less about it now."""
+        self.variance += self.step
+        self.moved = True
+
+    def take(self, look: Look) -> None:
+        """Pool a look; one with a fault teaches nothing. The rollouts must be new: never looked at or trained on."""
+        if look.fault:
+            return
+        noise = look.error**2 + _CLAIM_SD**2
+        z, weight = look.log_gain / math.sqrt(noise), math.sqrt(look.prompts)
+        share = 6.0 / (math.pi * (self.looks + 1.0)) ** 2  # of the error, for this look and what begins with it
+        self.single = min(self.single, _NORMAL.cdf(-z) / share)
+        self.starts.append((math.log(share), 0.0, 0.0))
+        self.starts = [(w, s + weight * z, n + look.prompts) for w, s, n in self.starts]
+        if len(self.starts) > _STARTS + 1:  # what is left out only makes the process smaller, so the bound holds
+            first, second, *rest = self.starts
+            self.starts = [max(first, second, key=lambda start: start[0] + _log_e(*start[1:])), *rest]
+        self.looks += 1
+        surprise = look.log_gain - self.mean
+        if self.moved:  # surprise² is of the training, of what was not known before it, and of the noise
+            found = surprise**2 - (self.variance - self.step) - noise
+            self.step = min(max(self.step + _STEP_RATE * (found - self.step), _LEAST_STEP_SD**2), _STEP_SD**2)
+        self.moved = False
+        kept = self.variance / (self.variance + noise)
+        self.mean += kept * surprise
+        self.variance *= 1.0 - kept
+
+    @property
+    def error(self) -> float:
+        """Chance, at most, that an equal challenger ever comes so far."""
+        logs = [weight + _log_e(s, n) for weight, s, n in self.starts]
+        top = max(logs, default=0.0)
+        log_e = top + math.log(math.fsum(math.exp(log - top) for log in logs) or 1.0)
+        pooled = math.exp(-log_e) if abs(log_e) < 700.0 else float(log_e < 0.0)
+        return min(1.0, 2.0 * min(pooled, self.single) / self.share)
+
+    def verdict(self, *, min_gain: float = 0.005, confidence: float = 0.95) -> Verdict:
+        """Promote where an equal challenger would hardly ever come so far, and the promised gain is worth a swap.
+
+        `confidence`: 1 - the chance, over all looks together, that an equal or worse challenger is promoted.
+        `min_gain`: relative gain in α that a swap is worth.
+        """
+        if not 0.5 <= confidence < 1.0:
+            raise ValueError(f"expected a confidence from 0.5 to below 1, got {confidence}")
+        if not math.isfinite(min_gain):
+            raise ValueError(f"expected a finite min_gain, got {min_gain}")
+        if not self.looks:
+            nothing = math.nan
+            return Verdict(False, nothing, nothing, nothing, 0, 1.0, "too little evidence: nothing could be compared")
+        reach = _NORMAL.inv_cdf(confidence) * math.sqrt(self.variance)
+        gain, low, high = (math.expm1(self.mean + part) for part in (0.0, -reach, reach))
+        error = self.error
+        sure, worth = error <= (1.0 - confidence) * (1.0 + 1e-9), gain >= min_gain
+        looks = "1 look" if self.looks == 1 else f"{self.looks} looks"
+        reason = f"expected gain {gain:+.2%} ({low:+.2%} to {high:+.2%}) after {looks}; an equal one comes so far in "
+        reason += f"{error:.2g} of all runs, {1.0 - confidence:.2g} allowed"
+        if not worth:
+            reason += f"; a swap is worth {min_gain:+.2%}"
+        return Verdict(sure and worth, gain, low, high, self.looks, error, reason)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for the worker's checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Back from `to_json`."""
+        return cls(**values | {"starts": [(w, s, n) for w, s, n in values["starts"]]})
 
 
-def _fault(candidate: Replay, served: Replay, groups: npt.NDArray[np.int64] | None) -> str:
+def _log_e(s: float, n: float) -> float:
+    """Logarithm of the one-sided normal mixture (Robbins 1970; Howard et al. 2021, proposition 6).
+
+    The mean of exp(δ·s - δ²·n/2) over effects δ ≥ 0 of a half-normal law with standard deviation `_EFFECT_SD`, where s
+    is the sum of √n·z and n the number of prompts. Under an equal challenger z ~ N(0, 1), and its mean is 1.
+    """
+    if n == 0.0:
+        return 0.0
+    width = 1.0 + _EFFECT_SD**2 * n
+    z = _EFFECT_SD * s / math.sqrt(width)
+    tail = 0.5 * math.erfc(-z / math.sqrt(2.0))
+    if tail <= 0.0:  # far below: Mills' ratio, so that the logarithm stays finite
+        return math.log(2.0) - 0.5 * math.log(width) - 0.5 * math.log(2.0 * math.pi) - math.log(-z)
+    return math.log(2.0) - 0.5 * math.log(width) + z * z / 2.0 + math.log(tail)
+
+
+def _fault(challenger: Replay, served: Replay, groups: npt.NDArray[np.int64] | None) -> str:
     """Why the two replays cannot be compared, or nothing."""
-    if candidate.rollouts != served.rollouts or not np.array_equal(candidate.tokens, served.tokens):
+    if challenger.rollouts != served.rollouts or not np.array_equal(challenger.tokens, served.tokens):
         return "not paired: the two replays are of different rollouts; replay both drafters on the same batch"
-    if candidate.depth != served.depth:
-        return f"not comparable: draft depth {candidate.depth} against {served.depth}"
+    if challenger.depth != served.depth:
+        return f"not comparable: draft depth {challenger.depth} against {served.depth}"
     if groups is not None and groups.shape != served.tokens.shape:
         return f"groups must name one prompt per rollout: {groups.shape} for {served.rollouts} rollouts"
-    for name, replay in (("candidate", candidate), ("served drafter", served)):
+    for name, replay in (("challenger", challenger), ("served drafter", served)):
         if not (np.isfinite(replay.rounds).all() and np.isfinite(replay.tokens).all()):
             return f"the {name}'s replay holds values that are not finite"
         # A round emits between 1 and K + 1 tokens, so anything else was not computed by `replay_rounds`.
@@ -93,5 +227,5 @@ def _fault(candidate: Replay, served: Replay, groups: npt.NDArray[np.int64] | No
         if np.any(replay.rounds > replay.tokens * (1 + 1e-6)) or np.any(replay.rounds < fewest * (1 - 1e-6)):
             return f"the {name}'s replay is impossible: a round emits 1 to {replay.depth + 1} tokens"
     if not served.tokens.any():
-        return "no evidence: not one held-out rollout has a round"
+        return "no evidence: not one rollout has a round"
     return ""

@@ -37,7 +37,7 @@ COUNTERS: Final = (
     "dead_total",
     "dropped_total",
 )
-EndState = Literal["trained", "held_out", "skipped"]
+EndState = Literal["trained", "skipped"]
 _LUA: Final = Path(__file__).with_name("lua")
 
 

@@ -129,11 +129,6 @@ class Journal:
         while len(self._unsent) > MAX_SCORES:
             del self._unsent[next(iter(self._unsent))]
 
-    def judged(self, winner: Contest, refused: bool) -> None:
-        """Count what the gate decided."""
-        self.totals.published += winner.verdict.promote
-        self.totals.refused += refused
-
     def gathered(self, tokens: int, wanted: int, batches: int) -> None:
         """Say how far the draft vocabulary of a run from scratch is."""
         progress = f"{tokens:,} of {wanted:,} response tokens gathered"

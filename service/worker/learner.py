@@ -1,20 +1,20 @@
 """What one run's rollouts do to its drafters: score, decide, train, judge. Knows no queue; an entry only names a score.
 
 Invariants
-* A batch is scored before it is trained on.
+* A batch is scored before it is trained on, and the candidate is judged on it as it stands: the gate's evidence is what
+  arrived after the training.
 * What is served changes only through the gate, an archived version that proved better, or a person. A candidate is
-  published after the checkpoint that holds it, or a redelivered batch would be scored by what was trained on it.
+  published after the checkpoint that holds it, and that checkpoint was written before it saw the batches that judged
+  it: redelivered ones are not scored by what was trained on them, and no look counts twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,6 @@ import torch
 from drafter.batch import RolloutBatch
 from drafter.device import ahead
 from drafter.errors import BatchRejected
-from drafter.replay.gate import Verdict
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
 from service.monitor.records import DrafterSums
@@ -34,7 +33,7 @@ from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import CANDIDATE, Lineage
-from service.worker.promotion import Contest, contest
+from service.worker.promotion import Contest, Fresh, Gate
 from service.worker.recent import KeptBatch, RecentRollouts
 from service.worker.scoring import Scores, score
 from service.worker.target import Target
@@ -52,12 +51,6 @@ def _served_alpha(scored: Sequence[Scored]) -> float | None:
     """Replay α of the served drafter, pooled over a claim; None where none serves."""
     sums = [found for _, scores in scored if (found := scores.record.sums("served")) is not None]
     return sum(sums, DrafterSums(0.0, 0.0)).alpha if sums else None
-
-
-def _standard_error(verdict: Verdict, confidence: float) -> float | None:
-    """Standard error of a gain, from its bounds, which are one-sided at `confidence`; None where it has none."""
-    width = verdict.high - verdict.low
-    return width / (2.0 * NormalDist().inv_cdf(confidence)) if math.isfinite(width) else None
 
 
 class TrainingStopped(WorkerError):  # noqa: N818 - reads as what happened
@@ -109,13 +102,12 @@ class Learner:
         self.journal = Journal(store, run)
         self.controller = Controller()
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
-        self._split_by_prompt: bool | None = None  # how the last evidence was split from what is trained on
+        self.gate = Gate(settings, self.lineage, self.target)
 
     def _empty_memory(self) -> RecentRollouts:
         return RecentRollouts(
             self._layout.worker(self.run) / "recent",
             capacity_tokens=self._settings.recent_tokens,
-            holdout_one_in=self._settings.holdout_one_in,
         )
 
     @property
@@ -142,7 +134,8 @@ class Learner:
         self.journal.restore(state)
         self.lineage.check_vocabulary()
         self._require_head_rows()
-        self.recent.restore(state["recent"], self._layout.spool(self.run), state.get("first_prompts"))
+        self.gate.restore(state.get("gate"))
+        self.recent.restore(state["recent"], self._layout.spool(self.run))
         self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self.journal.totals.batches,
                  self.journal.totals.trained_tokens)  # fmt: skip
@@ -160,7 +153,7 @@ class Learner:
                 **self.journal.state,
                 "applied": list(applied),
                 "recent": self.recent.names(),
-                "first_prompts": self.recent.first_prompts,
+                "gate": self.gate.state,
             },
         )
         self.recent.settle()
@@ -202,9 +195,10 @@ class Learner:
         version_seconds: float | None = None,
         isolated: bool = False,
     ) -> Outcome | None:
-        """Score all; train on what the newest policy wrote, here or still in the queue. The rest joins the mix.
+        """Score all, judge, then train on what the newest policy wrote, here or still in the queue.
 
-        A worker that is behind spends its time where it counts: not on updates towards policies that are gone.
+        The rest joins the mix. A worker that is behind spends its time where it counts: not on updates towards policies
+        that are gone. What it passes over still judges the candidate, up to `gate_rollouts` of each training.
         `before_publishing` gets the version that won. It must checkpoint a candidate, and raise where nothing may be
         published. `newest_waiting`: newest policy version in the queue. `version_seconds`: between two of them.
         `isolated`: no recent rollouts are mixed in, and nothing is judged, so what is raised is the fault of `fresh`.
@@ -212,12 +206,16 @@ class Learner:
         newest_version = max(loaded.batch.policy_version for loaded in fresh[-RECENT_BATCHES:])
         behind = self.controller.defers(newer_waits=newest_waiting is not None and newest_waiting > newest_version)
         scored, rest = ([], fresh) if behind else self._score_newest(fresh, fates)
-        passed_over = self._score_all(rest, fates, compare=False)
+        passed_over = self._score_passed_over(rest, fates, tested=sum(loaded.batch.rollouts for loaded, _ in scored))
+        contests = [] if isolated else self.judge([*passed_over, *scored], before_publishing=before_publishing)
+        outcome = contests[0] if contests else None
+        if scored or (outcome and outcome.verdict.promote):  # else more is to come before the next training
+            self._conclude(contests, version_seconds, newest_version)
         if passed_over:
             self._keep(passed_over, fates)
             self._record(passed_over, DEFERRED)
         if not scored:
-            return Outcome(passed_over[-1][1], DEFERRED) if passed_over else None
+            return Outcome(passed_over[-1][1], DEFERRED, outcome) if passed_over else None
         newest, scores = [self._remember(loaded) for loaded, _ in scored], scored[-1][1]
         economy = Economy(worker_cost=self._settings.worker_cost)
         decision = self.controller.decide(economy, _served_alpha(scored), warming_up=self.lineage.warming_up)
@@ -229,19 +227,12 @@ class Learner:
             raise TrainingStopped(
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
             ) from error
-        self._finish(scored, newest, fates)
+        self._finish(scored, fates)
         self._record(scored, decision, seconds)
-        if isolated or (trained and self._stopping()):
-            return Outcome(scores, decision)
-        best_version = scores.record.best_version
-        outcome = self.judge(
-            newest,
-            best_version,
-            before_publishing=before_publishing,
-            train_seconds=seconds if trained else None,
-            version_seconds=version_seconds,
-        )
-        return Outcome(scores, decision, outcome, trained_with_recent=trained)
+        whole = trained and not isolated and not self._stopping()
+        if trained:
+            self.gate.trained(seconds if whole else None)  # half a training says nothing about gains
+        return Outcome(scores, decision, outcome, trained_with_recent=whole)
 
     def report(self, outcome: Outcome) -> None:
         """Say in one line what was done, and set the gauges."""
@@ -274,15 +265,31 @@ class Learner:
         scored = ((loaded, self.score(loaded, fates, compare=compare)) for loaded in fresh)
         return [(loaded, scores) for loaded, scores in scored if scores is not None]
 
+    def _score_passed_over(self, rest: Sequence[Loaded], fates: Fates, *, tested: int) -> list[Scored]:
+        """Score what will not be trained on now: with the candidate, from the newest on, until it was judged enough.
+
+        `tested`: rollouts of this claim that it is judged on already.
+        """
+        compared, found = set(), []
+        for loaded in reversed(rest):
+            if self.gate.hungry(tested):
+                compared.add(loaded)
+                tested += loaded.batch.rollouts
+        for loaded in rest:
+            found += self._score_all([loaded], fates, compare=loaded in compared)
+        return found
+
     def _remember(self, loaded: Loaded) -> KeptBatch:
         return self.recent.add(loaded.path, loaded.batch)
 
     def _keep(self, scored: Sequence[Scored], fates: Fates) -> None:
-        self._finish(scored, [self._remember(loaded) for loaded, _ in scored], fates)
+        for loaded, _ in scored:
+            self._remember(loaded)
+        self._finish(scored, fates)
 
-    def _finish(self, scored: Sequence[Scored], kept: Sequence[KeptBatch], fates: Fates) -> None:
-        for (loaded, _), one in zip(scored, kept, strict=True):
-            fates.finish(loaded, "trained" if one.train else "held_out")
+    def _finish(self, scored: Sequence[Scored], fates: Fates) -> None:
+        for loaded, _ in scored:
+            fates.finish(loaded, "trained")
 
     def _record(self, scored: Sequence[Scored], decision: Decision, seconds: float = 0.0) -> None:
         latest = self._latest()
@@ -308,6 +315,8 @@ class Learner:
         roles = self.lineage.roles(by, current) if compare else self.lineage.served_only(by)
         if by is not None and (watched := self.lineage.existing(self.journal.watched or "")) is not None:
             roles.setdefault("watched", (watched, self.lineage.version(watched)))
+        if compare and (before := self.lineage.existing(self.gate.watched or "")) is not None:
+            roles.setdefault("before", (before, self.lineage.version(before)))
         try:
             return score(
                 batch,
@@ -361,71 +370,73 @@ class Learner:
         self.journal.totals.train_seconds += seconds
         return seconds
 
-    def judge(
-        self,
-        newest: Sequence[KeptBatch],
-        best_version: str | None,
-        *,
-        before_publishing: Callable[[str], None],
-        train_seconds: float | None,
-        version_seconds: float | None,
-    ) -> Contest | None:
-        """Let the gate compare candidate and, where it scored best, an archived version with the served drafter.
-
-        `train_seconds`: of the training before; None: there was none, and the candidate is not judged.
-        """
+    def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[str], None]) -> list[Contest]:
+        """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first."""
+        compared = [(loaded.batch, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
         served = self._latest()
-        versions = [] if train_seconds is None else [CANDIDATE]
-        if best_version not in (None, CANDIDATE, served):
-            versions.append(str(best_version))
-        evidence = self.recent.held_out(self._settings.gate_rollouts)
-        if not versions or not evidence.batches:
-            return None
-        self._log_how_evidence_is_split(evidence.by_prompt)
-        policy_version = max(kept.policy_version for kept in newest)
-        policy = self.target.at(policy_version)
-        outcomes = contest(self._settings, self.lineage, evidence, policy, versions)
-        winner = outcomes[0]
-        if winner.verdict.promote:
-            before_publishing(winner.version)
-            try:
-                self.lineage.promote(winner.version, served, policy_version, winner.verdict.reason, winner.facts)
-            except LatestMoved as moved:  # by a person or another worker: the next contest is against theirs
-                log.info("%s: %s", self.run, moved)
-                return None
-        candidate = next((o for o in outcomes if o.version == CANDIDATE), None)
-        self.journal.judged(winner, refused=candidate is not None and not candidate.verdict.promote)
-        if candidate is not None:
-            if not candidate.verdict.promote:
-                self.lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
-            self.controller.learn(
-                gain=candidate.verdict.gain,
-                error=_standard_error(candidate.verdict, self._settings.gate_confidence),
-                train_seconds=train_seconds or 0.0,
-                version_seconds=version_seconds,
-            )
-        return winner
+        if not compared:
+            return []
+        fresh = Fresh.of(compared, self.recent.prompts)
+        if served is not None and served not in fresh.replays:  # somebody changed it while the claim was scored
+            return []
+        before = self.gate.state
+        realised = self.gate.settle(fresh)
+        contests = self.gate.judge(fresh, served)
+        if contests and contests[0].verdict.promote:
+            self.gate.restore(before)  # for the checkpoint: after a crash the same batches are looked at again
+            realised = self._promote(contests, served, max(b.policy_version for b in fresh.batches), before_publishing)
+        if realised is not None:
+            self.lineage.record(realised)
+        return contests
 
-    def _log_how_evidence_is_split(self, by_prompt: bool) -> None:
-        """Log once where the prompts are too few to hold some out, and once when they are enough."""
-        if by_prompt == self._split_by_prompt:
+    def _promote(
+        self,
+        contests: Sequence[Contest],
+        served: str | None,
+        policy_version: int,
+        before_publishing: Callable[[str], None],
+    ) -> dict[str, Any] | None:
+        """Serve the winner, and train on from it where it is an archived version and better than the candidate.
+
+        Returns the event that the gate has of the version before.
+        """
+        winner = contests[0]
+        before_publishing(winner.version)
+        try:
+            manifest = self.lineage.promote(winner.version, served, policy_version, winner.verdict.reason, winner.facts)
+        except LatestMoved as moved:  # by a person or another worker: the next contest is against theirs
+            log.info("%s: %s", self.run, moved)
+            return None
+        candidate = next((c for c in contests if c.version == CANDIDATE), None)
+        keeps = candidate is not None and candidate.verdict.gain >= winner.verdict.gain
+        if not keeps:
+            self.lineage.train_from(winner.version)
+        self.journal.totals.published += 1
+        is_candidate = winner.version == CANDIDATE or not keeps
+        return self.gate.promoted(manifest.version, served, winner, is_candidate=is_candidate)
+
+    def _conclude(self, contests: Sequence[Contest], version_seconds: float | None, policy_version: int) -> None:
+        """Tell history and controller, once for each training, what the gate found of it."""
+        candidate = next((c for c in contests if c.version == CANDIDATE), None)
+        if candidate is None or self.gate.untested is None:
             return
-        self._split_by_prompt = by_prompt
-        if by_prompt:
-            log.info("%s: candidates are judged on prompts that were never trained on", self.run)
-        else:
-            log.warning(
-                "%s: too few prompts so far (%d) to hold some out: candidates are judged on groups of rollouts that "
-                "were not trained on, whose prompts may have been; they may promise too much",
-                self.run,
-                len(self.recent.first_prompts),
-            )
+        if not candidate.verdict.promote:
+            self.lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
+            self.journal.totals.refused += 1
+        look = candidate.look
+        self.controller.learn(
+            gain=look.gain,
+            error=None if look.fault else look.error,
+            train_seconds=self.gate.untested,
+            version_seconds=version_seconds,
+        )
+        self.gate.untested = None
 
     # --- forgetting
     def forget_recent(self) -> None:
-        """Delete the recent rollouts. What was learnt from them stays; held-out ones are gathered again."""
+        """Delete the recent rollouts. What was learnt from them stays."""
         memory = self._empty_memory()
-        memory.restore([], self._layout.spool(self.run), self.recent.first_prompts)  # deletes their files
+        memory.restore([], self._layout.spool(self.run))  # deletes their files
         self.recent = memory
 
     def forget_heads(self, newest_policy: int) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,8 +36,6 @@ log = logging.getLogger("draftalign.worker")
 CANDIDATE: Final = "candidate"
 
 _CACHED_VERSIONS = 4
-#: Every this many batches one archived version, in turn, is scored too: enough to notice that an old one fits again.
-_ARCHIVE_EVERY = 8
 
 
 class Lineage:
@@ -52,7 +50,6 @@ class Lineage:
         self._device = torch.device(settings.device)
         self._versions: OrderedDict[str, DraftModel] = OrderedDict()
         self.trainer: DrafterTrainer | None = None
-        self._archive_turn = 0
 
     # --- how a lineage begins
     def begin(self) -> bool:
@@ -143,6 +140,14 @@ class Lineage:
         """The version if it is still on disk, else None."""
         return version if version in self._registry.versions(self._run) else None
 
+    def train_from(self, version: str) -> None:
+        """Train on from a published version, with a fresh trainer."""
+        self.set_candidate(self._read(version))
+
+    def archived(self) -> list[str]:
+        """All versions on disk, oldest first."""
+        return self._registry.versions(self._run)
+
     def roles(self, served: str | None, latest: str | None) -> dict[str, tuple[str, DraftModel]]:
         """Everything worth scoring on a batch: role -> (version, drafter).
 
@@ -153,11 +158,6 @@ class Lineage:
         for role, version in (("served", served), ("latest", latest), ("frozen", versions[0] if versions else None)):
             if version is not None:
                 roles[role] = (version, self.version(version))
-        archive = [v for v in versions[1:] if v not in (served, latest)]
-        self._archive_turn += 1
-        if archive and self._archive_turn % _ARCHIVE_EVERY == 0:
-            version = archive[self._archive_turn // _ARCHIVE_EVERY % len(archive)]
-            roles["archive"] = (version, self.version(version))
         return roles
 
     def served_only(self, served: str | None) -> dict[str, tuple[str, DraftModel]]:
@@ -232,6 +232,8 @@ class Lineage:
 
     def refuse(self, policy_version: int, reason: str, evidence: dict[str, Any]) -> None:
         """Record that the gate refused the candidate."""
-        self._registry.record(
-            self._run, {"event": "refused", "policy_version": policy_version, "reason": reason, "gate": evidence}
-        )
+        self.record({"event": "refused", "policy_version": policy_version, "reason": reason, "gate": evidence})
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Write an event into the run's history."""
+        self._registry.record(self._run, event)

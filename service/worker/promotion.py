@@ -1,22 +1,84 @@
-"""Who may replace the served drafter: the trained candidate or an archived version, judged on held-out rollouts."""
+"""Who may replace the served drafter: the candidate as it stands, or an archived version.
+
+They are judged on the rollouts of each claim when it comes, before anything is trained on them: nobody chose them, they
+are of newer policies than the candidate was trained on, and they are scored anyway. Rollouts whose prompt is among the
+recent rollouts are left out, for the candidate was trained on their siblings.
+
+Archived versions are compared where they are scored anyway (the first one; the one served before). When the served
+drafter falls, all of them enter: by successive halving on a part of the claim's prompts, and the winner is judged on
+the other part, which did not choose it.
+
+What a published version then really gains over the one before it is measured on the rollouts that come after.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from drafter.batch import RolloutBatch, prompt_hashes
-from drafter.policy import Policy
-from drafter.replay.acceptance import Replay
-from drafter.replay.gate import MIN_ROLLOUTS, Verdict, judge
+from drafter.batch import RolloutBatch
+from drafter.replay.acceptance import Replay, log_ratio
+from drafter.replay.gate import Look, Trial, Verdict, compare
 from service.settings import Settings
 from service.worker.lineage import CANDIDATE, Lineage
-from service.worker.recent import HeldOut
-from service.worker.scoring import replay_each
+from service.worker.scoring import Scores, replay_each
+from service.worker.target import Target
+
+#: Part of the error that archived versions may spend together; the candidate has the rest.
+_ARCHIVE_SHARE: Final = 0.1
+#: Rollouts of the first round of the halving; the next have twice as many each.
+_FIRST_ROUND: Final = 4
+#: Standard errors by which the served drafter must fall for the archive to be asked.
+_FALL: Final = 3.0
+_LEVEL_MEMORY: Final = 0.25  # weight of the newest claim in the level that it falls from
+#: What a version gains is settled after so many rollouts.
+_SETTLED_ROLLOUTS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A claim's rollouts, scored and not trained on yet."""
+
+    batches: tuple[RolloutBatch, ...]
+    replays: Mapping[str, Replay]  # by version, of the drafters that were scored on all of them
+    prompts: tuple[str, ...]  # of each rollout
+    evidence: tuple[int, ...]  # the rollouts that say something about prompts that nobody was trained on
+    by_prompt: bool  # False: there never was but one prompt, and its rollouts are the observations
+
+    @classmethod
+    def of(cls, scored: Sequence[tuple[RolloutBatch, Scores]], trained: Mapping[str, int]) -> Self:
+        """`trained`: prompts that the candidate was trained on of late -> newest policy version of their rollouts.
+
+        Where all prompts come again and again, those count whose earlier rollouts are of an older policy: what comes
+        next is of the same kind. Siblings of one group are of one policy, whenever they arrive.
+        """
+        batches = tuple(batch for batch, _ in scored)
+        names = set.intersection(*(set(scores.versions) for _, scores in scored))
+        replays = {name: Replay.concat([scores.versions[name] for _, scores in scored]) for name in sorted(names)}
+        prompts = tuple(prompt for _, scores in scored for prompt in scores.prompts)
+        policies = [batch.policy_version for batch, _ in scored for _ in range(batch.rollouts)]
+        unseen = tuple(i for i, prompt in enumerate(prompts) if prompt not in trained)
+        if len({prompts[i] for i in unseen}) < 2:
+            unseen = tuple(i for i, prompt in enumerate(prompts) if trained.get(prompt, -1) < policies[i])
+        return cls(batches, replays, prompts, unseen, by_prompt=len({*trained, *prompts}) > 1)
+
+    def select(self, rollouts: Sequence[int]) -> list[RolloutBatch]:
+        """These rollouts, in ascending order, as parts of the batches."""
+        bounds = np.cumsum([0, *(batch.rollouts for batch in self.batches)])
+        chosen = np.array(sorted(rollouts), dtype=np.int64)
+        parts = [chosen[(chosen >= low) & (chosen < high)] - low for low, high in pairwise(bounds)]
+        return [batch.select(part.tolist()) for batch, part in zip(self.batches, parts, strict=True) if part.size]
+
+    def look(self, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
+        """Compare two replays of `rollouts`, in ascending order."""
+        _, groups = np.unique([self.prompts[i] for i in rollouts], return_inverse=True)
+        return compare(challenger, incumbent, groups.astype(np.int64) if self.by_prompt else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,70 +87,230 @@ class Contest:
 
     version: str
     verdict: Verdict
-    challenger: Replay
-    incumbent: Replay
-    prompts: int  # that the evidence answers
-    by_prompt: bool  # no rollout of these prompts was ever trained on
+    look: Look  # the last one
 
     @property
     def facts(self) -> dict[str, Any]:
         """The evidence, as the manifest and the history keep it."""
-        verdict = self.verdict
+        verdict, look = self.verdict, self.look
         return {
             "gain": verdict.gain,
             "low": verdict.low,
             "high": verdict.high,
-            "rollouts": verdict.rollouts,
-            "prompts": self.prompts,
-            "held_out_by": "prompt" if self.by_prompt else "group",
-            "alpha_candidate": self.challenger.alpha,
-            "alpha_served": self.incumbent.alpha,
+            "looks": verdict.looks,
+            "error": verdict.error,
+            "rollouts": look.rollouts,
+            "prompts": look.prompts,
+            "alpha_candidate": look.alpha_challenger,
+            "alpha_served": look.alpha_served,
         }
 
 
-def contest(
-    settings: Settings,
-    lineage: Lineage,
-    evidence: HeldOut,
-    policy: Policy,
-    versions: Sequence[str],
-) -> list[Contest]:
-    """Judge each of `versions` against the served drafter, drafting for `policy`, best lower bound first.
+@dataclass(slots=True)
+class Promise:
+    """A published version beside the one before it, on rollouts that came after it was published."""
 
-    Without a served drafter the incumbent is plain decoding: one token a round.
-    """
-    prompts, groups = _prompts(evidence.batches)
-    served = lineage.served()
-    compared = [*versions, *([served.version] if served else [])]
-    drafters = {v: lineage.candidate if v == CANDIDATE else lineage.version(v) for v in compared}
-    replays = replay_each(drafters, policy, evidence.batches, settings.depth, settings.drafting)
-    challengers = {version: replays[version] for version in versions}
-    incumbent = replays[served.version] if served else _without_drafter(replays[versions[0]])
-    outcomes = []
-    for version, challenger in challengers.items():
-        verdict = judge(
-            challenger,
-            incumbent,
-            min_gain=settings.gate_min_gain,
-            confidence=settings.gate_confidence,
-            min_rollouts=min(settings.gate_rollouts, MIN_ROLLOUTS),
-            groups=groups,
-        )
-        if groups is None:
-            said = f"{verdict.reason}; rollouts were counted, for they answer {prompts} prompts only"
-            verdict = replace(verdict, reason=said)
-        outcomes.append(Contest(version, verdict, challenger, incumbent, prompts, evidence.by_prompt))
-    return sorted(outcomes, key=lambda c: (c.verdict.promote, c.verdict.low), reverse=True)
+    version: str
+    before: str
+    promised: float
+    rounds: float = 0.0  # of `version`
+    rounds_before: float = 0.0
+    variance: float = 0.0  # Σ (rounds_before · standard error of the log ratio)² over claims
+    rollouts: int = 0
+
+    def add(self, new: Replay, old: Replay, fresh: Fresh) -> None:
+        """Count a claim's rollouts."""
+        look = fresh.look(new, old, range(len(fresh.prompts)))
+        if not math.isfinite(look.error):
+            return
+        rounds = float(old.rounds.sum())
+        self.rounds += float(new.rounds.sum())
+        self.rounds_before += rounds
+        self.variance += (rounds * look.error) ** 2
+        self.rollouts += look.rollouts
+
+    def event(self) -> dict[str, Any]:
+        """What the history keeps: relative gains, the realised one with its 95 % interval."""
+        log_gain = math.log(self.rounds_before / self.rounds)
+        reach = 1.96 * math.sqrt(self.variance) / self.rounds_before
+        return {
+            "event": "realised",
+            "version": self.version,
+            "before": self.before,
+            "promised": self.promised,
+            "realised": math.expm1(log_gain),
+            "low": math.expm1(log_gain - reach),
+            "high": math.expm1(log_gain + reach),
+            "rollouts": self.rollouts,
+        }
 
 
-def _prompts(evidence: Sequence[RolloutBatch]) -> tuple[int, npt.NDArray[np.int64] | None]:
-    """How many prompts there are, and which one each rollout answers: rollouts of one prompt are one observation.
+@dataclass(slots=True)
+class Level:
+    """Where the served drafter's log α has been of late."""
 
-    None, which counts rollouts, where the prompts are too few to bound anything: better evidence than none.
-    """
-    hashes = [prompt for batch in evidence for prompt in prompt_hashes(batch)]
-    found, groups = np.unique(hashes, return_inverse=True)
-    return len(found), groups.astype(np.int64) if len(found) >= MIN_ROLLOUTS else None
+    mean: float = math.nan
+    variance: float = 0.0  # of one claim about it
+
+    def falls(self, replay: Replay, groups: npt.NDArray[np.int64]) -> bool:
+        """Take in a claim; whether α fell significantly. The level then starts there."""
+        found = log_ratio(replay.tokens, replay.rounds, groups)
+        if not math.isfinite(found.centre) or not math.isfinite(found.error):
+            return False
+        change = 0.0 if math.isnan(self.mean) else found.centre - self.mean
+        fell = change < -_FALL * math.sqrt(max(self.variance, found.error**2) + _LEVEL_MEMORY * found.error**2)
+        if fell or math.isnan(self.mean):
+            self.mean, self.variance = found.centre, found.error**2
+        else:
+            self.mean += _LEVEL_MEMORY * change
+            self.variance += _LEVEL_MEMORY * (change**2 - self.variance)
+        return fell
+
+
+class Gate:
+    """What has been shown so far against the drafter that is served now. One per run; `state` survives restarts."""
+
+    def __init__(self, settings: Settings, lineage: Lineage, target: Target) -> None:
+        self._settings = settings
+        self._lineage = lineage
+        self._target = target
+        self._served: str | None = None  # the version that all trials are against
+        self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
+        self._level = Level()
+        self._promise: Promise | None = None
+        self.untested: float | None = None  # seconds of the last training, until it has been judged
+        self.tested = 0  # rollouts that the candidate was judged on since then
+
+    # --- state
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain JSON values."""
+        return {
+            "served": self._served,
+            "trials": {version: trial.to_json() for version, trial in self._trials.items()},
+            "level": None if math.isnan(self._level.mean) else asdict(self._level),
+            "promise": None if self._promise is None else asdict(self._promise),
+            "untested": self.untested,
+            "tested": self.tested,
+        }
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from `state`; without one, from nothing: a checkpoint of a version before there was any."""
+        if state is None:
+            return
+        self._served = state["served"]
+        self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
+        self._level = Level(**state["level"] or {})
+        self._promise = None if state["promise"] is None else Promise(**state["promise"])
+        self.untested, self.tested = state["untested"], state["tested"]
+
+    @property
+    def watched(self) -> str | None:
+        """The version served before, while the newest one's gain is being measured: every batch needs its score."""
+        return None if self._promise is None else self._promise.before
+
+    def hungry(self, more: int = 0) -> bool:
+        """Whether the candidate, since it was trained, was judged on too few rollouts, with `more` of them."""
+        return self.untested is not None and self.tested + more < self._settings.gate_rollouts
+
+    def trained(self, seconds: float | None) -> None:
+        """The candidate was trained. None: nothing can be learnt from how that went."""
+        self.untested, self.tested = seconds, 0
+        self._trial(CANDIDATE).trained()
+
+    # --- looks
+    def judge(self, fresh: Fresh, served: str | None) -> list[Contest]:
+        """Look at all challengers on a claim, best first. `served`: the version that engines are offered."""
+        if served != self._served:
+            self._begin(served)
+        incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
+        index = np.array(fresh.evidence, dtype=np.int64)
+        found = []
+        for version, replay in fresh.replays.items():
+            if version != served:
+                look = fresh.look(replay.select(index), incumbent.select(index), fresh.evidence)
+                found.append(self._take(version, look))
+                self.tested += look.rollouts if version == CANDIDATE else 0
+        archive = [v for v in self._lineage.archived() if v not in fresh.replays]
+        _, groups = np.unique(fresh.prompts, return_inverse=True)
+        if served is not None and self._level.falls(incumbent, groups.astype(np.int64)) and archive and len(index):
+            found.append(self._fittest(fresh, incumbent, archive))
+        return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
+
+    def _take(self, version: str, look: Look) -> Contest:
+        trial = self._trial(version)
+        trial.take(look)
+        verdict = trial.verdict(min_gain=self._settings.gate_min_gain, confidence=self._settings.gate_confidence)
+        return Contest(version, replace(verdict, reason=look.fault or verdict.reason), look)
+
+    def _begin(self, served: str | None) -> None:
+        """Begin all trials anew, against `served`; how far a training moves the candidate stays known."""
+        step = self._trials[CANDIDATE].step
+        self._served, self._level = served, Level()
+        self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, step=step)}
+
+    def _trial(self, version: str) -> Trial:
+        if version not in self._trials:
+            place = len(self._trials)  # the candidate's is the first
+            self._trials[version] = Trial(_ARCHIVE_SHARE / (place * (place + 1)))
+        return self._trials[version]
+
+    def _fittest(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
+        """The archived version that fits best, by successive halving, judged on prompts that did not choose it."""
+        order: dict[str, list[int]] = {}
+        for rollout in fresh.evidence:
+            order.setdefault(fresh.prompts[rollout], []).append(rollout)
+        choosing = [rollout for prompt in list(order)[::2] for rollout in order[prompt]] if len(versions) > 1 else []
+        judging = sorted({*fresh.evidence} - {*choosing})
+        left, wanted, rounds = list(versions), _FIRST_ROUND, dict.fromkeys(versions, 0.0)
+        while len(left) > 1 and choosing:
+            part, choosing = fresh.select(choosing[:wanted]), choosing[wanted:]
+            for version in left:
+                rounds[version] += float(self._replay(version, part).rounds.sum())
+            left, wanted = sorted(left, key=rounds.__getitem__)[: (len(left) + 1) // 2], 2 * wanted
+        winner = left[0]
+        replay = self._replay(winner, fresh.select(judging))
+        return self._take(winner, fresh.look(replay, incumbent.select(np.array(judging, dtype=np.int64)), judging))
+
+    def _replay(self, version: str, batches: Sequence[RolloutBatch]) -> Replay:
+        drafter, depth, drafting = self._lineage.version(version), self._settings.depth, self._settings.drafting
+        parts = [
+            replay_each({version: drafter}, self._target.at(batch.policy_version), [batch], depth, drafting)[version]
+            for batch in batches
+        ]
+        return Replay.concat(parts)
+
+    # --- what became of it
+    def settle(self, fresh: Fresh) -> dict[str, Any] | None:
+        """Measure the gain of the version published last; its event once that is known well enough."""
+        promise = self._promise
+        if promise is None or not {promise.version, promise.before} <= fresh.replays.keys():
+            return None
+        promise.add(fresh.replays[promise.version], fresh.replays[promise.before], fresh)
+        return self._settled() if promise.rollouts >= _SETTLED_ROLLOUTS else None
+
+    def promoted(
+        self, version: str, before: str | None, contest: Contest, *, is_candidate: bool
+    ) -> dict[str, Any] | None:
+        """`version` is served now instead of `before`, for what `contest` says. All trials begin anew.
+
+        `is_candidate`: training goes on from it. Returns the event of the promise that was being measured, with what is
+        known of it.
+        """
+        event = self._settled() if self._promise is not None and self._promise.rollouts else None
+        self._promise = None if before is None else Promise(version, before, contest.verdict.gain)
+        self._begin(version)
+        if is_candidate:
+            self._trials[CANDIDATE].variance = 0.0
+        return event
+
+    def _settled(self) -> dict[str, Any] | None:
+        promise, self._promise = self._promise, None
+        return None if promise is None else promise.event()
+
+
+def _or(value: float, otherwise: float) -> float:
+    return otherwise if math.isnan(value) else value
 
 
 def _without_drafter(found: Replay) -> Replay:

@@ -37,7 +37,7 @@ def fleet(
     tmp_path: Path,
 ) -> Iterator[tuple[RunningService, VllmServer]]:
     """A service without any run, and a server that sends it all of its traffic."""
-    service = serve(drafting="greedy", depth=DEPTH, holdout_one_in=4, train_step_tokens=400)
+    service = serve(drafting="greedy", depth=DEPTH, train_step_tokens=400)
     environment = {
         "DRAFTALIGN_TAP_URL": service.url,
         "DRAFTALIGN_TAP_RUN": "live",

@@ -1,6 +1,6 @@
 -- End one entry: acknowledge, delete, count and, for a dead letter, keep its fields. Redis 6.2 commands only.
 -- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream
--- ARGV: 1 group  2 entry_id  3 state (trained|held_out|skipped|dead)  4 reason  5 ended_seconds  6 key prefix
+-- ARGV: 1 group  2 entry_id  3 state (trained|skipped|dead)  4 reason  5 ended_seconds  6 key prefix
 --       7 dead letters kept
 -- Returns 1 if this call ended the entry, 0 if it had ended before (a late acknowledgement is harmless).
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]

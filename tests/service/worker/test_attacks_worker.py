@@ -80,7 +80,7 @@ def test_a_worker_lives_through_every_hostile_batch_and_trains_the_honest_run(
     bench.register(bench.world.run_file(drafter=bench.world.drafter()), run="honest")
     reply = service.client.put("/runs/evil", content=plain_run_file(), headers=HEADERS)
     assert reply.status_code == 201
-    pid = workers.start(bench, settings={"holdout_one_in": 4})
+    pid = workers.start(bench, settings={})
     honest, hostile = [], {}
     for number, (name, make) in enumerate(sorted(ACCEPTED.items())):
         reply = service.post(make())

@@ -15,7 +15,7 @@ from service.errors import WorkerError
 from service.storage.queue import RolloutQueue
 from service.worker.learner import Learner
 from service.worker.loop import RunWorker
-from service.worker.recent import RecentRollouts
+from service.worker.promotion import Fresh, Gate
 
 
 def spoil(t: dict[str, Tensor]) -> None:
@@ -109,17 +109,6 @@ def test_a_worker_that_is_behind_says_so(bench: Bench) -> None:
     assert bench.store.worker().action == "train"
 
 
-def test_a_batch_that_is_all_held_out_ends_so(bench: Bench) -> None:
-    bench.begin()
-    batches = [bench.post(f"one{n}", rollouts=1) for n in range(24)]
-    worker = bench.worker(recent_tokens=10_000)
-    bench.drain(worker)
-    held_out = {i for b in worker.learner.recent.held_out(1000).batches for i in b.rollout_ids}
-    assert 0 < len(held_out) < 16
-    wanted = ["held_out" if f"one{n}/0" in held_out else "trained" for n in range(24)]
-    assert [bench.state(b) for b in batches] == wanted
-
-
 @pytest.mark.parametrize("claim_tokens", [1, 10_000])
 def test_rollouts_that_turn_out_dead_do_not_keep_the_worker_from_the_others(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, claim_tokens: int
@@ -144,23 +133,22 @@ def test_a_trainer_that_goes_back_is_judged_on_what_it_writes_now(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.begin()
-    worker = bench.worker(recent_tokens=100_000, gate_rollouts=4)
+    worker = bench.worker(recent_tokens=100_000)
     for version in range(200, 206):
         bench.post(f"before{version}", policy_version=version)
     bench.drain(worker)
-    evidence: list[list[int]] = []
-    held_out = RecentRollouts.held_out
+    judged: list[list[int]] = []
+    judge = Gate.judge
 
-    def watched(self: RecentRollouts, rollouts: int) -> Any:
-        found = held_out(self, rollouts)
-        evidence.append([batch.policy_version for batch in found.batches])
-        return found
+    def watched(self: Gate, fresh: Fresh, served: str | None) -> Any:
+        judged.append([batch.policy_version for batch in fresh.batches])
+        return judge(self, fresh, served)
 
-    monkeypatch.setattr(RecentRollouts, "held_out", watched)
+    monkeypatch.setattr(Gate, "judge", watched)
     for version in range(100, 112):
         bench.post(f"after{version}", policy_version=version, rollouts=32)
         bench.drain(worker)
-    assert [versions[0] for versions in evidence[2:]] == list(range(102, 112))
+    assert judged == [[version] for version in range(100, 112)]
 
 
 # --- nothing is acknowledged that was not scored and trained on

@@ -24,6 +24,7 @@ import rl_hooks.durable
 import service.storage.registry
 import service.worker.checkpoint
 import service.worker.lineage
+from drafter.replay.gate import Trial
 from drafter.training.trainer import DrafterTrainer
 from service.errors import RegistryBusy
 from service.monitor.controller import Action, Controller, Decision
@@ -37,8 +38,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 HANDOVERS = int(os.environ.get("DRAFTALIGN_HANDOVERS", "16"))
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
 
-#: Settings with which the gate promotes every candidate.
-EAGER: dict[str, Any] = {"gate_min_gain": -1e6, "gate_rollouts": 2, "holdout_one_in": 2, "recent_tokens": 400}
+#: Settings with which the gate promotes every candidate, where no look proves too little (`hasty`).
+EAGER: dict[str, Any] = {"gate_min_gain": -1e6, "recent_tokens": 400}
 
 STEPS_OF_A_SAVE = [
     (rl_hooks.durable, "sync"),
@@ -129,6 +130,12 @@ class Handover:
             yield
         except (LeaseLost, CheckpointSuperseded, OSError):
             assert self.heir is not None
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take one look for proof."""
+    monkeypatch.setattr(Trial, "error", 0.0)
 
 
 def begin_eager(bench: Bench) -> Registry:
@@ -274,7 +281,7 @@ def test_asleep_anywhere_in_a_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch
         with contextlib.nullcontext() if handover.heir is None else contextlib.suppress(CheckpointSuperseded):
             bench.drain(handover.heir or sleeper)
         bench.drain(bench.worker(**EAGER))
-        assert {bench.state(b) for b in bench.posted} <= {"trained", "held_out"}, where
+        assert {bench.state(b) for b in bench.posted} == {"trained"}, where
         assert bench.totals()["batches"] == len(bench.posted), where
         assert set(bench.store.scores()) == set(bench.posted), where
         assert bench.queue.depth() == (0, 0), where

@@ -1,4 +1,4 @@
-"""What the worker does to one batch: scored first, held-out rollouts kept out, broken ones buried with a reason."""
+"""What the worker does to one batch: scored first, then trained on; broken ones are buried with a reason."""
 
 from __future__ import annotations
 
@@ -39,30 +39,6 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
         record = bench.store.scores()[batch_id]
         assert {k: getattr(record.candidate, k) for k in before} == pytest.approx(before)
         assert record.candidate.rounds != pytest.approx(after["rounds"], rel=1e-6), "training changed nothing"
-
-
-def test_held_out_rollouts_never_enter_a_training_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also not after a restart, when they come back from the disk."""
-    bench.begin()
-    trained: set[str] = set()
-    step = DrafterTrainer.step
-
-    def watched(self: DrafterTrainer, window: Any) -> Any:
-        trained.update(i for prepared, _ in window for i in prepared.batch.rollout_ids)
-        return step(self, window)
-
-    monkeypatch.setattr(DrafterTrainer, "step", watched)
-    ids = [f"{name}/{i}" for name in "abcdefgh" for i in range(8)]
-    for name in "abcd":
-        bench.post(name)
-    bench.drain(bench.worker(recent_tokens=10_000, train_passes=8.0))
-    for name in "efgh":
-        bench.post(name)
-    worker = bench.worker(recent_tokens=10_000, train_passes=8.0)
-    bench.drain(worker)
-    held = {i for b in worker.learner.recent.held_out(1000).batches for i in b.rollout_ids}
-    assert 4 < len(held) < 32
-    assert trained == set(ids) - held
 
 
 def nan_features(t: dict[str, Tensor]) -> None:

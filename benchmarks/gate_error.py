@@ -1,0 +1,144 @@
+"""How often the gate is wrong over a whole run, how fast it is right, and what it promises. Simulated; seeded.
+
+    python -m benchmarks.gate_error [--runs 400] [--looks 100] [--worlds NAME ...]
+
+A run looks at one challenger up to 100 times, each time on new rollouts, with the shipped `compare` and `Trial` and the
+default settings. In each world the true gain is set; the table says in how many runs the challenger was ever published,
+after how many looks (the median, of those published), and the mean gain promised to those that were, beside the gain
+that they then have.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from drafter.replay.acceptance import Replay
+from drafter.replay.gate import Trial, compare
+
+Floats = npt.NDArray[np.float64]
+
+DEPTH: Final = 4
+GAINS: Final = (-0.05, -0.01, 0.0, 0.005, 0.01, 0.02, 0.05)
+
+
+@dataclass(frozen=True)
+class World:
+    """How rollouts and the two drafters' rounds on them come about."""
+
+    name: str
+    prompts: int
+    siblings: int
+    prompt_sd: float = 0.03  # of the log ratio of rounds between prompts
+    rollout_sd: float = 0.03  # and between siblings
+    tails: bool = False  # Student's t with 3 degrees of freedom, lengths and α spread over their whole range
+    mix_sd: float = 0.0  # of the share of prompts of a kind on which the challenger is 4 % better, else 4 % worse
+    claim_sd: float = 0.0  # of the true gain from claim to claim
+    per_training: float = 0.0  # by which each further training changes the gain
+
+
+WORLDS: Final = (
+    World("32 prompts", 32, 1),
+    World("64 prompts of 8 siblings", 64, 8),
+    World("8 prompts of 4 siblings", 8, 4),
+    World("4 prompts of 8 siblings", 4, 8),
+    World("heavy tails", 32, 1, tails=True),
+    World("heavy tails, 8 prompts of 4", 8, 4, tails=True),
+    World("prompt mix that moves", 32, 1, mix_sd=0.1),
+    World("gain varies by 0.5 % a claim", 32, 1, claim_sd=0.005),
+    World("gain varies by 1 % a claim", 32, 1, claim_sd=0.01),
+    World("each training costs 0.2 %", 32, 1, per_training=-0.002),
+    World("each training brings 0.2 %", 32, 1, per_training=0.002),
+)
+
+
+def batch(world: World, gain: float, rng: np.random.Generator) -> tuple[Replay, Replay, npt.NDArray[np.int64]]:
+    """Replays of challenger and served drafter on one claim's rollouts, and the prompt of each.
+
+    The ratio of expected rounds is 1 + gain: the noise is multiplied on rounds with mean 1.
+    """
+    groups = np.repeat(np.arange(world.prompts), world.siblings)
+    R = groups.size
+    spread = (lambda n: rng.standard_t(3, n) / np.sqrt(3.0)) if world.tails else rng.standard_normal
+    tokens = np.ceil(rng.lognormal(5.0, 1.0 if world.tails else 0.4, world.prompts))[groups]
+    tokens = np.ceil(tokens * rng.uniform(0.7, 1.3, R))
+    alpha = 1.2 + 3.0 * (rng.beta(0.7, 0.7, world.prompts) if world.tails else rng.beta(5.0, 5.0, world.prompts))
+    served = tokens / np.clip(alpha[groups], 1.0, DEPTH + 1.0)
+    noise = world.prompt_sd * spread(world.prompts)[groups] + world.rollout_sd * spread(R)
+    if world.mix_sd:
+        share = float(np.clip(0.5 + world.mix_sd * rng.standard_normal(), 0.0, 1.0))
+        noise = noise + np.where(rng.random(world.prompts) < share, 0.02, -0.02)[groups]
+    rounds = np.clip(served / (1.0 + gain) * (1.0 + np.clip(noise, -0.4, 0.4)), tokens / (DEPTH + 1), tokens)
+    return _replay(tokens, rounds), _replay(tokens, served), groups.astype(np.int64)
+
+
+def _replay(tokens: Floats, rounds: Floats) -> Replay:
+    empty = np.zeros((tokens.size, DEPTH))
+    return Replay(tokens, rounds, np.zeros(tokens.size), empty, empty)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How one run ended. All None where nothing was published."""
+
+    looks: int | None = None
+    promised: float | None = None
+    gain: float | None = None  # true, of what was published
+
+
+def run(world: World, gain: float, rng: np.random.Generator, looks: int = 100) -> Run:
+    """Look until the challenger is published, at most `looks` times."""
+    trial = Trial(variance=0.0)
+    for look in range(looks):
+        true = gain + look * world.per_training + world.claim_sd * float(rng.standard_normal())
+        trial.trained()
+        trial.take(compare(*batch(world, true, rng)))
+        verdict = trial.verdict()
+        if verdict.promote:
+            return Run(look + 1, verdict.gain, true)
+    return Run()
+
+
+def per_look(world: World, rng: np.random.Generator, looks: int) -> float:
+    """Share of single looks at an equal challenger whose z lies above the 95 % quantile: 0.05 where it is honest."""
+    over = 0
+    for _ in range(looks):
+        look = compare(*batch(world, 0.0, rng))
+        over += not look.fault and look.log_gain > 1.6449 * look.error
+    return over / looks
+
+
+def table(worlds: Sequence[World], runs: int, looks: int, show: Callable[[str], None] = print) -> None:
+    """Print one line per world and gain."""
+    show("| world | true gain | published | median look | promised | true then | error per look |")
+    show("|---|---|---|---|---|---|---|")
+    for number, world in enumerate(worlds):
+        honest = per_look(world, np.random.default_rng([number, 1000]), 10 * runs)
+        for place, gain in enumerate(GAINS):
+            rng = np.random.default_rng([number, place])
+            ended = [run(world, gain, rng, looks) for _ in range(runs)]
+            done = [one for one in ended if one.looks is not None]
+            after = f"{np.median([one.looks for one in done]):.0f}" if done else "–"
+            promised = f"{np.mean([one.promised for one in done]):+.2%}" if done else "–"
+            true = f"{np.mean([one.gain for one in done]):+.2%}" if done else "–"
+            mark = f"{honest:.3f}" if gain == 0.0 else ""
+            show(f"| {world.name} | {gain:+.1%} | {len(done) / runs:.3f} | {after} | {promised} | {true} | {mark} |")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=400)
+    parser.add_argument("--looks", type=int, default=100)
+    parser.add_argument("--worlds", nargs="*", default=[], help="names; all where none is given")
+    options = parser.parse_args(argv)
+    table([w for w in WORLDS if not options.worlds or w.name in options.worlds], options.runs, options.looks)
+
+
+if __name__ == "__main__":
+    main()

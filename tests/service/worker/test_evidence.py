@@ -1,0 +1,134 @@
+"""What the gate judges on: rollouts that came after the training, of prompts that nobody was trained on.
+
+The world has nothing to learn that carries over: every prompt has a text of its own, and its features are noise that
+only tells which prompt it is. A drafter can learn the texts that it is trained on by heart, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from worker_fixtures import FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
+
+from drafter.batch import load_batch
+from rl_hooks import wire
+from rl_hooks.sending.features import as_wire
+from service.storage.queue import Entry
+from service.worker.inbox import Loaded
+from service.worker.lineage import CANDIDATE
+from service.worker.loop import RunWorker
+from service.worker.promotion import Contest, Fresh
+
+LENGTH, SIBLINGS = 20, 4
+SETTINGS: dict[str, Any] = {
+    "train_passes": 24.0,
+    "train_step_tokens": 400,
+    "learning_rate": 1e-2,
+    "recent_tokens": 20_000,
+    "claim_tokens": 100_000,
+    "drafting": "greedy",
+}
+
+
+class Heart(World):
+    """Texts that can only be learnt by heart."""
+
+    def rollout_file(  # type: ignore[override]
+        self, name: str, *, prompts: Sequence[int] = (), policy_version: int = 0, **metadata: Any
+    ) -> bytes:
+        """One rollout per entry of `prompts`; those of one prompt are the same but for a little noise."""
+        noise = torch.Generator().manual_seed(int.from_bytes(name.encode()[-6:]))
+        ids, aux = [], []
+        for prompt in prompts:
+            own = torch.Generator().manual_seed(prompt)
+            ids.append(torch.randint(VOCAB, (LENGTH,), generator=own))
+            features = torch.randn(LENGTH, len(LAYERS) * HIDDEN, generator=own)
+            aux.append(features + 0.05 * torch.randn(features.shape, generator=noise))
+        x = torch.cat(ids)
+        last = torch.stack([2.0 * self.heads[0][token] for token in torch.roll(x, -1)]).bfloat16()
+        logits = last.float() @ self.heads[0].T
+        mask = (torch.arange(len(x)) % LENGTH >= 3).to(torch.uint8)  # a prompt of three tokens
+        logprobs = torch.zeros(len(x))
+        logprobs[1:] = torch.log_softmax(logits, -1)[:-1].gather(1, x[1:, None])[:, 0]
+        tensors = {
+            "input_ids": x.int(),
+            "cu_seqlens": torch.arange(0, len(x) + 1, LENGTH).int(),
+            "loss_mask": mask,
+            "aux_hidden": torch.cat(aux).bfloat16(),
+            "last_hidden": last,
+            "logprobs": logprobs * mask,
+            "logsumexp": torch.logsumexp(logits, -1),
+        }
+        facts: dict[str, Any] = {
+            "run": "default",
+            "policy_version": policy_version,
+            "rollout_ids": [f"{name}/{i}" for i in range(len(prompts))],
+            "target_fingerprint": FINGERPRINT,
+            "aux_layers": LAYERS,
+        }
+        return joined(
+            wire.encode({k: as_wire(v) for k, v in tensors.items()}, wire.rollout_metadata(**facts | metadata))
+        )
+
+
+def trained(bench: Bench) -> RunWorker:
+    """A worker that has trained on 32 prompts of four siblings each; what is served is the first drafter still."""
+    bench.world = Heart()
+    bench.begin()
+    worker = bench.worker(**SETTINGS)
+    bench.post("first", prompts=[n for n in range(32) for _ in range(SIBLINGS)])
+    bench.drain(worker)
+    return worker
+
+
+def judged(bench: Bench, worker: RunWorker, name: str, prompts: Sequence[int], policy_version: int = 0) -> Contest:
+    """What the gate finds of the candidate on a batch that has just come."""
+    path = bench.layout.spool("default") / f"{name}.safetensors"
+    path.write_bytes(bench.world.rollout_file(name, prompts=prompts, policy_version=policy_version))
+    batch, learner = load_batch(path), worker.learner
+    loaded = Loaded(Entry("1-1", name, path.name, 1, 1, batch.rollouts, policy_version, policy_version, 1), path, batch)
+    scores = learner.score(loaded, worker.inbox, compare=True)
+    assert scores is not None
+    found = learner.gate.judge(Fresh.of([(batch, scores)], learner.recent.prompts), learner._latest())
+    return next(c for c in found if c.version == CANDIDATE)
+
+
+def siblings(prompts: range) -> list[int]:
+    return [n for n in prompts for _ in range(2)]
+
+
+def test_siblings_of_what_was_trained_on_are_no_evidence(bench: Bench) -> None:
+    """They would promise a gain that other prompts do not have."""
+    found = judged(bench, trained(bench), "again", siblings(range(32)))
+    assert not found.verdict.promote
+    assert found.look.prompts == 0
+
+
+def test_of_a_mixed_claim_the_new_prompts_count(bench: Bench) -> None:
+    worker = trained(bench)
+    found = judged(bench, worker, "mixed", siblings(range(16, 48)))
+    assert found.look.prompts == 16
+    assert found.look.rollouts == 32
+    assert not found.verdict.promote
+    assert abs(found.look.gain) < 0.08, "by heart: nothing that carries over"
+
+
+def test_where_all_prompts_come_again_what_is_known_of_them_counts(bench: Bench) -> None:
+    """An epoch of a small data set: the rollouts to come are of these prompts too."""
+    found = judged(bench, trained(bench), "epoch", siblings(range(32)), policy_version=3)
+    assert found.look.prompts == 32
+    assert found.look.gain > 0.08
+    assert found.verdict.promote
+
+
+def test_a_run_of_one_prompt_counts_rollouts(bench: Bench) -> None:
+    bench.world = Heart()
+    bench.begin()
+    worker = bench.worker(**SETTINGS)
+    bench.post("first", prompts=[7] * 32)
+    bench.drain(worker)
+    assert judged(bench, worker, "more", [7] * 32).look.prompts == 0, "the same group, for all that is known"
+    found = judged(bench, worker, "epoch", [7] * 32, policy_version=3)
+    assert found.look.prompts == 32
