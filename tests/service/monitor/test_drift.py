@@ -7,7 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from drift_fixtures import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import optimize
+
+from benchmarks.alarms import (
     GROUPS_PER_TICK,
     ROLLOUTS_PER_TICK,
     STRATA,
@@ -19,10 +23,6 @@ from drift_fixtures import (
     tick_values,
     wander,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy import optimize
-
 from service.monitor.drift import (
     DriftConfig,
     DriftError,
