@@ -51,6 +51,7 @@ class RolloutBatch:
     rewards: tuple[float, ...] | None = None
     aux_layers: tuple[int, ...] = ()  # that `aux_hidden` enters; empty: not known
     prompt_hashes: tuple[str, ...] = ()  # `wire.prompt_hash` of each rollout's full prompt; empty: of the rows here
+    strata: tuple[str, ...] = ()  # the kind of each rollout's prompt; empty: not known
 
     def __post_init__(self) -> None:
         """Raise `DrafterError` where the tensors do not belong together. Shapes only: no device is asked."""
@@ -102,6 +103,7 @@ class RolloutBatch:
             rollout_ids=tuple(self.rollout_ids[i] for i in rollouts) if self.rollout_ids else (),
             rewards=None if self.rewards is None else tuple(self.rewards[i] for i in rollouts),
             prompt_hashes=tuple(self.prompt_hashes[i] for i in rollouts) if self.prompt_hashes else (),
+            strata=tuple(self.strata[i] for i in rollouts) if self.strata else (),
             **changes,
         )
 
@@ -146,6 +148,7 @@ class RolloutBatch:
             drafter_version=drafters.pop() if len(drafters) == 1 else "",
             rewards=None if None in rewards else tuple(x for r in rewards if r is not None for x in r),
             prompt_hashes=tuple(h for b in batches for h in prompt_hashes(b)),
+            strata=tuple(s for b in batches for s in b.strata or ("",) * b.rollouts if any(c.strata for c in batches)),
             **changes,
         )
 
@@ -204,6 +207,7 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         rewards=header.rewards,
         aux_layers=header.aux_layers,
         prompt_hashes=header.prompt_hashes or _prompt_hashes(ids, starts, mask),
+        strata=header.strata or (),
     )
 
 

@@ -154,12 +154,14 @@ class DrafterHook:
         top_p: float | None = 1.0,
         top_k: int | None = 0,
         rollout_ids: Sequence[str] | None = None,
+        strata: Sequence[str] | None = None,
     ) -> Iterator[None]:
         """Capture the features of the one forward over `input_ids` that happens inside.
 
         All of `input_ids`, `attention_mask`, `loss_mask` and `logprobs` are [B, S], padded on either side or both.
         `loss_mask` is 1 where the policy generated the token itself. `logprobs[b, s]` is log p of `input_ids[b, s]`
-        under the distribution it was sampled from; those left out or NaN are recomputed from the features.
+        under the distribution it was sampled from; those left out or NaN are recomputed from the features. `strata`
+        says of which kind each row's prompt is (its source, say): another mix of kinds is then no drift.
         """
         if self.sender.refused:
             yield
@@ -173,6 +175,7 @@ class DrafterHook:
             loss_mask=loss_mask,
             logprobs=logprobs,
             rewards=rewards,
+            strata=strata,
             rollout_ids=rollout_ids,
             policy_version=policy_version,
             temperature=temperature,

@@ -203,6 +203,10 @@ def _is_prompt_hash(value: object) -> bool:
     return isinstance(value, str) and len(value) == 16 and set(value) <= set("0123456789abcdef")
 
 
+def _is_stratum(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= 64 and value.isprintable()
+
+
 def _is_int_list(value: object) -> bool:
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 53 for v in value)
 
@@ -229,6 +233,7 @@ class RolloutHeader:
     top_k: int
     rewards: tuple[float, ...] | None
     prompt_hashes: tuple[str, ...] | None  # one per rollout, of its full prompt; None where the sender does not say
+    strata: tuple[str, ...] | None  # the kind of each rollout's prompt; None where the sender does not say
     tokens: int  # T
     rollouts: int  # R
     hidden_size: int  # H
@@ -275,11 +280,13 @@ def rollout_metadata(
     drafter_version: str = "",
     rewards: Sequence[float] | None = None,
     prompt_hashes: Sequence[str] | None = None,
+    strata: Sequence[str] | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The `__metadata__` of a rollout file. Unknown keys in `extra` pass through to the worker untouched.
 
     `prompt_hashes`: `prompt_hash` of each rollout's full prompt; needed only where the file does not hold all of it.
+    `strata`: the kind of each rollout's prompt (its source, say), so that another mix of kinds is no drift.
     """
     metadata = dict(extra or {})
     metadata |= {
@@ -299,6 +306,8 @@ def rollout_metadata(
         metadata["rewards"] = json.dumps([float(r) for r in rewards])
     if prompt_hashes is not None:
         metadata["prompt_hashes"] = json.dumps(list(prompt_hashes))
+    if strata is not None:
+        metadata["strata"] = json.dumps(list(strata))
     return metadata
 
 
@@ -328,6 +337,9 @@ def check_rollout_header(header: Header) -> RolloutHeader:
     prompts = _json_field(meta, "prompt_hashes", list) if "prompt_hashes" in meta else None
     if prompts is not None and (len(prompts) != rollouts or not all(map(_is_prompt_hash, prompts))):
         raise WireError("prompt_hashes", f"must be one `prompt_hash` of 16 hexadecimal digits per rollout ({rollouts})")
+    strata = _json_field(meta, "strata", list) if "strata" in meta else None
+    if strata is not None and (len(strata) != rollouts or not all(map(_is_stratum, strata))):
+        raise WireError("strata", f"must be one text of at most 64 printable characters per rollout ({rollouts})")
     return RolloutHeader(
         header=header,
         run=_text_field(meta, "run"),
@@ -342,6 +354,7 @@ def check_rollout_header(header: Header) -> RolloutHeader:
         top_k=_int_field(meta, "top_k"),
         rewards=None if rewards is None else tuple(float(r) for r in rewards),
         prompt_hashes=None if prompts is None else tuple(prompts),
+        strata=None if strata is None else tuple(strata),
         tokens=tokens,
         rollouts=rollouts,
         hidden_size=hidden_size,

@@ -124,6 +124,15 @@ class Settings(BaseSettings):
     logprob_gap_nats: float = Field(
         0.25, gt=0, description="Mean |log p sent - log p recomputed from the features| above which a batch is dead."
     )
+    drift_days_between_alarms: float = Field(
+        30.0, gt=0, le=36_500, description="Days between false alarms of a fall of α, on average."
+    )
+    drift_dead_band: float = Field(
+        0.0, ge=0, lt=1, description="Fraction of α that may be lost before the drift alarm counts it."
+    )
+    drift_strata: int = Field(
+        16, ge=0, le=64, description="Most kinds of prompts (`strata`) that the drift alarm tells apart; 0: none."
+    )
     checkpoint_seconds: float = Field(
         10.0,
         ge=0,

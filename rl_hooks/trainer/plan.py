@@ -30,6 +30,7 @@ class BatchPlan:
     index: PackedIndex
     rollout_ids: tuple[str, ...]  # R
     rewards: tuple[float, ...] | None
+    strata: tuple[str, ...] | None
     real: npt.NDArray[np.bool_]  # [B, S]: which tokens of the padded batch are no padding
     policy_version: int
     temperature: float
@@ -105,6 +106,7 @@ def plan_batch(
     loss_mask: Tensor,
     logprobs: Tensor | None,
     rewards: Sequence[float] | Tensor | None,
+    strata: Sequence[str] | None,
     rollout_ids: Sequence[str] | None,
     policy_version: int,
     temperature: float,
@@ -130,8 +132,8 @@ def plan_batch(
     generated_BS = host(loss_mask, np.bool_) & real_BS
     names = [ids.next(policy_version) for _ in range(B)] if rollout_ids is None else list(rollout_ids)
     values = None if rewards is None else [float(value) for value in rewards]
-    if len(names) != B or (values is not None and len(values) != B):
-        raise RolloutError(f"rollout_ids and rewards must hold one entry per row ({B})")
+    if any(one is not None and len(one) != B for one in (names, values, strata)):
+        raise RolloutError(f"rollout_ids, rewards and strata must hold one entry per row ({B})")
     # No features precede the first token of a rollout, so it cannot be predicted.
     first_B = real_BS.argmax(axis=1)
     generated_BS[np.arange(B), first_B] = False
@@ -150,6 +152,7 @@ def plan_batch(
         ),
         rollout_ids=tuple(names[b] for b in chosen),
         rewards=None if values is None else tuple(values[b] for b in chosen),
+        strata=None if strata is None else tuple(str(strata[b]) for b in chosen),
         real=real_BS,
         policy_version=policy_version,
         temperature=float(temperature),

@@ -40,6 +40,7 @@ class RolloutStaging:
             top_p=plan.top_p,
             top_k=plan.top_k,
             rewards=plan.rewards,
+            strata=plan.strata,
             drafter_version="" if self.drafter_version is None else self.drafter_version(),
             extra={
                 "rank": str(self.rank),

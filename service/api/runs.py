@@ -1,11 +1,11 @@
-"""`PUT /runs/{run}`, `GET /runs/{run}`, `PUT /runs/{run}/head`."""
+"""`PUT /runs/{run}`, `GET /runs/{run}`, `PUT /runs/{run}/head`, `POST /runs/{run}/drift/{action}`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -146,6 +146,17 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
         "draft_coverage": worker.draft_coverage,
         "headline": to_jsonable_python(await read_headline(context, run)),
     }
+
+
+@router.post("/runs/{run}/drift/{action}", status_code=202)
+async def post_drift(run: str, action: Literal["acknowledge", "reset"], context: Context) -> dict[str, str]:
+    """Ask the worker to take the drift alarm back, with its baseline kept, or to learn a new baseline.
+
+    The worker does it within seconds, or when it is back. A fall that is still there raises the alarm again after
+    `acknowledge`, and becomes the level to compare with after `reset`.
+    """
+    context.run(run)
+    return {"run": run, "action": action, "request": await context.store(run).ask_of_drift(action)}
 
 
 @router.put(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from redis.exceptions import RedisError
 from service.api.context import ServiceContext
 from service.errors import ServiceError
 from service.monitor.alpha import alpha_series
+from service.monitor.cause import Cause, explain
 from service.monitor.counts import live_sums
 from service.monitor.current import current
 from service.monitor.dead_drafter import REPLAYED_BATCHES, DeadRule, pooled_replay_alpha
@@ -29,7 +31,16 @@ from service.monitor.headline import (
     headline,
 )
 from service.monitor.metrics import RunSnapshot
-from service.monitor.records import AcceptanceRecord, Arrival, Lane, ScoreRecord, ServedDrafter, Vocabulary, arrival
+from service.monitor.records import (
+    AcceptanceRecord,
+    Arrival,
+    Estimate,
+    Lane,
+    ScoreRecord,
+    ServedDrafter,
+    Vocabulary,
+    arrival,
+)
 from service.settings import Settings
 from service.storage.reports import NEWEST_REPORTS
 
@@ -86,7 +97,28 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings, rule: Dead
     now = current(snapshot.scores, snapshot.acceptances, snapshot.now)
     said = headline(facts_of(snapshot, settings, rule))
     document: dict[str, Any] = to_jsonable_python(series)
-    return document | {"current": to_jsonable_python(now), "headline": to_jsonable_python(said)}
+    why = explain(snapshot.worker.drift_change, snapshot.scores, snapshot.acceptances)
+    return document | {
+        "current": to_jsonable_python(now),
+        "headline": to_jsonable_python(said),
+        "cause": None if why is None else _cause_document(why),
+    }
+
+
+def _cause_document(why: Cause) -> dict[str, Any]:
+    """Changes as fractions of α, with the ends of their 95 % intervals."""
+
+    def fractions(change: Estimate) -> dict[str, float]:
+        ends = {"change": change.value, "low": change.low, "high": change.high}
+        return {name: math.expm1(min(log_ratio, 20.0)) for name, log_ratio in ends.items()}
+
+    return {
+        "cause": why.cause,
+        "text": why.text,
+        "rollouts": why.rollouts,
+        "parts": {name: fractions(term) for name, term in why.terms.items()},
+        "entropy": None if why.entropy is None else fractions(why.entropy),
+    }
 
 
 def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFacts:
@@ -130,6 +162,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFa
         drift_alarm=any(map(_above, worker.drift.values())),
         drift_alpha=worker.drift_alpha,
         drift_level=worker.drift_level,
+        cause=explain(worker.drift_change, recent, snapshot.acceptances),
         dead_engines=sorted(_dead_engines(engines, recent[-REPLAYED_BATCHES:], rule), key=lambda e: e.reporter),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),
     )

@@ -6,8 +6,10 @@ import logging
 import os
 import socket
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import quote
 
 import typer
 from pydantic import ValidationError
@@ -34,6 +36,13 @@ RedisUrl = Annotated[str | None, typer.Option(help=f"Redis or Valkey to use; req
 OwnRedisUrl = Annotated[
     str | None, typer.Option("--redis-url", help=f"Redis or Valkey to use; unset starts an embedded Valkey. {_SECRET}")
 ]
+
+
+class DriftAction(StrEnum):
+    """What can be done about a drift alarm."""
+
+    ACKNOWLEDGE = "acknowledge"
+    RESET = "reset"
 
 
 def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -> Settings:
@@ -119,6 +128,34 @@ def agent(
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     run_agent(config)
+
+
+@app.command()
+def drift(
+    action: Annotated[
+        DriftAction,
+        typer.Argument(help="`acknowledge`: the cause is dealt with. `reset`: this level is the right one."),
+    ],
+    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
+) -> None:
+    """Take a drift alarm back: keep its baseline, or learn a new one.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope admin.
+    """
+    import httpx
+
+    token = os.environ.get("DRAFTALIGN_TOKEN")
+    try:
+        answer = httpx.post(
+            f"{service.rstrip('/')}/runs/{quote(run, safe='')}/drift/{action.value}",
+            headers={} if token is None else {"Authorization": f"Bearer {token}"},
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigurationError(f"{service} does not answer: {error}") from error
+    if answer.status_code != 202:
+        raise ConfigurationError(f"{service} answered {answer.status_code}: {answer.text[:300]}")
+    typer.echo(f"asked; the worker of run {run} does it within seconds")
 
 
 @app.command()

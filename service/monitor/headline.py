@@ -8,10 +8,12 @@ That the API itself is gone only the page can say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from service.monitor.cause import Cause
 from service.monitor.current import Current
 
 #: So many of the last batches, by arrival, are looked at.
@@ -33,6 +35,7 @@ _DEAD_IN_A_ROW: Final = 3
 _STUCK_SECONDS: Final = 600.0
 _QUEUE_NEARLY_FULL: Final = 0.8
 _BEHIND_SHARE: Final = 0.1  # of the served drafter's α: regret above it is worth a word
+_MIX: Final = 0.05  # a fall of log α by another mix of prompts: above it is worth a word
 _BETTER, _WORSE = 1.02, 0.98  # served over frozen: between them they are level
 _REASON_CHARACTERS: Final = 300
 
@@ -85,6 +88,7 @@ class RunFacts:
     drift_alarm: bool = False
     drift_alpha: float | None = None
     drift_level: float | None = None
+    cause: Cause | None = None
     dead_engines: Sequence[DeadEngine] = ()
     last_engine_report: float | None = None
 
@@ -265,7 +269,11 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
         fell = "α fell beyond chance"
         if facts.drift_alpha is not None and facts.drift_level is not None:
             fell = f"α {facts.drift_alpha:.2f} is below its level so far, {facts.drift_level:.2f}"
-        yield _found("warn", "drifting", "Drifting", f": {fell}; {says}.")
+        why = f", by {facts.cause.text}" if facts.cause is not None and facts.cause.cause is not None else ""
+        yield _found("warn", "drifting", "Drifting", f": {fell}{why}; {says}.")
+    elif facts.cause is not None and (mix := facts.cause.terms.get("prompts")) and mix.high < 0 and mix.value < -_MIX:
+        text = f": their mix alone puts α {-100 * math.expm1(mix.value):.0f} % lower, which is no drift."
+        yield _found("note", "harder_prompts", "Harder prompts", text)
     if now.regret is not None and now.regret > _BEHIND_SHARE * alpha:
         troubles = True
         better = now.best_version

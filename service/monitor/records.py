@@ -181,6 +181,43 @@ class Lane:
     limit: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number with the variance of its error."""
+
+    __pydantic_config__: ClassVar = _CHECKED
+    value: float
+    variance: Annotated[float, Field(ge=0)]
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval."""
+        return self.value - Z_95 * math.sqrt(self.variance)
+
+    @property
+    def high(self) -> float:
+        """Upper end of the 95 % interval."""
+        return self.value + Z_95 * math.sqrt(self.variance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """How the served drafter's replay α changed since the baseline, over so many rollouts; changes are of logarithms.
+
+    `alarm`: whether the drift alarm is on, and the rollouts are those since the fall began.
+    `held`: under the same version, on the same strata. `drafter`: by another version. `prompts`: by another mix of the
+    strata; None where there is one. `entropy`: of the policy, on the same strata.
+    """
+
+    __pydantic_config__: ClassVar = _CHECKED
+    rollouts: int
+    alarm: bool
+    held: Estimate
+    drafter: Estimate
+    prompts: Estimate | None = None
+    entropy: Estimate | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
     """Response tokens gathered for a draft vocabulary, and how many it waits for."""
@@ -214,6 +251,7 @@ class WorkerGauges:
     drift: dict[str, Lane] = field(default_factory=dict)
     drift_alpha: float | None = None
     drift_level: float | None = None
+    drift_change: Change | None = None
     vocabulary: Vocabulary | None = None
     error: str | None = ""
     refused: tuple[int, int] | None = None
@@ -298,7 +336,9 @@ def _mend(document: dict[str, object], place: list[str]) -> None:
     """Make an integer of 7.0, and forget any other value at `place`."""
     name, *deeper = place
     value = document.get(name)
-    if name in DRAFTERS and isinstance(value, dict) and deeper[:1] not in (["tokens"], ["rounds"]):
+    if name == "drift_change":
+        document.pop(name, None)  # half of it is none
+    elif name in DRAFTERS and isinstance(value, dict) and deeper[:1] not in (["tokens"], ["rounds"]):
         document[name] = {key: value.get(key) for key in ("tokens", "rounds")}  # half of the moments is none
     elif name not in DRAFTERS and isinstance(value, dict) and deeper:
         _mend(value, deeper)

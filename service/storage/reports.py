@@ -11,6 +11,7 @@ import contextlib
 import json
 import re
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -52,6 +53,7 @@ class StoreKeys:
     scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
     acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
     live_order, judged, unplaced = _Key(), _Key(), _Key()
+    drift = _Key()
 
     def __init__(self, run: str) -> None:
         self.prefix = Keys(run).prefix
@@ -89,6 +91,10 @@ class Store:
         fields = {"heartbeat": time.time(), **gauges}
         with contextlib.suppress(OutOfMemoryError):
             self._redis.hset(self._keys.worker, mapping={k: json.dumps(v) for k, v in fields.items()})
+
+    def drift_requests(self) -> dict[str, str]:
+        """What people asked of the drift alarm: the id of the newest request by what is to be done."""
+        return {_text(action): _text(request) for action, request in self._redis.hgetall(self._keys.drift).items()}
 
     def forget_refusal(self) -> None:
         """Take back that the run's file was refused; by deletion, which works while Redis is full."""
@@ -171,6 +177,15 @@ class AsyncStore:
     async def worker(self) -> WorkerGauges:
         """The worker's gauges; unknown before its first sign of life."""
         return _gauges(await self._redis.hgetall(self._keys.worker))
+
+    async def ask_of_drift(self, action: str) -> str:
+        """Ask the worker to do something with the drift alarm; returns the request's id.
+
+        One that the worker has not taken up yet is replaced: twice at once is once.
+        """
+        request = uuid.uuid4().hex
+        await self._redis.hset(self._keys.drift, action, request)
+        return request
 
     async def forget_refusal(self) -> None:
         """Take back what the worker said of a file that was replaced."""

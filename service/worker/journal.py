@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+from service.monitor.cause import cause_of
 from service.monitor.controller import Decision
 from service.monitor.drift import (
+    DriftConfig,
     DriftError,
     DriftMonitor,
     DriftReading,
@@ -20,6 +22,7 @@ from service.monitor.drift import (
     Succession,
 )
 from service.monitor.records import ScoreRecord
+from service.settings import Settings
 from service.storage.queue import Entry
 from service.storage.reports import MAX_SCORES, Store
 from service.worker.promotion import Contest
@@ -48,11 +51,18 @@ class Totals:
 class Journal:
     """The journal of one run."""
 
-    def __init__(self, store: Store, run: str) -> None:
+    def __init__(self, settings: Settings, store: Store, run: str) -> None:
         self.totals = Totals()
         self._store = store
         self._run = run
-        self._drift = DriftMonitor()
+        self._drift = DriftMonitor(
+            DriftConfig(
+                days_between_false_alarms=settings.drift_days_between_alarms,
+                dead_band=settings.drift_dead_band,
+                strata=settings.drift_strata,
+            )
+        )
+        self._heeded: dict[str, str] = {}  # requests about the drift alarm that were carried out, by action
         self._succession = Succession()
         self._reading: DriftReading | None = None
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
@@ -71,13 +81,15 @@ class Journal:
             "totals": asdict(self.totals),
             "drift": self._drift.state.to_json(),
             "succession": asdict(self._succession),
+            "drift_heeded": self._heeded,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. A drift state of another kind is dropped: no reason to refuse a run."""
         self.totals = Totals(**state["totals"])
+        self._heeded = dict(state.get("drift_heeded", {}))
         try:
-            self._drift = DriftMonitor(state=DriftState.from_json(state["drift"]))
+            self._drift = DriftMonitor(self._drift.config, DriftState.from_json(state["drift"]))
             self._succession = Succession(**state.get("succession", {}))
         except DriftError as error:
             log.warning("%s: the drift monitor starts afresh: %s", self._run, error)
@@ -154,8 +166,35 @@ class Journal:
         )
         self._set_gauges(decision, draft_vocab_size)
 
-    def _set_gauges(self, decision: Decision, draft_vocab_size: int) -> None:
+    def heed_people(self) -> bool:
+        """Acknowledge or reset the drift alarm where somebody asked for it; returns whether it was."""
+        asked = self._store.drift_requests()
+        new = {action: request for action, request in asked.items() if request != self._heeded.get(action)}
+        for action in new:
+            if action == "reset":
+                self._drift.reset()
+            else:
+                self._drift.acknowledge()
+            log.info("%s: drift alarm: %s, as a person asked", self._run, action)
+        if new:
+            self._heeded |= new
+            old = self._reading
+            self._reading = None if old is None or "reset" in new else self._drift.reading(old.value, old.sd)
+            self._quiet_until = 0
+            self._store.set_worker(self._drift_gauges())
+        return bool(new)
+
+    def _drift_gauges(self) -> dict[str, object]:
         lanes = {} if self._reading is None else self._reading.lanes
+        change = None if self._reading is None else self._drift.change()
+        return {
+            "drift_alpha": None if self._reading is None else self._reading.value,
+            "drift_level": None if self._reading is None else self._reading.baseline,
+            "drift_change": None if change is None else asdict(change),
+            "drift": {n: {"statistic": lane.statistic, "limit": lane.limit} for n, lane in lanes.items()},
+        }
+
+    def _set_gauges(self, decision: Decision, draft_vocab_size: int) -> None:
         self._store.set_worker(
             {
                 "heartbeat": time.time(),
@@ -169,9 +208,7 @@ class Journal:
                 "round_tokens_total": self.totals.round_tokens,
                 "draft_vocab_size": draft_vocab_size,
                 "draft_coverage": self._coverage,
-                "drift_alpha": None if self._reading is None else self._reading.value,
-                "drift_level": None if self._reading is None else self._reading.baseline,
-                "drift": {n: {"statistic": lane.statistic, "limit": lane.limit} for n, lane in lanes.items()},
+                **self._drift_gauges(),
             }
         )
 
@@ -181,12 +218,25 @@ class Journal:
         if served is None:
             return
         replays = {v: (found.tokens.tolist(), found.rounds.tolist()) for v, found in scores.versions.items()}
-        for reading in self._succession.feed(self._drift, replays, scores.prompts, served=served, latest=latest):
+        known, milliseconds, _ = scores.record.arrival
+        readings = self._succession.feed(
+            self._drift,
+            replays,
+            scores.prompts,
+            served=served,
+            latest=latest,
+            strata=scores.strata or None,
+            entropies=scores.entropies or None,
+            arrived=milliseconds / 1000.0 if known else None,
+        )
+        for reading in readings:
             before, self._reading = self._reading, reading
             alarmed = before is not None and before.alarm
             # Said once per spell: publishing takes an alarm back a little way, and it may return with the next tick.
             if reading.alarm and not alarmed and reading.ticks >= self._quiet_until:
                 level = 0.0 if reading.baseline is None else reading.baseline
-                log.warning("%s: served α %.2f is below its level so far, %.2f", self._run, reading.value, level)
+                change = self._drift.change()
+                why = "" if change is None else f": {cause_of(change).text}"
+                log.warning("%s: served α %.2f is below its level so far, %.2f%s", self._run, reading.value, level, why)
             if reading.alarm:
                 self._quiet_until = reading.ticks + _QUIET_TICKS

@@ -99,7 +99,7 @@ class Learner:
         self.target = Target.open(layout, run, settings.device)
         self.lineage = Lineage(settings, layout, run, self.target)
         self.recent = self._empty_memory()
-        self.journal = Journal(store, run)
+        self.journal = Journal(settings, store, run)
         self.controller = Controller()
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
         self.gate = Gate(settings, self.lineage, self.target)

@@ -86,6 +86,8 @@ class RunWorker:
         """Do one claim's worth of work; False when there was nothing to do."""
         self.inbox.renew()
         try:
+            if self.learner.journal.heed_people():
+                self.save()  # not to be done again after a restart
             entries = self._claim()
             self._work_on(entries)
         except RedisError:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
@@ -27,6 +29,8 @@ class Scores:
     record: ScoreRecord
     versions: Mapping[str, Replay]  # the same by drafter version, of archived ones too
     prompts: tuple[str, ...]  # `prompt_hashes` of its rollouts
+    strata: tuple[str, ...] = ()  # the kind of each rollout's prompt; empty: not known
+    entropies: tuple[float, ...] = ()  # of each rollout: mean negated log-probability of its response tokens, in nats
 
     def alpha(self, name: str) -> float | None:
         """Replay α, None when the drafter was not there or the batch had no round."""
@@ -107,7 +111,16 @@ def score(
         drafter_version=drafter_version,
         logprob_gap=logprob_gap,
     )
-    return Scores(replays, record, by_version, prompt_hashes(batch))
+    return Scores(replays, record, by_version, prompt_hashes(batch), batch.strata, _entropies(batch))
+
+
+def _entropies(batch: RolloutBatch) -> tuple[float, ...]:
+    starts, mask = batch.cu_seqlens, batch.loss_mask.cpu()
+    surprise = torch.where(mask, -batch.logprobs.double().cpu(), 0.0)
+    rollout = torch.repeat_interleave(torch.arange(batch.rollouts), starts[1:] - starts[:-1])
+    totals = torch.zeros(batch.rollouts, dtype=torch.float64).index_add_(0, rollout, surprise)
+    counts = torch.zeros(batch.rollouts, dtype=torch.float64).index_add_(0, rollout, mask.double())
+    return tuple((totals / counts).tolist())
 
 
 def _or_zero(alpha: float) -> float:

@@ -1,0 +1,474 @@
+"""The drift alarm in simulated worlds: its rate, its delay and the causes that it names. Simulated, and it says so.
+
+    python benchmarks/alarms.py            all tables, some minutes on one core
+    python benchmarks/alarms.py causes     one of: rates, mixes, delays, causes
+
+Beside it stand river's ADWIN and Page-Hinkley (where `river` is installed: an environment of its own with river, numpy
+and pydantic will do) and two Prometheus rules.
+
+The world: prompts in groups of 8 rollouts, 8 groups to a tick. Draft token i of a round is accepted with probability
+sigmoid(1.25 + stratum + prompt N(0, .35) + rollout N(0, .15) + AR(1) text difficulty (sd .8, phi .9) - .12 i - shift),
+i < 5; strata +.35, 0, -.55 make up 50, 30, 20 % of the prompts; lengths are lognormal (median 200 rounds, sigma .8),
+harder prompts longer. A fall of α is a shift of the logits, or a factor. Ticks are drawn from a bank of groups.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from service.monitor.cause import cause_of
+from service.monitor.drift import DriftConfig, DriftMonitor, DriftState, Succession, Traffic
+from service.monitor.records import Estimate
+
+try:
+    from river import drift as river  # type: ignore[import-not-found, unused-ignore]
+except ImportError:
+    river = None
+
+DEPTH = 5
+STRATA = ("easy", "middle", "hard")
+STRATUM_SHARE = np.array([0.5, 0.3, 0.2])
+STRATUM_LOGIT = np.array([0.35, 0.0, -0.55])
+GROUPS_PER_TICK = 8
+ROLLOUTS_PER_GROUP = 8
+ROLLOUTS_PER_TICK = GROUPS_PER_TICK * ROLLOUTS_PER_GROUP
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Groups of rollouts: `stratum` [G], `tokens` and `rounds` [G, 8]."""
+
+    stratum: npt.NDArray[np.int64]
+    tokens: Floats
+    rounds: Floats
+
+    @property
+    def alpha(self) -> Floats:
+        """α of every rollout [G, 8]."""
+        return self.tokens / self.rounds
+
+    def group_means(self) -> Floats:
+        """Mean over rollouts of each group's α [G]."""
+        means: Floats = self.alpha.mean(axis=1)
+        return means
+
+
+def make_bank(
+    groups: int, seed: int, shift: float = 0.0, logits: Floats = STRATUM_LOGIT, shares: Floats = STRATUM_SHARE
+) -> Bank:
+    """Simulate every round of `groups` groups; the same seed with another shift gives the same prompts and texts."""
+    rng = np.random.default_rng(seed)
+    stratum = rng.choice(len(logits), size=groups, p=shares)
+    prompt = rng.normal(0, 0.35, groups)
+    base = (1.25 + logits[stratum] + prompt)[:, None] + rng.normal(0, 0.15, (groups, ROLLOUTS_PER_GROUP))
+    hardness = -(logits[stratum] + prompt)[:, None]
+    lengths = np.exp(np.log(200) + 0.4 * hardness + rng.normal(0, 0.8, base.shape)).clip(8, 1200).astype(int)
+    difficulty = rng.normal(0, 0.8, base.shape)
+    tokens = np.zeros(base.shape)
+    steps = 0.12 * np.arange(DEPTH)
+    for index in range(int(lengths.max())):
+        logit = (base + difficulty - shift)[..., None] - steps
+        accepted = rng.random(logit.shape) < 1 / (1 + np.exp(-logit))
+        emitted = 1 + np.cumprod(accepted, axis=-1).sum(axis=-1)
+        tokens += np.where(index < lengths, emitted, 0)
+        difficulty = 0.9 * difficulty + rng.normal(0, 0.8 * np.sqrt(1 - 0.81), base.shape)
+    return Bank(stratum, tokens, lengths.astype(float))
+
+
+def tick_values(bank: Bank, ticks: int, rng: np.random.Generator) -> Floats:
+    """Draw tick values [ticks] of known strata as `DriftMonitor.observe` forms them, but fast.
+
+    `test_the_simulator_forms_ticks_as_the_monitor_does` holds the two together.
+    """
+    means = bank.group_means()
+    usual = np.array([means[bank.stratum == code].mean() for code in range(len(STRATA))])
+    level = float(usual @ (np.bincount(bank.stratum, minlength=len(STRATA)) / len(means)))
+    draws = rng.integers(0, len(means), (ticks, GROUPS_PER_TICK))
+    values: Floats = level + (means - usual[bank.stratum])[draws].mean(axis=1)
+    return values
+
+
+def wander(ticks: int, sd: float, memory_ticks: float, rng: np.random.Generator) -> Floats:
+    """A stationary AR(1) path [ticks]."""
+    keep = float(np.exp(-1 / memory_ticks))
+    noise = rng.normal(0, sd * np.sqrt(1 - keep * keep), ticks)
+    path = np.empty(ticks)
+    level = rng.normal(0, sd)
+    for index in range(ticks):
+        level = keep * level + noise[index]
+        path[index] = level
+    return path
+
+
+def config(days: float = 30.0, **more: object) -> DriftConfig:
+    """The shipped settings, at one false alarm in `days` of 64 rollouts a minute."""
+    return DriftConfig(days_between_false_alarms=days, **more)  # type: ignore[arg-type]
+
+
+def count_alarms(values: Floats, settings: DriftConfig) -> int:
+    """Alarms of a fresh monitor over the values, lanes started again after each."""
+    monitor = DriftMonitor(settings)
+    alarms = 0
+    for value in values.tolist():
+        if monitor.tick(value).alarm:
+            alarms += 1
+            monitor.acknowledge()
+    return alarms
+
+
+def delay_ticks(before: Floats, after: Floats, settings: DriftConfig) -> int | None:
+    """Ticks from the change to the first alarm; the monitor runs on `before` first, its alarms there acknowledged."""
+    monitor = DriftMonitor(settings)
+    for value in before.tolist():
+        if monitor.tick(value).alarm:
+            monitor.acknowledge()
+    for index, value in enumerate(after.tolist(), start=1):
+        if monitor.tick(value).alarm:
+            return index
+    return None
+
+
+def falls(
+    bank: Bank, drop: float, ticks: int, runs: int, seed: int, before: int = 3000
+) -> Iterator[tuple[Floats, Floats]]:
+    """Pairs of value streams before and after a step by the fraction `drop`."""
+    for run in range(runs):
+        rng = np.random.default_rng([seed, run])
+        yield tick_values(bank, before, rng), tick_values(bank, ticks, rng) * (1 - drop)
+
+
+def median_delay_rollouts(bank: Bank, drop: float, *, runs: int, ticks: int, seed: int, settings: DriftConfig) -> float:
+    """Median delay in rollouts (infinite where the median run missed the fall)."""
+    delays = [delay_ticks(before, after, settings) for before, after in falls(bank, drop, ticks, runs, seed)]
+    return float(np.median([np.inf if d is None else d * ROLLOUTS_PER_TICK for d in delays]))
+
+
+# --- mixes of prompts that change
+#: Shares of the strata at a tick, of which there is one a minute.
+Mix = Callable[[int], Floats]
+DAY = 1440
+
+
+def harder(points: float) -> Floats:
+    """The usual mix with so many points more of the hard stratum, less of the easy one."""
+    shares: Floats = STRATUM_SHARE + np.array([-points, 0.0, points])
+    return shares
+
+
+def daily(points: float) -> Mix:
+    """Harder by day, easier by night."""
+    return lambda tick: harder(points * math.sin(2 * math.pi * tick / DAY))
+
+
+def weekend(points: float) -> Mix:
+    """Harder for two days in seven."""
+    return lambda tick: harder(points if tick // DAY % 7 >= 5 else 0.0)
+
+
+def blocks(topics: int, prompts: int, seed: int) -> Mix:
+    """One topic after another, in a random order, `prompts` of each."""
+    ticks = prompts // GROUPS_PER_TICK
+    order = [np.random.default_rng([seed, n]).permutation(topics) for n in range(1 + 50_000 // ticks // topics)]
+    one = np.eye(topics)
+    return lambda tick: one[order[tick // ticks // topics][tick // ticks % topics]]
+
+
+def mixed(bank: Bank, mix: Mix, ticks: int, rng: np.random.Generator) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Group means of α and strata [ticks, 8]."""
+    means = bank.group_means()
+    members = [np.flatnonzero(bank.stratum == code) for code in range(int(bank.stratum.max()) + 1)]
+    strata = np.empty((ticks, GROUPS_PER_TICK), dtype=np.int64)
+    for tick in range(ticks):
+        strata[tick] = rng.choice(len(members), size=GROUPS_PER_TICK, p=mix(tick))
+    alphas = np.empty(strata.shape)
+    for code, groups in enumerate(members):
+        at = strata == code
+        alphas[at] = means[rng.choice(groups, size=int(at.sum()))]
+    return alphas, strata
+
+
+def group_monitor(**settings: Any) -> DriftMonitor:
+    """A monitor that is fed one number per group, 8 of them a tick and a minute."""
+    plan = DriftConfig(rollouts_per_tick=GROUPS_PER_TICK, **settings)
+    traffic = Traffic(rollouts=60.0 * GROUPS_PER_TICK, seconds=3600.0)
+    return DriftMonitor(plan, DriftState(traffic=traffic))
+
+
+def mix_alarms(alphas: Floats, strata: npt.NDArray[np.int64] | None) -> int:
+    """Alarms over the ticks; `strata`: where the rollouts say theirs."""
+    monitor, alarms, ones = group_monitor(), 0, [1.0] * GROUPS_PER_TICK
+    for tick, row in enumerate(alphas.tolist()):
+        tags = None if strata is None else [f"kind {code}" for code in strata[tick].tolist()]
+        for reading in monitor.observe(row, ones, tags, arrived=60.0 * tick):
+            if reading.alarm:
+                alarms += 1
+                monitor.acknowledge()
+    return alarms
+
+
+# --- others
+class Detector(Protocol):
+    """What is fed a tick's value and says whether it alarms."""
+
+    def __call__(self, value: float) -> bool:
+        """Feed one tick."""
+        ...
+
+
+def ours() -> Detector:
+    """The shipped monitor with the shipped settings."""
+    monitor = DriftMonitor()
+
+    def feed(value: float) -> bool:
+        alarm = monitor.tick(value).alarm
+        if alarm:
+            monitor.acknowledge()
+        return alarm
+
+    return feed
+
+
+def adwin() -> Detector:
+    """River's ADWIN with its defaults; only a fall counts."""
+    detector = river.ADWIN()
+    before = [0.0]
+
+    def feed(value: float) -> bool:
+        mean = before[0]
+        detector.update(value)
+        before[0] = detector.estimation
+        return bool(detector.drift_detected and detector.estimation < mean)
+
+    return feed
+
+
+def page_hinkley(sd: float) -> Detector:
+    """River's Page-Hinkley, tuned with the true sd to one false alarm in 30 days: delta sd / 4, threshold 17.5 sd."""
+    detector = river.PageHinkley(delta=0.25 * sd, threshold=17.5 * sd, alpha=1.0, mode="down")
+
+    def feed(value: float) -> bool:
+        detector.update(value)
+        return bool(detector.drift_detected)
+
+    return feed
+
+
+def prometheus(share: float) -> Detector:
+    """`avg_over_time(alpha[1h]) < share * avg_over_time(alpha[1d])`, once per spell."""
+    values: list[float] = []
+    on = [False]
+
+    def feed(value: float) -> bool:
+        values.append(value)
+        del values[:-DAY]
+        below = len(values) > 60 and np.mean(values[-60:]) < share * np.mean(values)
+        alarm, on[0] = bool(below and not on[0]), bool(below)
+        return alarm
+
+    return feed
+
+
+def detectors(sd: float) -> dict[str, Callable[[], Detector]]:
+    """All that are compared, by name. river's are missing where it is not installed."""
+    found: dict[str, Callable[[], Detector]] = {"draftalign": ours}
+    if river is not None:
+        found |= {"ADWIN": adwin, "Page-Hinkley, tuned": lambda: page_hinkley(sd)}
+    return found | {"1h < 0.95 1d": lambda: prometheus(0.95), "1h < 0.98 1d": lambda: prometheus(0.98)}
+
+
+# --- causes
+@dataclass(frozen=True)
+class Trouble:
+    """A change of a world, as factors of α and of entropy. `version`: of a new drafter version that is served since."""
+
+    policy: float = 1.0
+    features: float = 1.0
+    version: float = 1.0
+    engine: float = 1.0
+    entropy: float = 1.0
+    points: float = 0.0  # of hard prompts
+
+
+TROUBLES: dict[str, tuple[Trouble, set[str | None]]] = {
+    "nothing": (Trouble(), {None}),
+    "policy moved": (Trouble(policy=0.9, entropy=0.95), {"policy moved"}),
+    "policy sharpened": (Trouble(policy=0.9, entropy=0.6), {"policy sharpened"}),
+    "policy flattened": (Trouble(policy=0.9, entropy=1.5), {"policy flattened"}),
+    "aux layers swapped": (Trouble(features=0.7), {"features"}),
+    "harder prompts": (Trouble(points=0.3), {"prompts"}),
+    "damaged drafter": (Trouble(version=0.9), {"drafter"}),
+    "sick engine": (Trouble(engine=0.8), {"engine"}),
+    "policy 8 %, drafter 3 %": (Trouble(policy=0.92, version=0.97), {"policy moved"}),
+    "drafter 8 %, policy 3 %": (Trouble(policy=0.97, version=0.92), {"drafter"}),
+    "policy 10 %, harder prompts": (Trouble(policy=0.9, points=0.2), {"policy moved"}),
+    "policy 15 %, better drafter 5 %": (Trouble(policy=0.85, version=1.05), {"policy moved"}),
+    "features 20 %, policy 5 %": (Trouble(features=0.8, policy=0.95), {"features"}),
+}
+
+
+def named(bank: Bank, trouble: Trouble, seed: int, *, live: bool = True, tagged: bool = True) -> str | None:
+    """The cause named 60 ticks after a change, or 3 after the first alarm; None: none.
+
+    A new version is no better or worse than 2 % on single groups, besides its factor.
+    """
+    rng = np.random.default_rng(seed)
+    monitor, succession = group_monitor(), Succession()
+    start = 400
+    alphas, strata = mixed(bank, lambda tick: harder(trouble.points if tick >= start else 0.0), start + 60, rng)
+    left = None
+    for tick, row in enumerate(alphas.tolist()):
+        changed = tick >= start
+        served = "v2" if changed and trouble.version != 1 else "v1"
+        factor = trouble.policy * trouble.features if changed else 1.0
+        old = [alpha * factor for alpha in row]
+        replays = {"v1": ([1.0] * len(old), [1 / a for a in old])}
+        if served == "v2":
+            new = [a * trouble.version * math.exp(rng.normal(0, 0.02)) for a in old]
+            replays["v2"] = ([1.0] * len(new), [1 / a for a in new])
+        readings = succession.feed(
+            monitor,
+            replays,
+            [f"{tick}/{n}" for n in range(len(row))],
+            served=served,
+            latest=served,
+            strata=[f"kind {code}" for code in strata[tick].tolist()] if tagged else None,
+            entropies=(rng.normal(1.5, 0.3, len(row)).clip(0.3) * (trouble.entropy if changed else 1.0)).tolist(),
+            arrived=60.0 * tick,
+        )
+        if changed and left is None and any(reading.alarm for reading in readings):
+            left = 3
+        if left is not None:
+            left -= 1
+            if left < 0:
+                break
+    change = monitor.change()
+    if change is None:
+        return None
+    error = 0.01  # of the engines' log α
+    engine = Estimate(math.log(trouble.engine / trouble.features) + rng.normal(0, error), error**2)
+    return cause_of(change, engine if live else None).cause
+
+
+# --- tables
+def print_rates(bank: Bank) -> None:
+    """False alarms in a world that stands still, by traffic."""
+    print("\nFalse alarms where nothing changes (simulated; 6 streams of 20,000 ticks from a cold start)")
+    print(f"{'rollouts a minute':>18} {'setting: days':>14} {'stated':>8} {'found':>8}")
+    for per_minute, days in ((1, 30.0), (64, 3.0), (64, 30.0), (640, 0.3), (6400, 0.03)):
+        alarms, ticks, streams = 0, 20_000, 6
+        for stream in range(streams):
+            monitor = DriftMonitor(DriftConfig(days_between_false_alarms=days))
+            values = tick_values(bank, ticks, np.random.default_rng([5, stream]))
+            for tick, value in enumerate(values.tolist()):
+                if tick % 10 == 0:
+                    monitor.observe([1.0] * 640, [0.0] * 640, arrived=tick * 3840 / per_minute)  # only the traffic
+                if monitor.tick(value).alarm:
+                    alarms += 1
+                    monitor.acknowledge()
+        stated = streams * ticks * 64 / per_minute / 1440 / days
+        print(f"{per_minute:18} {days:14} {stated:8.1f} {alarms:8}", flush=True)
+
+
+def print_mixes(bank: Bank) -> None:
+    """False alarms where only the mix of prompts changes."""
+    topics = make_bank(3000, 4, logits=np.random.default_rng(9).normal(0, 0.3, 10), shares=np.full(10, 0.1))
+    worlds: dict[str, tuple[Bank, Mix]] = {
+        "always the same": (bank, lambda _: STRATUM_SHARE),
+        "daily, 10 points either way": (bank, daily(0.1)),
+        "weekend 10 points harder": (bank, weekend(0.1)),
+        "weekend 20 points harder": (bank, weekend(0.2)),
+        "topics, 200 prompts each": (topics, blocks(10, 200, 1)),
+        "topics, 2,000 prompts each": (topics, blocks(10, 2000, 1)),
+    }
+    print("\nAlarms in 30 days of 64 rollouts a minute, only the prompts change (simulated; 2 streams)")
+    print(f"{'world':30} {'strata sent':>12} {'not sent':>12}")
+    for name, (source, mix) in worlds.items():
+        found = []
+        for stream in range(2):
+            alphas, strata = mixed(source, mix, 43_200, np.random.default_rng([6, stream]))
+            found.append((mix_alarms(alphas, strata), mix_alarms(alphas, None)))
+        told, untold = np.mean(found, axis=0)
+        print(f"{name:30} {told:12.1f} {untold:12.1f}", flush=True)
+
+
+def print_delays(bank: Bank) -> None:
+    """Rollouts until a fall is found, and false alarms before it, beside others."""
+    values = tick_values(bank, 20_000, np.random.default_rng(2))
+    rows = detectors(float(values.std()))
+    if river is None:
+        print("\nriver not installed: no ADWIN, no Page-Hinkley")
+    ramps = {"step 2 %": (0.02, 1), "step 5 %": (0.05, 1), "step 10 %": (0.1, 1), "step 20 %": (0.2, 1)}
+    ramps |= {"ramp 5 % in 12 h": (0.05, 720), "ramp 20 % in 7 days": (0.2, 7 * DAY)}
+    print("\nMedian rollouts (thousands) until a fall is found; missed in the time of its ramp and 4,000 ticks more;")
+    print("false alarms per 30 days, no strata sent (simulated; 10 falls after 3,000 ticks; 30 days)")
+    print(f"{'':22}" + "".join(f"{name:>21}" for name in [*ramps, "stands still", "weekend +10 points"]))
+    still = [values_of(mixed(bank, lambda _: STRATUM_SHARE, 43_200, np.random.default_rng([8, n]))) for n in range(1)]
+    weeks = [values_of(mixed(bank, weekend(0.1), 43_200, np.random.default_rng([8, n]))) for n in range(1)]
+    for name, make in rows.items():
+        line = f"{name:22}"
+        for drop, length in ramps.values():
+            found = []
+            for run in range(10):
+                rng = np.random.default_rng([7, run])
+                detector, ticks = make(), length + 4000
+                for value in tick_values(bank, 3000, rng).tolist():
+                    detector(value)
+                fall = 1 - drop * np.minimum(1, np.arange(1, ticks + 1) / length)
+                stream = (tick_values(bank, ticks, rng) * fall).tolist()
+                found.append(next((n for n, value in enumerate(stream, 1) if detector(value)), math.inf))
+            missed = sum(map(math.isinf, found))
+            line += f"{float(np.median(found)) * ROLLOUTS_PER_TICK / 1000:12.1f} ({missed:2} of 10)"
+        for streams in (still, weeks):
+            detector = make()
+            line += f"{np.mean([sum(map(detector, stream.tolist())) for stream in streams]):21.1f}"
+        print(line, flush=True)
+
+
+def values_of(drawn: tuple[Floats, npt.NDArray[np.int64]]) -> Floats:
+    """Tick values where no strata are known."""
+    values: Floats = drawn[0].mean(axis=1)
+    return values
+
+
+def print_causes(bank: Bank, runs: int = 40) -> None:
+    """How often each cause is named."""
+    print(f"\nWhat is named (simulated; {runs} runs each)")
+    print(f"{'what happened':34} {'right':>8}   named with live figures and strata | neither")
+    right = total = 0
+    for name, (trouble, wanted) in TROUBLES.items():
+        found = Counter(named(bank, trouble, run) for run in range(runs))
+        blind = Counter(named(bank, trouble, run, live=False, tagged=False) for run in range(runs))
+        hits = sum(count for cause, count in found.items() if cause in wanted)
+        right, total = right + hits, total + runs
+        print(f"{name:34} {hits:3} / {runs}   {told(found)} | {told(blind)}", flush=True)
+    print(f"{'all':34} {right} / {total}")
+
+
+def told(counts: Counter[str | None]) -> str:
+    """Counts in words."""
+    return ", ".join(f"{cause or 'nothing'} {count}" for cause, count in counts.most_common())
+
+
+def main() -> None:
+    """Print the tables that were asked for."""
+    bank = make_bank(1500, seed=1)
+    tables = {"rates": print_rates, "mixes": print_mixes, "delays": print_delays, "causes": print_causes}
+    for name in sys.argv[1:] or tables:
+        tables[name](bank)
+
+
+if __name__ == "__main__":
+    main()

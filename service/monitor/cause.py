@@ -1,0 +1,233 @@
+"""Why the served drafter's α changed: the change taken apart, and the part that explains a fall named.
+
+Pure: no torch, no Redis, no clock. The drift monitor adds a `Row` per tick; `Evidence.change` takes the fall apart
+since it began: since the last tick at which the alarm's statistic was 0, which is where a CUSUM puts the change.
+
+    log(α now / α of the baseline) = prompts + policy + drafter        in replay, and + engine in engines
+    prompts   other shares of the strata, each stratum at its level of the baseline
+    drafter   another version is served. Old and new are replayed on the same rollouts when they change (`Succession`)
+    policy    the rest: the same version on the same strata. A version never changes, so the rollouts did
+    features  the part of the rest that engines do not see. A trainer that sends other aux states than the engine has
+              moves every drafter's replay α, and no live α
+    engine    the change of live over replay α
+
+The frozen drafter is *not* asked what the policy did: a drafter that fits little has little to lose, so that a fall of
+the policy would be called the served drafter's (`benchmarks/alarms.py` counts how often).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from service.monitor.counts import live_sums
+from service.monitor.records import Z_95, AcceptanceRecord, Change, DrafterSums, Estimate, ScoreRecord
+
+#: Ticks that are remembered, and those looked at while there is no alarm.
+_REMEMBERED_TICKS: Final = 128
+_QUIET_WINDOW_TICKS: Final = 16
+#: A smaller fall (log) is named for nothing.
+_LEAST_FALL: Final = 0.01
+#: Change of log entropy from which a policy is called sharper or flatter.
+_SHARPER: Final = 0.25
+#: Live rounds that a live α needs, before the change and after it.
+_LIVE_ROUNDS: Final = 1000
+
+
+@dataclass(slots=True)
+class Row:
+    """One tick. `expected`: α of the baseline at the tick's mix of strata; `level`: at the mix of the baseline.
+
+    `shift`: by how much changes of the served version have moved α without moving the baseline, since the run began;
+    `shift_variance`: of that. Entropy is in nats, expected at the tick's mix too; None: not known.
+    """
+
+    tick: int
+    alpha: float
+    expected: float
+    level: float
+    shift: float
+    shift_variance: float
+    entropy: float | None = None
+    entropy_expected: float | None = None
+
+
+@dataclass(slots=True)
+class Evidence:
+    """The last ticks, and since when each lane's statistic has been above 0: `[tick, shift, shift variance]`."""
+
+    rows: list[Row] = field(default_factory=list)
+    since: dict[str, list[float]] = field(default_factory=dict)
+    shift: float = 0.0
+    shift_variance: float = 0.0
+
+    def add(self, row: Row) -> None:
+        """Remember a tick."""
+        self.rows = [*self.rows, row][-_REMEMBERED_TICKS:]
+
+    def calm(self, lane: str, tick: int) -> None:
+        """Note that a lane's statistic is 0 after a tick."""
+        self.since[lane] = [tick, self.shift, self.shift_variance]
+
+    def change(
+        self, alarms: Sequence[str], *, sd: float, uncertainty: float, several_strata: bool, rollouts_per_tick: int
+    ) -> Change | None:
+        """Take the change apart. `alarms`: lanes above their limits; the one that rose last says since when.
+
+        `sd`: of a tick, in tokens per round. `uncertainty`: variance of the baseline in units of sd².
+        `several_strata`: without, nobody knows what the prompts did.
+        """
+        quiet = [float(self.rows[-1].tick - _QUIET_WINDOW_TICKS), self.shift, 0.0] if self.rows else [0.0, 0.0, 0.0]
+        starts = [self.since[lane] for lane in alarms if lane in self.since]
+        since, shift, shift_variance = max(starts, default=quiet)
+        rows = [row for row in self.rows if row.tick > since]
+        if not rows:
+            return None
+        if not starts:
+            shift, shift_variance = rows[0].shift, rows[0].shift_variance
+        n = len(rows)
+        alpha, expected = _mean([r.alpha for r in rows]), _mean([r.expected for r in rows])
+        moved = _mean([r.shift for r in rows]) - shift
+        without = max(alpha - moved, alpha / 10)  # α had the version stayed
+        drafter_variance = max(0.0, rows[-1].shift_variance - shift_variance) / without**2
+        noise = (sd / expected) ** 2 * (1 / n + uncertainty)
+        mixes = [math.log(r.expected / r.level) for r in rows]
+        pairs = [(r.entropy or 0.0, r.entropy_expected or 0.0) for r in rows]
+        entropies = [math.log(now / usual) for now, usual in pairs if now > 0 and usual > 0]
+        return Change(
+            alarm=bool(alarms),
+            rollouts=n * rollouts_per_tick,
+            prompts=Estimate(_mean(mixes), _variance_of_mean(mixes)) if several_strata else None,
+            held=Estimate(math.log(without / expected), noise + drafter_variance),
+            drafter=Estimate(math.log(alpha / without), drafter_variance),
+            entropy=Estimate(_mean(entropies), _variance_of_mean(entropies)) if len(entropies) > 1 else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What changed α since the baseline. `terms`: changes of log α by name, which add up.
+
+    `cause`: the name of the largest fall among them, if it is beyond chance. While the alarm is on it is one of those
+    that the alarm sees; else it is the prompts or the engine, which move α without an alarm. `fall`: its change of log
+    α. `text`: that in words.
+    """
+
+    cause: str | None
+    text: str
+    fall: float | None
+    rollouts: int
+    terms: Mapping[str, Estimate]
+    entropy: Estimate | None
+
+
+def explain(
+    change: Change | None, scores: Sequence[ScoreRecord], acceptances: Iterable[AcceptanceRecord]
+) -> Cause | None:
+    """The cause by what the worker measured and by what engines counted; None while the worker has measured nothing."""
+    return None if change is None else cause_of(change, engine_change(scores, acceptances))
+
+
+def cause_of(change: Change, engine: Estimate | None = None) -> Cause:
+    """Name the cause. `engine`: change of log(live α / replay α) since the baseline; None where engines say nothing.
+
+    Where a cause cannot be told from others, all of them are named: "features, policy or prompts".
+    """
+    held = change.held
+    terms = {} if change.prompts is None else {"prompts": change.prompts}
+    if engine is None:
+        terms["policy"] = held
+    else:
+        # What replay lost and engines did not is not the policy's doing.
+        unseen = 0.0
+        if held.value < 0 and engine.low > 0:
+            unseen = -min(engine.value, -held.value)
+        both = held.variance + engine.variance
+        terms["features"] = Estimate(unseen, engine.variance)
+        terms["policy"] = Estimate(held.value - unseen, both if unseen else held.variance)
+        terms["engine"] = Estimate(engine.value + unseen, both if unseen else engine.variance)
+    terms["drafter"] = change.drafter
+    asked = ("policy", "features", "drafter") if change.alarm else ("prompts", "engine")
+    falls = {n: e for n, e in terms.items() if n in asked and e.high < 0 and e.value < -_LEAST_FALL}
+    worst = min(falls, key=lambda name: falls[name].value, default=None)
+    if worst is None:
+        return Cause(
+            None, "no part of the change is a fall beyond chance", None, change.rollouts, terms, change.entropy
+        )
+    name = _policy_name(change, engine) if worst == "policy" else worst
+    fell = falls[worst]
+    said = [f"{name} {_percent(fell.value)} ({_percent(fell.high)} to {_percent(fell.low)})"]
+    said += [
+        f"{other} {_percent(e.value)}" for other, e in terms.items() if other != worst and abs(e.value) > _LEAST_FALL
+    ]
+    if change.entropy is not None and worst == "policy":
+        said.append(f"entropy {_percent(change.entropy.value)}")
+    return Cause(name, "; ".join(said), fell.value, change.rollouts, terms, change.entropy)
+
+
+def _policy_name(change: Change, engine: Estimate | None) -> str:
+    """What is said of a fall under the same drafter: as much as can be told apart."""
+    entropy, how = change.entropy, "moved"
+    if entropy is not None and abs(entropy.value) > max(_SHARPER, Z_95 * math.sqrt(entropy.variance)):
+        how = "sharpened" if entropy.value < 0 else "flattened"
+    if how == "moved" and engine is None:  # features leave the log-probabilities alone
+        return "features or policy" if change.prompts is not None else "features, policy or prompts"
+    return f"policy {how}" if change.prompts is not None else f"policy {how}, or prompts"
+
+
+def engine_change(scores: Sequence[ScoreRecord], acceptances: Iterable[AcceptanceRecord]) -> Estimate | None:
+    """Change of log(live α / replay α) from the first policy versions to the last, of the served drafters.
+
+    The last policy versions that hold 1,000 live rounds are compared with those before them. None where either have
+    fewer. A live round's number of tokens is taken to have an sd of half of its mean.
+    """
+    counted: defaultdict[int, list[AcceptanceRecord]] = defaultdict(list)
+    for record in acceptances:
+        if record.policy_version is not None and record.ours:
+            counted[record.policy_version].append(record)
+    replayed: defaultdict[int, DrafterSums] = defaultdict(lambda: DrafterSums(0.0, 0.0))
+    for score in scores:
+        if (
+            score.policy_version is not None
+            and score.policy_version in counted
+            and (sums := score.sums("served")) is not None
+        ):
+            replayed[score.policy_version] += sums
+    points = [(live, replayed[v]) for v in sorted(replayed) if (live := live_sums(counted[v])) is not None]
+    rounds, cut = 0.0, len(points)
+    while cut and rounds < _LIVE_ROUNDS:
+        cut -= 1
+        rounds += points[cut][0][1]
+    before, now = _live_over_replay(points[:cut]), _live_over_replay(points[cut:])
+    if before is None or now is None:
+        return None
+    return Estimate(now.value - before.value, now.variance + before.variance)
+
+
+def _live_over_replay(points: Sequence[tuple[tuple[float, float], DrafterSums]]) -> Estimate | None:
+    """Each policy version's engines are compared with its own rollouts; versions weigh by their live rounds."""
+    rounds = math.fsum(live[1] for live, _ in points)
+    if rounds < _LIVE_ROUNDS:
+        return None
+    value, variance = 0.0, 0.25 / rounds
+    for (live_tokens, live_rounds), replay in points:
+        weight = live_rounds / rounds
+        value += weight * math.log(live_tokens / live_rounds / replay.alpha)
+        variance += (weight * (replay.half_width or replay.alpha) / Z_95 / replay.alpha) ** 2
+    return Estimate(value, variance)
+
+
+def _percent(log_ratio: float) -> str:
+    return f"{100 * math.expm1(log_ratio):+.0f} %".replace("-", "\N{MINUS SIGN}")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _variance_of_mean(values: Sequence[float]) -> float:
+    mean, n = _mean(values), len(values)
+    return math.fsum((v - mean) ** 2 for v in values) / (n * max(1, n - 1))
