@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, ParamSpec, TypeVar
 import redis.asyncio
 from fastapi import Depends, Query, Request
 
-from service.monitor.dead_drafter import DeadRule
+from service.monitor.live_replay import REPLAYED_BATCHES, LiveRule, Replays
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.queue import AsyncRolloutQueue
@@ -37,15 +37,11 @@ class ServiceContext:
         self.spool = Spool(self.layout)
         #: Set when the server is asked to stop, so that long polls end at once.
         self.stopping = asyncio.Event()
-        self.dead_rule = DeadRule(
-            min_rounds=settings.dead_min_rounds,
-            live_alpha=settings.dead_live_alpha,
-            replay_alpha=settings.dead_replay_alpha,
-            push_again_seconds=settings.push_again_seconds,
-        )
+        self.live_rule = LiveRule.of(settings)
         #: Runs for which this process has accepted a batch: the log says the first of each.
         self.accepted_for: set[str] = set()
         self._runs: dict[str, tuple[FileId, RunRecord]] = {}  # with the file that it was read from
+        self._replays: dict[str, tuple[tuple[str, int], Replays]] = {}  # with the scores that it was made of
         self._queues: dict[str, AsyncRolloutQueue] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
@@ -65,6 +61,14 @@ class ServiceContext:
     def store(self, run: str) -> AsyncStore:
         """The store of a run."""
         return AsyncStore(self.redis, run)
+
+    async def replays(self, run: str) -> Replays:
+        """Replay α of the batches that arrived last; made again where another was scored."""
+        store = self.store(run)
+        newest = await store.newest_score()
+        if run not in self._replays or self._replays[run][0] != newest:
+            self._replays[run] = newest, Replays(await store.recent_scores(REPLAYED_BATCHES))
+        return self._replays[run][1]
 
     async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Run in a thread some work that takes the lock of a run's registry.

@@ -23,6 +23,7 @@ from drafter.device import ahead
 from drafter.errors import BatchRejected
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
+from service.monitor.live_replay import LiveRule
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.queue import EndState
@@ -366,6 +367,8 @@ class Learner:
         evidence = self.recent.held_out(self._settings.gate_rollouts)
         if not versions or not evidence.batches:
             return None
+        if self.journal.hold(LiveRule.of(self._settings)) is not None:
+            return None  # the evidence does not describe the engines
         self._log_how_evidence_is_split(evidence.by_prompt)
         policy_version = max(kept.policy_version for kept in newest)
         policy = self.target.at(policy_version)

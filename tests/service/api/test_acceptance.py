@@ -1,4 +1,4 @@
-"""The rule that tells a dead drafter from a bad one, and what POST /acceptance does with it."""
+"""What POST /acceptance keeps, answers, and does about a drafter that an engine has lost."""
 
 from __future__ import annotations
 
@@ -9,88 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from record_fixtures import score
 from redis import Redis
 from service_fixtures import RunningService
 from storage_fixtures import Store
 
-from service.monitor.dead_drafter import (
-    REPLAYED_BATCHES,
-    DeadRule,
-    judge,
-    pooled_replay_alpha,
-)
+from service.monitor.live_replay import REPLAYED_BATCHES
 from service.storage.reports import StoreKeys
-
-RULE = DeadRule()
-
-
-def verdict(**changes: Any) -> Any:
-    facts: dict[str, Any] = {
-        "rounds": 500,
-        "accepted_tokens": 0,
-        "replay_alpha": 2.5,
-        "is_latest": True,
-        "seconds_since_push": None,
-    }
-    return judge(RULE, **(facts | changes))
-
-
-def test_live_at_one_while_replay_is_high_is_dead() -> None:
-    found = verdict()
-    assert (found.judged, found.dead, found.push) == (True, True, True)
-    assert "live α 1.00 over 500 rounds against replay α 2.50" in found.reason
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0, 500), st.integers(0, 60), st.sampled_from([None, 1.0, 2.5]), st.booleans())
-def test_what_is_not_suspect_is_judged_alike_whatever_the_rest_of_the_evidence(
-    rounds: int, accepted: int, replay_alpha: float | None, is_latest: bool
-) -> None:
-    """The rest is then not read."""
-    found = verdict(rounds=rounds, accepted_tokens=accepted, replay_alpha=replay_alpha, is_latest=is_latest)
-    if not RULE.suspects(rounds, accepted):
-        assert found == verdict(rounds=rounds, accepted_tokens=accepted, replay_alpha=None, is_latest=False)
-        assert not found.dead
-
-
-@pytest.mark.parametrize(
-    ("changes", "judged", "dead"),
-    [
-        ({"rounds": 199}, False, False),
-        ({"rounds": 200}, True, True),
-        ({"accepted_tokens": 25}, True, True),  # α 1.05 exactly
-        ({"accepted_tokens": 26}, True, False),
-        ({"replay_alpha": None}, True, False),
-        ({"replay_alpha": 1.3}, True, False),
-        ({"replay_alpha": 1.31}, True, True),
-        ({"replay_alpha": float("nan")}, True, False),
-    ],
-)
-def test_the_rule_at_its_edges(changes: dict[str, Any], judged: bool, dead: bool) -> None:
-    found = verdict(**changes)
-    assert (found.judged, found.dead, found.push) == (judged, dead, dead)
-
-
-@pytest.mark.parametrize("changes", [{"is_latest": False}, {"seconds_since_push": 29.0}])
-def test_a_dead_drafter_is_not_pushed_when_that_would_not_help(changes: dict[str, Any]) -> None:
-    found = verdict(**changes)
-    assert (found.dead, found.push) == (True, False)
-
-
-def test_replay_alpha_pools_sums_of_that_version_only() -> None:
-    scores = [
-        {"drafter_version": "v1", "served": {"tokens": 30.0, "rounds": 10.0}},
-        {"drafter_version": "v1", "served": {"tokens": 10.0, "rounds": 10.0}},
-        {"drafter_version": "v2", "served": {"tokens": 90.0, "rounds": 10.0}},
-        {"drafter_version": "v1", "served": None},
-        {"drafter_version": "v1"},
-    ]
-    assert pooled_replay_alpha(map(score, scores), "v1") == 2.0
-    assert pooled_replay_alpha(map(score, scores), "v3") is None
-
 
 # --- through the API
 
