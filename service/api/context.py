@@ -12,6 +12,7 @@ import redis.asyncio
 from fastapi import Depends, Query, Request
 
 from service.monitor.live_replay import REPLAYED_BATCHES, LiveRule, Replays
+from service.monitor.records import ScoreRecord
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.queue import AsyncRolloutQueue
@@ -41,7 +42,7 @@ class ServiceContext:
         #: Runs for which this process has accepted a batch: the log says the first of each.
         self.accepted_for: set[str] = set()
         self._runs: dict[str, tuple[FileId, RunRecord]] = {}  # with the file that it was read from
-        self._replays: dict[str, tuple[tuple[str, int], Replays]] = {}  # with the scores that it was made of
+        self._recent: dict[str, tuple[tuple[str, int], list[ScoreRecord], Replays]] = {}  # read at `newest_score`
         self._queues: dict[str, AsyncRolloutQueue] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
@@ -62,13 +63,14 @@ class ServiceContext:
         """The store of a run."""
         return AsyncStore(self.redis, run)
 
-    async def replays(self, run: str) -> Replays:
-        """Replay α of the batches that arrived last; made again where another was scored."""
+    async def recent(self, run: str) -> tuple[list[ScoreRecord], Replays]:
+        """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""
         store = self.store(run)
         newest = await store.newest_score()
-        if run not in self._replays or self._replays[run][0] != newest:
-            self._replays[run] = newest, Replays(await store.recent_scores(REPLAYED_BATCHES))
-        return self._replays[run][1]
+        if run not in self._recent or self._recent[run][0] != newest:
+            scores = await store.recent_scores(REPLAYED_BATCHES)
+            self._recent[run] = newest, scores, Replays(scores)
+        return self._recent[run][1:]
 
     async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Run in a thread some work that takes the lock of a run's registry.

@@ -26,7 +26,7 @@ from service.monitor.headline import (
     RunFacts,
     headline,
 )
-from service.monitor.live_replay import EVIDENCE_SECONDS, EngineVerdict, Replays, failed_pushes, watch
+from service.monitor.live_replay import EVIDENCE_SECONDS, EngineVerdict, failed_pushes, watch
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import AcceptanceRecord, Arrival, Lane, ScoreRecord, ServedDrafter, Vocabulary, arrival
 from service.settings import Settings
@@ -55,8 +55,9 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     arrivals = await queue.arrivals()
     now = time.time()
     engines = await context.store(run).engines(now - EVIDENCE_SECONDS)
-    replays = await context.replays(run) if engines else Replays(())
+    scores, replays = await context.recent(run)
     return RunSnapshot(
+        scores=scores,
         watch=await asyncio.to_thread(watch, engines, replays, context.live_rule),
         pushes=list((await asyncio.to_thread(context.registry.digest, run)).pushed),
         counters=await queue.counters(),
@@ -76,7 +77,6 @@ async def read_headline(context: ServiceContext, run: str) -> Headline:
     bounded = await _read_bounded(context, run)
     snapshot = replace(
         bounded,
-        scores=await store.recent_scores(),
         acceptances=await store.newest_acceptances(bounded.now - ENGINE_SILENT_SECONDS),
         published=await asyncio.to_thread(lambda: context.registry.digest(run).published),
         last_report=await store.last_report(),

@@ -102,7 +102,7 @@ class LiveRule:
     push_again_seconds: float = 30.0
     dead_band: float = 0.04
     above_band: float = 0.2
-    certain: float = 4.0
+    certain: float = 4.5
 
     @classmethod
     def of(cls, settings: _Settings) -> LiveRule:
@@ -178,6 +178,8 @@ def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...
     tokens = more.emitted
     if not more.ours or more.rounds <= 0 or tokens is None or more.policy_version is None:
         return tuple(blocks)
+    if more.accepted_tokens is not None:
+        tokens = min(tokens, more.accepted_tokens + more.rounds)  # no engine emits more
     new = Block(
         str(more.drafter_version),
         more.policy_version,
@@ -250,18 +252,16 @@ class Replays:
     """
 
     def __init__(self, scores: Iterable[ScoreRecord]) -> None:
-        found: defaultdict[tuple[str, int], list[_Cell]] = defaultdict(list)
+        found: defaultdict[tuple[str, int | None], list[_Cell]] = defaultdict(list)
         prompts: list[DrafterSums] = []
         rollouts: list[DrafterSums] = []
         for score in sorted(scores, key=lambda one: one.arrival):
-            if score.policy_version is None:
-                continue
             for version, cell in _replayed(score):
                 found[version, score.policy_version].append(cell)
             prompts += [one.sums for one in score.replayed or () if one.version == score.drafter_version]
             rollouts += [sums for sums in [score.sums("served")] if sums is not None]
         self._cells = {key: _pooled(cells) for key, cells in found.items()}
-        self._of: defaultdict[int, dict[str, _Cell]] = defaultdict(dict)
+        self._of: defaultdict[int | None, dict[str, _Cell]] = defaultdict(dict)
         for (version, policy), cell in self._cells.items():
             self._of[policy][version] = cell
         self.spread = _spread(prompts, rollouts)
@@ -687,13 +687,22 @@ def _named(found: _Finding, replays: Replays, *, together: bool, all_above: bool
     other = _as_another(found.blocks, replays)
     if other is not None:
         return "stale weights", f"{found.text}: it accepts what {other} would"
-    if found.before:
+    if _was_sound(found, spread):
         versions = {k.block.drafter_version for k in found.before}
         new = found.blocks[0].block.drafter_version not in versions
         began = "with this version" if new else "in the middle of a version"
         return "stale weights", f"{found.text}: it began {began}, so the engine does not run the weights that it names"
     blame = "so it has been from its first rounds: aux layers in another order, or other states than the trainer sends"
     return "engine features", f"{found.text}: {blame}"
+
+
+def _was_sound(found: _Finding, spread: float) -> bool:
+    """Whether the engine accepted, before it fell, significantly more than halfway to what it accepts now."""
+    if not found.before or found.stretch is None:
+        return False
+    scan = _Scan(spread)
+    before = [scan.add(one) for one in found.before][-1]
+    return (before.log_ratio - found.stretch.log_ratio / 2) / before.error > _OVER
 
 
 def _hold(verdicts: Sequence[EngineVerdict], *, together: bool, judged: int) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -14,10 +15,8 @@ from redis import Redis
 from service_fixtures import RunningService
 from storage_fixtures import Store
 
-from service.monitor.live_replay import REPLAYED_BATCHES
+from service.monitor.live_replay import REPLAYED_BATCHES, EngineVerdict, LiveRule, failed_pushes, push_is_due
 from service.storage.reports import StoreKeys
-
-# --- through the API
 
 
 class Engine:
@@ -67,7 +66,7 @@ def test_a_live_drafter_is_left_alone(engine: Engine) -> None:
     reply = engine.report(1000, 2000)
     assert reply.status_code == 200
     assert reply.json()["dead"] is False
-    assert "alive" in reply.json()["verdict"]
+    assert reply.json()["engine"] == "unknown", "three batches of unknown spread say nothing about a small gap"
 
 
 def test_a_drafter_that_dies_is_pushed_again_and_the_history_says_why(engine: Engine) -> None:
@@ -93,7 +92,6 @@ def test_pushes_are_limited_in_rate(engine: Engine) -> None:
     second = engine.report(300, 0).json()
     assert second["dead"]
     assert second["pushed_again"] is None
-    assert "already" in second["verdict"]
     assert len(engine.service.registry.history("default")) == 2
 
 
@@ -111,6 +109,26 @@ def test_after_the_pause_it_is_pushed_once_more(serve: Callable[..., RunningServ
     Store(redis_client, "default").put_score("0" * 32, score(record))
     engine = Engine(service, version)
     assert [engine.report(300, 0).json()["pushed_again"]["sequence"] for _ in range(3)] == [2, 3, 4]
+
+
+def test_the_pause_doubles_with_each_push_that_did_not_help() -> None:
+    rule, dead = LiveRule(), EngineVerdict("e", "dead", "", "v1", since=1000.0)
+    times: list[float] = [900.0]  # before it died: it had helped
+    for now in range(1001, 20_000):
+        if push_is_due(rule, dead, times, float(now)):
+            times.append(float(now))
+    pauses = [round(later - earlier) for earlier, later in pairwise(times[1:])]
+    assert pauses[:8] == [30, 60, 120, 240, 480, 960, 1800, 1800]
+    assert len(failed_pushes(dead, times)) == len(times) - 1
+
+
+def test_a_drafter_that_dies_again_is_pushed_at_once_again(engine: Engine) -> None:
+    """A push that helped is no reason to wait: some engines lose their drafter at each weight sync."""
+    record = engine.service.registry.record
+    for age in (300, 240, 180, 120):
+        record("default", {"event": "pushed_again", "time": time.time() - age})
+    engine.report(1000, 2000)
+    assert engine.report(400, 0).json()["pushed_again"]
 
 
 def test_an_older_version_is_not_pushed_again(engine: Engine) -> None:
@@ -204,8 +222,8 @@ def test_replay_alpha_is_of_the_newest_batches_in_whatever_order_they_were_score
     service: RunningService, redis_client: Redis
 ) -> None:
     version, store = service.publish().version, Store(redis_client, "default")
-    for number in random.Random(0).sample(range(200), 200):
-        served = {"tokens": 300.0 if number >= 200 - REPLAYED_BATCHES else 0.0, "rounds": 100.0}
+    for number in random.Random(0).sample(range(300), 300):
+        served = {"tokens": 300.0 if number >= 300 - REPLAYED_BATCHES else 200.0, "rounds": 100.0}
         record = {"drafter_version": version, "served": served, "created": float(number)}
         for _ in range(2):  # a redelivered batch is scored again
             store.put_score(f"{number:032x}", score(record))

@@ -137,8 +137,8 @@ STATES = [
         (
             "bad",
             "engine_dead",
-            "Dead in an engine: agent http://e:8000, with v000007: live α 1.00 over 1,500 rounds against replay α 3.95. "
-            "So it is in 1 more.",
+            "Dead in an engine: agent http://e:8000, with v000007: live α 1.00 over 1,500 rounds against replay α 3.95."
+            " So it is in 1 more.",
         ),
     ),
     (
@@ -146,8 +146,8 @@ STATES = [
         (
             "bad",
             "engine_dead",
-            "Dead in an engine: agent http://e:8000, with v000007: live α 1.00 over 1,500 rounds against replay α 3.95. "
-            "It was pushed again 3 times, which did not help: restart the engine.",
+            "Dead in an engine: agent http://e:8000, with v000007: live α 1.00 over 1,500 rounds against replay α 3.95."
+            " It was pushed again 3 times, which did not help: restart the engine.",
         ),
     ),
     (
