@@ -19,7 +19,6 @@ from urllib.parse import parse_qs, urlsplit
 from record_fixtures import stored
 
 from service.api.snapshot import run_document
-from service.monitor.dead_drafter import DeadRule
 from service.monitor.metrics import CONTENT_TYPE, RunSnapshot, render
 from service.monitor.records import DrafterSums
 from service.settings import Settings
@@ -167,7 +166,7 @@ def serving(
             elif url.path == "/alpha" and (run := parse_qs(url.query).get("run", ["default"])[0]) not in runs:
                 self._answer(404, "application/problem+json", b'{"detail": "no such run"}')
             elif url.path == "/alpha":
-                document = run_document(run, runs[run], Settings(), DeadRule())
+                document = run_document(run, runs[run], Settings())
                 self._answer(200, "application/json", json.dumps(document, allow_nan=False).encode())
             elif url.path == "/metrics":
                 self._answer(200, CONTENT_TYPE, render(runs, queue_limit_bytes=16 << 30))

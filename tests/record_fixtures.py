@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from service.monitor.live_replay import Block, LiveRule, Replays, Watch, counted, watch
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import AcceptanceRecord, RunEvent, ScoreRecord, ServedDrafter, WorkerGauges, read
 
@@ -35,6 +36,15 @@ def gauges(fields: Fields) -> WorkerGauges:
     return found
 
 
+def watched(scores: Iterable[ScoreRecord], counts: Iterable[AcceptanceRecord]) -> Watch:
+    """What live and replay α say of each other."""
+    blocks: dict[str, tuple[Block, ...]] = {}
+    for record in counts:
+        if record.reporter is not None:
+            blocks[record.reporter] = counted(blocks.get(record.reporter, ()), record)
+    return watch(blocks, Replays(scores), LiveRule())
+
+
 def stored(
     scores: Iterable[Fields] = (),
     acceptances: Iterable[Fields] = (),
@@ -44,11 +54,12 @@ def stored(
     latest: Fields | None = None,
     **more: Any,
 ) -> RunSnapshot:
-    """What is stored about a run, from plain fields."""
+    """What is stored about a run, from plain fields. Engines are judged by these scores and counts."""
+    scored, counts = [score(one) for one in scores], [acceptance(one) for one in acceptances]
     return RunSnapshot(
-        **({"now": time.time()} | more),
-        scores=[score(one) for one in scores],
-        acceptances=[acceptance(one) for one in acceptances],
+        **({"now": time.time(), "watch": watched(scored, counts)} | more),
+        scores=scored,
+        acceptances=counts,
         history=[RunEvent.of(one) for one in history],
         counters=counters or {},
         worker=gauges(worker or {}),

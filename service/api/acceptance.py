@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
@@ -12,12 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.snapshot import read_snapshot, run_document
 from service.api.uploads import parse_body
-from service.monitor.dead_drafter import (
-    REPLAYED_BATCHES,
-    Judgement,
-    judge,
-    pooled_replay_alpha,
-)
+from service.monitor.live_replay import Block, EngineVerdict, VerdictName, push_is_due, watch
 from service.monitor.records import OUR_DRAFTER, AcceptanceRecord
 from service.settings import Settings
 from service.storage.registry import Manifest, canary_key
@@ -69,9 +65,10 @@ class AcceptanceReport(BaseModel):
 
 
 class AcceptanceReply(BaseModel):
-    """Answer to a report. `verdict`: whether the drafter is dead, and why. `warning`: settings that differ."""
+    """Answer to a report. `verdict`: how live and replay α compare. `warning`: settings that differ."""
 
     stored: bool = True
+    engine: VerdictName
     dead: bool = False
     verdict: str
     pushed_again: Manifest | None = None
@@ -80,20 +77,21 @@ class AcceptanceReply(BaseModel):
 
 @router.post("/acceptance")
 async def post_acceptance(request: Request, context: Context) -> AcceptanceReply:
-    """Report an engine's acceptance counts. A drafter that the engine has lost is pushed again."""
+    """Report an engine's acceptance counts; they are compared with replay. A drafter that it lost is pushed again."""
     report = await parse_body(request, AcceptanceReport)
     context.run(report.run)
     record = AcceptanceRecord(**report.model_dump(), created=time.time())
-    rounds, accepted = await context.store(report.run).book(record)
+    blocks = await context.store(report.run).book(record)
     if report.canary is not None:
         await asyncio.to_thread(_record_canary, context, report, report.canary)
-    judgement = await _check_dead(context, report, rounds, accepted)
-    pushed = None
-    if judgement.push:
-        reason = f"drafter dead in {report.reporter}: {judgement.reason}"
-        pushed = await context.locking(context.registry.push_again, report.run, reason)
+    verdict = await _judge(context, report, blocks)
+    pushed = await _push_again(context, report, verdict) if verdict.name == "dead" else None
     return AcceptanceReply(
-        dead=judgement.dead, verdict=judgement.reason, pushed_again=pushed, warning=_misfit(context.settings, report)
+        engine=verdict.name,
+        dead=verdict.name == "dead",
+        verdict=verdict.text,
+        pushed_again=pushed,
+        warning=_misfit(context.settings, report),
     )
 
 
@@ -111,35 +109,24 @@ def _misfit(settings: Settings, report: AcceptanceReport) -> str | None:
     return f"the engine makes {' and '.join(said)}; start the service with {' '.join(wanted)}"
 
 
-async def _check_dead(context: ServiceContext, report: AcceptanceReport, rounds: int, accepted: int) -> Judgement:
-    """Apply the dead-drafter rule to this reporter's counts of this drafter since the rule was last applied."""
-    store, run, rule = context.store(report.run), report.run, context.dead_rule
-    seen_rounds, seen_accepted = await store.judged(report.reporter, report.drafter_version)
-    if rounds < seen_rounds or accepted < seen_accepted:  # the engine started again from zero
-        seen_rounds = seen_accepted = 0
-    rounds_since, accepted_since = rounds - seen_rounds, accepted - seen_accepted
-    # Scores and history are read only if live α is low; on most reports it is not.
-    suspect = rule.suspects(rounds_since, accepted_since)
-    latest = context.registry.latest(run) if suspect else None
-    replayed = await store.recent_scores(REPLAYED_BATCHES) if suspect else []
-    judgement = judge(
-        rule,
-        rounds=rounds_since,
-        accepted_tokens=accepted_since,
-        replay_alpha=pooled_replay_alpha(replayed, report.drafter_version),
-        is_latest=latest is not None and latest.version == report.drafter_version,
-        seconds_since_push=await asyncio.to_thread(_seconds_since_push, context, run) if suspect else None,
-    )
-    if judgement.judged:
-        await store.set_judged(report.reporter, report.drafter_version, rounds, accepted)
-    return judgement
+async def _judge(context: ServiceContext, report: AcceptanceReport, blocks: Sequence[Block]) -> EngineVerdict:
+    """Judge this engine by itself: a report costs the same however many others there are. `GET /alpha` judges all."""
+    _, replays = await context.recent(report.run)
+    found = watch({report.reporter: blocks}, replays, context.live_rule)
+    nothing = EngineVerdict(report.reporter, "unknown", "no rounds with a published drafter so far")
+    return found.get(report.reporter) or nothing
 
 
-def _seconds_since_push(context: ServiceContext, run: str) -> float | None:
-    pushed = context.registry.digest(run).pushed
-    seconds = None if pushed is None else time.time() - pushed
-    # Negative: the clock was set back. Treat the time as unknown, so that a dead drafter need not wait for the clock.
-    return None if seconds is None or seconds < 0 else seconds
+async def _push_again(context: ServiceContext, report: AcceptanceReport, verdict: EngineVerdict) -> Manifest | None:
+    """Push what the engine lost, where it is what is served and the last push is long enough ago."""
+    run, latest = report.run, context.registry.latest(report.run)
+    if latest is None or latest.version != report.drafter_version:
+        return None
+    pushes = (await asyncio.to_thread(context.registry.digest, run)).pushed
+    if not push_is_due(context.live_rule, verdict, list(pushes), time.time()):
+        return None
+    reason = f"drafter dead in {report.reporter}: {verdict.text}"
+    return await context.locking(context.registry.push_again, run, reason)
 
 
 def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: CanaryReport) -> None:
@@ -160,4 +147,4 @@ async def get_alpha(context: Context, run: RunQuery = "default") -> dict[str, An
     """Read the α series, the registry's events, the newest figures, and the headline."""
     context.run(run)
     snapshot = await read_snapshot(context, run)
-    return await asyncio.to_thread(run_document, run, snapshot, context.settings, context.dead_rule)
+    return await asyncio.to_thread(run_document, run, snapshot, context.settings)

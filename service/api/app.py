@@ -32,7 +32,7 @@ from service.api.auth import Guard, check_binding
 from service.api.connections import BoundedProtocol, Places
 from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
-from service.api.snapshot import read_snapshot, watch
+from service.api.snapshot import read_snapshot, watch_headlines
 from service.errors import ConfigurationError
 from service.monitor import metrics
 from service.settings import Settings
@@ -58,7 +58,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(work(app.state.context)) for work in (_reap, watch)]
+        tasks = [asyncio.create_task(work(app.state.context)) for work in (_reap, watch_headlines)]
         yield
         for task in tasks:
             task.cancel()

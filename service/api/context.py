@@ -11,7 +11,8 @@ from typing import Annotated, Any, Final, ParamSpec, TypeVar
 import redis.asyncio
 from fastapi import Depends, Query, Request
 
-from service.monitor.dead_drafter import DeadRule
+from service.monitor.live_replay import REPLAYED_BATCHES, LiveRule, Replays
+from service.monitor.records import ScoreRecord
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.queue import AsyncRolloutQueue
@@ -37,15 +38,11 @@ class ServiceContext:
         self.spool = Spool(self.layout)
         #: Set when the server is asked to stop, so that long polls end at once.
         self.stopping = asyncio.Event()
-        self.dead_rule = DeadRule(
-            min_rounds=settings.dead_min_rounds,
-            live_alpha=settings.dead_live_alpha,
-            replay_alpha=settings.dead_replay_alpha,
-            push_again_seconds=settings.push_again_seconds,
-        )
+        self.live_rule = LiveRule.of(settings)
         #: Runs for which this process has accepted a batch: the log says the first of each.
         self.accepted_for: set[str] = set()
         self._runs: dict[str, tuple[FileId, RunRecord]] = {}  # with the file that it was read from
+        self._recent: dict[str, tuple[tuple[str, int], list[ScoreRecord], Replays]] = {}  # read at `newest_score`
         self._queues: dict[str, AsyncRolloutQueue] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
@@ -65,6 +62,15 @@ class ServiceContext:
     def store(self, run: str) -> AsyncStore:
         """The store of a run."""
         return AsyncStore(self.redis, run)
+
+    async def recent(self, run: str) -> tuple[list[ScoreRecord], Replays]:
+        """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""
+        store = self.store(run)
+        newest = await store.newest_score()
+        if run not in self._recent or self._recent[run][0] != newest:
+            scores = await store.recent_scores(REPLAYED_BATCHES)
+            self._recent[run] = newest, scores, Replays(scores)
+        return self._recent[run][1:]
 
     async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Run in a thread some work that takes the lock of a run's registry.

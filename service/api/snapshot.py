@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from typing import Any, Final
@@ -19,17 +19,16 @@ from service.api.context import ServiceContext
 from service.errors import ServiceError
 from service.monitor.alpha import alpha_series
 from service.monitor.cause import Cause, explain
-from service.monitor.counts import live_sums
+from service.monitor.counts import sound
 from service.monitor.current import current
-from service.monitor.dead_drafter import REPLAYED_BATCHES, DeadRule, pooled_replay_alpha
 from service.monitor.headline import (
     ENGINE_SILENT_SECONDS,
     RECENT_BATCHES,
-    DeadEngine,
     Headline,
     RunFacts,
     headline,
 )
+from service.monitor.live_replay import EVIDENCE_SECONDS, EngineVerdict, failed_pushes, watch
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import (
     AcceptanceRecord,
@@ -65,11 +64,17 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     queue = context.queue(run)
     latest = context.registry.latest(run)
     arrivals = await queue.arrivals()
+    now = time.time()
+    engines = await context.store(run).engines(now - EVIDENCE_SECONDS)
+    scores, replays = await context.recent(run)
     return RunSnapshot(
+        scores=scores,
+        watch=await asyncio.to_thread(watch, engines, replays, context.live_rule),
+        pushes=list((await asyncio.to_thread(context.registry.digest, run)).pushed),
         counters=await queue.counters(),
         worker=await context.store(run).worker(),
         latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
-        now=time.time(),
+        now=now,
         dead_letters=await queue.dead_letters(RECENT_BATCHES),
         oldest_queued=arrivals.oldest,
         last_arrival=arrivals.last,
@@ -83,22 +88,25 @@ async def read_headline(context: ServiceContext, run: str) -> Headline:
     bounded = await _read_bounded(context, run)
     snapshot = replace(
         bounded,
-        scores=await store.recent_scores(),
         acceptances=await store.newest_acceptances(bounded.now - ENGINE_SILENT_SECONDS),
         published=await asyncio.to_thread(lambda: context.registry.digest(run).published),
         last_report=await store.last_report(),
     )
-    return await asyncio.to_thread(lambda: headline(facts_of(snapshot, context.settings, context.dead_rule)))
+    return await asyncio.to_thread(lambda: headline(facts_of(snapshot, context.settings)))
 
 
-def run_document(run: str, snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> dict[str, Any]:
+def run_document(run: str, snapshot: RunSnapshot, settings: Settings) -> dict[str, Any]:
     """Build the answer of `GET /alpha`: the series, what is true now, and that in words."""
-    series = alpha_series(run, snapshot.scores, snapshot.acceptances, snapshot.history, settings.depth)
-    now = current(snapshot.scores, snapshot.acceptances, snapshot.now)
-    said = headline(facts_of(snapshot, settings, rule))
+    sick = snapshot.watch.sick
+    series = alpha_series(run, snapshot.scores, snapshot.acceptances, snapshot.history, settings.depth, left_out=sick)
+    now = current(snapshot.scores, sound(snapshot.acceptances, sick), snapshot.now)
+    said = headline(facts_of(snapshot, settings))
     document: dict[str, Any] = to_jsonable_python(series)
+    engines = [engine_line(one) for one in snapshot.watch.engines]
     why = explain(snapshot.worker.drift_change, snapshot.scores, snapshot.acceptances)
     return document | {
+        "engines": engines,
+        "publishing_held": snapshot.watch.hold,
         "current": to_jsonable_python(now),
         "headline": to_jsonable_python(said),
         "cause": None if why is None else _cause_document(why),
@@ -121,7 +129,23 @@ def _cause_document(why: Cause) -> dict[str, Any]:
     }
 
 
-def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFacts:
+def engine_line(verdict: EngineVerdict) -> dict[str, Any]:
+    """How one engine's live α compares with replay, as `GET /alpha` has it."""
+    found = verdict.stretch
+    return {
+        "reporter": verdict.reporter,
+        "verdict": verdict.name,
+        "evidence": verdict.text,
+        "drafter_version": verdict.drafter_version,
+        "rounds": verdict.rounds,
+        "alpha_live": None if found is None else found.live_alpha,
+        "alpha_replay": None if found is None else found.replay_alpha,
+        "log_ratio": None if found is None else found.log_ratio,
+        "log_ratio_error": None if found is None else found.error,
+    }
+
+
+def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     """Find out what the headline has to know: the same from all of a run as from what `read_headline` reads."""
     worker, counters = snapshot.worker, snapshot.counters
     recent = sorted(snapshot.scores, key=lambda score: score.arrival)
@@ -131,7 +155,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFa
     ended += [(arrival(letter.get("entry_id")), letter) for letter in snapshot.dead_letters]
     ended = sorted(ended, key=lambda one: one[0])[-RECENT_BATCHES:]
     dead = [letter for _, letter in ended if letter is not None]
-    engines = _engines(snapshot)
+    reports = [record for found in _engines(snapshot).values() for record in found]
     published = snapshot.published
     if published is None:
         published = Counter(event.event for event in snapshot.history)["published"]
@@ -158,12 +182,13 @@ def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFa
         wanted=vocabulary.wanted,
         served_version=None if snapshot.latest is None else snapshot.latest.version,
         published=published,
-        current=current(recent, [r for reports in engines.values() for r in reports], snapshot.now),
+        current=current(recent, sound(reports, snapshot.watch.sick), snapshot.now),
         drift_alarm=any(map(_above, worker.drift.values())),
         drift_alpha=worker.drift_alpha,
         drift_level=worker.drift_level,
         cause=explain(worker.drift_change, recent, snapshot.acceptances),
-        dead_engines=sorted(_dead_engines(engines, recent[-REPLAYED_BATCHES:], rule), key=lambda e: e.reporter),
+        watch=snapshot.watch,
+        failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),
     )
 
@@ -191,32 +216,7 @@ def _engines(snapshot: RunSnapshot) -> dict[str, list[AcceptanceRecord]]:
     }
 
 
-def _dead_engines(
-    engines: Mapping[str, Sequence[AcceptanceRecord]], scores: Sequence[ScoreRecord], rule: DeadRule
-) -> Iterator[DeadEngine]:
-    """Engines whose last rounds the dead-drafter rule's limits call dead."""
-    for reporter, newest_first in engines.items():
-        if not newest_first:
-            continue
-        drafter = newest_first[0].drafter_version
-        replayed = pooled_replay_alpha(scores, drafter)
-        if replayed is None:
-            continue
-        live = _last_rounds([r for r in newest_first if r.drafter_version == drafter], rule.min_rounds)
-        if live is not None and live[0] / live[1] <= rule.live_alpha and replayed > rule.replay_alpha:
-            yield DeadEngine(reporter, str(drafter), live[0] / live[1], int(live[1]), replayed)
-
-
-def _last_rounds(newest_first: Sequence[AcceptanceRecord], wanted: int) -> tuple[float, float] | None:
-    """Tokens and rounds of the newest records that hold `wanted` rounds; None where all of them do not."""
-    for count in range(1, len(newest_first) + 1):
-        sums = live_sums(newest_first[:count])
-        if sums is not None and sums[1] >= wanted:
-            return sums
-    return None
-
-
-async def watch(context: ServiceContext) -> None:
+async def watch_headlines(context: ServiceContext) -> None:
     """Log each run's headline when it becomes another: a worker that is gone cannot say so itself."""
     said: dict[str, str] = {}
     failed: set[tuple[str, type[Exception]]] = set()

@@ -17,10 +17,10 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from service.monitor.counts import LiveAlpha, ServerLine, by_drafter, by_method, live_sums, servers
+from service.monitor.counts import LiveAlpha, ServerLine, by_drafter, by_method, live_sums, servers, sound
 from service.monitor.records import DRAFTERS, AcceptanceRecord, DrafterSums, RunEvent, ScoreRecord
 
 
@@ -93,11 +93,14 @@ def alpha_series(
     acceptances: Sequence[AcceptanceRecord],
     history: Iterable[RunEvent],
     depth: int,
+    *,
+    left_out: Collection[tuple[str, str | None]] = (),
 ) -> AlphaSeries:
     """Build the series. Points ascend by policy version; one exists for every version with a score or a live count.
 
     `acceptances`: cumulative, one per (reporter, drafter version, policy version). `history`: oldest first, passed on.
-    A record without a policy version belongs to no point.
+    A record without a policy version belongs to no point. `left_out`: reporter and drafter version of engines whose
+    counts are no evidence; they are among `servers`, and in no point.
     """
     scored: defaultdict[int, list[ScoreRecord]] = defaultdict(list)
     for score in scores:
@@ -106,7 +109,7 @@ def alpha_series(
     # When each policy version was being worked on: the order of score records in time.
     begun = sorted((record.created, policy) for policy, found in scored.items() for record in found)
     counted: defaultdict[int, list[AcceptanceRecord]] = defaultdict(list)
-    for record in acceptances:
+    for record in sound(acceptances, left_out):
         if record.policy_version is not None:
             counted[record.policy_version].append(record)
     versions = sorted({*scored, *counted})

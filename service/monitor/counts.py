@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TypeVar
@@ -45,6 +45,11 @@ def _combined(a: AcceptanceRecord, b: AcceptanceRecord, sign: int) -> Acceptance
 
 def _sum(one: _Number | None, other: _Number | None, sign: int) -> _Number | None:
     return None if one is None or other is None else max(0, one + sign * other)
+
+
+def sound(records: Iterable[AcceptanceRecord], sick: Collection[tuple[str, str | None]]) -> list[AcceptanceRecord]:
+    """Leave out what `sick` engines (reporter, drafter version) counted: it says nothing about the drafter."""
+    return [r for r in records if r.reporter is None or (r.reporter, r.drafter_version) not in sick]
 
 
 def live_sums(records: Iterable[AcceptanceRecord]) -> tuple[float, float] | None:

@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 from service.monitor.cause import Cause
 from service.monitor.current import Current
+from service.monitor.live_replay import UNREVIVED_PUSHES, EngineVerdict, Watch
 
 #: So many of the last batches, by arrival, are looked at.
 RECENT_BATCHES: Final = 20
@@ -39,19 +40,15 @@ _MIX: Final = 0.05  # a fall of log α by another mix of prompts: above it is wo
 _BETTER, _WORSE = 1.02, 0.98  # served over frozen: between them they are level
 _REASON_CHARACTERS: Final = 300
 
+#: Verdicts on an engine, the states that they make of the run, and the words for them.
+_SICK: Final = (
+    ("dead", "engine_dead", "Dead in an engine"),
+    ("stale weights", "engine_stale", "Other weights in an engine"),
+    ("engine features", "engine_features", "Wrong features in an engine"),
+)
+
 Level = Literal["bad", "warn", "wait", "good", "note"]
 _ORDER: Final[tuple[Level, ...]] = ("bad", "warn", "wait", "good", "note")
-
-
-@dataclass(frozen=True, slots=True)
-class DeadEngine:
-    """An engine in which every draft of a sound drafter is refused."""
-
-    reporter: str
-    drafter_version: str
-    live_alpha: float
-    rounds: int
-    replay_alpha: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ class RunFacts:
     `recent_batches`, `recent_dead`: of the batches that arrived last and have ended or were scored; `newest_dead`: how
     many of the newest of them, in a row, are dead. `gathered`, `wanted`: response tokens for the draft vocabulary,
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
-    seconds. `queue_fill`: of its bounds.
+    seconds. `queue_fill`: of its bounds. `failed_pushes`: that did not revive the drafter of the engine that is dead.
     """
 
     now: float
@@ -89,7 +86,8 @@ class RunFacts:
     drift_alpha: float | None = None
     drift_level: float | None = None
     cause: Cause | None = None
-    dead_engines: Sequence[DeadEngine] = ()
+    watch: Watch = field(default_factory=Watch)
+    failed_pushes: int = 0
     last_engine_report: float | None = None
 
 
@@ -240,20 +238,32 @@ def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
 
 # --- engines and α
 def _of_engines(facts: RunFacts) -> Iterator[Headline]:
-    if facts.dead_engines:
-        worst = facts.dead_engines[0]
-        others = f" So it is in {len(facts.dead_engines) - 1} more." if len(facts.dead_engines) > 1 else ""
-        text = (
-            f": {worst.reporter} emits {worst.live_alpha:.2f} tokens per round over {worst.rounds:,} rounds, though "
-            f"{short_version(worst.drafter_version)} gives {worst.replay_alpha:.2f} in replay.{others}"
-        )
-        yield _found("bad", "engine_dead", "Dead in an engine", text)
+    if facts.watch.hold is not None:
+        yield _found("bad", "held", "Nothing is published", f": {facts.watch.hold}.")
+    sick = [engine for engine in facts.watch.engines if engine.sick]
+    for name, state, word in _SICK:
+        found = [engine for engine in sick if engine.name == name]
+        if found:
+            yield _found("bad", state, word, _of_sick(found, facts.failed_pushes))
+    for engine in facts.watch.engines:
+        if engine.name == "depth":
+            yield _found("warn", "engine_depth", "Other depth", f": {engine.reporter}: {engine.text}.")
+            break
     if facts.current is None:
         return
     if facts.last_engine_report is None:
         yield _found("note", "no_engine", "No engine", " reports what it accepts.")
     elif (age := facts.now - facts.last_engine_report) > ENGINE_SILENT_SECONDS:
         yield _found("note", "no_engine", "No engine", f" has reported for {duration(age)}.")
+
+
+def _of_sick(found: Sequence[EngineVerdict], failed_pushes: int) -> str:
+    worst = max(found, key=lambda engine: engine.rounds)
+    others = f" So it is in {len(found) - 1} more." if len(found) > 1 else ""
+    pushed = ""
+    if worst.name == "dead" and failed_pushes >= UNREVIVED_PUSHES:
+        pushed = f" It was pushed again {failed_pushes} times, which did not help: restart the engine."
+    return f": {worst.reporter}, with {short_version(worst.drafter_version)}: {worst.text}.{others}{pushed}"
 
 
 def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]:

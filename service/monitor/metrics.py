@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from service.monitor.cause import explain
 from service.monitor.current import Current, current
+from service.monitor.live_replay import Watch, failed_pushes
 from service.monitor.records import (
     DRAFTERS,
     AcceptanceRecord,
@@ -43,7 +44,8 @@ class RunSnapshot:
     `counters`: the hash `da:{run}:counters` (`items, bytes, accepted_total, duplicates_total, dead_total,
     rejected_total, dropped_total`). `latest`: None before the first publish. `published`, `last_report` (Unix seconds):
     for a headline, which is read without `history` and without the records of engines that fell silent; None where
-    those are here. `dead_letters`: the newest ones. `oldest_queued`, `last_arrival`, `registered`: Unix seconds.
+    those are here. `watch`: live beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest
+    first. `dead_letters`: the newest ones. `oldest_queued`, `last_arrival`, `registered`: Unix seconds.
     """
 
     now: float
@@ -59,6 +61,8 @@ class RunSnapshot:
     registered: float | None = None
     published: int | None = None
     last_report: float | None = None
+    watch: Watch = field(default_factory=Watch)
+    pushes: Sequence[float] = ()
 
 
 def render(stores: Mapping[str, RunSnapshot], *, queue_limit_bytes: int | None = None) -> bytes:
@@ -79,6 +83,7 @@ class _Snapshots(Collector):
         families = _Families()
         for run, snapshot in sorted(self._stores.items()):
             _add_alpha(families, run, snapshot)
+            _add_engines(families, run, snapshot)
             _add_totals(families, run, snapshot)
             _add_service(families, run, snapshot)
             _add_drafter(families, run, snapshot)
@@ -134,6 +139,24 @@ def _add_alpha(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     families.gauge("draftalign_policy_entropy_nats", text, found.entropy, run=run)
     text = "Policy version of the scored batch that arrived last; before the first, of the engines' last report."
     families.gauge("draftalign_policy_version", text, found.policy_version, run=run)
+
+
+def _add_engines(families: _Families, run: str, snapshot: RunSnapshot) -> None:
+    """Live beside replay α, by engine."""
+    for engine in snapshot.watch.engines:
+        named = {"run": run, "reporter": engine.reporter}
+        text = "1 for how the engine's live alpha compares with replay alpha of the same drafter and policy version."
+        families.gauge("draftalign_engine_verdict", text, 1, **named, verdict=engine.name)
+        if engine.stretch is not None:
+            text = "Logarithm of live over replay alpha, over the rounds that the verdict rests on."
+            families.gauge("draftalign_live_replay_log_ratio", text, engine.stretch.log_ratio, **named)
+        if engine.name == "dead":
+            text = "Pushes since the engine lost the drafter, which did not help."
+            pushes = len(failed_pushes(engine, snapshot.pushes))
+            families.gauge("draftalign_engine_failed_pushes", text, pushes, **named)
+    if snapshot.watch.engines:
+        text = "1 while nothing is published because live and replay alpha disagree; GET /alpha tells why."
+        families.gauge("draftalign_publishing_held", text, int(snapshot.watch.hold is not None), run=run)
 
 
 def _add_totals(families: _Families, run: str, snapshot: RunSnapshot) -> None:

@@ -80,17 +80,33 @@ class DrafterSums:
         return Z_95 * math.sqrt(variance)
 
 
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Replay of one published drafter version on a batch: sums, and expected rounds by draft position.
+
+    `sums`: with the second moments of prompts, where those of other sums are of rollouts; `rollouts` counts prompts.
+    `accepted[j]`: rounds that kept drafts 0..j. `reached[j]`: rounds that kept those before it and had a j-th one.
+    """
+
+    __pydantic_config__: ClassVar = _CHECKED
+    version: str
+    sums: DrafterSums
+    accepted: tuple[float, ...] = ()
+    reached: tuple[float, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRecord:
     """What every drafter would have had on one batch, and what was done with it."""
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset(DRAFTERS)
+    absent: ClassVar = frozenset({*DRAFTERS, "replayed"})
     ngram: DrafterSums | None = None
     served: DrafterSums | None = None
     candidate: DrafterSums | None = None
     frozen: DrafterSums | None = None
     best: DrafterSums | None = None
+    replayed: tuple[Replayed, ...] | None = None
     policy_version: int | None = None
     rollouts: int | None = None
     tokens: int | None = None

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from service.errors import TooManyReporters
 from service.monitor.counts import since, total
+from service.monitor.live_replay import Block, counted
 from service.monitor.records import AcceptanceRecord, read, written
 
 #: Records of a reporter that stay apart: twice what an agent keeps, which reports all of them again after a restart.
@@ -45,7 +46,6 @@ class Keys(Protocol):
 
     acceptance: str
     unplaced: str
-    judged: str
     latest_policy: str
     reporters: str
     reported: str
@@ -55,20 +55,26 @@ class Keys(Protocol):
 
 @dataclass
 class Account:
-    """One reporter's: sums `[rounds, accepted tokens]` by drafter, and the records that are apart, oldest first."""
+    """One reporter's: sums `[rounds, accepted tokens]` by drafter, and the records that are apart, oldest first.
+
+    `blocks`: its last rounds, as the comparison of live with replay α takes them.
+    """
 
     sums: dict[str, list[int]] = field(default_factory=dict)
     apart: list[tuple[str, int | None]] = field(default_factory=list)
+    blocks: tuple[Block, ...] = ()
 
     @classmethod
     def read(cls, text: str | bytes) -> Account:
         """Read `text()`."""
         document = json.loads(text)
-        return cls(document["sums"], [(drafter, policy) for drafter, policy in document["apart"]])
+        apart = [(drafter, policy) for drafter, policy in document["apart"]]
+        return cls(document["sums"], apart, tuple(map(_block, document.get("blocks", []))))
 
     def text(self) -> str:
         """Write it for Redis."""
-        return json.dumps({"sums": self.sums, "apart": self.apart}, separators=(",", ":"), ensure_ascii=False)
+        document = {"sums": self.sums, "apart": self.apart, "blocks": list(map(astuple, self.blocks))}
+        return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
     def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None) -> None:
         """Count what a record holds more than the one that it replaces; both become the newest of their kind."""
@@ -78,6 +84,7 @@ class Account:
         rounds += record.rounds - before.rounds
         accepted += (record.accepted_tokens or 0) - (before.accepted_tokens or 0)
         self.sums[drafter] = [rounds, accepted]
+        self.blocks = counted(self.blocks, since(record, previous))
         if previous is not None and key in self.apart:  # a search, which adopting an old table has to do without
             self.apart.remove(key)
         self.apart.append(key)
@@ -93,6 +100,11 @@ class Account:
         folded += kept[:over]
         self.apart = kept[over:]
         return dropped, folded
+
+
+def _block(values: list[Any]) -> Block:
+    drafter, policy, rounds, tokens, drafted, accepted, since_ = values
+    return Block(drafter, policy, rounds, tokens, drafted, tuple(accepted), since_)
 
 
 @dataclass
@@ -140,17 +152,17 @@ class EngineCounts:
         self._keys = keys
         self._book = redis.register_script(BOOK)
 
-    async def book(self, record: AcceptanceRecord) -> tuple[int, int]:
-        """Take a report in; returns rounds and accepted tokens of its reporter's drafter, over all policy versions.
+    async def book(self, record: AcceptanceRecord) -> tuple[Block, ...]:
+        """Take a report in; returns its reporter's last rounds, oldest first.
 
         Raises TooManyReporters, and changes nothing, where a new reporter finds no room.
         """
         while True:  # another try only where another report of the same reporter was booked meanwhile
-            sums = await self._try(record)
-            if sums is not None:
-                return sums
+            blocks = await self._try(record)
+            if blocks is not None:
+                return blocks
 
-    async def _try(self, report: AcceptanceRecord) -> tuple[int, int] | None:
+    async def _try(self, report: AcceptanceRecord) -> tuple[Block, ...] | None:
         reporter, drafter = str(report.reporter), str(report.drafter_version)
         own = f"{reporter}/{drafter}"
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -171,10 +183,9 @@ class EngineCounts:
         record = record if more is None else total(more, previous)
         account.add(record, previous)
         changes.set[name] = record
-        rounds, accepted = account.sums[drafter]
         await self._shrink(reporter, account, changes)
         booked = await self._write(reporter, known, account.text(), report.reported, changes)
-        return (rounds, accepted) if booked else None
+        return account.blocks if booked else None
 
     async def _shrink(self, reporter: str, account: Account, changes: _Changes) -> None:
         """Add the account's oldest records up, where it has too many."""
@@ -244,7 +255,7 @@ class EngineCounts:
 
     async def _write(self, reporter: str, known: bytes | None, now: str, created: float, changes: _Changes) -> bool:
         keys = self._keys
-        names = [keys.reporters, keys.acceptance, keys.unplaced, keys.judged, keys.reported, keys.live, keys.live_order]
+        names = [keys.reporters, keys.acceptance, keys.unplaced, keys.reported, keys.live, keys.live_order]
         arguments = [reporter, known or "", now, created, MAX_LIVE, changes.text()]
         return bool(await self._book(keys=names, args=arguments))
 

@@ -25,6 +25,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -48,6 +49,7 @@ LOCK_SECONDS = 30.0
 _LEFTOVER_SECONDS = 3600.0
 #: Canary verdicts remembered, to drop repeats. A repeat comes within minutes, if at all.
 _CANARIES_REMEMBERED = 4096
+_PUSHES_REMEMBERED = 16
 
 
 class VersionFile(BaseModel):
@@ -91,8 +93,8 @@ class HistoryDigest:
     """The facts that acceptance reports need from the history. Each line is read once."""
 
     def __init__(self) -> None:
-        #: When the drafter was last pushed again, in Unix seconds.
-        self.pushed: float | None = None
+        #: When the drafter was pushed again the last times, in Unix seconds.
+        self.pushed: deque[float] = deque(maxlen=_PUSHES_REMEMBERED)
         #: `canary_key` of the newest verdicts, oldest first.
         self.canaries: dict[tuple[str, ...], None] = {}
         #: How many versions were published.
@@ -109,7 +111,7 @@ class HistoryDigest:
             if event.get("event") == "published":
                 self.published += 1
             elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
-                self.pushed = when
+                self.pushed.append(when)
             elif str(event.get("event")).startswith("canary_"):
                 self.canaries[canary_key(event)] = None
                 while len(self.canaries) > _CANARIES_REMEMBERED:

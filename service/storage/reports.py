@@ -12,7 +12,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import redis.asyncio
@@ -20,6 +20,7 @@ from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
 from service.monitor.current import LOOK_BACK
+from service.monitor.live_replay import REPLAYED_BATCHES, Block, LiveRule, Replays, Watch, watch
 from service.monitor.records import AcceptanceRecord, ScoreRecord, WorkerGauges, read, written
 from service.storage.engine_counts import (
     Account,
@@ -52,8 +53,7 @@ class StoreKeys:
 
     scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
     acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
-    live_order, judged, unplaced = _Key(), _Key(), _Key()
-    drift = _Key()
+    live_order, unplaced, drift = _Key(), _Key(), _Key()
 
     def __init__(self, run: str) -> None:
         self.prefix = Keys(run).prefix
@@ -82,6 +82,16 @@ class Store:
     def scores(self) -> dict[str, ScoreRecord]:
         """Score records by batch id, oldest first."""
         return _scores(self._redis.hgetall(self._keys.scores))
+
+    def watch(self, since: float, rule: LiveRule) -> Watch:
+        """What the engines that have reported since then (Unix seconds) say beside the batches scored last."""
+        reporters = [_text(name) for name in self._redis.zrangebyscore(self._keys.reported, since, "+inf")]
+        if not reporters:
+            return Watch()
+        newest = self._redis.zrange(self._keys.recent_scores, -REPLAYED_BATCHES, -1)
+        found = self._redis.hmget(self._keys.scores, newest) if newest else []
+        blocks = _blocks(reporters, self._redis.hmget(self._keys.reporters, reporters))
+        return watch(blocks, Replays(_known(ScoreRecord, found)), rule)
 
     def set_worker(self, gauges: Mapping[str, object]) -> None:
         """Update some fields of `WorkerGauges`, and its `heartbeat` (Unix seconds).
@@ -128,8 +138,8 @@ class AsyncStore:
                 await self._redis.zadd(self._keys.recent_scores, {i: r.arrival[1] for i, r in newest.items()})
         return list(newest.values())
 
-    async def book(self, record: AcceptanceRecord) -> tuple[int, int]:
-        """Record an engine's cumulative counts; returns rounds and accepted tokens of its drafter over all policies.
+    async def book(self, record: AcceptanceRecord) -> tuple[Block, ...]:
+        """Record an engine's cumulative counts; returns the engine's last rounds, oldest first.
 
         The newest report of one reporter, drafter and policy version replaces. Where it names no policy version, what
         came since the last such report goes to the version of the batch that arrived last. A crash loses no report and
@@ -137,17 +147,15 @@ class AsyncStore:
         """
         return await EngineCounts(self._redis, self._keys).book(record)
 
-    async def judged(self, reporter: str, drafter_version: str) -> tuple[int, int]:
-        """Rounds and accepted tokens of a reporter's drafter when it was last judged dead or alive."""
-        value = await self._redis.hget(self._keys.judged, f"{reporter}/{drafter_version}")
-        rounds, accepted = (0, 0) if value is None else json.loads(value)
-        return rounds, accepted
+    async def engines(self, since: float) -> dict[str, tuple[Block, ...]]:
+        """The last rounds of every engine that has reported since then (Unix seconds)."""
+        reporters = [_text(name) for name in await self._redis.zrangebyscore(self._keys.reported, since, "+inf")]
+        return _blocks(reporters, await self._redis.hmget(self._keys.reporters, reporters) if reporters else [])
 
-    async def set_judged(self, reporter: str, drafter_version: str, rounds: int, accepted_tokens: int) -> None:
-        """Remember the counts that a judgement has used up."""
-        await self._redis.hset(
-            self._keys.judged, f"{reporter}/{drafter_version}", json.dumps([rounds, accepted_tokens])
-        )
+    async def newest_score(self) -> tuple[str, int]:
+        """What changes whenever another batch is scored: the batch that arrived last, and how many there are."""
+        newest = await self._redis.zrange(self._keys.recent_scores, -1, -1)
+        return "".join(map(_text, newest)), await self._redis.hlen(self._keys.scores)
 
     async def acceptances(self) -> list[AcceptanceRecord]:
         """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
@@ -225,6 +233,11 @@ _Kind = TypeVar("_Kind", ScoreRecord, AcceptanceRecord)
 def _known(kind: type[_Kind], texts: Iterable[bytes | str | None]) -> list[_Kind]:
     """The records among `texts`: what cannot be read is passed over."""
     return [record for text in texts if text is not None and (record := read(kind, text)) is not None]
+
+
+def _blocks(reporters: Sequence[str], accounts: Sequence[bytes | None]) -> dict[str, tuple[Block, ...]]:
+    pairs = zip(reporters, accounts, strict=True)
+    return {reporter: Account.read(account).blocks for reporter, account in pairs if account is not None}
 
 
 def _acceptances(table: Mapping[Any, Any], live: Mapping[Any, Any]) -> list[AcceptanceRecord]:

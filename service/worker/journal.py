@@ -21,6 +21,7 @@ from service.monitor.drift import (
     DriftState,
     Succession,
 )
+from service.monitor.live_replay import EVIDENCE_SECONDS, LiveRule
 from service.monitor.records import ScoreRecord
 from service.settings import Settings
 from service.storage.queue import Entry
@@ -67,6 +68,7 @@ class Journal:
         self._reading: DriftReading | None = None
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
         self._quiet_until = 0  # tick before which a drift alarm is not logged again
+        self._held: str | None = None  # why nothing was published when it was looked at last
         self._unsent: dict[str, ScoreRecord] = {}  # score records that Redis has not taken yet, by batch
 
     @property
@@ -140,6 +142,19 @@ class Journal:
             del self._unsent[batch_id]
         while len(self._unsent) > MAX_SCORES:
             del self._unsent[next(iter(self._unsent))]
+
+    def hold(self, rule: LiveRule) -> str | None:
+        """Why nothing may be published now: engines count otherwise than replay says. Said once, and at its end."""
+        found = self._store.watch(time.time() - EVIDENCE_SECONDS, rule).hold
+        if (found is None) != (self._held is None):
+            said = (
+                "publishing goes on: live and replay α agree again"
+                if found is None
+                else f"nothing is published: {found}"
+            )
+            log.warning("%s: %s", self._run, said)
+        self._held = found
+        return found
 
     def gathered(self, tokens: int, wanted: int, batches: int) -> None:
         """Say how far the draft vocabulary of a run from scratch is."""

@@ -24,6 +24,7 @@ from drafter.device import ahead
 from drafter.errors import BatchRejected
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
+from service.monitor.live_replay import LiveRule
 from service.monitor.records import DrafterSums
 from service.settings import Settings
 from service.storage.layout import Layout
@@ -376,6 +377,8 @@ class Learner:
         served = self._latest()
         if not compared:
             return []
+        if self.journal.hold(LiveRule.of(self._settings)) is not None:
+            return []  # the evidence does not describe the engines
         fresh = Fresh.of(compared, self.recent.prompts)
         if served is not None and served not in fresh.replays:  # somebody changed it while the claim was scored
             return []

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from drafter.batch import RolloutBatch, prompt_hashes
@@ -18,7 +19,7 @@ from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
 from drafter.replay.ngram import ngram_replay
 from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
-from service.monitor.records import DrafterSums, ScoreRecord
+from service.monitor.records import DrafterSums, Replayed, ScoreRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ def score(
     vocabularies = [drafter.vocabulary for _, drafter in drafters.values()]  # one, in a lineage
     said = batch.input_ids[batch.loss_mask].cpu()
     rewards = batch.rewards or ()
+    prompts = prompt_hashes(batch)
+    unpublished = drafters["candidate"][0] if "candidate" in drafters else None
     sums = {name: DrafterSums.of(found.tokens, found.rounds) for name, found in replays.items()}
     record = ScoreRecord(
         served=sums.get("served"),
@@ -96,6 +99,7 @@ def score(
         frozen=sums.get("frozen"),
         ngram=sums["ngram"],
         best=sums.get("best"),
+        replayed=tuple(_replayed(v, found, prompts) for v, found in by_version.items() if v != unpublished),
         policy_version=batch.policy_version,
         rollouts=batch.rollouts,
         tokens=int(batch.response_tokens),
@@ -111,7 +115,15 @@ def score(
         drafter_version=drafter_version,
         logprob_gap=logprob_gap,
     )
-    return Scores(replays, record, by_version, prompt_hashes(batch), batch.strata, _entropies(batch))
+    return Scores(replays, record, by_version, prompts, batch.strata, _entropies(batch))
+
+
+def _replayed(version: str, found: Replay, prompts: Sequence[str]) -> Replayed:
+    """What live counts are compared with, summed by prompt; a thousandth of a round is enough."""
+    accepted, reached = (tuple(counts.sum(axis=0).round(3).tolist()) for counts in (found.accepted, found.reached))
+    _, prompt = np.unique(prompts, return_inverse=True)
+    tokens, rounds = (np.bincount(prompt, counts).tolist() for counts in (found.tokens, found.rounds))
+    return Replayed(version, DrafterSums.of(tokens, rounds), accepted, reached)
 
 
 def _entropies(batch: RolloutBatch) -> tuple[float, ...]:

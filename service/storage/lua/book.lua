@@ -1,6 +1,5 @@
 -- Compare-and-set: write the effect of one report, unless its reporter's account has changed. Redis 6.2 commands only.
--- KEYS: 1 reporters  2 acceptance records  3 unplaced reports  4 judged counts  5 times of reports  6 live sums
---       7 their order
+-- KEYS: 1 reporters  2 acceptance records  3 unplaced reports  4 times of reports  5 live sums  6 their order
 -- ARGV: 1 reporter  2 its account as it was read ('' for none)  3 its account now ('' to forget it)  4 Unix seconds
 --       5 live sums kept  6 changes as JSON: set {field, record}, del {field}, unplaced {field, record},
 --         forget {field}, live {name, rounds, tokens}
@@ -10,25 +9,22 @@ local changes = cjson.decode(ARGV[6])
 for _, change in ipairs(changes.set) do redis.call('HSET', KEYS[2], change[1], change[2]) end
 for _, field in ipairs(changes.del) do redis.call('HDEL', KEYS[2], field) end
 for _, change in ipairs(changes.unplaced) do redis.call('HSET', KEYS[3], change[1], change[2]) end
-for _, field in ipairs(changes.forget) do
-  redis.call('HDEL', KEYS[3], field)
-  redis.call('HDEL', KEYS[4], field)
-end
+for _, field in ipairs(changes.forget) do redis.call('HDEL', KEYS[3], field) end
 for _, sums in ipairs(changes.live) do
-  if redis.call('HEXISTS', KEYS[6], sums[1] .. ':rounds') == 0 then redis.call('RPUSH', KEYS[7], sums[1]) end
+  if redis.call('HEXISTS', KEYS[5], sums[1] .. ':rounds') == 0 then redis.call('RPUSH', KEYS[6], sums[1]) end
   -- A sum beyond 64 bits stays as it is: an error here would leave the report half written.
-  redis.pcall('HINCRBY', KEYS[6], sums[1] .. ':rounds', sums[2])
-  redis.pcall('HINCRBY', KEYS[6], sums[1] .. ':tokens', sums[3])
+  redis.pcall('HINCRBY', KEYS[5], sums[1] .. ':rounds', sums[2])
+  redis.pcall('HINCRBY', KEYS[5], sums[1] .. ':tokens', sums[3])
 end
-while redis.call('LLEN', KEYS[7]) > tonumber(ARGV[5]) do
-  local oldest = redis.call('LPOP', KEYS[7])
-  redis.call('HDEL', KEYS[6], oldest .. ':rounds', oldest .. ':tokens')
+while redis.call('LLEN', KEYS[6]) > tonumber(ARGV[5]) do
+  local oldest = redis.call('LPOP', KEYS[6])
+  redis.call('HDEL', KEYS[5], oldest .. ':rounds', oldest .. ':tokens')
 end
 if ARGV[3] == '' then
   redis.call('HDEL', KEYS[1], ARGV[1])
-  redis.call('ZREM', KEYS[5], ARGV[1])
+  redis.call('ZREM', KEYS[4], ARGV[1])
 else
   redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-  redis.call('ZADD', KEYS[5], ARGV[4], ARGV[1])
+  redis.call('ZADD', KEYS[4], ARGV[4], ARGV[1])
 end
 return 1

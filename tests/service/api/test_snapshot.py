@@ -22,8 +22,7 @@ from worker_fixtures import Bench
 import service.api.snapshot
 from service.api.context import ServiceContext
 from service.api.snapshot import facts_of
-from service.monitor.dead_drafter import DeadRule
-from service.monitor.headline import ENGINE_SILENT_SECONDS, Headline, RunFacts
+from service.monitor.headline import Headline, RunFacts
 from service.monitor.records import AcceptanceRecord
 from service.settings import Settings
 from service.storage.registry import Registry
@@ -34,7 +33,7 @@ VERSION = "v000001-aaaaaaaa"
 
 
 def facts(**fields: Any) -> RunFacts:
-    return facts_of(stored(**({"now": NOW} | fields)), Settings(), DeadRule())
+    return facts_of(stored(**({"now": NOW} | fields)), Settings())
 
 
 def scored(second: float, alpha: float = 3.0) -> dict[str, Any]:
@@ -63,17 +62,26 @@ def test_it_is_known_how_many_of_the_newest_batches_are_dead_and_when_one_was_sc
     assert (dead().last_scored, facts().last_scored) == (19.0, None)
 
 
-def test_an_engine_is_dead_by_its_last_rounds_and_while_it_reports() -> None:
+def test_an_engine_is_dead_by_its_last_rounds() -> None:
     healthy, dead = counted(10_000, 20_000, NOW - 60), counted(300, 2, NOW - 5, policy_version=2)
-    [found] = facts(scores=[scored(1)], acceptances=[healthy, dead]).dead_engines
-    assert (found.reporter, found.drafter_version, found.rounds, found.replay_alpha) == ("e", VERSION, 300, 3.0)
-    assert found.live_alpha == pytest.approx(1 + 2 / 300)
-    few, gone = dead | {"rounds": 30, "accepted_tokens": 0}, dead | {"created": NOW - ENGINE_SILENT_SECONDS - 1}
-    other = dead | {"method": "ngram"}
-    for record in (few, gone, other):
-        assert facts(scores=[scored(1)], acceptances=[record]).dead_engines == []
-    assert facts(scores=[scored(1, alpha=1.1)], acceptances=[dead]).dead_engines == [], "it is bad, not dead"
-    assert facts(acceptances=[dead]).dead_engines == [], "nobody knows"
+    [found] = facts(scores=[scored(1)], acceptances=[healthy, dead]).watch.engines
+    assert (found.reporter, found.drafter_version, found.rounds, found.name) == ("e", VERSION, 300, "dead")
+    assert found.stretch is not None
+    assert (found.stretch.live_alpha, found.stretch.replay_alpha) == (pytest.approx(1 + 2 / 300), 3.0)
+    few, other = dead | {"rounds": 30, "accepted_tokens": 0}, dead | {"method": "ngram"}
+    for record in (few, other):
+        assert not [e for e in facts(scores=[scored(1)], acceptances=[record]).watch.engines if e.sick]
+    [bad] = facts(scores=[scored(1, alpha=1.1)], acceptances=[dead]).watch.engines
+    assert (bad.name, "bad, not dead" in bad.text) == ("healthy", True)
+    [unknown] = facts(acceptances=[dead]).watch.engines
+    assert unknown.name == "unknown", "nobody knows"
+
+
+def test_what_a_sick_engine_counted_is_no_evidence() -> None:
+    good = counted(1000, 2000, NOW - 5) | {"reporter": "good"}
+    found = facts(scores=[scored(1)], acceptances=[good, counted(1000, 0, NOW - 4)])
+    assert found.current is not None
+    assert (found.current.alpha_live, found.current.live_rounds) == (3.0, 1000)
 
 
 def test_pauses_of_a_trainer_are_known_by_when_its_batches_came() -> None:
@@ -189,7 +197,7 @@ def test_what_a_headline_reads_does_not_grow_with_the_run(
         for n in scores:
             store.put_score(f"{n:032x}", score(scored(now - 10_000 + n) | {"drafter_version": version}))
         book(redis_url, [counted(500, 9, now - 5, drafter_version=version)])
-        book(redis_url, [counted(500, 900, now - 1000, reporter=f"silent {n}") for n in silent])
+        book(redis_url, [counted(500, 900, now - 10_000, reporter=f"silent {n}") for n in silent])
 
     def read() -> tuple[dict[str, Any], int]:
         before = redis_client.info("stats")["total_net_output_bytes"]
@@ -206,9 +214,10 @@ def test_what_a_headline_reads_does_not_grow_with_the_run(
         return real(self, run)
 
     monkeypatch.setattr(Registry, "history", history)
+    grow(range(300, 301), range(0))  # what was read before is not read again while no batch was scored
     found, size = read()
     assert found["state"] == "engine_dead"
-    grow(range(300, 1200), range(10, 60))
+    grow(range(301, 1200), range(10, 60))
     assert read()[1] < 1.1 * size
     assert whole == [], "the history grows too"
 

@@ -12,12 +12,12 @@ from service.monitor.alpha import Compared
 from service.monitor.counts import LiveAlpha
 from service.monitor.current import Current
 from service.monitor.headline import (
-    DeadEngine,
     Headline,
     RunFacts,
     duration,
     headline,
 )
+from service.monitor.live_replay import EngineVerdict, Stretch, Watch
 
 NOW = 10_000.0
 POINT = Current(
@@ -65,7 +65,13 @@ def said(found: Headline) -> tuple[str, str, str]:
     return found.level, found.state, found.text
 
 
-DEAD = DeadEngine("agent http://e:8000", "v000007-0a1b2c3d", 1.0, 1500, 3.95)
+DEAD = EngineVerdict(
+    "agent http://e:8000",
+    "dead",
+    "live α 1.00 over 1,500 rounds against replay α 3.95",
+    "v000007-0a1b2c3d",
+    Stretch(1500, 1.0, 3.95, -1.37, 0.03),
+)
 GAP = "log-probabilities disagree with the features by 2.7 nats"
 STATES = [
     (
@@ -127,13 +133,38 @@ STATES = [
         ),
     ),
     (
-        facts(dead_engines=[DEAD, DEAD]),
+        facts(watch=Watch((DEAD, replace(DEAD, reporter="f")))),
         (
             "bad",
             "engine_dead",
-            "Dead in an engine: agent http://e:8000 emits 1.00 tokens per round over 1,500 rounds, though v000007 "
-            "gives 3.95 in replay. So it is in 1 more.",
+            "Dead in an engine: agent http://e:8000, with v000007: live α 1.00 over 1,500 rounds against replay α 3.95."
+            " So it is in 1 more.",
         ),
+    ),
+    (
+        facts(watch=Watch((DEAD,)), failed_pushes=3),
+        (
+            "bad",
+            "engine_dead",
+            "Dead in an engine: agent http://e:8000, with v000007: live α 1.00 over 1,500 rounds against replay α 3.95."
+            " It was pushed again 3 times, which did not help: restart the engine.",
+        ),
+    ),
+    (
+        facts(watch=Watch((replace(DEAD, name="stale weights", text="live α 2"),))),
+        ("bad", "engine_stale", "Other weights in an engine: agent http://e:8000, with v000007: live α 2."),
+    ),
+    (
+        facts(watch=Watch((replace(DEAD, name="engine features", text="live α 2"),))),
+        ("bad", "engine_features", "Wrong features in an engine: agent http://e:8000, with v000007: live α 2."),
+    ),
+    (
+        facts(watch=Watch((replace(DEAD, name="trainer features"),), hold="live and replay α disagree")),
+        ("bad", "held", "Nothing is published: live and replay α disagree."),
+    ),
+    (
+        facts(watch=Watch((replace(DEAD, name="depth", text="it drafts 2"),))),
+        ("warn", "engine_depth", "Other depth: agent http://e:8000: it drafts 2."),
     ),
     (
         facts(current=point(compared=Compared(5, 5.0, 4.77))),
@@ -239,7 +270,7 @@ def test_the_worst_is_said_first_and_the_rest_beside_it() -> None:
             heartbeat=NOW - 71,
             recent_dead=15,
             dead_reason=GAP,
-            dead_engines=[DEAD],
+            watch=Watch((DEAD,)),
             drift_alarm=True,
             last_arrival=NOW - 3600,
         )

@@ -15,7 +15,6 @@ from record_fixtures import acceptance, gauges, score
 from redis import Redis
 
 from service.api.snapshot import run_document
-from service.monitor.dead_drafter import DeadRule
 from service.monitor.metrics import RunSnapshot, render
 from service.monitor.records import (
     AcceptanceRecord,
@@ -79,7 +78,7 @@ def test_what_the_version_before_had_stored_reads_as_it_did(
     }
     rendered = render(runs, queue_limit_bytes=1 << 34).decode()
     assert rounded(rendered) == rounded((RECORDED / "metrics.txt").read_text())
-    documents = (run_document(run, found, Settings(), DeadRule()) for run, found in runs.items())
+    documents = (run_document(run, found, Settings()) for run, found in runs.items())
     lines = [json.dumps(one, allow_nan=False) for one in documents]
     assert parsed(lines) == parsed((RECORDED / "alpha.jsonl").read_text().splitlines())
 

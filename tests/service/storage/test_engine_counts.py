@@ -71,9 +71,17 @@ def with_store(url: str, work: Any) -> Any:
     return asyncio.run(main())
 
 
+async def booked(store: AsyncStore, record: AcceptanceRecord) -> tuple[int, int]:
+    """Take a report in; returns the account's sums of its drafter."""
+    await store.book(record)
+    account = Account.read(await store._redis.hget(KEYS.reporters, str(record.reporter)))
+    rounds, accepted = account.sums[str(record.drafter_version)]
+    return rounds, accepted
+
+
 def book(url: str, *reports: Record) -> list[tuple[int, int]]:
     async def work(store: AsyncStore) -> list[tuple[int, int]]:
-        return [await store.book(acceptance(one)) for one in reports]
+        return [await booked(store, acceptance(one)) for one in reports]
 
     found: list[tuple[int, int]] = with_store(url, work)
     return found
@@ -172,7 +180,7 @@ def test_running_sums_are_those_of_reading_everything(
             document = engines[which].do(what, rounds, accepted)
             if document is not None:
                 record = acceptance(document)
-                assert await store.book(record) == model.book(record, latest)
+                assert await booked(store, record) == model.book(record, latest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_counts, "KEPT_APART", apart)
@@ -389,7 +397,7 @@ def test_a_report_costs_the_same_at_ten_and_at_a_thousand_records(
     version = service.publish().version
     store = Store(redis_client, "default")
     served = {"tokens": 300.0, "rounds": 100.0}
-    for number in range(200):
+    for number in range(300):
         store.put_score(
             f"{number:032x}", score({"drafter_version": version, "served": served, "created": float(number)})
         )
@@ -397,7 +405,7 @@ def test_a_report_costs_the_same_at_ten_and_at_a_thousand_records(
     rounds = 0
     for engines in (10, 1000):
         book(redis_url, *(report(f"e{i}", version, 1) for i in range(engines)))
-        redis_client.delete(KEYS.judged)
+        store.put_score(f"{engines:032x}", score({"drafter_version": version, "served": served, "created": 300.0}))
         rounds += 300
         document = {"run": "default", **report("e0", version, 1, rounds=rounds, accepted_tokens=accepted * rounds)}
         commands.clear()
@@ -424,5 +432,5 @@ def test_a_report_of_an_old_engine_costs_a_few_fields_more_at_most(
     few = cost(1)
     book(redis_url, *(report("e0", "v1", p) for p in range(2, 1000)))
     many = cost(1000)
-    assert many[0] <= few[0] + 2, "one reads what is added up, one writes that the counts were judged"
+    assert many[0] <= few[0] + 2, "one reads what is added up"
     assert many[1] <= few[1] + 12

@@ -1,0 +1,306 @@
+"""How soon is an engine that accepts otherwise than replay says named, and how often is a sound one? Simulated.
+
+    python -m benchmarks.live_replay            # the table of docs/lab/live_replay.md, about two minutes on one core
+    python -m benchmarks.live_replay --engines 200
+
+The classes are the service's own: reports go through `counted`, replay through score records, verdicts come from
+`watch`. Drawn are prompts (8 rollouts each, alike), rollouts, and every round's accepted drafts by position. Engines
+answer other rollouts than are replayed. A policy version is one step; its replay is known when the step is over, as in
+a service.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from service.monitor.live_replay import Block, LiveRule, Replays, Watch, counted, watch
+from service.monitor.records import AcceptanceRecord, DrafterSums, Replayed, ScoreRecord
+
+Floats = npt.NDArray[np.float64]
+
+K = 4
+#: Acceptance of each draft given those before it, of a drafter of α 3.1.
+SOUND = np.array([0.72, 0.83, 0.80, 0.86])
+ROLLOUTS_PER_PROMPT = 8
+STEPS_KEPT = 64  # score records that `watch` is given
+
+
+@dataclass(frozen=True)
+class World:
+    """Where engines and replay agree but for what the world says."""
+
+    name: str
+    prompts: int = 16  # replayed per step
+    prompt_spread: float = 0.35  # sd of a prompt's log odds of acceptance
+    rollout_spread: float = 0.35
+    natural_bias: float = 0.0  # of the engines' log odds: bf16, kernels
+    rounds_per_step: int = 512  # of each engine
+    reports_per_step: int = 2
+    drift: float = 0.02  # sd of the drafter's log odds from step to step: the policy moves
+    steps_per_version: int = 5
+    answer_tokens: int = 60
+
+
+WORLDS = (
+    World("usual"),
+    World("prompts unlike each other", prompt_spread=0.9, rollout_spread=0.6),
+    World("engines 2 % lower by nature", natural_bias=-0.055),
+    World("4 prompts replayed a step", prompts=4),
+    World("policy moves fast", drift=0.12),
+    World("32 rounds a report", rounds_per_step=64, reports_per_step=2),
+    World("8,192 rounds a step", rounds_per_step=8192, reports_per_step=8),
+    World("answers of 8 tokens", answer_tokens=8),
+)
+
+
+def odds(shares: Floats, shift: Floats | float) -> Floats:
+    """Shares with `shift` added to their log odds."""
+    found: Floats = 1.0 / (1.0 + (1.0 - shares) / shares * np.exp(-np.asarray(shift)))
+    return found
+
+
+@dataclass
+class Case:
+    """What is wrong. `engine(step, number, replayed shares)`: the shares that an engine really accepts.
+
+    `replay(step, shares)`: what the service replays. `named`: the verdicts that are right. `sick`: numbers of the
+    engines that are to be named, from step `onset`. `depth`: tokens drafted by those.
+    """
+
+    name: str
+    named: tuple[str, ...]
+    engine: Callable[[int, int, Floats], Floats] = lambda _step, _number, shares: shares
+    replay: Callable[[int, Floats], Floats] = lambda _step, shares: shares
+    engines: int = 4
+    sick: tuple[int, ...] = (0,)
+    depth: int = K
+    onset: int = 8
+
+    def wrong(self, step: int, number: int) -> bool:
+        """Whether an engine is wrong at a step."""
+        return step >= self.onset and number in self.sick
+
+
+def scaled(target: float) -> Callable[[Floats], Floats]:
+    """Lower all log odds alike, until a drafter of SOUND has an α of `target`."""
+
+    def alpha(shift: float) -> float:
+        return float(1 + np.cumprod(odds(SOUND, shift)).sum())
+
+    low, high = -12.0, 12.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if alpha(middle) < target else (low, middle)
+    return lambda shares: odds(shares, low)
+
+
+def only(change: Callable[[Floats], Floats], sick: tuple[int, ...], onset: int) -> Callable[[int, int, Floats], Floats]:
+    """Change what these engines accept, from a step on."""
+    return lambda step, number, shares: change(shares) if step >= onset and number in sick else shares
+
+
+def feedback(shares: Floats) -> Floats:
+    """Lower what is accepted from the second draft on."""
+    return np.concatenate([shares[..., :1], odds(shares[..., 1:], -2.0)], axis=-1)
+
+
+def cases() -> list[Case]:
+    """All that can be wrong."""
+    half, aux, stale, nothing = scaled(1.75), scaled(2.2), scaled(2.5), scaled(1.01)
+    all_four = (0, 1, 2, 3)
+    return [
+        Case("half dead (1.75 against 3.04)", ("stale weights",), only(half, (0,), 8)),
+        Case("half dead, the only engine", ("stale weights",), only(half, (0,), 8), engines=1),
+        Case("lost weights (1.01)", ("dead",), only(nothing, (0,), 8)),
+        Case("drafts 2 and not 4", ("depth",), depth=2),
+        Case("drafts 3 and not 4", ("depth",), depth=3),
+        Case("stale weights (2.5 of 3.1)", ("stale weights",), only(stale, (0,), 10), onset=10),
+        Case("aux layers wrong from the start", ("engine features",), only(aux, (0,), 0), onset=0),
+        Case("feedback wrong", ("engine features",), only(feedback, (0,), 8)),
+        Case("all engines low", ("trainer features",), only(stale, all_four, 8), sick=all_four),
+        Case(
+            "trainer's features break",
+            ("trainer features",),
+            replay=lambda step, shares: half(shares) if step >= 8 else shares,
+            sick=all_four,
+        ),
+        Case(
+            "poisoned: replay heals, live falls; one engine",
+            ("trainer features",),
+            engine=lambda step, _number, shares: odds(shares, -0.16 * max(0, step - 8)),
+            replay=lambda step, shares: odds(shares, -1.5 + 0.15 * max(0, step - 8) if step >= 8 else 0.0),
+            engines=1,
+        ),
+    ]
+
+
+class Simulation:
+    """One run of one case in one world."""
+
+    def __init__(self, world: World, case: Case, seed: int, rule: LiveRule) -> None:
+        self._world, self._case, self._rule = world, case, rule
+        self._random = np.random.default_rng(seed)
+        self._shift = 0.0
+        self._scores: list[ScoreRecord] = []
+        self._blocks: dict[str, tuple[Block, ...]] = {f"engine {n}": () for n in range(case.engines)}
+
+    def steps(self, count: int) -> Iterator[tuple[int, Mapping[str, int], Watch]]:
+        """Run; after every report: the step, rounds counted since by each engine, and the verdicts."""
+        world = self._world
+        for step in range(count):
+            self._shift = 0.95 * self._shift + world.drift * float(self._random.normal())
+            shares = odds(SOUND, self._shift)
+            replays = Replays(self._scores[-STEPS_KEPT:])
+            for _ in range(world.reports_per_step):
+                rounds = {name: self._report(step, number, shares) for number, name in enumerate(self._blocks)}
+                yield step, rounds, watch(self._blocks, replays, self._rule)
+            self._scores.append(self._score(step, shares))
+            replays = Replays(self._scores[-STEPS_KEPT:])
+            yield step, {}, watch(self._blocks, replays, self._rule)
+
+    def _version(self, step: int) -> str:
+        return f"v{step // self._world.steps_per_version:06d}-0a1b2c3d"
+
+    def _rollouts(self, shares: Floats, prompts: int) -> Floats:
+        """Shares of rollouts, [R, K]: those of one prompt are alike."""
+        prompt = self._random.normal(0.0, self._world.prompt_spread, prompts).repeat(ROLLOUTS_PER_PROMPT)
+        own = self._random.normal(0.0, self._world.rollout_spread, prompts * ROLLOUTS_PER_PROMPT)
+        return odds(shares, (prompt + own)[:, None])
+
+    def _report(self, step: int, number: int, shares: Floats) -> int:
+        world, case = self._world, self._case
+        wanted = world.rounds_per_step / world.reports_per_step
+        per_answer = world.answer_tokens / (1 + np.cumprod(shares).sum())
+        prompts = max(1, round(wanted / per_answer / ROLLOUTS_PER_PROMPT))
+        found = self._rollouts(odds(case.engine(step, number, shares), world.natural_bias), prompts)
+        depth = case.depth if case.wrong(step, number) else K
+        survived = np.cumprod(found[:, :depth], axis=1)
+        alphas = 1 + survived.sum(axis=1)  # an answer has its tokens, however many rounds they take
+        rounds = np.maximum(1, np.rint(wanted / alphas / (1 / alphas).sum())).astype(int)
+        law = np.diff(np.concatenate([np.ones((len(found), 1)), survived, np.zeros((len(found), 1))], axis=1), axis=1)
+        kept = self._random.multinomial(rounds, -law).sum(axis=0)  # rounds that kept 0..depth drafts
+        by_position = tuple(int(n) for n in kept[::-1].cumsum()[::-1][1:])
+        total = int(rounds.sum())
+        record = AcceptanceRecord(
+            reporter=f"engine {number}",
+            drafter_version=self._version(step),
+            policy_version=step,
+            rounds=total,
+            accepted_tokens=sum(by_position),
+            drafted_tokens=depth * total,
+            emitted_tokens=total + sum(by_position),
+            accepted_per_position=by_position,
+            created=float(step),
+        )
+        name = f"engine {number}"
+        self._blocks[name] = counted(self._blocks[name], record)
+        return total
+
+    def _score(self, step: int, shares: Floats) -> ScoreRecord:
+        found = self._rollouts(self._case.replay(step, shares), self._world.prompts)
+        survived = np.cumprod(found, axis=1)
+        tokens = self._random.poisson(self._world.answer_tokens, len(found)).clip(2).astype(float)
+        rounds = tokens / (1 + survived.sum(axis=1))
+        accepted = (rounds[:, None] * survived).sum(axis=0)
+        reached = np.concatenate([[rounds.sum()], accepted[:-1]])
+        by_prompt = (counts.reshape(-1, ROLLOUTS_PER_PROMPT).sum(axis=1).tolist() for counts in (tokens, rounds))
+        sums = DrafterSums.of(*by_prompt)
+        version = self._version(step)
+        return ScoreRecord(
+            served=sums,
+            replayed=(Replayed(version, sums, tuple(accepted.tolist()), tuple(reached.tolist())),),
+            drafter_version=version,
+            policy_version=step,
+            entry_id=f"{step + 1}-0",
+        )
+
+
+def until_named(
+    world: World, case: Case, seed: int, rule: LiveRule, most: int = 8192
+) -> tuple[list[int | None], Counter[str]]:
+    """Rounds of each sick engine until it is named (None: not within `most`), and what sound ones were called.
+
+    What is wrong before the case's onset counts as wrong too.
+    """
+    since: defaultdict[int, int] = defaultdict(int)
+    named: dict[int, int] = {}
+    wrong: Counter[str] = Counter()
+    for step, rounds, found in Simulation(world, case, seed, rule).steps(case.onset + 40):
+        for verdict in found.engines:
+            number = int(verdict.reporter.split()[1])
+            if case.wrong(step, number):
+                if verdict.name in case.named:
+                    named.setdefault(number, since[number] + rounds.get(verdict.reporter, 0))
+                elif verdict.name not in ("healthy", "unknown"):
+                    wrong[verdict.name] += 1
+                since[number] += rounds.get(verdict.reporter, 0)
+            elif verdict.name not in ("healthy", "unknown"):
+                wrong[f"sound engine: {verdict.name}"] += 1
+        if all(number in named or since[number] > most for number in case.sick) and step >= case.onset:
+            break
+    return [named.get(number) for number in case.sick], wrong
+
+
+def false_names(
+    world: World, engines: int, steps: int, seed: int, rule: LiveRule
+) -> tuple[int, int, int, Counter[str]]:
+    """Sound engines that were ever called sick, reports, holds, and by what names."""
+    case = Case("sound", (), sick=(), engines=4)
+    called: set[tuple[int, str]] = set()
+    names: Counter[str] = Counter()
+    reports = holds = 0
+    for run in range(-(-engines // case.engines)):
+        held = False
+        for _, rounds, found in Simulation(world, case, seed + run, rule).steps(steps):
+            reports += len(rounds)
+            held = held or found.hold is not None
+            for verdict in found.engines:
+                if verdict.name not in ("healthy", "unknown"):
+                    names[verdict.name] += (run, verdict.reporter) not in called
+                    called.add((run, verdict.reporter))
+        holds += held
+    return len(called), reports, holds, names
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=1000, help="sound engines in the first world; others a fifth")
+    parser.add_argument("--steps", type=int, default=40, help="policy versions that a sound engine serves")
+    parser.add_argument("--runs", type=int, default=20, help="runs of each case")
+    asked = parser.parse_args()
+    rule = LiveRule()
+    print("sound engines (simulated): ever called anything but healthy or unknown\n")
+    print("| world | engines | reports | called sick | runs held |\n|---|---|---|---|---|")
+    for number, world in enumerate(WORLDS):
+        engines = asked.engines if number == 0 else max(4, asked.engines // 5)
+        called, reports, holds, names = false_names(world, engines, asked.steps, 1000 * number, rule)
+        said = f" ({', '.join(f'{n} {c}' for n, c in names.items())})" if names else ""
+        print(f"| {world.name} | {engines} | {reports:,} | {called}{said} | {holds} |", flush=True)
+    print("\nrounds of the engine until it is named (simulated): median, worst of the runs; other names meanwhile\n")
+    print("| case | name | " + " | ".join(w.name for w in WORLDS[:4]) + " | other names |")
+    print("|---|---|" + "---|" * 5)
+    for case in cases():
+        cells, wrong = [], Counter[str]()
+        for world in WORLDS[:4]:
+            found: list[int | None] = []
+            for seed in range(asked.runs):
+                rounds, others = until_named(world, case, seed, rule)
+                found += rounds
+                wrong += others
+            known = sorted(n for n in found if n is not None)
+            missed = len(found) - len(known)
+            middle = f"{known[len(known) // 2]:,}, {known[-1]:,}" if known else "-"
+            cells.append(middle + (f" ({missed} of {len(found)} not)" if missed else ""))
+        said = ", ".join(f"{name} {count}" for name, count in wrong.most_common(3)) or "none"
+        print(f"| {case.name} | {case.named[0]} | {' | '.join(cells)} | {said} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
