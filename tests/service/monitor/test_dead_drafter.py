@@ -81,7 +81,7 @@ def test_a_dead_drafter_is_not_pushed_when_that_would_not_help(changes: dict[str
 
 
 def test_replay_alpha_pools_sums_of_that_version_only() -> None:
-    scores = [
+    scores: list[dict[str, Any]] = [
         {"drafter_version": "v1", "served": {"tokens": 30.0, "rounds": 10.0}},
         {"drafter_version": "v1", "served": {"tokens": 10.0, "rounds": 10.0}},
         {"drafter_version": "v2", "served": {"tokens": 90.0, "rounds": 10.0}},
