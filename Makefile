@@ -46,7 +46,7 @@ machine: $(VENV)/.ready
 lint: $(VENV)/.ready ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && echo "lint: ok"
 
-types: $(VENV)/.ready ## Strict types
+types: $(VENV)/.ready ## Strict types, of tests and benchmarks too
 	@$(BIN)/mypy --no-error-summary && echo "types: ok"
 
 unit: $(VENV)/.ready ## The tests (ARGS="-k replay")

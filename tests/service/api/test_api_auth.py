@@ -111,6 +111,11 @@ def test_each_challenge_has_a_line_of_its_own_and_basic_comes_first(guarded: Run
         ]
 
 
+def settings_of(**given: Any) -> Settings:
+    """From plain text, as the environment gives it."""
+    return Settings(**given)
+
+
 def test_what_is_not_listed_needs_admin() -> None:
     assert allowed_scopes("POST", "/new/call") == {"admin"}
     assert allowed_scopes("DELETE", "/rollouts/x") == {"admin"}
@@ -120,13 +125,13 @@ def test_what_is_not_listed_needs_admin() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])  # noqa: S104
 def test_without_tokens_only_loopback_is_bound(host: str, redis_url: str, tmp_path: Any) -> None:
     with pytest.raises(ConfigurationError, match="DRAFTALIGN_TOKENS"):
-        create_app(Settings(state_dir=tmp_path, redis_url=redis_url, host=host))
-    create_app(Settings(state_dir=tmp_path, redis_url=redis_url, host=host, tokens="s:read"))
+        create_app(settings_of(state_dir=tmp_path, redis_url=redis_url, host=host))
+    create_app(settings_of(state_dir=tmp_path, redis_url=redis_url, host=host, tokens="s:read"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
 def test_loopback_may_be_bound_without_tokens(host: str, redis_url: str, tmp_path: Any) -> None:
-    create_app(Settings(state_dir=tmp_path, redis_url=redis_url, host=host))
+    create_app(settings_of(state_dir=tmp_path, redis_url=redis_url, host=host))
 
 
 def test_without_tokens_a_foreign_host_name_is_not_answered(service: RunningService) -> None:
@@ -152,29 +157,29 @@ def test_without_tokens_a_foreign_host_name_is_not_answered(service: RunningServ
 )
 def test_malformed_tokens_stop_the_start_and_are_not_printed(tokens: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        Settings(tokens=tokens)
+        settings_of(tokens=tokens)
     assert "tokens" in str(caught.value)
 
 
 def test_settings_never_print_secrets() -> None:
-    settings = Settings(tokens="hunter2:read", redis_url="redis://:hunter2@host/0")
+    settings = settings_of(tokens="hunter2:read", redis_url="redis://:hunter2@host/0")
     assert "hunter2" not in f"{settings!r} {settings} {settings.model_dump_json()}"
     assert settings.token_scopes() == {"hunter2": {"read"}}
-    assert Settings(tokens="x:admin").token_scopes()["x"] == set(SCOPES)
+    assert settings_of(tokens="x:admin").token_scopes()["x"] == set(SCOPES)
     with pytest.raises(ValidationError) as caught:
-        Settings(tokens="hunter2", redis_url="redis://:hunter2@host/0", max_body_bytes=100, queue_max_bytes=50)
+        settings_of(tokens="hunter2", redis_url="redis://:hunter2@host/0", max_body_bytes=100, queue_max_bytes=50)
     assert "hunter2" not in str(caught.value)
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTALIGN_DEPTH", "6")
     monkeypatch.setenv("REDIS_URL", "redis://elsewhere")
-    settings = Settings()
+    settings = settings_of()
     assert settings.depth == 6
     assert settings.redis_url is not None
     assert settings.redis_url.get_secret_value() == "redis://elsewhere"
     with pytest.raises(ValidationError, match="queue_max_bytes"):
-        Settings(max_body_bytes=100, queue_max_bytes=50)
+        settings_of(max_body_bytes=100, queue_max_bytes=50)
 
 
 # --- problem documents and operations

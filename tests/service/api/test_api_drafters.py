@@ -164,7 +164,8 @@ def test_a_rollback_needs_a_known_version_and_a_reason(service: RunningService) 
     version = service.publish().version
     unknown = service.client.post("/drafter/v000009-00000000/rollback", json={"reason": "x"})
     assert unknown.status_code == 404
-    for body in ({}, {"reason": ""}, {"reason": 3}, {"reason": "x", "force": True}, []):
+    bodies: list[object] = [{}, {"reason": ""}, {"reason": 3}, {"reason": "x", "force": True}, []]
+    for body in bodies:
         assert service.client.post(f"/drafter/{version}/rollback", json=body).status_code == 422, body
     form = service.client.post(f"/drafter/{version}/rollback", data={"reason": "x"})
     assert form.status_code == 415, "what a web page elsewhere could send without asking"

@@ -148,9 +148,9 @@ def test_a_full_queue_answers_429_with_retry_after_and_reads_no_body(serve: Serv
     assert b"connection: close" in reply.lower()
     assert b"application/problem+json" in reply
     for run in (None, "default"):  # a client that does not wait for 100 Continue sees the answer too
-        reply = service.post(body, run)
-        assert (reply.status_code, reply.headers["retry-after"]) == (429, "7")
-        assert "1 batches" in reply.json()["detail"]
+        answer = service.post(body, run)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+        assert "1 batches" in answer.json()["detail"]
     assert len(service.spooled()) == 1
     (entry,) = queue.claim("w", 1000, 60.0)
     queue.ack(entry)

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -239,7 +240,7 @@ def policy(embed: FloatArray, head: FloatArray | None = None) -> dict[str, wire.
 def put_policy(
     service: RunningService, tensors: dict[str, wire.Tensor], run: str = "r", **metadata: str
 ) -> httpx.Response:
-    body = joined(wire.encode(tensors, wire.parse_header(run_file()).metadata | metadata))
+    body = joined(wire.encode(tensors, {**wire.parse_header(run_file()).metadata, **metadata}))
     return service.client.put(f"/runs/{run}", content=body, headers=HEADERS)
 
 
@@ -287,15 +288,15 @@ def test_a_policy_that_moved_is_let_in_and_its_head_is_known_from_its_version_on
     reply = put_policy(bare, policy(now if tied else weights(0), None if tied else now), policy_version="7")
     assert reply.status_code == 200
     target = Target.open(bare.layout, "r")
-    assert np.array_equal(target.at(6).head.lm_head.numpy(), first)
-    assert np.array_equal(target.at(7).head.lm_head.numpy(), now)
+    assert np.array_equal(target.at(6).needed_head().lm_head.numpy(), first)
+    assert np.array_equal(target.at(7).needed_head().lm_head.numpy(), now)
     assert reply.json()["latest_head"] == (7 if by else None), "the same head is not kept twice"
     assert bare.spooled() == []
 
 
 def heads_in_force(service: RunningService, *versions: int) -> list[FloatArray]:
     target = Target.open(service.layout, "r")
-    return [target.at(version).head.lm_head.numpy() for version in versions]
+    return [target.at(version).needed_head().lm_head.numpy() for version in versions]
 
 
 def run_ahead(service: RunningService) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -397,7 +398,12 @@ def test_a_damaged_head_of_the_run_stands_in_nobodys_way(bare: RunningService) -
 def test_weights_that_are_no_numbers_are_refused_by_name(bare: RunningService, bad: float, dtype: str) -> None:
     sound, rotten = weights(0), weights(1)
     rotten[VOCAB - 1, HIDDEN - 1] = bad
-    cast = {"F32": f32_of, "BF16": as_bf16, "F16": lambda a: wire.Tensor.of(a.astype(np.float16), "F16")}[dtype]
+    casts: dict[str, Callable[[FloatArray], wire.Tensor]] = {
+        "F32": f32_of,
+        "BF16": as_bf16,
+        "F16": lambda a: wire.Tensor.of(a.astype(np.float16), "F16"),
+    }
+    cast = casts[dtype]
     for name, tensors in (
         ("lm_head", {"embed_tokens": cast(sound), "lm_head": cast(rotten)}),
         ("embed_tokens", {"embed_tokens": cast(rotten), "lm_head": cast(sound)}),
@@ -436,8 +442,8 @@ def test_what_a_second_registration_brings_in_vain_is_said(bare: RunningService)
 def refuse(service: RunningService, redis_client: Redis, run: str = "default") -> None:
     """As the worker says it."""
     refused = json.dumps(file_id(service.layout.target(run)))
-    told = {"error": json.dumps("fc.weight holds NaN"), "refused": refused}
-    redis_client.hset(f"da:{{{run}}}:worker", mapping=told)
+    key, error = f"da:{{{run}}}:worker", json.dumps("fc.weight holds NaN")
+    redis_client.hset(key, mapping={"error": error, "refused": refused})
     assert service.client.get(f"/runs/{run}").json()["worker_error"] == "fc.weight holds NaN"
 
 
@@ -465,8 +471,8 @@ def test_a_run_that_gathers_its_vocabulary_is_not_replaced_for_an_error_that_is_
     before = bare.layout.target("r").read_bytes()
     head = bare.layout.head("r", 3)
     assert put_head(bare, 3, {"lm_head": mine["lm_head"]}).status_code == 201
-    told = {"error": json.dumps("DefaultCPUAllocator: can't allocate memory"), "refused": json.dumps(refused)}
-    redis_client.hset("da:{r}:worker", mapping=told)
+    error = json.dumps("DefaultCPUAllocator: can't allocate memory")
+    redis_client.hset("da:{r}:worker", mapping={"error": error, "refused": json.dumps(refused)})
     again = put_policy(bare, mine)
     assert (again.status_code, again.json()["worker_error"]) == (200, "DefaultCPUAllocator: can't allocate memory")
     assert put_policy(bare, other).status_code == 409

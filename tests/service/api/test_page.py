@@ -278,7 +278,7 @@ def test_engines_that_draft_by_other_methods_are_compared(browser: Browser) -> N
     assert [(name, method) for name, method, _ in rows] == [("mtp", "mtp"), ("ngram", "ngram")]
     for (_, method, alpha), level in zip(rows, (1.78, 1.31), strict=True):
         records = [r for r in snapshot.acceptances if r.method == method]
-        pooled = sum(r.emitted for r in records) / sum(r.rounds for r in records)
+        pooled = sum(r.emitted or 0 for r in records) / sum(r.rounds for r in records)
         assert float(alpha) == pytest.approx(pooled, abs=0.006)
         assert float(alpha) == pytest.approx(level, abs=0.03)
     assert "drafter v0" in page.texts["servers"]

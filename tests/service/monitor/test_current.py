@@ -11,7 +11,6 @@ from service_fixtures import RunningService
 from worker_fixtures import Bench
 
 from service.monitor.alpha import Compared
-from service.monitor.counts import LiveAlpha
 from service.monitor.current import ENOUGH_ROUNDS, current
 from service.monitor.records import AcceptanceRecord, ScoreRecord
 
@@ -63,7 +62,9 @@ def test_live_alpha_that_rests_on_few_rounds_is_pooled_with_what_came_before() -
     found = current([], reports)
     assert found is not None
     assert (found.alpha_live, found.live_rounds) == (1.0, 9)
-    assert found.live == LiveAlpha(pytest.approx((3 * ENOUGH_ROUNDS + 9) / (ENOUGH_ROUNDS + 9)), 209)
+    assert found.live is not None
+    assert found.live.alpha == pytest.approx((3 * ENOUGH_ROUNDS + 9) / (ENOUGH_ROUNDS + 9))
+    assert found.live.rounds == 209
     assert current([], reports[1:]).live is None  # type: ignore[union-attr]
 
 

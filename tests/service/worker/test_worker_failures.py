@@ -33,6 +33,7 @@ from service.worker.lineage import Lineage
 from service.worker.loop import LeaseLost, RunWorker
 from service.worker.process import Worker
 from service.worker.recent import RecentRollouts
+from service.worker.scoring import score as learners_score
 
 FIRST = "before-default"  # runs are served in this order
 
@@ -266,12 +267,11 @@ def test_a_batch_that_cannot_be_scored_is_dead_of_it_and_the_others_are_trained(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posted = [bench.post(name) for name in "abc"]
-    real = service.worker.learner.score
 
     def score(batch: Any, *args: Any, **named: Any) -> Any:
         if batch.rollout_ids[0].startswith("b/"):
             raise IndexError("index 50 is out of bounds")
-        return real(batch, *args, **named)
+        return learners_score(batch, *args, **named)
 
     monkeypatch.setattr(service.worker.learner, "score", score)
     turns(worker, bench, posted)
@@ -356,14 +356,14 @@ def test_memory_that_runs_out_is_not_laid_to_the_batch_at_once(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     batch = bench.post("a")
-    real, calls = service.worker.learner.score, 0
+    calls = 0
 
     def score(*args: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls < MAX_DELIVERIES:
             raise error
-        return real(*args, **named)
+        return learners_score(*args, **named)
 
     monkeypatch.setattr(service.worker.learner, "score", score)
     for _ in range(MAX_DELIVERIES):

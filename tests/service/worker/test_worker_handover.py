@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,7 +45,7 @@ EAGER: dict[str, Any] = {"gate_min_gain": -1e6, "recent_tokens": 400}
 STEPS_OF_A_SAVE = [
     (rl_hooks.durable, "sync"),
     (service.worker.checkpoint, "write_kind"),
-    (service.worker.checkpoint.shutil, "rmtree"),
+    (shutil, "rmtree"),
     (DrafterTrainer, "save"),
     (WorkerCheckpoint, "newest"),
     (Path, "mkdir"),
@@ -71,7 +72,7 @@ STEPS_OF_A_TURN = [
 
 
 def sleep_before_step(
-    patch: pytest.MonkeyPatch, steps: list[tuple[Any, str]], number: int, meanwhile: Callable[[], None]
+    patch: pytest.MonkeyPatch, steps: list[tuple[Any, str]], number: int, meanwhile: Callable[[], object]
 ) -> list[str]:
     """Call `meanwhile` before the `number`-th of `steps` from here on; returns the steps' names, as they come."""
     done: list[str] = []

@@ -37,6 +37,7 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
             worker.learner.lineage.candidate, load_batch(path), bench.world.policy(), depth=4, drafting="probabilistic"
         ).total()
         record = bench.store.scores()[batch_id]
+        assert record.candidate is not None
         assert {k: getattr(record.candidate, k) for k in before} == pytest.approx(before)
         assert record.candidate.rounds != pytest.approx(after["rounds"], rel=1e-6), "training changed nothing"
 

@@ -124,7 +124,9 @@ def test_an_initial_drafter_of_two_layers_is_taken_up_trained_and_scored(bench: 
     bench.register(bench.world.run_file(drafter=deep))
     bench.post("a", policy_version=1)
     worker = bench.worker()
-    assert worker.learner.lineage.candidate.config.num_hidden_layers == 2
+    candidate = worker.learner.lineage.candidate
+    assert isinstance(candidate, Eagle3Drafter)
+    assert candidate.config.num_hidden_layers == 2
     manifest = Registry(bench.layout).latest("default")
     assert manifest is not None
     published = read_drafter(bench.layout.drafter("default", manifest.version))
@@ -256,7 +258,8 @@ def test_a_batch_is_checked_and_trained_with_the_newest_head_not_newer_than_its_
     bench.drain(bench.worker())
     assert {v: bench.state(b) for v, b in batches.items()} == dict.fromkeys(batches, "trained")
     scores = bench.store.scores()
-    assert all(scores[b].logprob_gap < 0.01 for b in batches.values())
+    gaps = [scores[b].logprob_gap for b in batches.values()]
+    assert all(gap is not None and gap < 0.01 for gap in gaps)
 
 
 def test_a_head_that_was_never_sent_shows_as_a_stale_head(bench: Bench) -> None:
@@ -397,7 +400,10 @@ def test_a_better_candidate_is_published_with_its_evidence(bench: Bench) -> None
     assert latest.parent is not None
     scores = list(bench.store.scores().values())
     assert scores[0].drafter_version == first.version
-    assert scores[-1].frozen.rounds > scores[-1].served.rounds, "the new one needs fewer rounds"
+    frozen, served = scores[-1].frozen, scores[-1].served
+    assert frozen is not None
+    assert served is not None
+    assert frozen.rounds > served.rounds, "the new one needs fewer rounds"
 
 
 def test_an_archived_version_that_fits_better_is_served_again(bench: Bench, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import service.storage.queue
 import service.worker.inbox
 import service.worker.lease
 import service.worker.process
+from drafter.batch import load_batch
 from drafter.training.trainer import DrafterTrainer
 from service.storage.queue import MAX_DELIVERIES
 from service.storage.queue import RolloutQueue as WorkersQueue
@@ -365,7 +366,7 @@ def test_a_worker_that_was_stopped_while_it_renewed_its_lease_does_not_renew_ano
             if steps == number:
                 bench.redis.delete(key)  # expired: this one was stopped for longer
                 assert other.hold("default")
-            return type(client).execute_command(client, *words, **options)
+            return type(client).execute_command(client, *words, **options)  # type: ignore[no-untyped-call]
 
         with monkeypatch.context() as patch:
             patch.setattr(client, "execute_command", step)
@@ -463,12 +464,11 @@ def test_a_file_that_cannot_be_read_for_long_keeps_nobody_waiting_and_is_never_b
     bench.begin()
     unread, read = bench.post("a"), bench.post("b")
     idle = 0.1
-    load = service.worker.inbox.load_batch
 
     def failing(path: Path, **options: Any) -> Any:
         if path.name.startswith(unread):
             raise OSError(24, "Too many open files")
-        return load(path, **options)
+        return load_batch(path, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(service.worker.inbox, "load_batch", failing)
@@ -538,7 +538,7 @@ def test_a_run_whose_part_of_the_disk_fails_keeps_no_other_run_waiting(
         worker._turn()
     assert states(bench) == ["trained"]
     if when == "opened":
-        assert "Input/output" in Store(bench.redis, "before-default").worker().error
+        assert "Input/output" in (Store(bench.redis, "before-default").worker().error or "")
 
 
 def test_a_full_redis_keeps_nothing_from_being_worked_on_and_acknowledged(bench: Bench) -> None:
