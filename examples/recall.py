@@ -1,7 +1,7 @@
 """A task whose answers show only in the policy's hidden states: look values up by key, and shift every letter.
 
-A prompt lists three keys with a value of four random letters each, says a word, and asks for the keys in another order:
-`d w e r t ; h p o a q ; b m m z k ; near h d b :`. An answer is the values in the order asked for, every
+A prompt lists four keys with a value of three random letters each, says a word, and asks for the keys in another order:
+`d w e r ; h p o a ; b m m z ; x y l c ; near h d b x :`. An answer is the values in the order asked for, every
 letter moved along the alphabet by as much as the word says: `near` three places, `far` eleven. By habit the policy
 moves them by seven whatever the word says; one time in eight it heeds the word. RL rewards heeding it. In the first
 half of a run all prompts say `near`, in the second half all say `far`.
@@ -21,8 +21,8 @@ from typing import Any, Final
 
 from examples.task import EOS, PAD, PretrainRecipe, Task
 
-KEYS: Final = 3  # in a prompt, and asked for
-VALUE_LETTERS: Final = 4
+KEYS: Final = 4  # in a prompt, and asked for
+VALUE_LETTERS: Final = 3
 #: Places along the alphabet, by the word that asks for them.
 SHIFTS: Final = {"near": 3, "far": 11}
 HABIT: Final = 7

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.claims import BARS, quick_table
 from examples import recall
 
-PROMPT = "d w e r t ; h p o a q ; b m m z k ; near h d b :"
-RIGHT = "s r d t z h u w p p c n"
-HABIT = "w v h x d l y a t t g r"
+PROMPT = "d w e r ; h p o a ; b m m z ; x y l c ; near h d b x :"
+RIGHT = "s r d z h u p p c b o f"
+HABIT = "w v h d l y t t g f s j"
 
 
 def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_says() -> None:
