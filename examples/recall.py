@@ -1,14 +1,13 @@
 """A task whose answers show only in the policy's hidden states: look values up by key, and shift every letter.
 
-A prompt lists four keys with a value of three random letters each, says a word, and asks for the keys in another order:
-`d w e r ; h p o a ; b m m z ; x y l c ; near h d b x :`. An answer is the values in the order asked for, every
-letter moved along the alphabet by as much as the word says: `near` three places, `far` eleven. By habit the policy
-moves them by seven whatever the word says; one time in eight it heeds the word. RL rewards heeding it. In the first
-half of a run all prompts say `near`, in the second half all say `far`.
+A prompt lists four keys with a value of three random letters each, says a word, and asks for the keys in some order:
+`d w e r ; h p o a ; b m m z ; x y l c ; near h d b x :`. An answer is each key that was asked for and its value behind
+it, every letter of a value moved along the alphabet: `h s r d d z h u b p p c x b o f`. The word says by how much:
+`near` three places, `far` eleven. By habit the policy moves them by seven whatever the word says; one time in eight it
+heeds the word. RL rewards heeding it. In the first half of a run all prompts say `near`, in the second all say `far`.
 
-Values are random and nothing is copied as it stands: who does not look the key up cannot know the next letter. A
-drafter can do that from the policy's states over the prompt, and not from the tokens (`benchmarks/claims.py` measures
-both).
+Values are random and not copied as they stand: who does not look the key up cannot know the next letters. A drafter can
+do that from the policy's states over the prompt, and not from the tokens (`benchmarks/claims.py` measures both).
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ REAL_HEED: Final = 0.12
 LETTERS: Final = tuple(ascii_lowercase)
 #: Append only: a shipped checkpoint depends on it.
 VOCABULARY: Final = (PAD, EOS, *LETTERS, ";", ":", *SHIFTS)
-_ANSWER_LETTERS: Final = KEYS * VALUE_LETTERS
 #: Of a whole answer, end of sequence included.
-ANSWER_TOKENS: Final = _ANSWER_LETTERS + 1
+ANSWER_TOKENS: Final = KEYS * (VALUE_LETTERS + 1) + 1
 
 
 def sample_prompt(rng: random.Random, word: str) -> str:
@@ -45,10 +43,15 @@ def sample_prompt(rng: random.Random, word: str) -> str:
 
 
 def answer(prompt: str, shift: int) -> list[str]:
-    """The letters of the values that `prompt` asks for, each moved by `shift` places."""
+    """Each key that `prompt` asks for, and behind it its value, every letter moved by `shift` places."""
     *pairs, asked = (part.split() for part in prompt.split(" ; "))
     values = {key: value for key, *value in pairs}
-    return [LETTERS[(LETTERS.index(v) + shift) % len(LETTERS)] for key in asked[1:-1] for v in values[key]]
+    return [word for key in asked[1:-1] for word in (key, *(moved(letter, shift) for letter in values[key]))]
+
+
+def moved(letter: str, shift: int) -> str:
+    """The letter so many places on, behind `z` from `a` again."""
+    return LETTERS[(LETTERS.index(letter) + shift) % len(LETTERS)]
 
 
 def word_of(prompt: str) -> str:
@@ -57,10 +60,11 @@ def word_of(prompt: str) -> str:
 
 
 def score(prompt: str, text: str) -> float:
-    """Share of the answer's letters that are right and in their place, moved as the prompt's word says."""
+    """Share of the values' letters that are right and in their place, moved as the prompt's word says."""
     words = [word for word in text.split() if word not in (PAD, EOS)]
-    right = sum(a == b for a, b in zip(words, answer(prompt, SHIFTS[word_of(prompt)]), strict=False))
-    return right / max(len(words), _ANSWER_LETTERS)
+    right = answer(prompt, SHIFTS[word_of(prompt)])
+    hits = sum(a == b for i, (a, b) in enumerate(zip(words, right, strict=False)) if i % (VALUE_LETTERS + 1))
+    return hits / (KEYS * VALUE_LETTERS) * min(1.0, len(right) / max(len(words), 1))
 
 
 def _reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
@@ -99,7 +103,7 @@ TASK: Final = Task(
     prompt_tokens=KEYS * (VALUE_LETTERS + 2) + KEYS + 2,
     max_answer_tokens=ANSWER_TOKENS + 3,
     pretraining=PretrainRecipe(
-        1300, 200, learning_rate=1e-2, warmup_steps=50, decay_steps=400, sequences_per_step=32, muon=True
+        1000, 150, learning_rate=1e-2, warmup_steps=50, decay_steps=350, sequences_per_step=32, muon=True
     ),
     sample_text=_sample_text,
     sample_prompts=sample_prompts,

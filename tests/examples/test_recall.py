@@ -10,8 +10,8 @@ from benchmarks.claims import BARS, quick_table
 from examples import recall
 
 PROMPT = "d w e r ; h p o a ; b m m z ; x y l c ; near h d b x :"
-RIGHT = "s r d z h u p p c b o f"
-HABIT = "w v h d l y t t g f s j"
+RIGHT = "h s r d d z h u b p p c x b o f"
+HABIT = "h w v h d d l y b t t g x f s j"
 
 
 def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_says() -> None:
@@ -26,14 +26,14 @@ def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_s
         (RIGHT, 1.0),
         (f"{RIGHT} <eos> <pad> <pad>", 1.0),
         (HABIT, 0.0),
-        (" ".join(RIGHT.split()[:6]), 0.5),  # half of it
+        (" ".join(RIGHT.split()[:8]), 0.5),  # half of it
         (f"{RIGHT} {RIGHT}", 0.5),  # as much again
         ("", 0.0),
-        (" ".join(RIGHT.split()[1:]), 0.0),  # letters, but each in the wrong place
+        (" ".join(RIGHT.split()[4:8] + RIGHT.split()[:4] + RIGHT.split()[8:]), 0.5),  # two values exchanged
     ],
 )
 def test_the_reward_is_the_share_of_letters_in_their_place(text: str, score: float) -> None:
-    assert recall.score(PROMPT, text) == pytest.approx(score, abs=0.1)
+    assert recall.score(PROMPT, text) == pytest.approx(score)
 
 
 def test_prompts_have_one_length_and_no_two_keys_alike() -> None:
