@@ -191,16 +191,17 @@ def start_claims(stage: Stage, right: Eagle3Drafter, *, seed: int) -> dict[str, 
     return {
         "trained 4 deep (training-time test), on the policy's own answers": alpha(right, stage.test, stage.policy),
         "trained 1 deep": alpha(shallow, stage.test, stage.policy),
-        "trained on random letters (out of domain)": alpha(elsewhere, stage.test, stage.policy),
+        "trained on random words (out of domain)": alpha(elsewhere, stage.test, stage.policy),
     }
 
 
 def other_text(count: int, seed: int) -> RolloutBatch:
-    """Random letters of a rollout's length, run through the base policy: what a general corpus is to this task."""
+    """Random keys and digits, run through the base policy: what a general corpus is to this task."""
     rng = random.Random(seed)
     words = {word: i for i, word in enumerate(recall.VOCABULARY)}
-    letters, prompt, answer = [words[x] for x in recall.LETTERS], recall.TASK.prompt_tokens, recall.ANSWER_TOKENS
-    texts = [rng.choices(letters, k=prompt + answer) for _ in range(count)]
+    used = [words[x] for x in (*recall.KEY_NAMES, *recall.DIGITS)]
+    prompt, answer = recall.TASK.prompt_tokens, recall.ANSWER_TOKENS
+    texts = [rng.choices(used, k=prompt + answer) for _ in range(count)]
     return batch_of(_base_policy(), [Rollout(tuple(t[:prompt]), tuple(t[prompt:]), (0.0,) * answer) for t in texts])
 
 

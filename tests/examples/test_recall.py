@@ -9,9 +9,9 @@ import pytest
 from benchmarks.claims import BARS, quick_table
 from examples import recall
 
-PROMPT = "d w e r ; h p o a ; b m m z ; x y l c ; near h d b x :"
-RIGHT = "h s r d d z h u b p p c x b o f"
-HABIT = "h w v h d d l y b t t g x f s j"
+PROMPT = "c 4 8 0 ; h 7 1 1 ; a 0 9 3 ; f 2 2 6 ; near h c a f :"
+RIGHT = "h 9 3 3 c 6 0 2 a 2 1 5 f 4 4 8"
+HABIT = "h 0 4 4 c 7 1 3 a 3 2 6 f 5 5 9"
 
 
 def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_says() -> None:
@@ -32,7 +32,7 @@ def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_s
         (" ".join(RIGHT.split()[4:8] + RIGHT.split()[:4] + RIGHT.split()[8:]), 0.5),  # two values exchanged
     ],
 )
-def test_the_reward_is_the_share_of_letters_in_their_place(text: str, score: float) -> None:
+def test_the_reward_is_the_share_of_digits_in_their_place(text: str, score: float) -> None:
     assert recall.score(PROMPT, text) == pytest.approx(score)
 
 
