@@ -1,6 +1,6 @@
 """What α owes to the features that a hook sends, and published claims that a CPU can show, on `examples.recall`.
 
-    python -m benchmarks.claims --out DIR [--seeds 0 1 2] [--steps 60]     # records each seed's RL run once, into DIR
+    python -m benchmarks.claims --out DIR [--seeds 0 1 2] [--steps 48]     # records each seed's RL run once, into DIR
     python -m benchmarks.claims --quick                                    # one seed, base policy only; a minute
 
 For the base policy ("start") and for the policy that RL ended with ("after RL"), on its rollouts: three in four train a
@@ -48,6 +48,7 @@ DEPTH: Final = 4
 SEQUENCES_PER_STEP: Final = 40
 TRAIN_STEPS: Final = 150
 LEARNING_RATE: Final = 1e-2
+RL_LEARNING_RATE: Final = 1e-3
 #: Bars of issue 12: α with three layers, over α with something less.
 BARS: Final = {"zeros": 1.5, "last layer alone": 1.05}
 
@@ -80,12 +81,12 @@ class Stage:
 
 def last_layer(batch: RolloutBatch) -> RolloutBatch:
     """The last of the auxiliary layers alone."""
-    return replace(batch, aux_hidden=_layers(batch)[:, -1].contiguous())
+    return replace(batch, aux_hidden=_layers(batch)[:, -1].contiguous(), aux_layers=AUX_LAYERS[-1:])
 
 
 def final_state(batch: RolloutBatch) -> RolloutBatch:
     """The state that the policy's head reads."""
-    return replace(batch, aux_hidden=batch.last_hidden.clone())
+    return replace(batch, aux_hidden=batch.last_hidden.clone(), aux_layers=AUX_LAYERS[-1:])
 
 
 def zeros(batch: RolloutBatch) -> RolloutBatch:
@@ -190,16 +191,17 @@ def start_claims(stage: Stage, right: Eagle3Drafter, *, seed: int) -> dict[str, 
     return {
         "trained 4 deep (training-time test), on the policy's own answers": alpha(right, stage.test, stage.policy),
         "trained 1 deep": alpha(shallow, stage.test, stage.policy),
-        "trained on random letters (out of domain)": alpha(elsewhere, stage.test, stage.policy),
+        "trained on random words (out of domain)": alpha(elsewhere, stage.test, stage.policy),
     }
 
 
 def other_text(count: int, seed: int) -> RolloutBatch:
-    """Random letters of a rollout's length, run through the base policy: what a general corpus is to this task."""
+    """Random keys and digits, run through the base policy: what a general corpus is to this task."""
     rng = random.Random(seed)
     words = {word: i for i, word in enumerate(recall.VOCABULARY)}
-    letters, prompt, answer = [words[x] for x in recall.LETTERS], recall.TASK.prompt_tokens, recall.ANSWER_TOKENS
-    texts = [rng.choices(letters, k=prompt + answer) for _ in range(count)]
+    used = [words[x] for x in (*recall.KEY_NAMES, *recall.DIGITS)]
+    prompt, answer = recall.TASK.prompt_tokens, recall.ANSWER_TOKENS
+    texts = [rng.choices(used, k=prompt + answer) for _ in range(count)]
     return batch_of(_base_policy(), [Rollout(tuple(t[:prompt]), tuple(t[prompt:]), (0.0,) * answer) for t in texts])
 
 
@@ -246,7 +248,7 @@ def measure(directory: Path, *, seed: int, steps: int, every: int) -> dict[str, 
     """Everything for one seed; its RL run is recorded first, unless it lies there."""
     recorded = directory / f"seed-{seed}"
     if not (recorded / "recording.json").exists():
-        record(recorded, recall.TASK, seed=seed, steps=steps, learning_rate=5e-4)
+        record(recorded, recall.TASK, seed=seed, steps=steps, learning_rate=RL_LEARNING_RATE)
     kept = recorded / "claims.json"
     if kept.exists():
         return json.loads(kept.read_text())  # type: ignore[no-any-return]
@@ -293,7 +295,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.claims")
     parser.add_argument("--out", type=Path, help="directory of recordings and results")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60, help="RL steps; the task shifts half-way")
+    parser.add_argument("--steps", type=int, default=48, help="RL steps; the task shifts half-way")
     parser.add_argument("--every", type=int, default=4, help="policy versions between two that trackers see")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()

@@ -34,6 +34,7 @@ class Recipe:
     extra_steps: int = 0  # more of that training, with a fresh optimizer and
     extra_loss: Loss = "kl"
     fp8: bool = False
+    bfloat16: bool = False  # what the trainer computes in; masters stay float32
     stale: bool = False  # train on the base policy's rollouts alone
     newest_share: float = 0.5  # of a step's tokens, where there are older ones
     reservoir: float = 0.0  # share of steps whose older half comes from the base policy
@@ -117,6 +118,7 @@ RECIPES: Final = (
     _muon("muon, newest only, 8 passes", recent_tokens=1),
     _muon("muon, every 2nd version, 16 passes", every=2, passes=16),
     _muon("muon, fp8 features, 8 passes", fp8=True),
+    _muon("muon, bfloat16, 8 passes", bfloat16=True),
     _muon("muon, reservoir 25 %, 8 passes", reservoir=0.25),
     _muon("muon, depth 5, 8 passes", steps_ahead=5),
     _muon("muon, depth 7, 8 passes", steps_ahead=7),

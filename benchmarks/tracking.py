@@ -77,6 +77,7 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
         warmup_windows=recipe.warmup_windows,
         loss=recipe.loss,
         optimizer=recipe.optimizer,
+        compute_dtype="bfloat16" if recipe.bfloat16 else "float32",
     )
     trainer = DrafterTrainer(drafter, config)
     if recipe.aim:

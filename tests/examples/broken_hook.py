@@ -48,7 +48,7 @@ class Stale:
 
         DrafterHook._submit = noting  # type: ignore[method-assign]
 
-    def __call__(self, aux: Layers) -> Layers:
+    def __call__(self, _aux: Layers) -> Layers:
         bounds, ids = self.index.cu_seqlens.tolist(), self.index.input_ids.tolist()  # type: ignore[attr-defined]
         rollouts = [
             Rollout(tuple(ids[a : a + 1]), tuple(ids[a + 1 : b]), (0.0,) * (b - a - 1))

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.claims import BARS, quick_table
 from examples import recall
 
-PROMPT = "d w e r t ; h p o a q ; b m m z k ; near h d b :"
-RIGHT = "s r d t z h u w p p c n"
-HABIT = "w v h x d l y a t t g r"
+PROMPT = "c 4 8 0 ; h 7 1 1 ; a 0 9 3 ; f 2 2 6 ; near h c a f :"
+RIGHT = "h 9 3 3 c 6 0 2 a 2 1 5 f 4 4 8"
+HABIT = "h 0 4 4 c 7 1 3 a 3 2 6 f 5 5 9"
 
 
 def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_says() -> None:
@@ -26,14 +26,14 @@ def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_s
         (RIGHT, 1.0),
         (f"{RIGHT} <eos> <pad> <pad>", 1.0),
         (HABIT, 0.0),
-        (" ".join(RIGHT.split()[:6]), 0.5),  # half of it
+        (" ".join(RIGHT.split()[:8]), 0.5),  # half of it
         (f"{RIGHT} {RIGHT}", 0.5),  # as much again
         ("", 0.0),
-        (" ".join(RIGHT.split()[1:]), 0.0),  # letters, but each in the wrong place
+        (" ".join(RIGHT.split()[4:8] + RIGHT.split()[:4] + RIGHT.split()[8:]), 0.5),  # two values exchanged
     ],
 )
-def test_the_reward_is_the_share_of_letters_in_their_place(text: str, score: float) -> None:
-    assert recall.score(PROMPT, text) == pytest.approx(score, abs=0.1)
+def test_the_reward_is_the_share_of_digits_in_their_place(text: str, score: float) -> None:
+    assert recall.score(PROMPT, text) == pytest.approx(score)
 
 
 def test_prompts_have_one_length_and_no_two_keys_alike() -> None:
