@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any, Final
 
 from pydantic_core import to_jsonable_python
@@ -28,8 +28,18 @@ from service.monitor.headline import (
     RunFacts,
     headline,
 )
-from service.monitor.metrics import RunSnapshot
-from service.monitor.records import AcceptanceRecord, Arrival, Lane, ScoreRecord, ServedDrafter, Vocabulary, arrival
+from service.monitor.headroom import longest_pause
+from service.monitor.metrics import RunSnapshot, advice_of
+from service.monitor.records import (
+    AcceptanceRecord,
+    Arrival,
+    Headroom,
+    Lane,
+    ScoreRecord,
+    ServedDrafter,
+    Vocabulary,
+    arrival,
+)
 from service.settings import Settings
 from service.storage.reports import NEWEST_REPORTS
 
@@ -86,7 +96,12 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings, rule: Dead
     now = current(snapshot.scores, snapshot.acceptances, snapshot.now)
     said = headline(facts_of(snapshot, settings, rule))
     document: dict[str, Any] = to_jsonable_python(series)
-    return document | {"current": to_jsonable_python(now), "headline": to_jsonable_python(said)}
+    headroom = to_jsonable_python(snapshot.worker.headroom or Headroom()) | to_jsonable_python(advice_of(snapshot))
+    return document | {
+        "current": to_jsonable_python(now),
+        "headroom": headroom,
+        "headline": to_jsonable_python(said),
+    }
 
 
 def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFacts:
@@ -117,7 +132,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFa
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,
         last_scored=max((r.created for r in recent), default=None),
-        longest_pause=_longest_pause(recent[-RECENT_BATCHES:]),
+        longest_pause=longest_pause(recent[-RECENT_BATCHES:]),
         recent_batches=len(ended),
         recent_dead=len(dead),
         newest_dead=len(list(takewhile(lambda one: one[1] is not None, reversed(ended)))),
@@ -132,17 +147,12 @@ def facts_of(snapshot: RunSnapshot, settings: Settings, rule: DeadRule) -> RunFa
         drift_level=worker.drift_level,
         dead_engines=sorted(_dead_engines(engines, recent[-REPLAYED_BATCHES:], rule), key=lambda e: e.reporter),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),
+        headroom=advice_of(snapshot),
     )
 
 
 def _above(lane: Lane) -> bool:
     return lane.statistic is not None and lane.limit is not None and lane.statistic > lane.limit
-
-
-def _longest_pause(records: Sequence[ScoreRecord]) -> float | None:
-    """Seconds between batches that arrived one after the other; None where their queue entries are not known."""
-    known = [milliseconds / 1000.0 for has, milliseconds, _ in (record.arrival for record in records) if has]
-    return max((later - earlier for earlier, later in pairwise(known)), default=None)
 
 
 def _engines(snapshot: RunSnapshot) -> dict[str, list[AcceptanceRecord]]:

@@ -246,7 +246,7 @@ class Learner:
     def report(self, outcome: Outcome) -> None:
         """Say in one line what was done, and set the gauges."""
         size = len(self.lineage.candidate.vocabulary)
-        self.journal.report(outcome.scores, outcome.decision, size, outcome.contest)
+        self.journal.report(outcome.scores, outcome.decision, size, self.controller.curve, outcome.contest)
 
     @contextlib.contextmanager
     def _without_recent(self) -> Iterator[None]:
@@ -401,6 +401,7 @@ class Learner:
             self.controller.learn(
                 gain=candidate.verdict.gain,
                 error=_standard_error(candidate.verdict, self._settings.gate_confidence),
+                promoted=winner is candidate and winner.verdict.promote,
                 train_seconds=train_seconds or 0.0,
                 version_seconds=version_seconds,
             )
