@@ -89,8 +89,15 @@ def live(world: World, seed: int, *, claims: int = CLAIMS, fall_at: int | None =
     def measure(t: int) -> None:
         nonlocal served
         gain = math.expm1(served - candidate) + errors[t]
-        controller.learn(gain=gain, error=world.gain_se, train_seconds=20.0, version_seconds=world.version_seconds)
-        if gain - 1.645 * world.gain_se > 0.005:
+        promoted = gain - 1.645 * world.gain_se > 0.005
+        controller.learn(
+            gain=gain,
+            error=world.gain_se,
+            promoted=promoted,
+            train_seconds=20.0,
+            version_seconds=world.version_seconds,
+        )
+        if promoted:
             served = candidate
 
     for t in range(claims):

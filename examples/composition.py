@@ -76,5 +76,5 @@ def explain(parts: dict[str, float | None], aligned: float | None) -> str:
         text += f"The aligned drafter has {aligned:.2f}. "
     return text + (
         "A frozen drafter's α does not always fall: RL also sharpens a policy, and on text that the drafter knows that "
-        "raises α. The robust quantity is regret, the gap to the best drafter that could be served."
+        "raises α. Robust is the publication lag, the gap to the best drafter that could be served."
     )

@@ -32,7 +32,7 @@ _LIVE_REPLAY_GAP = 0.1
 class StepRow:
     """One RL step. α includes the bonus token; `alpha_served` and `alpha_frozen` are replay α before training on it.
 
-    `alpha_frozen` and `regret` are None for steps that the worker passed over, being behind.
+    `alpha_frozen` and `publication_lag` are None for steps that the worker passed over, being behind.
 
     `alpha_served` is of `drafter_version`, the drafter that served the step's rollouts.
     """
@@ -48,7 +48,7 @@ class StepRow:
     alpha_served: float | None
     alpha_frozen: float | None
     alpha_ngram: float | None
-    regret: float | None
+    publication_lag: float | None
     live_rounds: int
     drafter_versions: int
     generation_seconds: float
@@ -74,7 +74,7 @@ class StepRow:
             alpha_served=point.get("alpha_served"),
             alpha_frozen=point.get("alpha_frozen"),
             alpha_ngram=point.get("alpha_ngram"),
-            regret=point.get("regret"),
+            publication_lag=point.get("publication_lag"),
             live_rounds=live.rounds,
             drafter_versions=len(live.drafter_versions),
             generation_seconds=live.seconds,
@@ -183,7 +183,7 @@ def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[st
         "alpha_frozen_first": first("alpha_frozen"),
         "alpha_frozen_last": last("alpha_frozen"),
         "alpha_ngram_last": last("alpha_ngram"),
-        "regret_last": last("regret"),
+        "publication_lag_last": last("publication_lag"),
         "live_within_interval": f"{len(agree)} of {len(pure)} steps with one drafter version",
         "drift_share_of_limit": session.drift() if len(rows) > _WARM_UP_STEPS else {},
         "versions_published": sum(e.get("event") == "published" for e in events),
@@ -207,9 +207,9 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def _table(rows: Sequence[StepRow]) -> Table:
-    """The steps that the worker compared all drafters on; those that it passed over know neither frozen nor regret."""
-    compared = [row for row in rows if row.alpha_frozen is not None and row.regret is not None]
-    headings = ("step", "ver", "reward", "entr.", "live", "served", "frozen", "n-gram", "regret")
+    """The steps that the worker compared all drafters on; those that it passed over know neither frozen nor lag."""
+    compared = [row for row in rows if row.alpha_frozen is not None and row.publication_lag is not None]
+    headings = ("step", "ver", "reward", "entr.", "live", "served", "frozen", "n-gram", "lag")
     table = Table(
         title=f"{len(compared)} of {len(rows)} RL steps, on which all drafters were compared\n"
         "α = tokens per round; ktok trained; ms of hook",
@@ -222,7 +222,7 @@ def _table(rows: Sequence[StepRow]) -> Table:
     stride = max(1, len(compared) // 30)
     for row in [r for i, r in enumerate(compared) if i % stride == 0 or i == len(compared) - 1]:
         numbers = (row.reward, row.entropy, row.alpha_live, row.alpha_served, row.alpha_frozen, row.alpha_ngram)
-        cells = [f"{v:.2f}" if v is not None else "-" for v in (*numbers, row.regret)]
+        cells = [f"{v:.2f}" if v is not None else "-" for v in (*numbers, row.publication_lag)]
         known = row.versions_published is not None and row.tokens_trained is not None
         cells.append(f"{row.versions_published}/{row.versions_refused}" if known else "-")
         cells.append(f"{(row.tokens_trained or 0) / 1000:.0f}" if known else "-")

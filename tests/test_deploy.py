@@ -117,7 +117,7 @@ def test_alertmanager_routes_know_the_alerts_and_severities() -> None:
     receivers = {receiver["name"] for receiver in configuration["receivers"]}
     routes = [configuration["route"], *configuration["route"]["routes"]]
     assert {route["receiver"] for route in routes} == receivers
-    assert set(alerts.values()) == {"page", "ticket"}
+    assert set(alerts.values()) == {"page", "ticket", "info"}
     for inhibition in configuration["inhibit_rules"]:
         for matcher in (*inhibition["source_matchers"], *inhibition["target_matchers"]):
             name, pattern = re.fullmatch(r'(\w+)=~?"(.*)"', matcher).groups()  # type: ignore[union-attr]

@@ -7,9 +7,9 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any, Final
 
 from pydantic_core import to_jsonable_python
@@ -28,14 +28,15 @@ from service.monitor.headline import (
     RunFacts,
     headline,
 )
+from service.monitor.headroom import longest_pause
 from service.monitor.live_replay import EVIDENCE_SECONDS, EngineVerdict, failed_pushes, watch
-from service.monitor.metrics import RunSnapshot
+from service.monitor.metrics import RunSnapshot, advice_of
 from service.monitor.records import (
     AcceptanceRecord,
     Arrival,
     Estimate,
+    Headroom,
     Lane,
-    ScoreRecord,
     ServedDrafter,
     Vocabulary,
     arrival,
@@ -104,10 +105,12 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings) -> dict[st
     document: dict[str, Any] = to_jsonable_python(series)
     engines = [engine_line(one) for one in snapshot.watch.engines]
     why = explain(snapshot.worker.drift_change, snapshot.scores, snapshot.acceptances)
+    headroom = to_jsonable_python(snapshot.worker.headroom or Headroom()) | to_jsonable_python(advice_of(snapshot))
     return document | {
         "engines": engines,
         "publishing_held": snapshot.watch.hold,
         "current": to_jsonable_python(now),
+        "headroom": headroom,
         "headline": to_jsonable_python(said),
         "cause": None if why is None else _cause_document(why),
     }
@@ -173,7 +176,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,
         last_scored=max((r.created for r in recent), default=None),
-        longest_pause=_longest_pause(recent[-RECENT_BATCHES:]),
+        longest_pause=longest_pause(recent[-RECENT_BATCHES:]),
         recent_batches=len(ended),
         recent_dead=len(dead),
         newest_dead=len(list(takewhile(lambda one: one[1] is not None, reversed(ended)))),
@@ -190,17 +193,12 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         watch=snapshot.watch,
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),
+        headroom=advice_of(snapshot),
     )
 
 
 def _above(lane: Lane) -> bool:
     return lane.statistic is not None and lane.limit is not None and lane.statistic > lane.limit
-
-
-def _longest_pause(records: Sequence[ScoreRecord]) -> float | None:
-    """Seconds between batches that arrived one after the other; None where their queue entries are not known."""
-    known = [milliseconds / 1000.0 for has, milliseconds, _ in (record.arrival for record in records) if has]
-    return max((later - earlier for earlier, later in pairwise(known)), default=None)
 
 
 def _engines(snapshot: RunSnapshot) -> dict[str, list[AcceptanceRecord]]:

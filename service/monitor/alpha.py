@@ -7,7 +7,7 @@ Rules:
 * Sums are pooled before they are divided (α = tokens / rounds). A mean of ratios is another quantity, 4 % off on the
   same data.
 * What has no data is None, never 0: an α of 0 does not exist, and a chart would draw it.
-* Regret is formed only from records that carry both the best and the served drafter, so the prompts cancel.
+* Publication lag is formed only from records that carry both the best and the served drafter, so the prompts cancel.
 * Confidence half-widths appear where the records carry second moments (`DrafterSums`): the linearised ratio
   estimator, clustered by rollout, Var α = n/(n-1) · Σ(t - αr)² / (Σr)², whose parts add up over records.
 """
@@ -57,7 +57,7 @@ class Point:
     alpha_best_half_width: float | None
     alpha_served_compared: float | None
     best_version: str | None
-    regret: float | None
+    publication_lag: float | None
     entropy: float | None
     reward: float | None
     alpha_live: float | None
@@ -154,7 +154,7 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
         alpha_best_half_width=width["best"],
         alpha_served_compared=None if compared is None else compared.alpha,
         best_version=_heaviest((r.best_version, _tokens(r, "best")) for r in scores),
-        regret=_regret(scores),
+        publication_lag=_publication_lag(scores),
         entropy=_ratio((None if r.logprob_sum is None else -r.logprob_sum, r.logprob_tokens) for r in scores),
         reward=_ratio((r.reward_sum, r.reward_count) for r in scores),
         alpha_live=None if live is None else live[0] / live[1],
@@ -177,7 +177,7 @@ def _pool(scores: Iterable[ScoreRecord], drafter: str) -> DrafterSums | None:
     return total if all(sums.rollouts > 0 for sums in found) else DrafterSums(total.tokens, total.rounds)
 
 
-def _regret(scores: Iterable[ScoreRecord]) -> float | None:
+def _publication_lag(scores: Iterable[ScoreRecord]) -> float | None:
     """α of the best drafter minus α of the served one, on the records that carry both."""
     both = [r for r in scores if r.sums("best") is not None and r.sums("served") is not None]
     best, served = _pool(both, "best"), _pool(both, "served")

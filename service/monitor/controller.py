@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Final, Self
 
+from service.monitor.headroom import LearningCurve
+
 
 class Action(StrEnum):
     """What to do with a batch after it was scored."""
@@ -154,6 +156,7 @@ class Controller:
     idle: bool = False
     looks: float = _LOOKS_AT_FIRST  # credit
     level: Level = field(default_factory=Level)
+    curve: LearningCurve = field(default_factory=LearningCurve)
 
     def defers(self, *, newer_waits: bool) -> bool:
         """Whether to pass a claim over because rollouts of a newer policy wait in the queue (`newer_waits`).
@@ -216,10 +219,19 @@ class Controller:
         self.looks -= 1.0
         return Decision(Action.PROBE, reason)
 
-    def learn(self, *, gain: float, error: float | None, train_seconds: float, version_seconds: float | None) -> None:
+    def learn(
+        self,
+        *,
+        gain: float,
+        error: float | None,
+        promoted: bool,
+        train_seconds: float,
+        version_seconds: float | None,
+    ) -> None:
         """Record one training: its paired relative gain, the seconds it took, and those since the last policy version.
 
-        `error`: the gain's standard error; None: it could not be measured, so only the seconds are learnt.
+        `error`: the gain's standard error; None: it could not be measured, so only the seconds are learnt. `promoted`:
+        the candidate is served now.
         """
         first = self.trainings == 0
         self.trainings += 1
@@ -227,6 +239,7 @@ class Controller:
             weight = self.variance / (self.variance + error * error)
             self.gain += weight * (gain - self.gain)
             self.variance *= 1.0 - weight
+            self.curve.learn(gain, error, promoted=promoted)
         self.train_seconds += (1.0 if first else _SMOOTHING) * (train_seconds - self.train_seconds)
         if version_seconds is not None:
             weight = 1.0 if self.version_seconds == 0.0 else _SMOOTHING
@@ -242,4 +255,5 @@ class Controller:
         known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
         if "variance" not in known:
             known.pop("gain", None)  # smoothed, of unknown error
-        return cls(**known | {"level": Level(**values.get("level", {}))})
+        curve = LearningCurve.of(values.get("curve", {}).get("measured", ()))
+        return cls(**known | {"level": Level(**values.get("level", {})), "curve": curve})

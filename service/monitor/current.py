@@ -47,7 +47,7 @@ class Current:
     alpha_frozen: float | None = None
     alpha_ngram: float | None = None
     alpha_best: float | None = None
-    regret: float | None = None
+    publication_lag: float | None = None
     best_version: str | None = None
     entropy: float | None = None
     reward: float | None = None
@@ -69,7 +69,7 @@ class Current:
 _ALPHAS: Final = tuple(f"alpha_{drafter}" for drafter in DRAFTERS)
 #: Figures of which each is of the newest batches that have it.
 _FIGURES: Final = (
-    *("drafter_version", "compared", *_ALPHAS, "regret", "best_version", "entropy", "reward", "action"),
+    *("drafter_version", "compared", *_ALPHAS, "publication_lag", "best_version", "entropy", "reward", "action"),
     *("published_total", "refused_total", "trained_tokens_total"),
 )
 

@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 from service.monitor.cause import Cause
 from service.monitor.current import Current
+from service.monitor.headroom import Advice, trainer_silent
 from service.monitor.live_replay import UNREVIVED_PUSHES, EngineVerdict, Watch
 
 #: So many of the last batches, by arrival, are looked at.
@@ -25,9 +26,6 @@ SILENT_SECONDS: Final = 10.0
 _REFUSED_SECONDS: Final = 75.0
 #: A worker that was started with the API has taken its runs up by then.
 _START_SECONDS: Final = 30.0
-#: A trainer is called silent after so long at least, and after so many times its longest pause of late.
-TRAINER_SILENT_SECONDS: Final = 600.0
-_LONGEST_PAUSES: Final = 3.0
 #: An engine that has reported nothing for so long is not spoken of.
 ENGINE_SILENT_SECONDS: Final = 600.0
 #: So many dead batches in a row, the newest, are a trouble however many before them were good.
@@ -35,7 +33,7 @@ _DEAD_IN_A_ROW: Final = 3
 #: A worker that beats is called stuck where a batch has waited, and nothing was scored, for so long.
 _STUCK_SECONDS: Final = 600.0
 _QUEUE_NEARLY_FULL: Final = 0.8
-_BEHIND_SHARE: Final = 0.1  # of the served drafter's α: regret above it is worth a word
+_BEHIND_SHARE: Final = 0.1  # of the served drafter's α: a publication lag above it is worth a word
 _MIX: Final = 0.05  # a fall of log α by another mix of prompts: above it is worth a word
 _BETTER, _WORSE = 1.02, 0.98  # served over frozen: between them they are level
 _REASON_CHARACTERS: Final = 300
@@ -89,6 +87,7 @@ class RunFacts:
     watch: Watch = field(default_factory=Watch)
     failed_pushes: int = 0
     last_engine_report: float | None = None
+    headroom: Advice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,7 @@ def _of_trainer(facts: RunFacts) -> Iterator[Headline]:
     if facts.gathered is not None and not gathering:
         return  # the first drafter is being made
     age = facts.now - facts.last_arrival
-    late = age > max(TRAINER_SILENT_SECONDS, _LONGEST_PAUSES * (facts.longest_pause or 0.0))
+    late = trainer_silent(facts.last_arrival, facts.now, facts.longest_pause)
     if late and (gathering or not facts.queued):
         yield _found("wait", "trainer_silent", "No rollouts", f" for {duration(age)}.")
 
@@ -284,11 +283,14 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
     elif facts.cause is not None and (mix := facts.cause.terms.get("prompts")) and mix.high < 0 and mix.value < -_MIX:
         text = f": their mix alone puts α {-100 * math.expm1(mix.value):.0f} % lower, which is no drift."
         yield _found("note", "harder_prompts", "Harder prompts", text)
-    if now.regret is not None and now.regret > _BEHIND_SHARE * alpha:
+    if now.publication_lag is not None and now.publication_lag > _BEHIND_SHARE * alpha:
         troubles = True
         better = now.best_version
         name = "the drafter in training" if better == "candidate" else short_version(better) or "the best one kept"
-        yield _found("warn", "regret", "Behind", f": {says}; {name} would give {now.regret:.2f} more.")
+        yield _found(
+            "warn", "publication_lag", "Behind", f": {says}; {name} would give {now.publication_lag:.2f} more."
+        )
+    yield from _of_headroom(facts.headroom)
     if troubles:
         return
     if gain is None:
@@ -299,6 +301,14 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
         word = "Level" if facts.published > 1 else "At the start"
         text = f": {says}, as the first drafter would; training has gained nothing so far."
         yield _found("good", "level", word, text)
+
+
+def _of_headroom(advice: Advice | None) -> Iterator[Headline]:
+    """What more training would do: a trouble where it harms, else a note where there is something to say."""
+    words = {"hurt": "Training hurts", "training_bound": "Training-bound", "unpaid": "Unpaid", "converged": "Converged"}
+    if advice is not None and advice.state in words:
+        level: Level = "warn" if advice.state == "hurt" else "note"
+        yield _found(level, advice.state, words[advice.state], f": {advice.text}.".replace("%", " %"))
 
 
 def _says(facts: RunFacts, now: Current, alpha: float) -> str:

@@ -5,7 +5,7 @@ several replicas of it, or a restart, report the same numbers. A metric without 
 then tell "α is low" from "nobody knows α". No `_created` series. Names, meanings and alerts: docs/reference/metrics.md.
 
 Ratios are left to PromQL wherever they are exact: `rate(round_tokens_total) / rate(rounds_total)` is α over any window.
-The gauges `draftalign_alpha` and `draftalign_regret` are of what arrived last and has data for them.
+The gauges `draftalign_alpha` and `draftalign_publication_lag` are of what arrived last and has data for them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from service.monitor.cause import explain
 from service.monitor.current import Current, current
+from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
 from service.monitor.live_replay import Watch, failed_pushes
 from service.monitor.records import (
     DRAFTERS,
@@ -33,6 +34,8 @@ from service.monitor.records import (
     WorkerGauges,
 )
 
+#: So many of the last batches, by arrival, tell how long a trainer's pauses are.
+_RECENT_BATCHES: Final = 20
 #: What `/metrics` is served as.
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -84,6 +87,7 @@ class _Snapshots(Collector):
         for run, snapshot in sorted(self._stores.items()):
             _add_alpha(families, run, snapshot)
             _add_engines(families, run, snapshot)
+            _add_headroom(families, run, snapshot)
             _add_totals(families, run, snapshot)
             _add_service(families, run, snapshot)
             _add_drafter(families, run, snapshot)
@@ -134,7 +138,7 @@ def _add_alpha(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         text = "Tokens per verification round, bonus token included, of the policy version that arrived last with data."
         families.gauge("draftalign_alpha", text, getattr(found, f"alpha_{drafter}"), run=run, drafter=drafter)
     text = "Alpha of the best drafter that could be served minus alpha of the served one, same rollouts."
-    families.gauge("draftalign_regret", text, found.regret, run=run)
+    families.gauge("draftalign_publication_lag", text, found.publication_lag, run=run)
     text = "Mean negated log-probability of the sampled tokens."
     families.gauge("draftalign_policy_entropy_nats", text, found.entropy, run=run)
     text = "Policy version of the scored batch that arrived last; before the first, of the engines' last report."
@@ -157,6 +161,32 @@ def _add_engines(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     if snapshot.watch.engines:
         text = "1 while nothing is published because live and replay alpha disagree; GET /alpha tells why."
         families.gauge("draftalign_publishing_held", text, int(snapshot.watch.hold is not None), run=run)
+
+
+def advice_of(snapshot: RunSnapshot) -> Advice:
+    """Say what a run's headroom means."""
+    recent = sorted(snapshot.scores, key=lambda score: score.arrival)[-_RECENT_BATCHES:]
+    silent = trainer_silent(snapshot.last_arrival, snapshot.now, longest_pause(recent))
+    starved = silent and not snapshot.counters.get("items")
+    return advise(snapshot.worker.headroom, action=snapshot.worker.action, starved=starved)
+
+
+def _add_headroom(families: _Families, run: str, snapshot: RunSnapshot) -> None:
+    """What further training would bring, once a training has been judged."""
+    found = snapshot.worker.headroom
+    if found is None:
+        return
+    text = "Relative gain in alpha over the served drafter that further training on today's rollouts would bring."
+    families.gauge("draftalign_headroom_ratio", text, found.gain, run=run)
+    for bound, value in (("low", found.low), ("high", found.high)):
+        text = "Bounds of the 95 % interval of the headroom."
+        families.gauge("draftalign_headroom_bound_ratio", text, value, run=run, bound=bound)
+    text = "Share of the time that the worker trains."
+    families.gauge("draftalign_training_busy_ratio", text, found.busy, run=run)
+    state = advice_of(snapshot).state
+    for one in STATES:
+        text = "1 for what the headroom means, 0 for what it does not."
+        families.gauge("draftalign_headroom_state", text, int(one == state), run=run, state=one)
 
 
 def _add_totals(families: _Families, run: str, snapshot: RunSnapshot) -> None:

@@ -244,6 +244,23 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Headroom:
+    """What further training would still bring, as the worker reckoned it. Relative gains in α over the served drafter.
+
+    `low`, `high`: 95 % interval of `gain`. `each`, `each_error`: what the next training brings, and its standard error.
+    `busy`: share of the time since rollouts came that was spent on training; None: not known yet.
+    """
+
+    __pydantic_config__: ClassVar = _CHECKED
+    gain: float | None = None
+    low: float | None = None
+    high: float | None = None
+    each: float | None = None
+    each_error: float | None = None
+    busy: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerGauges:
     """The worker's gauges; all are unknown before its first sign of life.
 
@@ -269,6 +286,7 @@ class WorkerGauges:
     drift_level: float | None = None
     drift_change: Change | None = None
     vocabulary: Vocabulary | None = None
+    headroom: Headroom | None = None
     error: str | None = ""
     refused: tuple[int, int] | None = None
 

@@ -21,8 +21,9 @@ from service.monitor.drift import (
     DriftState,
     Succession,
 )
+from service.monitor.headroom import LearningCurve
 from service.monitor.live_replay import EVIDENCE_SECONDS, LiveRule
-from service.monitor.records import ScoreRecord
+from service.monitor.records import Headroom, ScoreRecord
 from service.settings import Settings
 from service.storage.queue import Entry
 from service.storage.reports import MAX_SCORES, Store
@@ -49,6 +50,30 @@ class Totals:
     round_tokens: dict[str, float] = field(default_factory=dict)
 
 
+class _Pace:
+    """How busy the worker is: the share of the time that it trains, over about the last twenty times it took batches.
+
+    Not in a checkpoint: it is known again after two claims.
+    """
+
+    def __init__(self) -> None:
+        self._seen: float | None = None
+        self._trained = self._passed = 0.0  # seconds
+
+    @property
+    def busy(self) -> float | None:
+        """From 0 to 1; None before the second claim."""
+        return min(1.0, self._trained / self._passed) if self._passed > 0 else None
+
+    def claimed(self, train_seconds: float) -> None:
+        """Batches were scored, and trained on for so long, since the last call."""
+        now, before = time.monotonic(), self._seen
+        self._seen = now
+        if before is not None:
+            self._trained = 0.95 * self._trained + train_seconds
+            self._passed = 0.95 * self._passed + now - before
+
+
 class Journal:
     """The journal of one run."""
 
@@ -67,6 +92,7 @@ class Journal:
         self._succession = Succession()
         self._reading: DriftReading | None = None
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
+        self._pace = _Pace()
         self._quiet_until = 0  # tick before which a drift alarm is not logged again
         self._held: str | None = None  # why nothing was published when it was looked at last
         self._unsent: dict[str, ScoreRecord] = {}  # score records that Redis has not taken yet, by batch
@@ -127,6 +153,7 @@ class Journal:
                 sums = found.total()
                 self.totals.rounds[name] = self.totals.rounds.get(name, 0.0) + float(sums["rounds"])
                 self.totals.round_tokens[name] = self.totals.round_tokens.get(name, 0.0) + float(sums["tokens"])
+        self._pace.claimed(train_seconds)
         self.send()
 
     def send(self) -> None:
@@ -166,7 +193,14 @@ class Journal:
         """Nothing waits for the draft vocabulary."""
         self._store.set_worker({"vocabulary": None})
 
-    def report(self, newest: Scores, decision: Decision, draft_vocab_size: int, outcome: Contest | None = None) -> None:
+    def report(
+        self,
+        newest: Scores,
+        decision: Decision,
+        draft_vocab_size: int,
+        curve: LearningCurve,
+        outcome: Contest | None = None,
+    ) -> None:
         """Say in one line what was done, and set the gauges."""
         alpha = newest.alpha("served")
         log.info(
@@ -179,7 +213,7 @@ class Journal:
             decision.reason,
             "" if outcome is None else f"; gate: {outcome.verdict.reason}",
         )
-        self._set_gauges(decision, draft_vocab_size)
+        self._set_gauges(decision, draft_vocab_size, curve.headroom(self._pace.busy))
 
     def heed_people(self) -> bool:
         """Acknowledge or reset the drift alarm where somebody asked for it; returns whether it was."""
@@ -209,7 +243,7 @@ class Journal:
             "drift": {n: {"statistic": lane.statistic, "limit": lane.limit} for n, lane in lanes.items()},
         }
 
-    def _set_gauges(self, decision: Decision, draft_vocab_size: int) -> None:
+    def _set_gauges(self, decision: Decision, draft_vocab_size: int, headroom: Headroom | None) -> None:
         self._store.set_worker(
             {
                 "heartbeat": time.time(),
@@ -223,6 +257,7 @@ class Journal:
                 "round_tokens_total": self.totals.round_tokens,
                 "draft_vocab_size": draft_vocab_size,
                 "draft_coverage": self._coverage,
+                "headroom": None if headroom is None else asdict(headroom),
                 **self._drift_gauges(),
             }
         )

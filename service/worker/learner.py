@@ -238,7 +238,7 @@ class Learner:
     def report(self, outcome: Outcome) -> None:
         """Say in one line what was done, and set the gauges."""
         size = len(self.lineage.candidate.vocabulary)
-        self.journal.report(outcome.scores, outcome.decision, size, outcome.contest)
+        self.journal.report(outcome.scores, outcome.decision, size, self.controller.curve, outcome.contest)
 
     @contextlib.contextmanager
     def _without_recent(self) -> Iterator[None]:
@@ -430,6 +430,7 @@ class Learner:
         self.controller.learn(
             gain=look.gain,
             error=None if look.fault else look.error,
+            promoted=candidate is contests[0] and candidate.verdict.promote,
             train_seconds=self.gate.untested,
             version_seconds=version_seconds,
         )

@@ -20,7 +20,7 @@ from examples.demo_report import StepRow, _table, features_verdict, plot_title
 STEPS = 60
 FIELDS = {
     *("step", "policy_version", "drafter_version", "reward", "entropy"),
-    *("alpha_live", "alpha_served", "alpha_frozen", "alpha_ngram", "regret"),
+    *("alpha_live", "alpha_served", "alpha_frozen", "alpha_ngram", "publication_lag"),
 }
 
 
@@ -137,7 +137,13 @@ def step_row(step: int, **known: Any) -> StepRow:
 
 def passed_over_rows() -> list[StepRow]:
     """As a worker leaves them that is behind: every fifth step was compared with all drafters."""
-    compared = {"alpha_frozen": 2.0, "regret": 0.1, "versions_published": 1, "versions_refused": 0, "tokens_trained": 9}
+    compared = {
+        "alpha_frozen": 2.0,
+        "publication_lag": 0.1,
+        "versions_published": 1,
+        "versions_refused": 0,
+        "tokens_trained": 9,
+    }
     alphas = [3.75, *[2.0] * 10, *[4.7] * 9]
     return [step_row(n, alpha_served=a, **compared if n % 5 == 0 else {}) for n, a in enumerate(alphas)]
 

@@ -51,7 +51,7 @@ def test_what_has_no_data_is_null_and_never_zero() -> None:
     [point] = points([score(0, served=counts(0, 0), ngram=None, best=counts(math.nan, 3))])
     empty = [k for k, v in point.items() if v is None]
     assert {"alpha_served", "alpha_ngram", "alpha_best", "alpha_frozen", "alpha_candidate"} <= set(empty)
-    assert {"regret", "entropy", "reward", "alpha_live", "live_rounds", "action", "best_version"} <= set(empty)
+    assert {"publication_lag", "entropy", "reward", "alpha_live", "live_rounds", "action", "best_version"} <= set(empty)
     nothing = to_jsonable_python(alpha_series("r", [], [], [], 4))
     assert nothing == {"run": "r", "depth": 4, "points": [], "events": [], "servers": []}
 
@@ -64,20 +64,20 @@ def test_what_frozen_is_compared_with_is_of_the_same_rollouts() -> None:
     assert points([score(1, served=counts(100, 100))])[0]["alpha_served_compared"] is None
 
 
-def test_regret_is_formed_only_where_best_and_served_are_both_known() -> None:
+def test_publication_lag_is_formed_only_where_best_and_served_are_both_known() -> None:
     [point] = points(
         [
             score(1, served=counts(300, 100), best=counts(300, 90), best_version="v000002-bbbbbbbb"),
-            score(1, served=counts(100, 100)),  # hard prompts, archive not scored: must not appear as regret
+            score(1, served=counts(100, 100)),  # hard prompts, archive not scored: must not appear as publication_lag
         ]
     )
-    assert point["regret"] == pytest.approx(300 / 90 - 3)
+    assert point["publication_lag"] == pytest.approx(300 / 90 - 3)
     assert point["best_version"] == "v000002-bbbbbbbb"
 
 
 def test_a_best_below_the_served_drafter_is_reported_as_it_is() -> None:
     [point] = points([score(1, served=counts(300, 100), best=counts(290, 100))])
-    assert point["regret"] == pytest.approx(-0.1)
+    assert point["publication_lag"] == pytest.approx(-0.1)
 
 
 def test_points_ascend_and_include_versions_that_only_engines_have_counted() -> None:

@@ -39,7 +39,7 @@ def taught(gain: float, *, error: float = 0.004, trainings: int = 6, **learnt: f
     seconds = {"train_seconds": 1.0, "version_seconds": 3.0} | learnt
     for _ in range(trainings):
         controller.decide(ECONOMY, 3.0)
-        controller.learn(gain=gain, error=error, **seconds)
+        controller.learn(gain=gain, error=error, promoted=False, **seconds)
     return controller
 
 
@@ -91,7 +91,7 @@ def test_while_the_learning_rate_rises_no_gain_is_too_small() -> None:
     for _ in range(8):
         decision = controller.decide(ECONOMY, 3.0, warming_up=True)
         assert decision.action is Action.TRAIN
-        controller.learn(gain=0.0, error=0.004, train_seconds=1.0, version_seconds=1.0)
+        controller.learn(gain=0.0, error=0.004, promoted=False, train_seconds=1.0, version_seconds=1.0)
     assert "still rising" in decision.reason
     assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
 
@@ -100,7 +100,7 @@ def test_the_first_trainings_are_free() -> None:
     controller = Controller()
     for _ in range(4):
         assert controller.decide(ECONOMY, 3.0).action is Action.TRAIN
-        controller.learn(gain=-0.1, error=0.001, train_seconds=1.0, version_seconds=1.0)
+        controller.learn(gain=-0.1, error=0.001, promoted=False, train_seconds=1.0, version_seconds=1.0)
     assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
 
 
@@ -113,14 +113,14 @@ def test_a_gain_that_cannot_be_measured_is_unknown_and_not_zero() -> None:
     expected = controller.gain
     for _ in range(20):
         assert controller.decide(ECONOMY, 3.0).action is Action.TRAIN
-        controller.learn(gain=math.nan, error=None, train_seconds=1.0, version_seconds=None)
+        controller.learn(gain=math.nan, error=None, promoted=False, train_seconds=1.0, version_seconds=None)
     assert controller.gain == expected
 
 
 def test_a_sure_measurement_counts_more_than_an_unsure_one() -> None:
     sure, unsure = taught(0.05), taught(0.05)
     for controller, error in ((sure, 0.002), (unsure, 0.03)):
-        controller.learn(gain=0.0, error=error, train_seconds=1.0, version_seconds=3.0)
+        controller.learn(gain=0.0, error=error, promoted=False, train_seconds=1.0, version_seconds=3.0)
     assert sure.gain < 0.02 < 0.045 < unsure.gain
 
 
@@ -134,7 +134,7 @@ def test_one_look_that_finds_a_gain_resumes_training() -> None:
     controller = taught(0.0)
     actions = [controller.decide(ECONOMY, 3.0).action for _ in range(10)]
     assert set(actions) == {Action.IDLE, Action.PROBE}
-    controller.learn(gain=0.08, error=0.01, train_seconds=1.0, version_seconds=3.0)
+    controller.learn(gain=0.08, error=0.01, promoted=False, train_seconds=1.0, version_seconds=3.0)
     assert controller.decide(ECONOMY, 3.0).action is Action.TRAIN
     assert not controller.idle
 
@@ -153,7 +153,7 @@ def test_looks_are_paid_from_a_credit_that_no_noise_can_overdraw() -> None:
     for t in range(280):
         if controller.decide(ECONOMY, (2.0, 4.0, 1.2)[t % 3]).action is not Action.IDLE:
             looks += 1
-            controller.learn(gain=0.0, error=0.004, train_seconds=1.0, version_seconds=3.0)
+            controller.learn(gain=0.0, error=0.004, promoted=False, train_seconds=1.0, version_seconds=3.0)
     assert looks <= 12
 
 

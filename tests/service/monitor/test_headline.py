@@ -17,8 +17,8 @@ from service.monitor.headline import (
     duration,
     headline,
 )
-from service.monitor.live_replay import EngineVerdict, Stretch, Watch
 
+to
 NOW = 10_000.0
 POINT = Current(
     policy_version=5,
@@ -26,7 +26,7 @@ POINT = Current(
     alpha_served=4.77,
     alpha_ngram=1.2,
     compared=Compared(policy_version=5, alpha_frozen=2.14, alpha_served=4.77),
-    regret=0.0,
+    publication_lag=0.0,
     best_version="v000007-0a1b2c3d",
 )
 
@@ -47,6 +47,16 @@ def facts(**changes: Any) -> RunFacts:
         "last_engine_report": NOW - 2,
     }
     return RunFacts(**(well | changes))
+
+
+def test_what_the_headroom_means_is_said_beside_the_headline_and_harm_first() -> None:
+    bound = Advice("training_bound", "each training still gains 7.0%: a GPU")
+    found = headline(facts(headroom=bound))
+    assert (found.state, found.also[0]) == ("aligned", "Training-bound: each training still gains 7.0 %: a GPU.")
+    hurt = headline(facts(headroom=Advice("hurt", "each training loses 2.0%")))
+    assert (hurt.level, hurt.text) == ("warn", "Training hurts: each training loses 2.0 %.")
+    for state in ("learning", "starved", "behind", "unknown"):  # said elsewhere, or nothing to say
+        assert headline(facts(headroom=Advice(state, "x"))) == headline(facts())  # type: ignore[arg-type]
 
 
 def new(**changes: Any) -> RunFacts:
@@ -184,8 +194,8 @@ STATES = [
         ),
     ),
     (
-        facts(current=point(regret=0.6, best_version="v000003-0a1b2c3d")),
-        ("warn", "regret", "Behind: v000007 gives 4.77 tokens per round; v000003 would give 0.60 more."),
+        facts(current=point(publication_lag=0.6, best_version="v000003-0a1b2c3d")),
+        ("warn", "publication_lag", "Behind: v000007 gives 4.77 tokens per round; v000003 would give 0.60 more."),
     ),
     (
         facts(queue_fill=0.83, queued=8300),

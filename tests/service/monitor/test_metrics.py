@@ -14,11 +14,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from record_fixtures import stored
 
+from service.monitor.headroom import STATES
 from service.monitor.metrics import RunSnapshot, render
 
 NAMES = {
     "draftalign_alpha": {"run", "drafter"},
-    "draftalign_regret": {"run"},
+    "draftalign_publication_lag": {"run"},
+    "draftalign_headroom_ratio": {"run"},
+    "draftalign_headroom_bound_ratio": {"run", "bound"},
+    "draftalign_headroom_state": {"run", "state"},
+    "draftalign_training_busy_ratio": {"run"},
     "draftalign_policy_entropy_nats": {"run"},
     "draftalign_policy_version": {"run"},
     "draftalign_rounds_total": {"run", "drafter"},
@@ -90,6 +95,14 @@ def full_snapshot() -> RunSnapshot:
             "train_seconds_total": 12.5,
             "rounds_total": {"served": 700.0, "frozen": 900.0},
             "round_tokens_total": {"served": 2100.0, "frozen": 1800.0},
+            "headroom": {
+                "gain": 0.07,
+                "low": 0.03,
+                "high": 0.2,
+                "each": 0.02,
+                "each_error": 0.005,
+                "busy": 0.9,
+            },
             "vocabulary": {"tokens": 27_648, "wanted": 50_000},
             "drift": {"fast": {"statistic": 1.5, "limit": 9.5}, "slow": {"statistic": 0.0, "limit": 36.1}},
         },
@@ -125,7 +138,12 @@ def test_values_come_through() -> None:
     text = render({"default": full_snapshot()}, queue_limit_bytes=1 << 30)
     alpha = {d: value(text, "draftalign_alpha", run="default", drafter=d) for d in ("served", "frozen", "best", "live")}
     assert alpha == {"served": 3.5, "frozen": 1.75, "best": 3.625, "live": 138 / 40}
-    assert value(text, "draftalign_regret", run="default") == pytest.approx(0.125)
+    assert value(text, "draftalign_publication_lag", run="default") == pytest.approx(0.125)
+    assert value(text, "draftalign_headroom_ratio", run="default") == 0.07
+    assert value(text, "draftalign_headroom_bound_ratio", run="default", bound="low") == 0.03
+    states = {s: value(text, "draftalign_headroom_state", run="default", state=s) for s in STATES}
+    assert [state for state, on in states.items() if on] == ["training_bound"]
+    assert value(text, "draftalign_training_busy_ratio", run="default") == 0.9
     assert value(text, "draftalign_policy_version", run="default") == 8
     assert value(text, "draftalign_policy_entropy_nats", run="default") == 0.5  # version 8 has none yet
     assert value(text, "draftalign_rounds_total", run="default", drafter="frozen") == 900

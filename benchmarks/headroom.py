@@ -1,0 +1,269 @@
+"""Is the reported headroom what further training would bring? Walk through a run, and train a copy on at each claim.
+
+    python -m benchmarks.headroom markov --out FILE [--seeds 0 1 2]             # a small world; minutes
+    python -m benchmarks.tracking record --out DIR --seeds 0 --steps 60         # the demo's RL run; two minutes
+    python -m benchmarks.headroom recorded --recording DIR/seed-0 --out FILE [--every 2]
+    python -m benchmarks.headroom report --out FILE ...
+
+A walk does as a worker does: each claim's rollouts first judge the candidate against the served drafter (the shipped
+gate), then are trained on (the shipped trainer and memory). A copy of the candidate goes on training on the rollouts of
+that day, and is measured against the served drafter on rollouts that it never saw: fresh ones of the same policy in the
+small world, those of the next two versions in the recording. `curve` has that gain before and after each further
+training; its best is what was to be had. `report` runs the shipped `LearningCurve` over the verdicts and compares;
+claims with nothing to gain it simulates, as verdicts that are nothing but noise.
+
+The small world is a Markov policy: the next token depends on the last one through a head. The head is new at first,
+jumps after 15 claims, moves from the 28th to the 42nd, and stands still until the 60th.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.recording import open_recording
+from benchmarks.tracking import initial_drafter
+from drafter.batch import RolloutBatch
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.policy import Policy, TargetHead
+from drafter.replay.gate import judge
+from drafter.replay.replay import prompt_groups, replay
+from drafter.training.trainer import DrafterTrainer, TrainConfig
+from drafter.vocabulary import DraftVocabulary
+from service.monitor.headroom import LearningCurve
+from service.worker.recent import RecentRollouts
+
+DEPTH: Final = 4
+#: Trainings of a copy on the rollouts of one day.
+FURTHER: Final = 5
+
+
+@dataclass(frozen=True)
+class Day:
+    """One claim: what there is to train on, and what to measure on. Policies by version."""
+
+    batch: RolloutBatch
+    unseen: Sequence[RolloutBatch]
+    policies: Callable[[int], Policy]
+    look: bool = True
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Settings of the worker."""
+
+    learning_rate: float
+    step_tokens: int
+    recent_tokens: int
+    passes: float = 8.0
+    holdout_one_in: int = 4
+
+
+def walk(days: Iterator[Day], drafter: Eagle3Drafter, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Judge, look, train; a row for each claim."""
+    served = copy.deepcopy(drafter)
+    trainer = DrafterTrainer(drafter, TrainConfig(DEPTH, sizes.learning_rate, warmup_windows=30))
+    with tempfile.TemporaryDirectory() as scratch:
+        recent = RecentRollouts(
+            Path(scratch), capacity_tokens=sizes.recent_tokens, holdout_one_in=sizes.holdout_one_in
+        )  # never settled
+        for number, day in enumerate(days):
+            row: dict[str, Any] = {"claim": number, "policy_version": day.batch.policy_version}
+            if number:
+                verdict = _judge(trainer.drafter, served, day)
+                row |= {"gain": verdict.gain, "low": verdict.low, "high": verdict.high, "promoted": verdict.promote}
+                if verdict.promote:
+                    served = copy.deepcopy(trainer.drafter)
+            newest = recent.add(Path(f"{number}.safetensors"), day.batch)
+
+            def train(one: DrafterTrainer[Eagle3Drafter], seed: int, newest: Any = newest, day: Day = day) -> None:
+                drawn = recent.train_steps([newest], passes=sizes.passes, step_tokens=sizes.step_tokens, seed=seed)
+                for batches in drawn:
+                    one.step([(batch, day.policies(batch.policy_version)) for batch in batches])
+
+            if day.look:
+                before, on = _rounds(served, day), copy.deepcopy(trainer)
+                row["curve"] = [before / _rounds(on.drafter, day) - 1]
+                for further in range(FURTHER):
+                    train(on, 1000 * number + further)
+                    row["curve"].append(before / _rounds(on.drafter, day) - 1)
+            train(trainer, number)
+            yield row
+
+
+def _judge(candidate: Eagle3Drafter, served: Eagle3Drafter, day: Day) -> Any:
+    policy = day.policies(day.batch.policy_version)
+    found = [replay(one, day.batch, policy, depth=DEPTH) for one in (candidate, served)]
+    return judge(found[0], found[1], min_rollouts=2, groups=prompt_groups(day.batch))
+
+
+def _rounds(drafter: Eagle3Drafter, day: Day) -> float:
+    """Expected rounds on the rollouts that nothing was trained on."""
+    each = (replay(drafter, b, day.policies(b.policy_version), depth=DEPTH) for b in day.unseen)
+    return sum(float(found.rounds.sum()) for found in each)
+
+
+# --- the small world
+VOCAB, HIDDEN, LAYERS = 40, 16, (2, 4, 5)
+CLAIMS, JUMP, MOVES, STANDS = 60, 15, 28, 42
+
+
+class Markov:
+    """A policy whose next token depends on the last one alone, through a head that moves."""
+
+    def __init__(self, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.embed, self.states = (torch.randn(VOCAB, HIDDEN, generator=g) for _ in range(2))
+        self.aux = torch.randn(VOCAB, len(LAYERS) * HIDDEN, generator=g)
+        self.corners = torch.randn(4, VOCAB, HIDDEN, generator=g) * 0.6
+        self.rng = np.random.default_rng(seed)
+
+    def head(self, version: int) -> Tensor:
+        """The head of one policy version."""
+        jump, moved = (0.5 if version >= JUMP else 0.0), min(max(version - MOVES, 0), STANDS - MOVES) * 0.03
+        mixed = self.corners[0] + jump * self.corners[1] + moved * self.corners[2]
+        return mixed / (1 + jump**2 + moved**2) ** 0.5
+
+    def policy(self, version: int) -> Policy:
+        """What drafters share with it."""
+        return Policy(version, self.embed, TargetHead(self.head(version)))
+
+    def sample(self, version: int, rollouts: int, name: str) -> RolloutBatch:
+        """Rollouts of 24 tokens after prompts of three."""
+        logits = self.states @ self.head(version).T
+        law = torch.softmax(logits.double(), -1).numpy().cumsum(-1)
+        ids = np.zeros((rollouts, 27), dtype=np.int64)
+        ids[:, :3] = self.rng.integers(VOCAB, size=(rollouts, 3))
+        for place in range(3, 27):
+            draws = self.rng.random((rollouts, 1))
+            ids[:, place] = np.minimum((law[ids[:, place - 1]] < draws).sum(1), VOCAB - 1)
+        x, mask = torch.from_numpy(ids.ravel()), torch.ones(rollouts, 27, dtype=torch.bool)
+        mask[:, :3] = False
+        logprobs = torch.zeros(x.numel())
+        logprobs[1:] = torch.log_softmax(logits, -1)[x[:-1], x[1:]]
+        return RolloutBatch(
+            input_ids=x,
+            cu_seqlens=torch.arange(0, x.numel() + 1, 27),
+            loss_mask=mask.ravel(),
+            aux_hidden=self.aux[x],
+            logprobs=logprobs * mask.ravel(),
+            last_hidden=self.states[x],
+            logsumexp=torch.logsumexp(logits, -1)[x],
+            rollout_ids=tuple(f"{name}/{i}" for i in range(rollouts)),
+            policy_version=version,
+        )
+
+    def drafter(self) -> Eagle3Drafter:
+        """A new one."""
+        config = {
+            "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 8,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCAB,
+        }  # fmt: skip
+        torch.manual_seed(0)
+        made = Eagle3Drafter(
+            DrafterConfig.from_target(config, LAYERS, VOCAB), DraftVocabulary(torch.arange(VOCAB), VOCAB)
+        )
+        made.init_from_target(self.head(0))
+        return made
+
+    def days(self) -> Iterator[Day]:
+        """100 claims."""
+        for version in range(CLAIMS):
+            yield Day(self.sample(version, 48, f"v{version}"), [self.sample(version, 160, f"t{version}")], self.policy)
+
+
+def markov(seed: int) -> Iterator[dict[str, Any]]:
+    """One seed of the small world."""
+    world = Markov(seed)
+    for row in walk(
+        world.days(), world.drafter(), Sizes(learning_rate=3e-3, step_tokens=1000, recent_tokens=5000, passes=4.0)
+    ):
+        yield row | {"run": f"markov-{seed}"}
+
+
+# --- the recording
+def recorded(directory: Path, every: int, look_every: int) -> Iterator[dict[str, Any]]:
+    """The demo's RL run, trained on at every `every`-th version, as a worker does that is so far behind."""
+    found = open_recording(directory)
+    policies = [Policy(v, h, TargetHead(h)) for v, h in zip(found.versions, found.heads, strict=True)]
+    places = range(0, len(policies) - 2, every)
+    days = (
+        Day(found.batches[at], found.batches[at + 1 : at + 3], policies.__getitem__, number % look_every == 0)
+        for number, at in enumerate(places)
+    )
+    drafter = copy.deepcopy(initial_drafter(directory, "kl", 400, "kl", 0))
+    for row in walk(days, drafter, Sizes(learning_rate=1e-2, step_tokens=900, recent_tokens=8000)):
+        yield row | {"run": f"{directory.name}-every-{every}"}
+
+
+# --- the report
+def report(paths: Sequence[Path]) -> None:
+    """Compare what was reckoned with what was to be had."""
+    print("| run | claims with more than 2 % to be had | within a factor of two | median ratio | in the interval |")
+    print("|---|---|---|---|---|")
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    for run in dict.fromkeys(row["run"] for row in rows):
+        curve, ratios, inside = LearningCurve(), [], []
+        for row in (row for row in rows if row["run"] == run):
+            if math.isfinite(row.get("low", math.nan)):
+                error = (row["high"] - row["low"]) / (2 * NormalDist().inv_cdf(0.95))
+                curve.learn(row["gain"], error, promoted=row["promoted"])
+            found, there = curve.headroom(), max(row.get("curve", [0.0]))
+            if found is None or found.gain is None or found.low is None or found.high is None or there <= 0.02:
+                continue
+            ratios.append(found.gain / there)
+            inside.append(found.low <= there <= found.high)
+        near = np.mean([0.5 <= ratio <= 2.0 for ratio in ratios])
+        print(f"| {run} | {len(ratios)} | {near:.0%} | {np.median(ratios):.2f} | {np.mean(inside):.0%} |")
+    print("\n| nothing to gain, simulated | claims with 0 in the interval |\n|---|---|")
+    for error in (0.002, 0.008, 0.03):
+        print(f"| standard error {100 * error:g} % | {stationary(error):.1%} |")
+
+
+def stationary(error: float, claims: int = 2000, seed: int = 0) -> float:
+    """Share of claims whose interval holds 0, where each verdict is noise and one in twenty is promoted by chance."""
+    rng, curve, held = np.random.default_rng(seed), LearningCurve(), 0
+    for gain in error * rng.standard_normal(claims):
+        curve.learn(gain, error, promoted=gain > 1.645 * error)
+        found = curve.headroom()
+        held += found is not None and found.low is not None and found.high is not None and found.low <= 0 <= found.high
+    return held / claims
+
+
+def main() -> None:
+    """Walk or report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("markov", "recorded", "report"))
+    parser.add_argument("--out", type=Path, nargs="+", required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--recording", type=Path)
+    parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--look-every", type=int, default=2)
+    chosen = parser.parse_args()
+    if chosen.command == "report":
+        report(chosen.out)
+        return
+    with chosen.out[0].open("a") as out:
+        rows = (
+            (row for seed in chosen.seeds for row in markov(seed))
+            if chosen.command == "markov"
+            else recorded(chosen.recording, chosen.every, chosen.look_every)
+        )
+        for row in rows:
+            print(json.dumps(row), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Headroom: what further training would bring, from the gate's verdicts; and what it says to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from record_fixtures import stored
+
+from service.monitor.headroom import STATES, Advice, LearningCurve, advise, trainer_silent
+from service.monitor.metrics import advice_of
+from service.monitor.records import Headroom
+
+
+def curve(gains: list[float], error: float = 0.004, *, promoted: bool = True) -> LearningCurve:
+    found = LearningCurve()
+    for gain in gains:
+        found.learn(gain, error, promoted=promoted)
+    return found
+
+
+def headroom(gains: list[float], error: float = 0.004, *, promoted: bool = True) -> Headroom:
+    found = curve(gains, error, promoted=promoted).headroom()
+    assert found is not None
+    return found
+
+
+def test_what_is_left_of_a_geometric_curve_is_its_tail() -> None:
+    """Within a factor of two at four points of five where it exceeds 2 %, whatever the ratio; errors of 0.4 %."""
+    rng = np.random.default_rng(0)
+    good, asked = 0, 0
+    for first, ratio in ((0.1, 0.5), (0.06, 0.7), (0.2, 0.3), (0.1, 0.8), (0.03, 0.8)) * 12:
+        found = LearningCurve()
+        for number in range(8):
+            gain = first * ratio**number
+            found.learn(gain + 0.004 * rng.standard_normal(), 0.004, promoted=True)
+            left = gain * ratio / (1 - ratio)
+            if number >= 1 and left > 0.02:
+                reckoned = found.headroom()
+                assert reckoned is not None
+                assert reckoned.gain is not None
+                asked += 1
+                good += 0.5 <= reckoned.gain / left <= 2.0
+    assert good >= 0.8 * asked > 100
+
+
+@pytest.mark.parametrize("error", [0.002, 0.008, 0.03])
+@pytest.mark.parametrize("promoted", [0.0, 0.1])
+def test_with_nothing_to_gain_zero_is_in_the_interval(error: float, promoted: float) -> None:
+    """In 95 % of claims. `promoted`: the share of equal candidates that were, by chance; the others are refused."""
+    rng = np.random.default_rng(1)
+    found, inside = LearningCurve(), []
+    for _ in range(300):
+        found.learn(error * rng.standard_normal(), error, promoted=bool(rng.random() < promoted))
+        reckoned = found.headroom()
+        assert reckoned is not None
+        assert reckoned.low is not None
+        assert reckoned.high is not None
+        inside.append(reckoned.low <= 0.0 <= reckoned.high)
+    assert np.mean(inside) >= 0.95
+
+
+def test_a_gain_that_was_refused_is_still_to_be_had() -> None:
+    served, refused = headroom([0.05]), headroom([0.05], promoted=False)
+    assert served.gain is not None
+    assert refused.gain == pytest.approx(served.gain + 0.05, rel=0.1)
+
+
+def test_a_refused_candidate_is_trained_on_so_its_gains_are_not_added_twice() -> None:
+    """+5 %, +7.5 %, +8.75 % over the same served drafter are trainings of +5, +2.5 and +1.25 %: 10 % in all."""
+    found = headroom([0.05, 0.075, 0.0875], error=0.001, promoted=False)
+    assert found.gain is not None
+    assert 0.0875 < found.gain < 0.15
+    assert found.each is not None
+    assert found.each < 0.02
+
+
+def test_an_older_gain_says_less() -> None:
+    new, old = headroom([0.0, 0.1]), headroom([0.1, 0.0])
+    assert new.each is not None
+    assert old.each is not None
+    assert new.each > 3 * abs(old.each)
+
+
+def test_nothing_is_known_before_the_first_verdict() -> None:
+    assert LearningCurve().headroom() is None
+
+
+def test_it_survives_json_and_holds_little() -> None:
+    found = curve([0.01 * n for n in range(50)])
+    written = json.loads(json.dumps(asdict(found)))
+    assert LearningCurve.of(written["measured"]).headroom() == found.headroom()
+    assert len(written["measured"]) == 8
+
+
+# --- in words
+def known(
+    gain: float, low: float, high: float, each: float = 0.03, error: float = 0.005, busy: float = 0.3
+) -> Headroom:
+    return Headroom(gain=gain, low=low, high=high, each=each, each_error=error, busy=busy)
+
+
+@pytest.mark.parametrize(
+    ("found", "action", "starved", "state", "words"),
+    [
+        (None, "train", False, "unknown", "no training has been judged"),
+        (None, None, True, "starved", "no new rollouts"),
+        (known(0.07, 0.03, 0.1), "train", True, "starved", "no new rollouts"),
+        (
+            known(0.2, 0.1, 0.3, each=0.07, busy=0.95),
+            "defer",
+            False,
+            "training_bound",
+            "each training still gains 7.0%",
+        ),
+        (known(0.2, 0.1, 0.3, busy=0.5), "train", False, "learning", "do nothing"),
+        (known(0.2, 0.1, 0.3, busy=0.01), "idle", False, "unpaid", "costs"),
+        (known(-0.1, -0.2, -0.01, each=-0.05), "probe", False, "hurt", "loses 5.0%"),
+        (known(0.01, -0.02, 0.09, busy=0.95), "defer", False, "behind", "passed over"),
+        (known(0.01, -0.02, 0.09), "idle", False, "converged", "do nothing"),
+        (known(0.0, -0.01, 0.01), "train", False, "converged", "do nothing"),
+        (known(0.01, -0.02, 0.09), "train", False, "unknown", "do not tell yet"),
+    ],
+)
+def test_every_state_has_its_reason(
+    found: Headroom | None, action: str | None, starved: bool, state: str, words: str
+) -> None:
+    said = advise(found, action=action, starved=starved)
+    assert said.state == state
+    assert words in said.text
+    assert said.state in STATES
+
+
+def test_what_is_half_written_is_unknown() -> None:
+    assert advise(Headroom(gain=0.1), action="train", starved=False).state == "unknown"
+
+
+def test_a_trainer_is_silent_after_ten_minutes_and_three_of_its_pauses() -> None:
+    assert not trainer_silent(None, 1e9, None)
+    assert [trainer_silent(0.0, now, None) for now in (600.0, 601.0)] == [False, True]
+    assert [trainer_silent(0.0, now, 1000.0) for now in (3000.0, 3001.0)] == [False, True]
+
+
+def test_a_run_without_new_rollouts_is_starved_but_not_while_some_wait() -> None:
+    def said(**more: object) -> Advice:
+        return advice_of(stored(now=10_000.0, last_arrival=9000.0, **more))  # type: ignore[arg-type]
+
+    assert said().state == "starved"
+    assert said(counters={"items": 1}).state == "unknown"
+    assert said(scores=[{"policy_version": 1, "entry_id": f"{n}000000-0"} for n in (8, 9)]).state == "unknown"
