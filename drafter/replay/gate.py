@@ -32,7 +32,9 @@ from drafter.replay.acceptance import Replay, log_ratio
 _NORMAL: Final = NormalDist()
 #: Standard deviation of the gains that are expected, in units of the spread between prompts (the mixing law).
 _EFFECT_SD: Final = 0.5
-#: How far one training moves the log of a ratio of α, until looks have shown it; also the gain of an archived version.
+#: Standard deviation of the log of a ratio of α where nothing is known of the challenger, as of an archived version.
+_UNKNOWN_SD: Final = 0.5
+#: How far one training moves it, until looks have shown that.
 _STEP_SD: Final = 0.08
 #: It is taken for no less, and follows what the looks show at this rate.
 _LEAST_STEP_SD: Final = 0.003
@@ -76,10 +78,10 @@ def compare(challenger: Replay, served: Replay, groups: npt.NDArray[np.int64] | 
     error = ratio.error
     if ratio.clusters < 2:
         fault = "too little evidence: rollouts of one prompt bound nothing, at least 2 prompts are needed"
-    elif not (error > 1e-9 and math.isfinite(ratio.centre)):
+    elif abs(ratio.centre) < 1e-9 and error < 1e-9:
         fault = "no difference: both drafters do the same with every rollout"
     else:
-        error = _widened(ratio.centre, error, max(ratio.effective - 1.0, 1.0))
+        error = _widened(ratio.centre, max(error, 1e-9), max(ratio.effective - 1.0, 1.0))
     return Look(math.expm1(ratio.centre), error, ratio.clusters, counted, challenger.alpha, served.alpha, fault)
 
 
@@ -118,7 +120,7 @@ class Trial:
     share: float = 1.0
     looks: int = 0
     mean: float = 0.0  # posterior of log(1 + gain) as it is now
-    variance: float = _STEP_SD**2  # 0 where the challenger is the served drafter itself, before its first training
+    variance: float = _UNKNOWN_SD**2  # 0 where the challenger is the served drafter itself, before its first training
     moved: bool = False  # whether it was trained since the last look
     step: float = _STEP_SD**2  # variance that one training adds
     single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look

@@ -117,6 +117,7 @@ class Promise:
     rounds_before: float = 0.0
     variance: float = 0.0  # Σ (rounds_before · standard error of the log ratio)² over claims
     rollouts: int = 0
+    policy_version: int | None = None  # newest of the rollouts
 
     def add(self, new: Replay, old: Replay, fresh: Fresh) -> None:
         """Count a claim's rollouts."""
@@ -128,6 +129,7 @@ class Promise:
         self.rounds_before += rounds
         self.variance += (rounds * look.error) ** 2
         self.rollouts += look.rollouts
+        self.policy_version = max(batch.policy_version for batch in fresh.batches)
 
     def event(self) -> dict[str, Any]:
         """What the history keeps: relative gains, the realised one with its 95 % interval."""
@@ -136,6 +138,7 @@ class Promise:
         return {
             "event": "realised",
             "version": self.version,
+            "policy_version": self.policy_version,
             "before": self.before,
             "promised": self.promised,
             "realised": math.expm1(log_gain),
