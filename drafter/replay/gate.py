@@ -122,12 +122,14 @@ class Trial:
     mean: float = 0.0  # posterior of log(1 + gain) as it is now
     variance: float = _UNKNOWN_SD**2  # 0 where the challenger is the served drafter itself, before its first training
     moved: bool = False  # whether it was trained since the last look
-    step: float = _STEP_SD**2  # variance that one training adds
+    rise: float = 0.0  # by which one training moves it on average
+    step: float = _STEP_SD**2  # and the variance of that
     single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
     starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
 
     def trained(self) -> None:
         """The challenger was trained: what it showed before says less about it now."""
+        self.mean += self.rise
         self.variance += self.step
         self.moved = True
 
@@ -146,11 +148,12 @@ class Trial:
             self.starts = [max(first, second, key=lambda start: start[0] + _log_e(*start[1:])), *rest]
         self.looks += 1
         surprise = look.log_gain - self.mean
+        kept = self.variance / (self.variance + noise)
         if self.moved:  # surprise² is of the training, of what was not known before it, and of the noise
             found = surprise**2 - (self.variance - self.step) - noise
             self.step = min(max(self.step + _STEP_RATE * (found - self.step), _LEAST_STEP_SD**2), _STEP_SD**2)
+            self.rise += _STEP_RATE * min(max(kept * surprise, -_STEP_SD), _STEP_SD)
         self.moved = False
-        kept = self.variance / (self.variance + noise)
         self.mean += kept * surprise
         self.variance *= 1.0 - kept
 

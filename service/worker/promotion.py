@@ -248,9 +248,9 @@ class Gate:
 
     def _begin(self, served: str | None) -> None:
         """Begin all trials anew, against `served`; how far a training moves the candidate stays known."""
-        step = self._trials[CANDIDATE].step
+        known = self._trials[CANDIDATE]
         self._served, self._level = served, Level()
-        self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, step=step)}
+        self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, rise=known.rise, step=known.step)}
 
     def _trial(self, version: str) -> Trial:
         if version not in self._trials:
