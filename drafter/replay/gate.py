@@ -9,7 +9,7 @@ spends half of it on an e-process (Howard et al. 2021, arXiv 1810.08240; Ramdas 
 equal or worse challenger it exceeds 1/error with a probability of at most `error`, whenever one stops (Ville). It pools
 looks: a small gain that no single look can show is shown by several. The other half is spent on single looks, most of
 it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.09000), for what has just been trained is
-what mostly gains. Each publish begins anew, with its own budget.
+what mostly gains. After a publish it begins again, with its own budget.
 
 The promised gain is a posterior mean, so it is shrunk by as much as the looks are unsure: a gain is 0 at the publish
 and moves with each training; how far, is learnt from the looks.

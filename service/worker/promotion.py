@@ -247,7 +247,7 @@ class Gate:
         return Contest(version, replace(verdict, reason=look.fault or verdict.reason), look)
 
     def _begin(self, served: str | None) -> None:
-        """Begin all trials anew, against `served`; how far a training moves the candidate stays known."""
+        """Begin all trials again, against `served`; how far a training moves the candidate stays known."""
         known = self._trials[CANDIDATE]
         self._served, self._level = served, Level()
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, rise=known.rise, step=known.step)}
@@ -295,7 +295,7 @@ class Gate:
     def promoted(
         self, version: str, before: str | None, contest: Contest, *, is_candidate: bool
     ) -> dict[str, Any] | None:
-        """`version` is served now instead of `before`, for what `contest` says. All trials begin anew.
+        """`version` is served now instead of `before`, for what `contest` says. All trials begin again.
 
         `is_candidate`: training goes on from it. Returns the event of the promise that was being measured, with what is
         known of it.
