@@ -9,7 +9,7 @@ spends half of it on an e-process (Howard et al. 2021, arXiv 1810.08240; Ramdas 
 equal or worse challenger it exceeds 1/error with a probability of at most `error`, whenever one stops (Ville). It pools
 looks: a small gain that no single look can show is shown by several. The other half is spent on single looks, most of
 it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.09000), for what has just been trained is
-what mostly gains. Each publish begins anew, with its own budget.
+what mostly gains. After a publish it begins again, with its own budget.
 
 The promised gain is a posterior mean, so it is shrunk by as much as the looks are unsure: a gain is 0 at the publish
 and moves with each training; how far, is learnt from the looks.
@@ -32,7 +32,9 @@ from drafter.replay.acceptance import Replay, log_ratio
 _NORMAL: Final = NormalDist()
 #: Standard deviation of the gains that are expected, in units of the spread between prompts (the mixing law).
 _EFFECT_SD: Final = 0.5
-#: How far one training moves the log of a ratio of α, until looks have shown it; also the gain of an archived version.
+#: Standard deviation of the log of a ratio of α where nothing is known of the challenger, as of an archived version.
+_UNKNOWN_SD: Final = 0.5
+#: How far one training moves it, until looks have shown that.
 _STEP_SD: Final = 0.08
 #: It is taken for no less, and follows what the looks show at this rate.
 _LEAST_STEP_SD: Final = 0.003
@@ -76,10 +78,10 @@ def compare(challenger: Replay, served: Replay, groups: npt.NDArray[np.int64] | 
     error = ratio.error
     if ratio.clusters < 2:
         fault = "too little evidence: rollouts of one prompt bound nothing, at least 2 prompts are needed"
-    elif not (error > 1e-9 and math.isfinite(ratio.centre)):
+    elif abs(ratio.centre) < 1e-9 and error < 1e-9:
         fault = "no difference: both drafters do the same with every rollout"
     else:
-        error = _widened(ratio.centre, error, max(ratio.effective - 1.0, 1.0))
+        error = _widened(ratio.centre, max(error, 1e-9), max(ratio.effective - 1.0, 1.0))
     return Look(math.expm1(ratio.centre), error, ratio.clusters, counted, challenger.alpha, served.alpha, fault)
 
 
@@ -118,14 +120,16 @@ class Trial:
     share: float = 1.0
     looks: int = 0
     mean: float = 0.0  # posterior of log(1 + gain) as it is now
-    variance: float = _STEP_SD**2  # 0 where the challenger is the served drafter itself, before its first training
+    variance: float = _UNKNOWN_SD**2  # 0 where the challenger is the served drafter itself, before its first training
     moved: bool = False  # whether it was trained since the last look
-    step: float = _STEP_SD**2  # variance that one training adds
+    rise: float = 0.0  # by which one training moves it on average
+    step: float = _STEP_SD**2  # and the variance of that
     single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
     starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
 
     def trained(self) -> None:
         """The challenger was trained: what it showed before says less about it now."""
+        self.mean += self.rise
         self.variance += self.step
         self.moved = True
 
@@ -144,11 +148,12 @@ class Trial:
             self.starts = [max(first, second, key=lambda start: start[0] + _log_e(*start[1:])), *rest]
         self.looks += 1
         surprise = look.log_gain - self.mean
+        kept = self.variance / (self.variance + noise)
         if self.moved:  # surprise² is of the training, of what was not known before it, and of the noise
             found = surprise**2 - (self.variance - self.step) - noise
             self.step = min(max(self.step + _STEP_RATE * (found - self.step), _LEAST_STEP_SD**2), _STEP_SD**2)
+            self.rise += _STEP_RATE * min(max(kept * surprise, -_STEP_SD), _STEP_SD)
         self.moved = False
-        kept = self.variance / (self.variance + noise)
         self.mean += kept * surprise
         self.variance *= 1.0 - kept
 

@@ -271,6 +271,14 @@ def _add_drafter(families: _Families, run: str, snapshot: RunSnapshot) -> None:
             continue
         # Either source may have been cut short (the history by its reader, the worker by an older checkpoint).
         families.counter(f"draftalign_drafters_{kind}_total", text, max(known or 0, events[kind]), run=run)
+    settled = next((event.written for event in reversed(snapshot.history) if event.event == "realised"), {})
+    for kind, text in (
+        ("promised", "Relative gain in α that the gate promised of the version that was measured last."),
+        ("realised", "What that version gained over the one before it, on the same later rollouts."),
+    ):
+        gain = settled.get(kind)
+        if isinstance(gain, int | float):
+            families.gauge(f"draftalign_gain_{kind}", text, gain, run=run, version=str(settled.get("version")))
     latest = snapshot.latest
     if latest is None:
         return

@@ -117,6 +117,7 @@ class Promise:
     rounds_before: float = 0.0
     variance: float = 0.0  # Σ (rounds_before · standard error of the log ratio)² over claims
     rollouts: int = 0
+    policy_version: int | None = None  # newest of the rollouts
 
     def add(self, new: Replay, old: Replay, fresh: Fresh) -> None:
         """Count a claim's rollouts."""
@@ -128,6 +129,7 @@ class Promise:
         self.rounds_before += rounds
         self.variance += (rounds * look.error) ** 2
         self.rollouts += look.rollouts
+        self.policy_version = max(batch.policy_version for batch in fresh.batches)
 
     def event(self) -> dict[str, Any]:
         """What the history keeps: relative gains, the realised one with its 95 % interval."""
@@ -136,6 +138,7 @@ class Promise:
         return {
             "event": "realised",
             "version": self.version,
+            "policy_version": self.policy_version,
             "before": self.before,
             "promised": self.promised,
             "realised": math.expm1(log_gain),
@@ -244,10 +247,10 @@ class Gate:
         return Contest(version, replace(verdict, reason=look.fault or verdict.reason), look)
 
     def _begin(self, served: str | None) -> None:
-        """Begin all trials anew, against `served`; how far a training moves the candidate stays known."""
-        step = self._trials[CANDIDATE].step
+        """Begin all trials again, against `served`; how far a training moves the candidate stays known."""
+        known = self._trials[CANDIDATE]
         self._served, self._level = served, Level()
-        self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, step=step)}
+        self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, rise=known.rise, step=known.step)}
 
     def _trial(self, version: str) -> Trial:
         if version not in self._trials:
@@ -292,7 +295,7 @@ class Gate:
     def promoted(
         self, version: str, before: str | None, contest: Contest, *, is_candidate: bool
     ) -> dict[str, Any] | None:
-        """`version` is served now instead of `before`, for what `contest` says. All trials begin anew.
+        """`version` is served now instead of `before`, for what `contest` says. All trials begin again.
 
         `is_candidate`: training goes on from it. Returns the event of the promise that was being measured, with what is
         known of it.

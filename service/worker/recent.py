@@ -1,6 +1,6 @@
 """The worker's bounded memory of recent rollouts: what it trains on again.
 
-Nothing is held out for ever. The gate judges on rollouts that have just arrived, before they come in here
+No rollout is held out. The gate judges on rollouts that have just arrived, before they come in here
 (`service.worker.promotion`), and leaves out those whose prompt is in here: their siblings were trained on.
 
 Batches are kept as the files they came in (`runs/<run>/worker/recent/`); the newest `capacity_tokens` of them stay.

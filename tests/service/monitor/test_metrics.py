@@ -45,6 +45,8 @@ NAMES = {
     "draftalign_vocabulary_tokens_wanted": {"run"},
     "draftalign_drafters_published_total": {"run"},
     "draftalign_drafters_refused_total": {"run"},
+    "draftalign_gain_promised": {"run", "version"},
+    "draftalign_gain_realised": {"run", "version"},
     "draftalign_drafter_sequence": {"run"},
     "draftalign_publish_timestamp_seconds": {"run"},
     "draftalign_worker_heartbeat_timestamp_seconds": {"run"},
@@ -76,6 +78,7 @@ def full_snapshot() -> RunSnapshot:
             {"time": 100.0, "event": "published", "sequence": 1, "version": "v000001-aaaaaaaa"},
             {"time": 110.0, "event": "refused", "policy_version": 7},
             {"time": 120.0, "event": "published", "sequence": 2, "version": "v000002-bbbbbbbb"},
+            {"time": 125.0, "event": "realised", "version": "v000002-bbbbbbbb", "promised": 0.05, "realised": 0.04},
             {"time": 130.0, "event": "rolled_back", "sequence": 3, "version": "v000001-aaaaaaaa"},
         ],
         counters={
@@ -152,6 +155,8 @@ def test_values_come_through() -> None:
     assert value(text, "draftalign_drift_limit", run="default", lane="slow") == 36.1
     assert value(text, "draftalign_drafters_published_total", run="default") == 2
     assert value(text, "draftalign_drafters_refused_total", run="default") == 1
+    assert value(text, "draftalign_gain_promised", run="default", version="v000002-bbbbbbbb") == 0.05
+    assert value(text, "draftalign_gain_realised", run="default", version="v000002-bbbbbbbb") == 0.04
     assert value(text, "draftalign_publish_timestamp_seconds", run="default") == 130.0  # when it was moved back to
     assert value(text, "draftalign_controller_action", run="default", action="train") == 1
     assert value(text, "draftalign_drafter_info", run="default", version="v000001-aaaaaaaa") == 1

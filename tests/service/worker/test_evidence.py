@@ -29,6 +29,7 @@ SETTINGS: dict[str, Any] = {
     "recent_tokens": 20_000,
     "claim_tokens": 100_000,
     "drafting": "greedy",
+    "gate_min_gain": 0.005,
 }
 
 

@@ -1,0 +1,109 @@
+"""The archive: when the policy goes back to what it was, the drafter of that time serves again, within one claim."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from worker_fixtures import LAYERS, Bench
+
+from drafter.files.checkpoint import write_drafter
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.replay.acceptance import Replay
+from service.storage.registry import Manifest, Registry
+from service.worker.loop import RunWorker
+from service.worker.promotion import Gate
+
+#: The candidate learns too slowly to matter.
+SETTINGS: dict[str, Any] = {"gate_min_gain": 0.005, "recent_tokens": 100_000, "learning_rate": 1e-12}
+A, B, A_AGAIN = 0, 100, 200
+
+
+def published(bench: Bench, drafter: Eagle3Drafter) -> Manifest:
+    registry = Registry(bench.layout)
+    staged = registry.stage("default")
+    write_drafter(staged, drafter)
+    return registry.publish(
+        "default",
+        staged,
+        policy_version=0,
+        parent=None,
+        config_fingerprint="f" * 32,
+        d2t_sha256=drafter.vocabulary.digest,
+        aux_layers=LAYERS,
+        reason="by hand",
+    )
+
+
+def begun(bench: Bench, tmp_path: Path, decoys: int) -> tuple[RunWorker, Manifest, Manifest]:
+    """A run in B that serves a drafter of B; in its archive lie one of A and some that know neither."""
+    world = bench.world
+    world.move_head(B)
+    world.heads[A_AGAIN] = world.heads[A]
+    bench.register(world.run_file(drafter=world.drafter(seed=50)))
+    bench.put_head(B)
+    bench.put_head(A_AGAIN)
+    bench.worker(**SETTINGS)
+    for seed in range(decoys):
+        published(bench, world.drafter(seed=51 + seed))
+    of_a = published(bench, world.trained_drafter(tmp_path, policy_version=A))
+    for seed in range(decoys):
+        published(bench, world.drafter(seed=71 + seed))
+    of_b = published(bench, world.trained_drafter(tmp_path, policy_version=B))
+    return bench.worker(**SETTINGS), of_a, of_b
+
+
+def claim(bench: Bench, worker: RunWorker, name: str, policy_version: int) -> str:
+    """One claim's rollouts; returns what is served after it."""
+    bench.post(name, policy_version=policy_version, rollouts=32)
+    bench.drain(worker)
+    latest = Registry(bench.layout).latest("default")
+    assert latest is not None
+    return latest.version
+
+
+def test_a_policy_that_goes_back_finds_the_drafter_that_it_had(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed: list[int] = []
+    replay = Gate._replay
+
+    def counted(self: Gate, version: str, batches: Any) -> Replay:
+        replayed.append(sum(batch.rollouts for batch in batches))
+        return replay(self, version, batches)
+
+    monkeypatch.setattr(Gate, "_replay", counted)
+    worker, of_a, of_b = begun(bench, tmp_path, decoys=3)
+    with caplog.at_level(logging.INFO, "draftalign.worker"):
+        assert {claim(bench, worker, f"b{n}", B + n) for n in range(4)} == {of_b.version}
+        assert replayed == [], "nothing fell, so the archive is not asked"
+        assert claim(bench, worker, "a", A_AGAIN) == of_a.version
+    assert max(replayed[:-1]) <= 8
+    assert sum(replayed) < 7 * 32 / 2, "halving: not every version on every rollout"
+    (event,) = (e for e in Registry(bench.layout).history("default") if e["event"] == "rolled_back")
+    assert "re-selected from the archive" in event["reason"]
+    # Training goes on from it.
+    known = worker.learner.lineage.version(of_a.version).state_dict()
+    for name, value in worker.learner.lineage.candidate.state_dict().items():
+        assert torch.allclose(value, known[name], atol=1e-4), name
+
+
+def test_an_archive_that_fits_no_better_is_left_alone(bench: Bench, tmp_path: Path) -> None:
+    """α falls, and no archived version would have more."""
+    worker, _, of_b = begun(bench, tmp_path, decoys=2)
+    bench.world.move_head(150, seed=9)
+    bench.put_head(150)
+    for n in range(3):
+        claim(bench, worker, f"b{n}", B + n)
+    assert claim(bench, worker, "elsewhere", 150) == of_b.version
+
+
+def test_a_first_drafter_that_is_twice_as_good_is_served_at_once(bench: Bench, tmp_path: Path) -> None:
+    bench.register(bench.world.run_file(drafter=bench.world.trained_drafter(tmp_path)))
+    bench.worker(**SETTINGS)
+    first = Registry(bench.layout).versions("default")[0]
+    published(bench, bench.world.drafter(seed=9))
+    assert claim(bench, bench.worker(**SETTINGS), "a", 0) == first
