@@ -150,14 +150,13 @@ class Trial:
         self.api.put(f"/runs/{case.run}", content=body, headers=headers).raise_for_status()
 
     def post(self, case: Case, tick: int, *, troubled: bool) -> None:
-        """Send one tick of rollouts, a third of them short answers, or most of them."""
-        number_short = (58 if case.short_answers else 20) if troubled else 20
-        lengths = [6] * number_short + [24] * (ROLLOUTS - number_short)
-        more: dict[str, Any] = {"strata": ["short" if n < 10 else "long" for n in lengths]} if case.tagged else {}
+        """Send one tick of rollouts."""
+        tokens = lengths(case, troubled)
+        more: dict[str, Any] = {"strata": ["short" if n < 10 else "long" for n in tokens]} if case.tagged else {}
         body = case.world.rollout_file(
             f"{case.run}-{tick}",
             policy_version=int(troubled),
-            lengths=lengths,
+            lengths=tokens,
             change=case.change if troubled else None,
             run=case.run,
             **more,
@@ -168,9 +167,8 @@ class Trial:
         """Report what an engine would have counted: it has the right features, and the drafter that is served."""
         if not case.live:
             return
-        lengths = [6] * 20 + [24] * 44
         path = self.place / "live.safetensors"
-        path.write_bytes(case.world.rollout_file("live", policy_version=int(troubled), lengths=lengths))
+        path.write_bytes(case.world.rollout_file("live", policy_version=int(troubled), lengths=lengths(case, troubled)))
         drafter = damaged(self.drafter) if troubled and case.damaged else self.drafter
         found = replay(drafter, load_batch(path), case.world.policy(int(troubled)), depth=4, drafting="probabilistic")
         scale = 3000 / float(found.rounds.sum())
@@ -234,6 +232,12 @@ class Trial:
             str(self.api.base_url),
         ]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def lengths(case: Case, troubled: bool) -> list[int]:
+    """Tokens of a tick's rollouts: a third are short answers, or nearly all."""
+    short = 58 if troubled and case.short_answers else 20
+    return [6] * short + [24] * (ROLLOUTS - short)
 
 
 def damaged(drafter: Eagle3Drafter) -> Eagle3Drafter:

@@ -280,7 +280,12 @@ def test_the_tables_of_records_have_the_fields_of_the_models_and_no_others() -> 
 
 
 def test_whatever_the_worker_sets_is_a_gauge() -> None:
-    for module, function in (("journal", "_set_gauges"), ("journal", "_drift_gauges"), ("process", "_note_work"), ("process", "_close_until")):
+    for module, function in (
+        ("journal", "_set_gauges"),
+        ("journal", "_drift_gauges"),
+        ("process", "_note_work"),
+        ("process", "_close_until"),
+    ):
         kinds = (records.WorkerGauges, records.Lane)
         assert dict_keys(f"service/worker/{module}.py", function) <= {name for kind in kinds for name in fields(kind)}
 
