@@ -1,7 +1,7 @@
 """The drift alarm in simulated worlds: its rate, its delay and the causes that it names. Simulated, and it says so.
 
     python benchmarks/alarms.py            all tables, some minutes on one core
-    python benchmarks/alarms.py causes     one of: rates, mixes, delays, causes
+    python benchmarks/alarms.py causes     one of: rates, mixes, delays, causes, wander
 
 Beside it stand river's ADWIN and Page-Hinkley (where `river` is installed: an environment of its own with river, numpy
 and pydantic will do) and two Prometheus rules.
@@ -413,10 +413,10 @@ def print_delays(bank: Bank) -> None:
     ramps = {"step 2 %": (0.02, 1), "step 5 %": (0.05, 1), "step 10 %": (0.1, 1), "step 20 %": (0.2, 1)}
     ramps |= {"ramp 5 % in 12 h": (0.05, 720), "ramp 20 % in 7 days": (0.2, 7 * DAY)}
     print("\nMedian rollouts (thousands) until a fall is found; missed in the time of its ramp and 4,000 ticks more;")
-    print("false alarms per 30 days, no strata sent (simulated; 10 falls after 3,000 ticks; 30 days)")
+    print("false alarms per 30 days (simulated; 10 falls after 3,000 ticks; 30 days); the weekend without strata")
     print(f"{'':22}" + "".join(f"{name:>21}" for name in [*ramps, "stands still", "weekend +10 points"]))
-    still = [values_of(mixed(bank, lambda _: STRATUM_SHARE, 43_200, np.random.default_rng([8, n]))) for n in range(1)]
-    weeks = [values_of(mixed(bank, weekend(0.1), 43_200, np.random.default_rng([8, n]))) for n in range(1)]
+    still = [tick_values(bank, 43_200, np.random.default_rng(8))]
+    weeks = [mixed(bank, weekend(0.1), 43_200, np.random.default_rng(8))[0].mean(axis=1)]
     for name, make in rows.items():
         line = f"{name:22}"
         for drop, length in ramps.values():
@@ -437,10 +437,17 @@ def print_delays(bank: Bank) -> None:
         print(line, flush=True)
 
 
-def values_of(drawn: tuple[Floats, npt.NDArray[np.int64]]) -> Floats:
-    """Tick values where no strata are known."""
-    values: Floats = drawn[0].mean(axis=1)
-    return values
+def print_wander(bank: Bank) -> None:
+    """False alarms where α truly wanders, without and with a dead-band."""
+    print("\nFalse alarms in 30 days where alpha wanders (simulated; 4 streams)")
+    for name, sd, memory in (("0.3 %, 1 h", 0.003, 60), ("1 %, 1 h", 0.01, 60), ("1 %, 1 day", 0.01, DAY)):
+        for band in (0.0, 0.02):
+            alarms = 0
+            for stream in range(4):
+                rng = np.random.default_rng([3, stream])
+                path = 1 + wander(43_200, sd, memory, rng)
+                alarms += count_alarms(tick_values(bank, 43_200, rng) * path, config(dead_band=band))
+            print(f"{name:12} dead-band {band:.2f}: {alarms / 4:6.2f}", flush=True)
 
 
 def print_causes(bank: Bank, runs: int = 40) -> None:
@@ -466,6 +473,7 @@ def main() -> None:
     """Print the tables that were asked for."""
     bank = make_bank(1500, seed=1)
     tables = {"rates": print_rates, "mixes": print_mixes, "delays": print_delays, "causes": print_causes}
+    tables["wander"] = print_wander
     for name in sys.argv[1:] or tables:
         tables[name](bank)
 

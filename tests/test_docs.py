@@ -242,7 +242,7 @@ def test_no_other_redis_key_is_built_from_the_prefix() -> None:
     known = {"queue", "counters", "dead", "batch", "orphan", "rollout", "lease"}
     assert built == known
     assert [getattr(StoreKeys("r"), name) for name in REPORT_KEYS] == [Keys("r").prefix + name for name in REPORT_KEYS]
-    assert len(REPORT_KEYS) == 12
+    assert len(REPORT_KEYS) == 13
 
 
 def test_every_counter_and_field_that_is_stored_is_documented() -> None:
@@ -280,7 +280,12 @@ def test_the_tables_of_records_have_the_fields_of_the_models_and_no_others() -> 
 
 
 def test_whatever_the_worker_sets_is_a_gauge() -> None:
-    for module, function in (("journal", "_set_gauges"), ("process", "_note_work"), ("process", "_close_until")):
+    for module, function in (
+        ("journal", "_set_gauges"),
+        ("journal", "_drift_gauges"),
+        ("process", "_note_work"),
+        ("process", "_close_until"),
+    ):
         kinds = (records.WorkerGauges, records.Lane)
         assert dict_keys(f"service/worker/{module}.py", function) <= {name for kind in kinds for name in fields(kind)}
 

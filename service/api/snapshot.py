@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from redis.exceptions import RedisError
 from service.api.context import ServiceContext
 from service.errors import ServiceError
 from service.monitor.alpha import alpha_series
-from service.monitor.cause import Cause, explain
+from service.monitor.cause import Cause, as_fraction, explain
 from service.monitor.counts import sound
 from service.monitor.current import current
 from service.monitor.headline import (
@@ -121,7 +120,7 @@ def _cause_document(why: Cause) -> dict[str, Any]:
 
     def fractions(change: Estimate) -> dict[str, float]:
         ends = {"change": change.value, "low": change.low, "high": change.high}
-        return {name: math.expm1(min(log_ratio, 20.0)) for name, log_ratio in ends.items()}
+        return {name: as_fraction(log_ratio) for name, log_ratio in ends.items()}
 
     return {
         "cause": why.cause,

@@ -11,8 +11,8 @@ since it began: since the last tick at which the alarm's statistic was 0, which 
               moves every drafter's replay α, and no live α
     engine    the change of live over replay α
 
-The frozen drafter is *not* asked what the policy did: a drafter that fits little has little to lose, so that a fall of
-the policy would be called the served drafter's (`benchmarks/alarms.py` counts how often).
+The frozen drafter is *not* asked what the policy did. Where it fits worse than the served one it has less to lose, and
+where the policy comes back to what it began with it even gains: the served drafter would be blamed for both.
 """
 
 from __future__ import annotations
@@ -216,12 +216,18 @@ def _live_over_replay(points: Sequence[tuple[tuple[float, float], DrafterSums]])
     for (live_tokens, live_rounds), replay in points:
         weight = live_rounds / rounds
         value += weight * math.log(live_tokens / live_rounds / replay.alpha)
-        variance += (weight * (replay.half_width or replay.alpha) / Z_95 / replay.alpha) ** 2
+        width = replay.alpha if replay.half_width is None else replay.half_width
+        variance += (weight * width / Z_95 / replay.alpha) ** 2
     return Estimate(value, variance)
 
 
+def as_fraction(log_ratio: float) -> float:
+    """A change of log α as a fraction of α: -0.2 is a fifth less."""
+    return math.expm1(min(log_ratio, 20.0))
+
+
 def _percent(log_ratio: float) -> str:
-    return f"{100 * math.expm1(log_ratio):+.0f} %".replace("-", "\N{MINUS SIGN}")
+    return f"{100 * as_fraction(log_ratio):+.0f} %".replace("-", "\N{MINUS SIGN}")
 
 
 def _mean(values: Sequence[float]) -> float:

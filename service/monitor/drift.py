@@ -201,6 +201,9 @@ class Levels:
     entropies: list[float | None] = field(default_factory=list)  # of the policy, in nats
     covariance: list[list[float]] = field(default_factory=list)
     doubted: bool = False  # a rebase has added an error, which is being learnt
+    owed: float = (
+        0.0  # what versions that were proven to be worse cost; it is not learnt, or the fall would be the level
+    )
 
     @property
     def level(self) -> float:
@@ -452,6 +455,7 @@ class DriftMonitor:
         state.levels.move(moved, 0.0 if variance == 0 else variance / sd**2 if sd else math.inf)
         state.offset += moved
         state.evidence.shift += paired_difference - moved
+        state.levels.owed = min(0.0, state.levels.owed + paired_difference - moved)
         # The tick being filled was scored with the old drafter.
         state.pending = [(stratum, alpha + paired_difference, entropy) for stratum, alpha, entropy in state.pending]
         if lost > 0:
@@ -459,6 +463,7 @@ class DriftMonitor:
             state.statistics = {name: s * (1 - repaired) for name, s in state.statistics.items()}
         if math.isinf(variance):
             self.acknowledge()  # the statistics compared with a baseline that is now discarded
+            state.levels.owed = 0.0
         else:
             state.evidence.shift_variance += variance
 
@@ -561,7 +566,7 @@ class DriftMonitor:
         if uncertainty * config.baseline_ticks > 1 + 1e-9:
             before = levels.level
             for name, (share, mean, entropy) in parts.items():
-                levels.learn(name, share, mean, entropy)
+                levels.learn(name, share, mean - levels.owed, entropy)
             if levels.doubted:  # it corrects a rebase, whose error must not count as wander
                 state.offset += levels.level - before
         else:
@@ -649,8 +654,12 @@ class Succession:
     def _succeed(self, monitor: DriftMonitor) -> None:
         """Watch the successor from now on."""
         mean, variance = self.difference()
-        monitor.rebase(mean, variance, decided=self.successor in self.returned)
+        monitor.rebase(mean, variance, decided=self._served_again(self.successor or ""))
         self._watch(self.successor)
+
+    def _served_again(self, version: str) -> bool:
+        """Whether it was the latest before: it was seen so, or its number is lower than the watched one's."""
+        return version in self.returned or _number(version) < _number(self.watched or "")
 
     def _watch(self, version: str | None) -> None:
         self.watched, self.successor, self.differences = version, None, {}
@@ -669,3 +678,8 @@ class Succession:
             return mean, math.inf
         squares = math.fsum((total - count * mean) ** 2 for total, count in self.differences.values())
         return mean, squares / n**2 * clusters / (clusters - 1)
+
+
+def _number(version: str) -> int:
+    digits = version.partition("-")[0].removeprefix("v")
+    return int(digits) if digits.isascii() and digits.isdigit() else 0

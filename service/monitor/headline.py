@@ -8,12 +8,11 @@ That the API itself is gone only the page can say.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from service.monitor.cause import Cause
+from service.monitor.cause import Cause, as_fraction
 from service.monitor.current import Current
 from service.monitor.headroom import Advice, trainer_silent
 from service.monitor.live_replay import UNREVIVED_PUSHES, EngineVerdict, Watch
@@ -281,7 +280,7 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
         why = f", by {facts.cause.text}" if facts.cause is not None and facts.cause.cause is not None else ""
         yield _found("warn", "drifting", "Drifting", f": {fell}{why}; {says}.")
     elif facts.cause is not None and (mix := facts.cause.terms.get("prompts")) and mix.high < 0 and mix.value < -_MIX:
-        text = f": their mix alone puts α {-100 * math.expm1(mix.value):.0f} % lower, which is no drift."
+        text = f": their mix alone puts α {-100 * as_fraction(mix.value):.0f} % lower, which is no drift."
         yield _found("note", "harder_prompts", "Harder prompts", text)
     if now.publication_lag is not None and now.publication_lag > _BEHIND_SHARE * alpha:
         troubles = True

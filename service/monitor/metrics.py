@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from service.monitor.cause import explain
+from service.monitor.cause import as_fraction, explain
 from service.monitor.current import Current, current
 from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
 from service.monitor.live_replay import Watch, failed_pushes
@@ -226,11 +226,11 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         families.gauge("draftalign_drift_limit", text, reading.limit, run=run, lane=lane)
     why = explain(worker.drift_change, snapshot.scores, snapshot.acceptances)
     for part, term in () if why is None else why.terms.items():
-        text = "Change of log alpha since the drift baseline, by part."
-        families.gauge("draftalign_drift_part", text, term.value, run=run, part=part)
-    if why is not None and why.cause is not None:
-        text = "The part that explains a fall of alpha, named; its value is that part's change of log alpha."
-        families.gauge("draftalign_drift_cause", text, why.fall, run=run, cause=why.cause)
+        text = "Change of alpha since the drift baseline by part, as a fraction; factors 1 + x multiply to the whole."
+        families.gauge("draftalign_drift_part", text, as_fraction(term.value), run=run, part=part)
+    if why is not None and why.cause is not None and why.fall is not None:
+        text = "The part that explains a fall of alpha, named; its value is that part's change of alpha as a fraction."
+        families.gauge("draftalign_drift_cause", text, as_fraction(why.fall), run=run, cause=why.cause)
     families.gauge(
         "draftalign_queue_entries", "Batches in the queue, pending included.", counters.get("items"), run=run
     )

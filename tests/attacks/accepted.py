@@ -175,5 +175,10 @@ def always_the_same_token() -> Changes:
 
 
 @accepted
+def strata_that_look_like_markup() -> Changes:
+    return {"strata": ["", '"} 1\\ <script>{{ . }}']}
+
+
+@accepted
 def a_prompt_that_all_share() -> Changes:
     return {"prompt_hashes": ["0" * 16, "0" * 16]}

@@ -375,6 +375,26 @@ def prompt_hashes_that_are_no_list() -> Attack:
 
 
 @attack
+def strata_of_another_count() -> Attack:
+    return Attack(422, "strata", metadata(strata='["math"]'))
+
+
+@attack
+def a_stratum_that_is_no_text() -> Attack:
+    return Attack(422, "strata", metadata(strata='["math", 7]'))
+
+
+@attack
+def a_stratum_with_a_newline() -> Attack:
+    return Attack(422, "strata", metadata(strata='["math", "a\\nb"]'))
+
+
+@attack
+def a_stratum_without_end() -> Attack:
+    return Attack(422, "strata", metadata(strata=json.dumps(["math", "x" * 65])))
+
+
+@attack
 def the_same_id_twice() -> Attack:
     return Attack(422, "appears twice", metadata(rollout_ids='["a", "a"]'))
 

@@ -67,7 +67,16 @@ def normaliser_gap(file: wire.MappedFile, head: torch.Tensor, temperature: float
 def test_a_sent_file_is_valid_holds_no_padding_and_says_what_the_batch_said(service: Receiver, tmp_path: Path) -> None:
     model, batch = tiny(), padded_batch(LENGTHS)
     hook = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), strict=True)
-    run_once(hook, model, batch, rewards=[1.0, 0.0, 0.5, -1.0], rollout_ids=list("abcd"), top_p=0.9, top_k=-1)
+    run_once(
+        hook,
+        model,
+        batch,
+        rewards=[1.0, 0.0, 0.5, -1.0],
+        rollout_ids=list("abcd"),
+        strata=list("xyxy"),
+        top_p=0.9,
+        top_k=-1,
+    )
     file = sent_file(service, hook, tmp_path)
     header = wire.check_rollout_header(file.header)
     ids, cu, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))

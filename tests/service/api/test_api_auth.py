@@ -79,6 +79,7 @@ def test_a_refusal_reads_no_body(guarded: RunningService) -> None:
         ("GET", "/drafter/latest", {"engine", "both", "boss"}),
         ("GET", "/drafters", {"engine", "both", "boss"}),
         ("POST", "/drafter/v000001-00000000/rollback", {"boss"}),
+        ("POST", "/runs/default/drift/reset", {"boss"}),
         ("POST", "/acceptance", {"trainer", "engine", "both", "boss"}),
         ("GET", "/alpha", {"engine", "both", "boss"}),
         ("GET", "/metrics", {"engine", "both", "boss"}),

@@ -522,3 +522,13 @@ def test_a_run_at_work_is_not_stopped_by_a_drafter_that_a_restarted_trainer_brin
     changes: Any = {"tensors": {"drafter.fc.weight": f32(1)}, "metadata": {"drafter_config": "{}"}}
     assert service.register("new", **changes).status_code == 422
     assert service.register(**changes).status_code == 200
+
+
+def test_the_drift_alarm_is_acknowledged_or_reset_by_a_request_that_is_kept(service: RunningService) -> None:
+    service.register()
+    for action in ("acknowledge", "reset"):
+        reply = service.client.post(f"/runs/default/drift/{action}")
+        assert reply.status_code == 202
+        assert reply.json()["action"] == action
+    assert service.client.post("/runs/default/drift/silence").status_code == 422
+    assert service.client.post("/runs/nobody/drift/reset").status_code == 404

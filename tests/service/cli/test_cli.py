@@ -299,3 +299,10 @@ def test_a_device_that_is_not_there_is_named_before_anything_starts(
 def test_up_says_so_too_and_starts_nothing() -> None:
     with pytest.raises(ConfigurationError, match="DRAFTALIGN_DEVICE='gpu' names no device"):
         _check_device("gpu")
+
+
+def test_drift_asks_the_service_and_says_what_it_answered(tmp_path: Path) -> None:
+    silent = run("drift", "reset", "--service", f"http://127.0.0.1:{free_port()}", cwd=tmp_path)
+    assert silent.returncode == 1
+    assert "does not answer" in last_line(silent.stderr)
+    assert run("drift", "silence", cwd=tmp_path).returncode == 2

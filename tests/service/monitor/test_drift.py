@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -16,12 +17,20 @@ from benchmarks.alarms import (
     ROLLOUTS_PER_TICK,
     STRATA,
     Bank,
+    Mix,
+    blocks,
     config,
     count_alarms,
+    daily,
+    group_monitor,
+    harder,
     make_bank,
     median_delay_rollouts,
+    mix_alarms,
+    mixed,
     tick_values,
     wander,
+    weekend,
 )
 from service.monitor.drift import (
     DriftConfig,
@@ -138,6 +147,67 @@ def test_a_dead_band_ignores_a_small_fall_and_still_finds_a_large_one(bank: Bank
     large = [monitor.tick(float(v)).alarm for v in tick_values(bank, 100, rng) * 0.9]
     assert not any(small)
     assert any(large)
+
+
+@pytest.mark.parametrize("per_minute", [1, 64, 640, 6400])
+def test_the_rate_is_in_days_at_whatever_traffic(per_minute: int) -> None:
+    # `test_false_alarms_come_at_the_stated_rate_within_a_factor_of_two` holds the rate in ticks; benchmarks/alarms.py both.
+    monitor = DriftMonitor(config())
+    for batch in range(400):  # of a tick each, for two days at least
+        minutes = max(64 / per_minute, 8)
+        monitor.observe(
+            [1.0] * int(minutes * per_minute), [0.0] * int(minutes * per_minute), arrived=60 * minutes * batch
+        )
+    ticks_in_30_days = 30 * 1440 * per_minute / ROLLOUTS_PER_TICK
+    for lane in monitor.config.lanes:
+        assert monitor._limits[lane.name] == pytest.approx(cusum_limit(lane.k, 2 * ticks_in_30_days), rel=0.02)
+
+
+def test_the_clock_of_arrivals_may_be_wrong() -> None:
+    monitor = DriftMonitor(config())
+    before = dict(monitor._limits)
+    for arrived in (1e9, 0.0, 1e12, 1e9):  # set back, never set
+        monitor.observe([1.0], [0.0], arrived=arrived)
+    assert monitor._limits["fast"] == pytest.approx(before["fast"], abs=4), "a pause counts as a day"
+    monitor.observe([1.0] * 640, [0.0] * 640, arrived=1e9 + 600)
+    assert all(math.isfinite(limit) for limit in monitor._limits.values())
+
+
+@pytest.mark.parametrize("mix", [daily(0.1), weekend(0.1)])
+def test_another_mix_of_known_kinds_is_no_alarm(bank: Bank, mix: Mix) -> None:
+    alphas, strata = mixed(bank, mix, 8 * 1440, np.random.default_rng(SEED))
+    assert mix_alarms(alphas, strata) <= 1
+    assert mix_alarms(alphas, None) >= 2
+
+
+def test_topics_that_come_one_after_the_other_are_no_alarm() -> None:
+    topics = make_bank(800, 4, logits=np.random.default_rng(9).normal(0, 0.3, 6), shares=np.full(6, 1 / 6))
+    alphas, strata = mixed(topics, blocks(6, 800, 1), 6000, np.random.default_rng(SEED))
+    assert mix_alarms(alphas, strata) <= 1
+
+
+def test_a_fall_is_found_while_the_mix_changes(bank: Bank) -> None:
+    alphas, strata = mixed(bank, lambda tick: harder(0.1 if tick % 40 < 20 else -0.1), 1000, np.random.default_rng(3))
+    alphas[800:] *= 0.9
+    monitor = group_monitor()
+    alarms = []
+    for row, codes in zip(alphas.tolist(), strata.tolist(), strict=True):
+        alarms += [r.alarm for r in monitor.observe(row, [1.0] * 8, [f"kind {code}" for code in codes])]
+    assert not any(alarms[:800])
+    assert any(alarms[800:820])
+
+
+def test_a_state_of_the_format_before_goes_on_with_its_baseline() -> None:
+    old = {
+        **{"format": "draftalign.drift.v2", "ticks": 1500, "baseline": 3.0, "known_ticks": 1440.0, "recent": 3.0},
+        **{"shown": 3.0, "offset": 0.1, "statistics": {"fast": 1.0, "slow": 2.0}, "pending": [["", 2.9]]},
+        **{"stratum_means": {"": 3.0}, "stratum_counts": {"": 1500}},
+        "spreads": [asdict(spread) for spread in DriftMonitor(config()).state.spreads],
+    }
+    state = DriftState.from_json(json.dumps(old))
+    assert (state.ticks, state.baseline, state.known_ticks) == (1500, 3.0, pytest.approx(1440))
+    assert state.pending == [("", 2.9, None)]
+    assert DriftMonitor(config(), state).tick(3.0).baseline == 3.0
 
 
 # --- baseline and rebase
@@ -392,6 +462,23 @@ def test_a_gate_that_publishes_ever_worse_drafters_is_noticed() -> None:
     assert alarmed_at <= 8, "a fifth is lost by then"
 
 
+def test_a_version_that_is_proven_worse_does_not_become_the_level_to_compare_with() -> None:
+    rng = np.random.default_rng(SEED)
+    monitor, succession = DriftMonitor(config()), Succession()
+    alarms = []
+    for tick in range(160):
+        version = "v2" if tick >= 80 else "v1"
+        found, prompts = noisy(rng, v1=3.0, **({} if version == "v1" else {"v2": 1.6}))
+        alarms += [r.alarm for r in succession.feed(monitor, found, prompts, served=version, latest=version)]
+    assert not any(alarms[:80])
+    assert all(alarms[85:])
+    assert monitor.state.baseline > 2.7
+    change = monitor.change()
+    assert change is not None
+    assert change.drafter.value == pytest.approx(math.log(1.6 / 3.0), abs=0.1)
+    assert abs(change.held.value) < 0.1
+
+
 def test_an_engine_that_still_drafts_with_an_older_version_hands_nothing_back() -> None:
     monitor = DriftMonitor(config())
     succession = watching(monitor)
@@ -431,6 +518,20 @@ def test_without_the_watched_version_the_baseline_starts_anew() -> None:
     [reading] = succession.feed(monitor, replays(8, v9=1.5), names(8), served="v9", latest="v9")
     assert succession.watched == "v9"
     assert reading.baseline == pytest.approx(1.5, abs=0.01)
+
+
+def test_acknowledging_keeps_the_baseline_and_resetting_learns_another() -> None:
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(1500))
+    assert feed(monitor, noise(50, seed=1, level=2.6)).alarm
+    monitor.acknowledge()
+    assert max(monitor.state.statistics.values()) == 0
+    assert feed(monitor, noise(50, seed=2, level=2.6)).alarm, "the fall is still there"
+    traffic = monitor.state.traffic
+    monitor.reset()
+    assert not any(feed(monitor, [value]).alarm for value in noise(500, seed=3, level=2.6))
+    assert monitor.state.baseline == pytest.approx(2.6, abs=0.03)
+    assert monitor.state.traffic is traffic
 
 
 def test_an_alarm_clears_soon_after_the_level_is_back() -> None:

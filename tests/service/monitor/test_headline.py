@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from service.monitor.alpha import Compared
+from service.monitor.cause import Cause, cause_of
 from service.monitor.counts import LiveAlpha
 from service.monitor.current import Current
 from service.monitor.headline import (
@@ -17,8 +18,10 @@ from service.monitor.headline import (
     duration,
     headline,
 )
+from service.monitor.headroom import Advice
+from service.monitor.live_replay import EngineVerdict, Stretch, Watch
+from service.monitor.records import Change, Estimate
 
-to
 NOW = 10_000.0
 POINT = Current(
     policy_version=5,
@@ -354,3 +357,24 @@ def test_a_reason_that_is_a_whole_page_is_cut_short() -> None:
     found = headline(facts(worker_error="<html>\n" + "x" * 5000))
     assert len(found.text) < 350
     assert "\n" not in found.text
+
+
+# --- the cause of a drift
+def cause(held: float = 0.0, prompts: float = 0.0, *, alarm: bool) -> Cause:
+    known = [Estimate(change, 1e-4) for change in (held, 0.0, prompts)]
+    return cause_of(Change(rollouts=640, alarm=alarm, held=known[0], drafter=known[1], prompts=known[2]))
+
+
+def test_a_drift_alarm_names_its_cause() -> None:
+    said = headline(facts(drift_alarm=True, drift_alpha=2.5, drift_level=3.4, cause=cause(held=-0.3, alarm=True)))
+    assert said.state == "drifting"
+    assert "below its level so far, 3.40, by features or policy \N{MINUS SIGN}26 % (" in said.text
+    unknown = headline(facts(drift_alarm=True, drift_alpha=2.5, drift_level=3.4, cause=cause(alarm=True)))
+    assert "level so far, 3.40; v000007" in unknown.text
+
+
+def test_harder_prompts_are_a_note_and_no_drift() -> None:
+    said = headline(facts(cause=cause(prompts=-0.2, alarm=False)))
+    assert said.level == "good"
+    assert any("Harder prompts: their mix alone puts α 18 % lower" in one for one in said.also)
+    assert not any("Harder" in one for one in headline(facts(cause=cause(prompts=-0.03, alarm=False))).also)

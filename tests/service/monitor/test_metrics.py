@@ -32,6 +32,8 @@ NAMES = {
     "draftalign_live_accepted_tokens_total": {"run", "reporter"},
     "draftalign_drift_statistic": {"run", "lane"},
     "draftalign_drift_limit": {"run", "lane"},
+    "draftalign_drift_part": {"run", "part"},
+    "draftalign_drift_cause": {"run", "cause"},
     "draftalign_queue_entries": {"run"},
     "draftalign_queue_bytes": {"run"},
     "draftalign_queue_limit_bytes": set(),
@@ -108,6 +110,12 @@ def full_snapshot() -> RunSnapshot:
             },
             "vocabulary": {"tokens": 27_648, "wanted": 50_000},
             "drift": {"fast": {"statistic": 1.5, "limit": 9.5}, "slow": {"statistic": 0.0, "limit": 36.1}},
+            "drift_change": {
+                "rollouts": 640,
+                "alarm": True,
+                "held": {"value": -0.02, "variance": 0.0001},
+                "drafter": {"value": -0.2, "variance": 0.0001},
+            },
         },
         latest={"version": "v000001-aaaaaaaa", "sequence": 3, "created": 99.0},
         last_arrival=990.0,
@@ -153,6 +161,8 @@ def test_values_come_through() -> None:
     assert value(text, "draftalign_live_rounds_total", run="default", reporter="engine-0") == 50
     assert value(text, "draftalign_live_accepted_tokens_total", run="default", reporter="engine-1") == 6
     assert value(text, "draftalign_drift_limit", run="default", lane="slow") == 36.1
+    assert value(text, "draftalign_drift_part", run="default", part="policy") == pytest.approx(-0.0198, abs=1e-4)
+    assert value(text, "draftalign_drift_cause", run="default", cause="drafter") == pytest.approx(-0.1813, abs=1e-4)
     assert value(text, "draftalign_drafters_published_total", run="default") == 2
     assert value(text, "draftalign_drafters_refused_total", run="default") == 1
     assert value(text, "draftalign_gain_promised", run="default", version="v000002-bbbbbbbb") == 0.05

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio
 import torch
 from redis import Redis
 from service_fixtures import run_file as plain_run_file
@@ -26,6 +28,7 @@ from drafter.files.checkpoint import (
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from rl_hooks import wire
 from service.storage.registry import Manifest, Registry
+from service.storage.reports import AsyncStore
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
 from service.worker.process import Worker
@@ -504,3 +507,40 @@ def test_the_alarms_baseline_moves_by_rollouts_that_came_after_the_change_and_ne
     post(3, calm)
     assert watched(calm)[0] == first
     assert watched(calm)[1] < after[1]
+
+
+def test_a_person_acknowledges_or_resets_the_alarm_once_and_a_restart_does_not_repeat_it(bench: Bench) -> None:
+    bench.begin()
+    worker = bench.worker(**OPEN)
+    for n in range(24):
+        bench.post(f"calm{n}", rollouts=64)
+    bench.drain(worker)
+
+    def ask(action: str) -> None:
+        async def request() -> None:
+            client = redis.asyncio.Redis.from_url(bench.redis_url)
+            await AsyncStore(client, "default").ask_of_drift(action)
+            await client.aclose()
+
+        asyncio.run(request())
+
+    monitor = worker.learner.journal._drift
+    assert monitor.state.ticks == 24
+    assert bench.store.worker().drift
+    monitor.state.statistics = dict.fromkeys(monitor.state.statistics, 50.0)
+    ask("acknowledge")
+    ask("acknowledge")  # twice before the worker has looked
+    worker.cycle()
+    assert set(monitor.state.statistics.values()) == {0.0}
+    assert {lane.statistic for lane in bench.store.worker().drift.values()} == {0.0}
+    assert monitor.state.ticks == 24, "the baseline stays"
+
+    again = bench.worker(**OPEN)
+    again.learner.journal._drift.state.statistics["fast"] = 3.0
+    again.cycle()
+    assert again.learner.journal._drift.state.statistics["fast"] == 3.0, "it was carried out before the restart"
+    ask("reset")
+    again.cycle()
+    assert again.learner.journal._drift.state.ticks == 0
+    gauges = bench.store.worker()
+    assert (gauges.drift, gauges.drift_level, gauges.drift_change) == ({}, None, None)
