@@ -152,11 +152,10 @@ class Simulation:
 
     def steps(self, count: int) -> Iterator[tuple[int, Mapping[str, int], Watch]]:
         """Run; after every report: the step, rounds counted since by each engine, and the verdicts."""
-        world = self._world
+        world, replays = self._world, Replays(())
         for step in range(count):
             self._shift = 0.95 * self._shift + world.drift * float(self._random.normal())
             shares = odds(SOUND, self._shift)
-            replays = Replays(self._scores[-STEPS_KEPT:])
             for _ in range(world.reports_per_step):
                 rounds = {name: self._report(step, number, shares) for number, name in enumerate(self._blocks)}
                 yield step, rounds, watch(self._blocks, replays, self._rule)

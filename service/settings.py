@@ -91,7 +91,9 @@ class Settings(BaseSettings):
     dead_replay_alpha: float = Field(
         1.3, ge=1.0, description="Replay α above which a live α near 1 is the engine's fault and not the drafter's."
     )
-    push_again_seconds: float = Field(30.0, ge=0, description="Least time between two pushes of a dead drafter.")
+    push_again_seconds: float = Field(
+        30.0, ge=0, description="Pause after the first push of a dead drafter; doubles up to 30 min."
+    )
     long_poll_max_seconds: float = Field(60.0, ge=0, description="Longest `wait` of GET /drafter/latest.")
 
     # --- the worker

@@ -1,1 +1,1 @@
-"""What the figures mean: α series, drift, controller, dead drafters, headline, metrics. Imports nothing of ours."""
+"""What the figures mean: α, drift, controller, engines against replay, headline, metrics. Imports nothing of ours."""

@@ -89,7 +89,7 @@ class LiveRule:
     """When live and replay α differ.
 
     `dead_band`: a fall of log α that is not worth a word: the natural gap between engines and replay is below 3 %.
-    `above_band`: the same for live above replay, which engines that do not count trimmed tokens are by nature.
+    `above_band`: the same for live above replay, where engines that do not count trimmed tokens are by nature.
     `certain`: standard errors. `depth`: K that the service replays. `min_rounds`, `live_alpha`, `replay_alpha`: a
     drafter is dead that emits at most `live_alpha` over `min_rounds` and more than `replay_alpha` in replay.
     `push_again_seconds`: pause after the first push; it doubles with each one that does not help, up to 30 min.
@@ -101,7 +101,7 @@ class LiveRule:
     replay_alpha: float = 1.3
     push_again_seconds: float = 30.0
     dead_band: float = 0.04
-    above_band: float = 0.2
+    above_band: float = 0.15
     certain: float = 4.5
 
     @classmethod

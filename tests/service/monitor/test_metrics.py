@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from record_fixtures import stored
 
 from service.monitor.headroom import STATES
+from service.monitor.live_replay import EngineVerdict, Stretch, Watch
 from service.monitor.metrics import RunSnapshot, render
 
 NAMES = {
@@ -28,6 +29,10 @@ NAMES = {
     "draftalign_policy_version": {"run"},
     "draftalign_rounds_total": {"run", "drafter"},
     "draftalign_round_tokens_total": {"run", "drafter"},
+    "draftalign_engine_verdict": {"run", "reporter", "verdict"},
+    "draftalign_live_replay_log_ratio": {"run", "reporter"},
+    "draftalign_engine_failed_pushes": {"run", "reporter"},
+    "draftalign_publishing_held": {"run"},
     "draftalign_live_rounds_total": {"run", "reporter"},
     "draftalign_live_accepted_tokens_total": {"run", "reporter"},
     "draftalign_drift_statistic": {"run", "lane"},
@@ -119,6 +124,8 @@ def full_snapshot() -> RunSnapshot:
         },
         latest={"version": "v000001-aaaaaaaa", "sequence": 3, "created": 99.0},
         last_arrival=990.0,
+        watch=Watch((EngineVerdict("engine-0", "dead", "", None, Stretch(300, 1.0, 3.0, -1.1, 0.1), since=50.0),)),
+        pushes=(40.0, 60.0, 90.0),
     )
 
 
@@ -159,6 +166,11 @@ def test_values_come_through() -> None:
     assert value(text, "draftalign_policy_entropy_nats", run="default") == 0.5  # version 8 has none yet
     assert value(text, "draftalign_rounds_total", run="default", drafter="frozen") == 900
     assert value(text, "draftalign_live_rounds_total", run="default", reporter="engine-0") == 50
+    engine = {"run": "default", "reporter": "engine-0"}
+    assert value(text, "draftalign_engine_verdict", **engine, verdict="dead") == 1
+    assert value(text, "draftalign_live_replay_log_ratio", **engine) == -1.1
+    assert value(text, "draftalign_engine_failed_pushes", **engine) == 2
+    assert value(text, "draftalign_publishing_held", run="default") == 0
     assert value(text, "draftalign_live_accepted_tokens_total", run="default", reporter="engine-1") == 6
     assert value(text, "draftalign_drift_limit", run="default", lane="slow") == 36.1
     assert value(text, "draftalign_drift_part", run="default", part="policy") == pytest.approx(-0.0198, abs=1e-4)
