@@ -247,7 +247,7 @@ def damaged(drafter: Eagle3Drafter) -> Eagle3Drafter:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in worse.parameters():
-            parameter += 0.6 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.6 * parameter.std() * torch.randn(parameter.shape, generator=generator))
     return worse
 
 

@@ -253,6 +253,8 @@ def measure(directory: Path, *, seed: int, steps: int, every: int) -> dict[str, 
     if kept.exists():
         return json.loads(kept.read_text())  # type: ignore[no-any-return]
     recording = open_recording(recorded, every=every)
+    if recording.last_head is None:
+        raise SystemExit(f"{recorded} lacks the last policy's head; delete it and it is recorded anew")
     last, stale = load_batch(recorded / LAST_FILE), load_batch(recorded / STALE_FILE)
     start = Stage.of(recording.base, recording.heads[0])
     after = Stage.of(last, recording.last_head, stale)

@@ -57,7 +57,7 @@ def stored(
     """What is stored about a run, from plain fields. Engines are judged by these scores and counts."""
     scored, counts = [score(one) for one in scores], [acceptance(one) for one in acceptances]
     return RunSnapshot(
-        **({"now": time.time(), "watch": watched(scored, counts)} | more),
+        **{"now": time.time(), "watch": watched(scored, counts), **more},
         scores=scored,
         acceptances=counts,
         history=[RunEvent.of(one) for one in history],

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from examples.features import Rollout, batch_of
 from examples.policy import AUX_LAYERS, load
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending import features
+from rl_hooks.trainer.plan import BatchPlan
 from service.cli.main import main
 
 Layers = tuple[torch.Tensor, ...]
@@ -39,17 +39,19 @@ class Stale:
     """The base policy's states on the tokens that are about to be sent."""
 
     def __init__(self) -> None:
-        self.policy, self.index = load(recall.TASK.base_policy)[0], None
+        self.policy = load(recall.TASK.base_policy)[0]
+        self.index: features.PackedIndex | None = None
         submit = DrafterHook._submit
 
-        def noting(hook: DrafterHook, plan: Any) -> None:
+        def noting(self_: DrafterHook, plan: BatchPlan) -> None:
             self.index = plan.index
-            submit(hook, plan)
+            submit(self_, plan)
 
-        DrafterHook._submit = noting  # type: ignore[method-assign]
+        DrafterHook._submit = noting  # type: ignore[method-assign, assignment]
 
     def __call__(self, _aux: Layers) -> Layers:
-        bounds, ids = self.index.cu_seqlens.tolist(), self.index.input_ids.tolist()  # type: ignore[attr-defined]
+        assert self.index is not None, "nothing was captured yet"
+        bounds, ids = self.index.cu_seqlens.tolist(), self.index.input_ids.tolist()
         rollouts = [
             Rollout(tuple(ids[a : a + 1]), tuple(ids[a + 1 : b]), (0.0,) * (b - a - 1))
             for a, b in itertools.pairwise(bounds)

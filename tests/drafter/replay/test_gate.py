@@ -151,7 +151,7 @@ def test_a_look_states_the_ratio_of_sums() -> None:
 def test_rollouts_of_one_prompt_count_once() -> None:
     challenger, served = pair(np.random.default_rng(6), 20, 0.0)
     many = np.repeat(np.arange(20), 16)
-    copies = [x.select(many) for x in (challenger, served)]
+    copies = challenger.select(many), served.select(many)
     alone, grouped = compare(challenger, served), compare(*copies, many)
     assert (grouped.prompts, grouped.rollouts) == (20, 320)
     assert grouped.error == pytest.approx(alone.error)

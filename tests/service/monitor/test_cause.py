@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_a_policy_that_became_surer_is_told_from_one_that_moved(entropy: float, 
 
 
 def test_prompts_and_engines_are_named_where_there_is_no_alarm_and_only_there() -> None:
-    harder = {"prompts": Estimate(-0.3, SMALL)}
+    harder: dict[str, Any] = {"prompts": Estimate(-0.3, SMALL)}
     assert cause_of(fell(alarm=False, **harder)).cause == "prompts"
     assert cause_of(fell(alarm=False), Estimate(-0.3, SMALL)).cause == "engine"
     assert cause_of(fell(held=-0.1, **harder), Estimate(-0.3, SMALL)).cause == "policy moved"

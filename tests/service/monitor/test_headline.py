@@ -59,7 +59,7 @@ def test_what_the_headroom_means_is_said_beside_the_headline_and_harm_first() ->
     hurt = headline(facts(headroom=Advice("hurt", "each training loses 2.0%")))
     assert (hurt.level, hurt.text) == ("warn", "Training hurts: each training loses 2.0 %.")
     for state in ("learning", "starved", "behind", "unknown"):  # said elsewhere, or nothing to say
-        assert headline(facts(headroom=Advice(state, "x"))) == headline(facts())  # type: ignore[arg-type]
+        assert headline(facts(headroom=Advice(state, "x"))) == headline(facts())
 
 
 def new(**changes: Any) -> RunFacts:

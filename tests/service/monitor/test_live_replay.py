@@ -145,7 +145,7 @@ def test_an_engine_behind_is_compared_with_its_own_version() -> None:
 
 
 def test_counts_of_an_engine_without_positions_or_trimming_are_judged_by_alpha() -> None:
-    bare = {"accepted_per_position": [], "emitted_tokens": None}
+    bare: dict[str, Any] = {"accepted_per_position": [], "emitted_tokens": None}
     assert judged({"a": blocks(*(one | bare for one in SICK))}).engines[0].name == "stale weights"
     assert judged({"a": blocks(*(one | bare for one in SOUND))}).engines[0].name == "healthy"
 

@@ -305,7 +305,7 @@ def test_a_digest_of_the_history_reads_each_line_once(registry: Registry, tmp_pa
     canary = {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": 1}
     registry.record("default", canary)
     digest = registry.digest("default")
-    assert (digest.pushed, list(digest.canaries)) == (5.0, [canary_key(canary)])
+    assert (list(digest.pushed), list(digest.canaries)) == ([5.0], [canary_key(canary)])
     path = Layout(tmp_path).history("default")
     assert digest.bytes_read == path.stat().st_size
     whole = path.read_bytes()

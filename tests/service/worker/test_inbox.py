@@ -48,11 +48,11 @@ def test_a_batch_is_held_from_its_claim_until_it_is_acknowledged(bench: Bench, i
     (loaded,) = new(inbox)
     claimed = inbox.held
     assert claimed == (loaded.entry.entry_id,)
-    inbox.finish(loaded, "held_out")
+    inbox.finish(loaded, "skipped")
     inbox.end_turn()
     assert (inbox.held, inbox.done, bench.state(batch)) == (claimed, 1, "queued")
     inbox.commit(lambda _: None)
-    assert (inbox.held, inbox.done, bench.state(batch)) == ((), 0, "held_out")
+    assert (inbox.held, inbox.done, bench.state(batch)) == ((), 0, "skipped")
     assert claimed == (loaded.entry.entry_id,), "a snapshot does not change under its reader"
 
 

@@ -15,7 +15,7 @@ from worker_fixtures import Bench, World
 from drafter.batch import load_batch
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, _Outcome
-from service.monitor.controller import Controller
+from service.monitor.controller import Controller, Decision, Economy
 from service.monitor.records import DrafterSums, ScoreRecord, read, written
 from service.storage.registry import Registry
 from service.worker.loop import RunWorker
@@ -195,11 +195,16 @@ def test_the_controller_is_told_the_alpha_of_the_whole_claim_and_the_error_of_a_
     told: list[Any] = []
     learnt: list[dict[str, Any]] = []
     decide = Controller.decide
-    monkeypatch.setattr(Controller, "decide", lambda self, e, a, **k: (told.append(a), decide(self, e, a, **k))[1])
+
+    def noting(self: Controller, economy: Economy, alpha: float | None, **more: Any) -> Decision:
+        told.append(alpha)
+        return decide(self, economy, alpha, **more)
+
+    monkeypatch.setattr(Controller, "decide", noting)
     monkeypatch.setattr(Controller, "learn", lambda _, **values: learnt.append(values))
     names = [bench.post(name) for name in "abcdefgh"]
     bench.drain(bench.worker(claim_tokens=10_000, gate_rollouts=2, recent_tokens=10_000))
-    sums = [record.served for batch, record in bench.store.scores().items() if batch in names]
+    sums = [s for b, record in bench.store.scores().items() if b in names and (s := record.served) is not None]
     assert len(sums) == 8
     assert told == [pytest.approx(sum(s.tokens for s in sums) / sum(s.rounds for s in sums))]
     assert len(learnt) == 1
