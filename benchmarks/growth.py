@@ -27,7 +27,7 @@ import httpx
 import redis
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
 
 from service_fixtures import HEADERS, publish, run_file  # noqa: E402 - after the path is set
 
