@@ -2,13 +2,13 @@
 
 Pure: no torch, no Redis, no clock. The *publication lag* says what the best drafter there is has over the served one: a
 worker that keeps up has none, and one that stopped has none either. Headroom is about the drafter there could be: what
-more training on today's rollouts would bring over the served one.
+five more trainings on today's rollouts would bring over the served one; by then the policy has moved on.
 
 It is read off the learning curve. Every verdict of the gate, promoted or refused, measures the candidate against the
 served drafter, with an error. Successive trainings on the same text gain a, a·r, a·r², ...: after a gain of a there is
-a·r / (1 - r) left, and the gain of a candidate that was refused is not served yet, so it comes on top. Neither a nor r
-is known well, so both are estimated together: for each r of a grid a normal posterior of a, weighted by how well that r
-explains the verdicts. The median of that mixture and its 95 % interval are what is reported.
+a·(r + ... + r⁵) left, and the gain of a candidate that was refused is not served yet, so it comes on top. Neither a nor
+r is known well, so both are estimated together: for each r of a grid a normal posterior of a, weighted by how well that
+r explains the verdicts. The median of that mixture and its 95 % interval are what is reported.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from service.monitor.records import Z_95, Headroom, ScoreRecord
 _LOOKED_AT: Final = 8
 #: Standard deviation of what a training gains, before anything is known.
 _PRIOR_GAIN: Final = 0.05
-#: Standard deviation, for each training between, by which an older gain may differ from what the curve says of it.
+#: An older verdict says less of the next gain: for each training between, its variance is doubled, and it may differ by
+#: so much (standard deviation) from what the curve says.
 _FORGETTING: Final = 0.01
+#: Trainings for which today's rollouts are worth training on.
+_HORIZON: Final = 5
 #: No gain is measured better than that.
 _LEAST_ERROR: Final = 0.001
 #: Ratios of a training's gain to the one before; each is as likely before anything is known.
-_RATIOS: Final = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
+_RATIOS: Final = (0.5, 0.7, 0.85, 1.0, 1.1)
 _NORMAL: Final = NormalDist()
 
 
@@ -95,14 +98,16 @@ class LearningCurve:
         precision, weighted, fit, reach = 1.0 / _PRIOR_GAIN**2, 0.0, 0.0, 0.0
         for age, one in zip(range(len(self.measured) - 1, -1, -1), self.measured, strict=True):
             reach += ratio**-age
-            uncertain = one.error**2 + (_FORGETTING * age) ** 2 + _LEAST_ERROR**2
+            uncertain = 2.0**age * (one.error**2 + _LEAST_ERROR**2) + (_FORGETTING * age) ** 2
             precision += reach * reach / uncertain
             weighted += reach * one.gain / uncertain
             fit -= 0.5 * one.gain**2 / uncertain
             reach = 0.0 if one.promoted else reach
         mean = weighted / precision
         fit += 0.5 * mean * weighted - 0.5 * math.log(precision)
-        return _Line(fit, ratio, mean, 1.0 / math.sqrt(precision), reach + ratio / (1.0 - ratio))
+        return _Line(
+            fit, ratio, mean, 1.0 / math.sqrt(precision), reach + sum(ratio**n for n in range(1, _HORIZON + 1))
+        )
 
 
 def _quantile(parts: Sequence[tuple[float, float, float]], probability: float) -> float:
