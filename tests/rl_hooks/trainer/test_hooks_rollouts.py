@@ -84,6 +84,7 @@ def test_a_sent_file_is_valid_holds_no_padding_and_says_what_the_batch_said(serv
     assert (header.run, header.policy_version, header.rollout_ids) == ("r", 3, tuple("abcd"))
     assert (header.rewards, header.temperature, header.top_p, header.top_k) == ((1.0, 0.0, 0.5, -1.0), 0.7, 0.9, 0)
     assert header.target_fingerprint == wire.target_fingerprint(model.config.to_dict(), (1, 2, 3))
+    assert header.strata == tuple("xyxy")
     for i, (sequence, prompt) in enumerate(zip(batch.sequences, batch.prompt_lengths, strict=True)):
         assert ids[cu[i] : cu[i + 1]].tolist() == sequence
         assert mask[cu[i] : cu[i + 1]].tolist() == [0] * prompt + [1] * (len(sequence) - prompt)

@@ -153,11 +153,10 @@ def test_a_dead_band_ignores_a_small_fall_and_still_finds_a_large_one(bank: Bank
 def test_the_rate_is_in_days_at_whatever_traffic(per_minute: int) -> None:
     # The rate in ticks: `test_false_alarms_come_at_the_stated_rate_within_a_factor_of_two`; both: benchmarks/alarms.py.
     monitor = DriftMonitor(config())
-    for batch in range(400):  # of a tick each, for two days at least
-        minutes = max(64 / per_minute, 8)
-        monitor.observe(
-            [1.0] * int(minutes * per_minute), [0.0] * int(minutes * per_minute), arrived=60 * minutes * batch
-        )
+    seconds = 60 * max(64 / per_minute, 8)
+    for batch in range(400):  # two days at least
+        monitor.state.traffic.add(int(seconds / 60 * per_minute), seconds * batch)
+    monitor.observe([1.0], [0.0], arrived=seconds * 399)
     ticks_in_30_days = 30 * 1440 * per_minute / ROLLOUTS_PER_TICK
     for lane in monitor.config.lanes:
         assert monitor._limits[lane.name] == pytest.approx(cusum_limit(lane.k, 2 * ticks_in_30_days), rel=0.02)
