@@ -151,8 +151,9 @@ class Trial:
         kept = self.variance / (self.variance + noise)
         if self.moved:  # surprise² is of the training, of what was not known before it, and of the noise
             found = surprise**2 - (self.variance - self.step) - noise
-            self.step = min(max(self.step + _STEP_RATE * (found - self.step), _LEAST_STEP_SD**2), _STEP_SD**2)
-            self.rise += _STEP_RATE * min(max(kept * surprise, -_STEP_SD), _STEP_SD)
+            rate = _STEP_RATE * self.step / self.variance
+            self.step = min(max(self.step + rate * (found - self.step), _LEAST_STEP_SD**2), _STEP_SD**2)
+            self.rise += rate * min(max(kept * surprise, -_STEP_SD), _STEP_SD)
         self.moved = False
         self.mean += kept * surprise
         self.variance *= 1.0 - kept

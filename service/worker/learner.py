@@ -382,12 +382,13 @@ class Learner:
         fresh = Fresh.of(compared, self.recent.prompts)
         if served is not None and served not in fresh.replays:  # somebody changed it while the claim was scored
             return []
-        before = self.gate.state
         realised = self.gate.settle(fresh)
+        before = self.gate.state
         contests = self.gate.judge(fresh, served)
         if contests and contests[0].verdict.promote:
             self.gate.restore(before)  # for the checkpoint: after a crash the same batches are looked at again
-            realised = self._promote(contests, served, max(b.policy_version for b in fresh.batches), before_publishing)
+            policy_version = max(batch.policy_version for batch in fresh.batches)
+            realised = self._promote(contests, served, policy_version, before_publishing) or realised
         if realised is not None:
             self.lineage.record(realised)
         return contests

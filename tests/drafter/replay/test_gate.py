@@ -71,6 +71,25 @@ def test_a_better_challenger_is_published_soon_and_its_gain_is_not_oversold() ->
         assert np.mean(promised) < gain + 0.01
 
 
+def test_how_far_a_training_moves_the_gain_is_learnt() -> None:
+    """Where each training brings 7 %, that is promised, and not the half of it; begun with a challenger not known."""
+    trial = Trial()
+    promised = []
+    for _ in range(8):
+        trial.trained()
+        trial.take(Look(0.07, 0.025, 30, 240, 2.14, 2.0))
+        promised.append(trial.verdict().gain)
+        trial = Trial(rise=trial.rise, step=trial.step, variance=0.0)  # published
+    assert min(promised) > 0.055
+    assert promised[-1] == pytest.approx(0.07, abs=0.008)
+    for _ in range(40):  # and then nothing any more
+        trial.trained()
+        trial.take(Look(0.0001, 0.025, 30, 240, 2.0, 2.0))
+    trial.trained()
+    trial.take(Look(0.03, 0.025, 30, 240, 2.06, 2.0))
+    assert trial.verdict().gain < 0.02
+
+
 def test_looks_pool() -> None:
     """No single one shows it."""
     trial, look = Trial(), Look(0.01, 0.01, 32, 32, 2.02, 2.0)
