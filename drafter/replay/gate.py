@@ -36,8 +36,9 @@ _EFFECT_SD: Final = 0.5
 _UNKNOWN_SD: Final = 0.5
 #: How far one training moves it, until looks have shown that.
 _STEP_SD: Final = 0.08
-#: It is taken for no less, and follows what the looks show at this rate.
+#: It is taken for no less and no more, and follows what the looks show at this rate.
 _LEAST_STEP_SD: Final = 0.003
+_LARGEST_STEP_SD: Final = 0.2
 _STEP_RATE: Final = 0.25
 #: Spread of the gain of one pair of drafters from claim to claim that more prompts do not take away.
 _CLAIM_SD: Final = 0.003
@@ -114,7 +115,7 @@ class Verdict:
 class Trial:
     """All that one challenger has shown against one served drafter. A challenger may change (be trained) in between.
 
-    `share`: its part of the error that the served drafter's challengers have together; they must not add up to above 1.
+    `share`: its part of the error that all challengers of one served drafter may spend.
     """
 
     share: float = 1.0
@@ -152,8 +153,8 @@ class Trial:
         if self.moved:  # surprise² is of the training, of what was not known before it, and of the noise
             found = surprise**2 - (self.variance - self.step) - noise
             rate = _STEP_RATE * self.step / self.variance
-            self.step = min(max(self.step + rate * (found - self.step), _LEAST_STEP_SD**2), _STEP_SD**2)
-            self.rise += rate * min(max(kept * surprise, -_STEP_SD), _STEP_SD)
+            self.step = min(max(self.step + rate * (found - self.step), _LEAST_STEP_SD**2), _LARGEST_STEP_SD**2)
+            self.rise += rate * min(max(kept * surprise, -_LARGEST_STEP_SD), _LARGEST_STEP_SD)
         self.moved = False
         self.mean += kept * surprise
         self.variance *= 1.0 - kept
