@@ -115,7 +115,7 @@ class Verdict:
 class Trial:
     """All that one challenger has shown against one served drafter. A challenger may change (be trained) in between.
 
-    `share`: its part of the error that all challengers of one served drafter may spend.
+    `share`: its part of the error that the served drafter's challengers have together; they must not add up to above 1.
     """
 
     share: float = 1.0

@@ -32,8 +32,6 @@ from service.worker.target import Target
 
 #: Part of the error that archived versions may spend together; the candidate has the rest.
 _ARCHIVE_SHARE: Final = 0.1
-#: A run whose last publish is shown to have gained may spend this many times the error on the next (alpha-investing).
-_CREDIT: Final = 5.0
 #: Rollouts of the first round of the halving; the next have twice as many each.
 _FIRST_ROUND: Final = 4
 #: Standard errors by which the served drafter must fall for the archive to be asked.
@@ -181,7 +179,6 @@ class Gate:
         self._target = target
         self._served: str | None = None  # the version that all trials are against
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
-        self._credit = 1.0
         self._level = Level()
         self._promise: Promise | None = None
         self.untested: float | None = None  # seconds of the last training, until it has been judged
@@ -196,7 +193,6 @@ class Gate:
             "trials": {version: trial.to_json() for version, trial in self._trials.items()},
             "level": None if math.isnan(self._level.mean) else asdict(self._level),
             "promise": None if self._promise is None else asdict(self._promise),
-            "credit": self._credit,
             "untested": self.untested,
             "tested": self.tested,
         }
@@ -209,7 +205,7 @@ class Gate:
         self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
         self._level = Level(**state["level"] or {})
         self._promise = None if state["promise"] is None else Promise(**state["promise"])
-        self._credit, self.untested, self.tested = state["credit"], state["untested"], state["tested"]
+        self.untested, self.tested = state["untested"], state["tested"]
 
     @property
     def watched(self) -> str | None:
@@ -247,8 +243,6 @@ class Gate:
     def _take(self, version: str, look: Look) -> Contest:
         trial = self._trial(version)
         trial.take(look)
-        if version == CANDIDATE:
-            trial.share = self._credit * (1.0 - _ARCHIVE_SHARE)
         verdict = trial.verdict(min_gain=self._settings.gate_min_gain, confidence=self._settings.gate_confidence)
         return Contest(version, replace(verdict, reason=look.fault or verdict.reason), look)
 
@@ -315,11 +309,7 @@ class Gate:
 
     def _settled(self) -> dict[str, Any] | None:
         promise, self._promise = self._promise, None
-        if promise is None:
-            return None
-        event = promise.event()
-        self._credit = _CREDIT if event["low"] > 0.0 else 1.0
-        return event
+        return None if promise is None else promise.event()
 
 
 def _or(value: float, otherwise: float) -> float:

@@ -6,16 +6,13 @@ only tells which prompt it is. A drafter can learn the texts that it is trained 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from worker_fixtures import FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
 
 from drafter.batch import load_batch
-from drafter.replay.gate import Look, Trial
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.storage.queue import Entry
@@ -23,7 +20,7 @@ from service.storage.registry import Registry
 from service.worker.inbox import Loaded
 from service.worker.lineage import CANDIDATE
 from service.worker.loop import RunWorker
-from service.worker.promotion import Contest, Fresh, Promise
+from service.worker.promotion import Contest, Fresh
 
 LENGTH, SIBLINGS = 20, 4
 SETTINGS: dict[str, Any] = {
@@ -137,25 +134,6 @@ def test_a_run_of_one_prompt_counts_rollouts(bench: Bench) -> None:
     assert judged(bench, worker, "more", [7] * 32).look.prompts == 0, "the same group, for all that is known"
     found = judged(bench, worker, "epoch", [7] * 32, policy_version=3)
     assert found.look.prompts == 32
-
-
-def test_a_publish_that_is_shown_to_have_gained_pays_for_the_next_and_one_that_is_not_takes_that_back(
-    bench: Bench,
-) -> None:
-    """The state of it survives a restart."""
-    gate = trained(bench).learner.gate
-    verdict = Trial().verdict()
-    contest = Contest(CANDIDATE, verdict, Look(0.02, 0.02, 32, 32, 2.04, 2.0))
-    errors = []
-    for realised in (None, (100.0, 120.0), (100.0, 99.0)):
-        gate.promoted("v2", "v1", contest, is_candidate=True)
-        if realised is not None:
-            gate._promise = Promise("v2", "v1", 0.1, *realised, variance=1.0, rollouts=300)
-            gate.promoted("v3", "v2", contest, is_candidate=True)
-        gate.restore(json.loads(json.dumps(gate.state)))
-        errors.append(gate._take(CANDIDATE, contest.look).verdict.error)
-    assert errors[1] == pytest.approx(errors[0] / 5)
-    assert errors[2] == errors[0]
 
 
 def test_what_a_version_gains_is_measured_on_rollouts_that_came_after_it(bench: Bench) -> None:
