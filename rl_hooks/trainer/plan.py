@@ -97,6 +97,11 @@ class RolloutChoice:
         return sorted(chosen)
 
 
+def _stratum(name: str) -> str:
+    """What of a name the service takes: an optional label must not cost a batch."""
+    return "".join(c for c in str(name) if c.isprintable())[:64]
+
+
 def plan_batch(
     ids: RolloutIds,
     choice: RolloutChoice,
@@ -152,7 +157,7 @@ def plan_batch(
         ),
         rollout_ids=tuple(names[b] for b in chosen),
         rewards=None if values is None else tuple(values[b] for b in chosen),
-        strata=None if strata is None else tuple(str(strata[b]) for b in chosen),
+        strata=None if strata is None else tuple(_stratum(strata[b]) for b in chosen),
         real=real_BS,
         policy_version=policy_version,
         temperature=float(temperature),

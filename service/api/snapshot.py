@@ -103,7 +103,7 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings) -> dict[st
     said = headline(facts_of(snapshot, settings))
     document: dict[str, Any] = to_jsonable_python(series)
     engines = [engine_line(one) for one in snapshot.watch.engines]
-    why = explain(snapshot.worker.drift_change, snapshot.scores, snapshot.acceptances)
+    why = explain(snapshot.worker.drift_change, snapshot.scores, sound(snapshot.acceptances, sick))
     headroom = to_jsonable_python(snapshot.worker.headroom or Headroom()) | to_jsonable_python(advice_of(snapshot))
     return document | {
         "engines": engines,
@@ -188,7 +188,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         drift_alarm=any(map(_above, worker.drift.values())),
         drift_alpha=worker.drift_alpha,
         drift_level=worker.drift_level,
-        cause=explain(worker.drift_change, recent, snapshot.acceptances),
+        cause=explain(worker.drift_change, recent, sound(snapshot.acceptances, snapshot.watch.sick)),
         watch=snapshot.watch,
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),

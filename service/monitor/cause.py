@@ -84,7 +84,7 @@ class Evidence:
         starts = [self.since[lane] for lane in alarms if lane in self.since]
         since, shift, shift_variance = max(starts, default=quiet)
         rows = [row for row in self.rows if row.tick > since]
-        if not rows:
+        if not rows or min(min(row.expected, row.level) for row in rows) <= 0:
             return None
         if not starts:
             shift, shift_variance = rows[0].shift, rows[0].shift_variance
@@ -196,7 +196,11 @@ def engine_change(scores: Sequence[ScoreRecord], acceptances: Iterable[Acceptanc
             and (sums := score.sums("served")) is not None
         ):
             replayed[score.policy_version] += sums
-    points = [(live, replayed[v]) for v in sorted(replayed) if (live := live_sums(counted[v])) is not None]
+    points = [
+        (live, replayed[v])
+        for v in sorted(replayed)
+        if (live := live_sums(counted[v])) is not None and live[0] > 0  # rounds that emitted nothing have no logarithm
+    ]
     rounds, cut = 0.0, len(points)
     while cut and rounds < _LIVE_ROUNDS:
         cut -= 1

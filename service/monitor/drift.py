@@ -42,6 +42,8 @@ _UNKNOWN: Final = 1e9
 _DAY_SECONDS: Final = 86_400.0
 #: Memory of the traffic. A longer pause between batches counts as a day.
 _TRAFFIC_SECONDS: Final = 3 * _DAY_SECONDS
+#: A stratum's share is taken for no less.
+_LEAST_SHARE: Final = 1 / 64
 #: A spread of this fraction of α is rounding.
 _ROUNDING: Final = 1e-6
 #: The formula of the limit holds for run lengths from here on.
@@ -246,11 +248,20 @@ class Levels:
             self.entropies[j] = entropy if before is None else before + column[j] / total * (entropy - before)
 
     def move(self, by: float, variance: float) -> None:
-        """Move all levels by one number with an error of so much variance."""
-        self.means = [mean + by for mean in self.means]
+        """Move all levels by one number with an error of so much variance.
+
+        A level stays above a tenth of what it was: the difference may have been measured where α was far higher. How
+        much a stratum differs from the others is less certain than the mean over all, the more so the rarer it is.
+        """
+        self.means = [max(mean + by, mean / 10) for mean in self.means]
         if variance > 0:
             self.doubted = True
-            self.covariance = [[min(c + variance, _UNKNOWN) for c in row] for row in self.covariance]
+            known = math.isfinite(variance)
+            for i, (row, share) in enumerate(zip(self.covariance, self.shares, strict=True)):
+                own = variance * (1 / max(share, _LEAST_SHARE) - 1) if known else _UNKNOWN
+                moved = [min(c + variance, _UNKNOWN) if known else 0.0 for c in row]
+                moved[i] = min(moved[i] + own, _UNKNOWN)
+                self.covariance[i] = moved
 
 
 @dataclass(slots=True)
@@ -451,8 +462,10 @@ class DriftMonitor:
         ceiling = max(state.baseline + chance, state.shown) if proven > 0 else math.inf
         counted = paired_difference if decided else max(paired_difference, chance)
         sd = self._sd()
-        moved = min(state.baseline + counted - made_up, ceiling) - state.baseline
-        state.levels.move(moved, 0.0 if variance == 0 else variance / sd**2 if sd else math.inf)
+        before = state.baseline
+        wanted = min(before + counted - made_up, ceiling) - before
+        state.levels.move(wanted, 0.0 if variance == 0 else variance / sd**2 if sd else math.inf)
+        moved = state.baseline - before
         state.offset += moved
         state.evidence.shift += paired_difference - moved
         state.levels.owed = min(0.0, state.levels.owed + paired_difference - moved)
@@ -500,7 +513,8 @@ class DriftMonitor:
             if name not in known and len(known) < self.config.strata:
                 known.append(name)
         parts = {}
-        told = sorted((s if s in known and self.config.strata else "", alpha, h) for s, alpha, h in pending)
+        named = ((s if s in known and self.config.strata else "", alpha, h) for s, alpha, h in pending)
+        told = sorted(named, key=lambda one: one[0])
         for name, group in groupby(told, key=lambda one: one[0]):
             rollouts = list(group)
             entropies = [h for _, _, h in rollouts if h is not None]
@@ -591,6 +605,7 @@ class Succession:
     offered: list[str] = field(default_factory=list)  # versions, in the order in which they last became the latest
     returned: list[str] = field(default_factory=list)  # those that became the latest more than once
     successor: str | None = None  # the version that is compared with the watched one
+    previous: str | None = None  # the version watched before, until a batch was scored with the watched one
     differences: dict[str, list[float]] = field(default_factory=dict)  # prompt -> [sum of differences of α, rollouts]
 
     def feed(
@@ -618,6 +633,8 @@ class Succession:
             self.offered = [*(v for v in self.offered if v != latest), latest][-_OFFERED_VERSIONS:]
         if self.watched is None:
             self.watched = served
+        elif self.watched not in replays and self.previous in replays:
+            return []  # it was scored before the watched version was
         elif self.watched not in replays:
             monitor.rebase(0.0, math.inf)
             self._watch(served)
@@ -626,6 +643,7 @@ class Succession:
                 self._succeed(monitor)
                 return []  # this batch was not replayed with the version now watched
             self._compare(monitor, replays, prompts, served)
+        self.previous = None
         tokens, rounds = replays[self.watched]
         return monitor.observe(tokens, rounds, strata, entropies=entropies, arrived=arrived)
 
@@ -662,7 +680,7 @@ class Succession:
         return version in self.returned or _number(version) < _number(self.watched or "")
 
     def _watch(self, version: str | None) -> None:
-        self.watched, self.successor, self.differences = version, None, {}
+        self.previous, self.watched, self.successor, self.differences = self.watched, version, None, {}
 
     def difference(self) -> tuple[float, float]:
         """Mean over rollouts of the successor's α minus the watched one's, and the variance of that mean.

@@ -50,6 +50,8 @@ _POSITIONS: Final = 16
 _NOTHING_ACCEPTED: Final = 1.05
 #: Fewest prompts from which it is measured how unlike they are.
 _CLUSTERS: Final = 8
+#: Variance of log α below which nothing is told from nothing.
+_LEAST: Final = 1e-8
 #: Variance of clustered rounds over that of rollouts taken for independent, where no sums by prompt are known.
 _DESIGN_EFFECT: Final = 4.0
 #: Variance of log α from one round's coin flips, at most, for depths up to 4, where no positions are known.
@@ -253,18 +255,24 @@ class Replays:
 
     def __init__(self, scores: Iterable[ScoreRecord]) -> None:
         found: defaultdict[tuple[str, int | None], list[_Cell]] = defaultdict(list)
-        prompts: list[DrafterSums] = []
+        prompts: defaultdict[tuple[str, int | None], DrafterSums] = defaultdict(lambda: DrafterSums(0.0, 0.0))
         rollouts: list[DrafterSums] = []
         for score in sorted(scores, key=lambda one: one.arrival):
             for version, cell in _replayed(score):
                 found[version, score.policy_version].append(cell)
-            prompts += [one.sums for one in score.replayed or () if one.version == score.drafter_version]
+            for one in score.replayed or ():
+                if one.version == score.drafter_version:  # pooled, for a batch may be of one prompt
+                    prompts[one.version, score.policy_version] += one.sums
             rollouts += [sums for sums in [score.sums("served")] if sums is not None]
         self._cells = {key: _pooled(cells) for key, cells in found.items()}
         self._of: defaultdict[int | None, dict[str, _Cell]] = defaultdict(dict)
         for (version, policy), cell in self._cells.items():
             self._of[policy][version] = cell
-        self.spread = _spread(prompts, rollouts)
+        spread = _spread([*prompts.values()], 1.0)
+        self.spread = _spread(rollouts, _DESIGN_EFFECT) if spread is None else spread
+        responses = math.fsum(sums.rollouts for sums in rollouts)
+        #: Tokens that rounds emit in one response, on average; None where nobody knows.
+        self.response_tokens = math.fsum(sums.tokens for sums in rollouts) / responses if responses > 0 else None
 
     def get(self, block: Block) -> _Cell | None:
         """Replay of the block's drafter version on rollouts of its policy version."""
@@ -297,14 +305,13 @@ def _pooled(cells: Sequence[_Cell]) -> _Cell:
     return _Cell(math.fsum(c.tokens for c in cells), math.fsum(c.rounds for c in cells), accepted, reached)
 
 
-def _spread(prompts: Sequence[DrafterSums], rollouts: Sequence[DrafterSums]) -> float | None:
-    """Variance of log α times rounds, from sums by prompt, or by rollout where there are none of those.
+def _spread(clustered: Sequence[DrafterSums], effect: float) -> float | None:
+    """Variance of log α times rounds, from sums by prompt, or by rollout with their design `effect`.
 
-    Rollouts of one prompt are alike. With n clusters the estimate is off by sqrt(2/n) itself: it is taken two of these
-    higher. None below `_CLUSTERS` of them.
+    With n clusters the estimate is off by sqrt(2/n) itself: it is taken two of these higher. None below `_CLUSTERS` of
+    them.
     """
-    known, effect = (prompts, 1.0) if prompts else (rollouts, _DESIGN_EFFECT)
-    known = [sums for sums in known if sums.rollouts >= 2 and sums.tokens > 0]
+    known = [sums for sums in clustered if sums.rollouts >= 2 and sums.tokens > 0]
     clusters = math.fsum(s.rollouts for s in known) - len(known)
     if clusters < _CLUSTERS:
         return None
@@ -410,10 +417,8 @@ class _Scan:
         ratio = max(self._tokens, 1.0) / self._expected
         variance = (self._spread + self._flips / self._rounds) / self._rounds
         variance += self._spread * self._replayed / self._expected**2
-        rounds = self._rounds
-        return Stretch(
-            int(rounds), self._tokens / rounds, self._expected / rounds, math.log(ratio), math.sqrt(variance)
-        )
+        rounds, error = self._rounds, math.sqrt(max(variance, _LEAST))
+        return Stretch(int(rounds), self._tokens / rounds, self._expected / rounds, math.log(ratio), error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +446,7 @@ def _find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> _Finding
         return _Finding("unknown", "too few rollouts are scored to say how far live and replay α may differ")
     if rounds < rule.min_rounds:
         return _Finding("unknown", f"{rounds} rounds so far; {rule.min_rounds} are needed to judge")
-    begin, kind = _change(known, replays.spread, rule)
+    begin, kind = _change(known, replays.spread, replace(rule, above_band=_above_band(known, replays, rule)))
     about, scan = known[begin:], _Scan(replays.spread)
     stretch = [scan.add(k) for k in reversed(about)][-1]
     if kind == "healthy":
@@ -450,6 +455,18 @@ def _find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> _Finding
             return _Finding("depth", depth, stretch, tuple(about))
         return _Finding("healthy", f"{_evidence(stretch)}: they agree", stretch, tuple(about))
     return _Finding(kind, _evidence(stretch), stretch, tuple(about), tuple(known[:begin]))
+
+
+def _above_band(known: Sequence[_Known], replays: Replays, rule: LiveRule) -> float:
+    """How far live α may lie above replay α. Stock engines count what a response's last round emits beyond its end.
+
+    That is at most the depth in each response. Replay does not count it; an engine that trims says fewer tokens than
+    its rounds and accepted drafts make.
+    """
+    trimmed = all(k.block.tokens < k.block.rounds + sum(k.block.accepted) for k in known)
+    if trimmed or not replays.response_tokens:
+        return rule.above_band
+    return rule.above_band + math.log1p(rule.depth / replays.response_tokens)
 
 
 def _change(known: Sequence[_Known], spread: float, rule: LiveRule) -> tuple[int, Literal["healthy", "low", "above"]]:
@@ -653,9 +670,10 @@ def _together(
     """
     low = [r for r, found in judged.items() if found.kind == "low"]
     others = [r for r, found in judged.items() if found.kind not in ("low", "dead")]
-    if not low or len(judged) < 2:
+    alive = sum(found.kind != "dead" for found in judged.values())
+    if not low or alive < 2:
         return False
-    if len(others) <= (1 - _ALL) * len(judged):
+    if len(others) <= (1 - _ALL) * alive:
         return True
     began = min(judged[r].blocks[0].block.policy_version for r in low)
     scan, found = _Scan(replays.spread or 0.0), None

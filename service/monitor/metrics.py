@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from service.monitor.cause import as_fraction, explain
+from service.monitor.counts import sound
 from service.monitor.current import Current, current
 from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
 from service.monitor.live_replay import Watch, failed_pushes
@@ -224,7 +225,7 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         families.gauge("draftalign_drift_statistic", text, reading.statistic, run=run, lane=lane)
         text = "Limit of the drift statistic, from the wanted false-alarm rate."
         families.gauge("draftalign_drift_limit", text, reading.limit, run=run, lane=lane)
-    why = explain(worker.drift_change, snapshot.scores, snapshot.acceptances)
+    why = explain(worker.drift_change, snapshot.scores, sound(snapshot.acceptances, snapshot.watch.sick))
     for part, term in () if why is None else why.terms.items():
         text = "Change of alpha since the drift baseline by part, as a fraction; factors 1 + x multiply to the whole."
         families.gauge("draftalign_drift_part", text, as_fraction(term.value), run=run, part=part)

@@ -172,7 +172,11 @@ class Journal:
 
     def hold(self, rule: LiveRule) -> str | None:
         """Why nothing may be published now: engines count otherwise than replay says. Said once, and at its end."""
-        found = self._store.watch(time.time() - EVIDENCE_SECONDS, rule).hold
+        try:
+            found = self._store.watch(time.time() - EVIDENCE_SECONDS, rule).hold
+        except (ValueError, TypeError, ArithmeticError):  # of counts that nobody could foresee: no batch is to blame
+            log.exception("%s: live and replay α cannot be compared; nothing changes about publishing", self._run)
+            return self._held
         if (found is None) != (self._held is None):
             said = (
                 "publishing goes on: live and replay α agree again"
@@ -269,16 +273,21 @@ class Journal:
             return
         replays = {v: (found.tokens.tolist(), found.rounds.tolist()) for v, found in scores.versions.items()}
         known, milliseconds, _ = scores.record.arrival
-        readings = self._succession.feed(
-            self._drift,
-            replays,
-            scores.prompts,
-            served=served,
-            latest=latest,
-            strata=scores.strata or None,
-            entropies=scores.entropies or None,
-            arrived=milliseconds / 1000.0 if known else None,
-        )
+        try:
+            readings = self._succession.feed(
+                self._drift,
+                replays,
+                scores.prompts,
+                served=served,
+                latest=latest,
+                strata=scores.strata or None,
+                entropies=scores.entropies or None,
+                arrived=milliseconds / 1000.0 if known else None,
+            )
+        except (ValueError, TypeError, ArithmeticError):  # no batch is to blame, and none must die of it
+            log.exception("%s: the drift monitor starts afresh", self._run)
+            self._drift, self._succession = DriftMonitor(self._drift.config), Succession()
+            return
         for reading in readings:
             before, self._reading = self._reading, reading
             alarmed = before is not None and before.alarm

@@ -208,13 +208,18 @@ class Learner:
         behind = self.controller.defers(newer_waits=newest_waiting is not None and newest_waiting > newest_version)
         scored, rest = ([], fresh) if behind else self._score_newest(fresh, fates)
         passed_over = self._score_passed_over(rest, fates, tested=sum(loaded.batch.rollouts for loaded, _ in scored))
-        contests = [] if isolated else self.judge([*passed_over, *scored], before_publishing=before_publishing)
-        outcome = contests[0] if contests else None
-        if scored or (outcome and outcome.verdict.promote):  # else more is to come before the next training
-            self._conclude(contests, version_seconds, newest_version)
-        if passed_over:
-            self._keep(passed_over, fates)
-            self._record(passed_over, DEFERRED)
+        looked = self.gate.state
+        try:
+            contests = [] if isolated else self.judge([*passed_over, *scored], before_publishing=before_publishing)
+            outcome = contests[0] if contests else None
+            if scored or (outcome and outcome.verdict.promote):  # else more is to come before the next training
+                self._conclude(contests, version_seconds, newest_version)
+            if passed_over:
+                self._keep(passed_over, fates)
+                self._record(passed_over, DEFERRED)
+        except Exception:  # a full disk, say: the same batches come again, and must not count twice
+            self.gate.restore(looked)
+            raise
         if not scored:
             return Outcome(passed_over[-1][1], DEFERRED, outcome) if passed_over else None
         newest, scores = [self._remember(loaded) for loaded, _ in scored], scored[-1][1]
@@ -378,17 +383,22 @@ class Learner:
         if not compared:
             return []
         if self.journal.hold(LiveRule.of(self._settings)) is not None:
-            return []  # the evidence does not describe the engines
+            self.gate.untested = None  # the evidence does not describe the engines
+            return []
         fresh = Fresh.of(compared, self.recent.prompts)
         if served is not None and served not in fresh.replays:  # somebody changed it while the claim was scored
             return []
-        realised = self.gate.settle(fresh)
         before = self.gate.state
+        realised = self.gate.settle(fresh)
         contests = self.gate.judge(fresh, served)
         if contests and contests[0].verdict.promote:
             self.gate.restore(before)  # for the checkpoint: after a crash the same batches are looked at again
             policy_version = max(batch.policy_version for batch in fresh.batches)
-            realised = self._promote(contests, served, policy_version, before_publishing) or realised
+            try:
+                realised = self._promote(contests, served, policy_version, before_publishing)
+            except LatestMoved as moved:  # by a person or another worker: the next contest is against theirs
+                log.info("%s: %s", self.run, moved)
+                return []
         if realised is not None:
             self.lineage.record(realised)
         return contests
@@ -402,15 +412,11 @@ class Learner:
     ) -> dict[str, Any] | None:
         """Serve the winner, and train on from it where it is an archived version and better than the candidate.
 
-        Returns the event that the gate has of the version before.
+        Returns the event that the gate has of the version before. Raises `LatestMoved` where another one is served.
         """
         winner = contests[0]
         before_publishing(winner.version)
-        try:
-            manifest = self.lineage.promote(winner.version, served, policy_version, winner.verdict.reason, winner.facts)
-        except LatestMoved as moved:  # by a person or another worker: the next contest is against theirs
-            log.info("%s: %s", self.run, moved)
-            return None
+        manifest = self.lineage.promote(winner.version, served, policy_version, winner.verdict.reason, winner.facts)
         candidate = next((c for c in contests if c.version == CANDIDATE), None)
         keeps = candidate is not None and candidate.verdict.gain >= winner.verdict.gain
         if not keeps:
@@ -422,8 +428,8 @@ class Learner:
     def _conclude(self, contests: Sequence[Contest], version_seconds: float | None, policy_version: int) -> None:
         """Tell history and controller, once for each training, what the gate found of it."""
         candidate = next((c for c in contests if c.version == CANDIDATE), None)
-        if candidate is None or self.gate.untested is None:
-            return
+        if candidate is None or self.gate.untested is None or candidate.look.prompts < 2:
+            return  # where the prompts are too few, the next claims say more
         if not candidate.verdict.promote:
             self.lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
             self.journal.totals.refused += 1

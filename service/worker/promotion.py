@@ -39,6 +39,10 @@ _FALL: Final = 3.0
 _LEVEL_MEMORY: Final = 0.25  # weight of the newest claim in the level that it falls from
 #: What a version gains is settled after so many rollouts.
 _SETTLED_ROLLOUTS: Final = 256
+#: The candidate is looked at on so many prompts at least; claims of fewer are pooled.
+_FEWEST_PROMPTS: Final = 4
+#: After so many claims two prompts are enough: a run may not have more.
+_POOLED_CLAIMS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class Fresh:
     def of(cls, scored: Sequence[tuple[RolloutBatch, Scores]], trained: Mapping[str, int]) -> Self:
         """`trained`: prompts that the candidate was trained on of late -> newest policy version of their rollouts.
 
-        Where all prompts come again and again, those count whose earlier rollouts are of an older policy: what comes
+        Where all prompts come again and again, those count whose earlier rollouts are of another policy: what comes
         next is of the same kind. Siblings of one group are of one policy, whenever they arrive.
         """
         batches = tuple(batch for batch, _ in scored)
@@ -65,7 +69,7 @@ class Fresh:
         policies = [batch.policy_version for batch, _ in scored for _ in range(batch.rollouts)]
         unseen = tuple(i for i, prompt in enumerate(prompts) if prompt not in trained)
         if len({prompts[i] for i in unseen}) < 2:
-            unseen = tuple(i for i, prompt in enumerate(prompts) if trained.get(prompt, -1) < policies[i])
+            unseen = tuple(i for i, prompt in enumerate(prompts) if trained.get(prompt) != policies[i])
         return cls(batches, replays, prompts, unseen, by_prompt=len({*trained, *prompts}) > 1)
 
     def select(self, rollouts: Sequence[int]) -> list[RolloutBatch]:
@@ -121,7 +125,9 @@ class Promise:
 
     def add(self, new: Replay, old: Replay, fresh: Fresh) -> None:
         """Count a claim's rollouts."""
-        look = fresh.look(new, old, range(len(fresh.prompts)))
+        index = np.array(fresh.evidence, dtype=np.int64)
+        new, old = new.select(index), old.select(index)
+        look = fresh.look(new, old, fresh.evidence)
         if not math.isfinite(look.error):
             return
         rounds = float(old.rounds.sum())
@@ -154,12 +160,13 @@ class Level:
 
     mean: float = math.nan
     variance: float = 0.0  # of one claim about it
+    fallen: bool = False  # and the archive was not asked since
 
-    def falls(self, replay: Replay, groups: npt.NDArray[np.int64]) -> bool:
-        """Take in a claim; whether α fell significantly. The level then starts there."""
+    def take(self, replay: Replay, groups: npt.NDArray[np.int64] | None) -> None:
+        """Take in a claim, and see whether α fell significantly. The level then starts there."""
         found = log_ratio(replay.tokens, replay.rounds, groups)
         if not math.isfinite(found.centre) or not math.isfinite(found.error):
-            return False
+            return
         change = 0.0 if math.isnan(self.mean) else found.centre - self.mean
         fell = change < -_FALL * math.sqrt(max(self.variance, found.error**2) + _LEVEL_MEMORY * found.error**2)
         if fell or math.isnan(self.mean):
@@ -167,7 +174,7 @@ class Level:
         else:
             self.mean += _LEVEL_MEMORY * change
             self.variance += _LEVEL_MEMORY * (change**2 - self.variance)
-        return fell
+        self.fallen = self.fallen or fell
 
 
 class Gate:
@@ -180,6 +187,7 @@ class Gate:
         self._served: str | None = None  # the version that all trials are against
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
         self._level = Level()
+        self._few: list[tuple[Replay, Replay, tuple[str, ...]]] = []  # candidate, incumbent, prompts; not in `state`
         self._promise: Promise | None = None
         self.untested: float | None = None  # seconds of the last training, until it has been judged
         self.tested = 0  # rollouts that the candidate was judged on since then
@@ -201,7 +209,7 @@ class Gate:
         """Go on from `state`; without one, from nothing: a checkpoint of a version before there was any."""
         if state is None:
             return
-        self._served = state["served"]
+        self._served, self._few = state["served"], []
         self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
         self._level = Level(**state["level"] or {})
         self._promise = None if state["promise"] is None else Promise(**state["promise"])
@@ -229,16 +237,41 @@ class Gate:
         incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
         index = np.array(fresh.evidence, dtype=np.int64)
         found = []
+        prompts = {fresh.prompts[rollout] for rollout in fresh.evidence}
         for version, replay in fresh.replays.items():
             if version != served:
-                look = fresh.look(replay.select(index), incumbent.select(index), fresh.evidence)
-                found.append(self._take(version, look))
+                pair = replay.select(index), incumbent.select(index)
+                look = fresh.look(*pair, fresh.evidence)
                 self.tested += look.rollouts if version == CANDIDATE else 0
+                if version == CANDIDATE and fresh.by_prompt and (self._few or len(prompts) < _FEWEST_PROMPTS):
+                    look = self._pooled(look, *pair, [fresh.prompts[rollout] for rollout in fresh.evidence])
+                found.append(self._take(version, look))
         archive = [v for v in self._lineage.archived() if v not in fresh.replays]
         _, groups = np.unique(fresh.prompts, return_inverse=True)
-        if served is not None and self._level.falls(incumbent, groups.astype(np.int64)) and archive and len(index):
+        if served is not None:
+            self._level.take(incumbent, groups.astype(np.int64) if fresh.by_prompt else None)
+        if self._level.fallen and archive and len(prompts) > 1:
+            self._level.fallen = False
             found.append(self._fittest(fresh, incumbent, archive))
         return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
+
+    def _pooled(self, look: Look, candidate: Replay, incumbent: Replay, prompts: Sequence[str]) -> Look:
+        """A look at the candidate on the claims of late, where one has few prompts: a batch may hold a single group.
+
+        The candidate was trained in between. One that never was better passes no more often for that.
+        """
+        if prompts:
+            self._few.append((candidate, incumbent, tuple(prompts)))
+        names = [prompt for _, _, of_one in self._few for prompt in of_one]
+        distinct = len(set(names))
+        if distinct < (_FEWEST_PROMPTS if len(self._few) < _POOLED_CLAIMS else 2):
+            self._few = self._few[-_POOLED_CLAIMS:]
+            return replace(look, prompts=0, fault=look.fault or f"too little evidence: {distinct} prompts so far")
+        ours = Replay.concat([ours for ours, _, _ in self._few])
+        theirs = Replay.concat([theirs for _, theirs, _ in self._few])
+        self._few = []
+        _, groups = np.unique(names, return_inverse=True)
+        return compare(ours, theirs, groups.astype(np.int64))
 
     def _take(self, version: str, look: Look) -> Contest:
         trial = self._trial(version)
@@ -249,7 +282,7 @@ class Gate:
     def _begin(self, served: str | None) -> None:
         """Begin all trials again, against `served`; how far a training moves the candidate stays known."""
         known = self._trials[CANDIDATE]
-        self._served, self._level = served, Level()
+        self._served, self._level, self._few = served, Level(), []
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, rise=known.rise, step=known.step)}
 
     def _trial(self, version: str) -> Trial:
