@@ -9,9 +9,9 @@ import pytest
 from benchmarks.claims import BARS, quick_table
 from examples import recall
 
-PROMPT = "c 4 8 0 ; h 7 1 1 ; a 0 9 3 ; f 2 2 6 ; near h c a f :"
-RIGHT = "h 9 3 3 c 6 0 2 a 2 1 5 f 4 4 8"
-HABIT = "h 0 4 4 c 7 1 3 a 3 2 6 f 5 5 9"
+PROMPT = "c W E R ; h P O A ; a M M Z ; f Y L C ; near h c f a :"
+RIGHT = "S R D Z H U B O F P P C"
+HABIT = "W V H D L Y F S J T T G"
 
 
 def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_says() -> None:
@@ -26,10 +26,10 @@ def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_s
         (RIGHT, 1.0),
         (f"{RIGHT} <eos> <pad> <pad>", 1.0),
         (HABIT, 0.0),
-        (" ".join(RIGHT.split()[:8]), 0.5),  # half of it
+        (" ".join(RIGHT.split()[:6]), 0.5),  # half of it
         (f"{RIGHT} {RIGHT}", 0.5),  # as much again
         ("", 0.0),
-        (" ".join(RIGHT.split()[4:8] + RIGHT.split()[:4] + RIGHT.split()[8:]), 0.5),  # two values exchanged
+        (" ".join(RIGHT.split()[3:6] + RIGHT.split()[:3] + RIGHT.split()[6:]), 0.5),  # two values exchanged
     ],
 )
 def test_the_reward_is_the_share_of_digits_in_their_place(text: str, score: float) -> None:
