@@ -1,10 +1,10 @@
 """A task whose answers show only in the policy's hidden states: look values up by key, and shift every letter.
 
 A prompt lists four keys with a value of three random letters each, says a word, and asks for the keys in some order:
-`c W E R ; h P O A ; a M M Z ; f Y L C ; near h c f a :`. An answer is the values in that order, every letter moved
-along the alphabet: `S R D Z H U B O F P P C`. The word says by how much: `near` three places, `far` eleven. By habit
-the policy moves them by seven whatever the word says; one time in eight it heeds the word. RL rewards heeding it. In
-the first half of a run all prompts say `near`, in the second all say `far`.
+`c W E R ; h P O A ; a M M Z ; f Y L C ; near h c f a :`. An answer is each key that was asked for and its value behind
+it, every letter moved along the alphabet: `h S R D c Z H U f B O F a P P C`. The word says by how much: `near` three
+places, `far` eleven. By habit the policy moves them by seven whatever the word says; one time in eight it heeds the
+word. RL rewards heeding it. In the first half of a run all prompts say `near`, in the second all say `far`.
 
 Values are random and not copied as they stand: who does not look the key up cannot know the next letters. A drafter
 can do that from the policy's states over the prompt, and not from the tokens (`benchmarks/claims.py` measures both).
@@ -33,7 +33,7 @@ LETTERS: Final = tuple(ascii_uppercase)
 #: Append only: a shipped checkpoint depends on it.
 VOCABULARY: Final = (PAD, EOS, *KEY_NAMES, *LETTERS, ";", ":", *SHIFTS)
 #: Of a whole answer, end of sequence included.
-ANSWER_TOKENS: Final = KEYS * VALUE_LETTERS + 1
+ANSWER_TOKENS: Final = KEYS * (VALUE_LETTERS + 1) + 1
 
 
 def sample_prompt(rng: random.Random, word: str) -> str:
@@ -44,10 +44,10 @@ def sample_prompt(rng: random.Random, word: str) -> str:
 
 
 def answer(prompt: str, shift: int) -> list[str]:
-    """The letters of the values that `prompt` asks for, each moved by `shift` places."""
+    """Each key that `prompt` asks for, and behind it its value, every letter moved by `shift` places."""
     *pairs, asked = (part.split() for part in prompt.split(" ; "))
     values = {key: value for key, *value in pairs}
-    return [moved(letter, shift) for key in asked[1:-1] for letter in values[key]]
+    return [word for key in asked[1:-1] for word in (key, *(moved(letter, shift) for letter in values[key]))]
 
 
 def moved(letter: str, shift: int) -> str:
@@ -64,8 +64,8 @@ def score(prompt: str, text: str) -> float:
     """Share of the values' letters that are right and in their place, moved as the prompt's word says."""
     words = [word for word in text.split() if word not in (PAD, EOS)]
     right = answer(prompt, SHIFTS[word_of(prompt)])
-    hits = sum(a == b for a, b in zip(words, right, strict=False))
-    return hits / max(len(words), len(right))
+    hits = sum(a == b for i, (a, b) in enumerate(zip(words, right, strict=False)) if i % (VALUE_LETTERS + 1))
+    return hits / (KEYS * VALUE_LETTERS) * min(1.0, len(right) / max(len(words), 1))
 
 
 def _reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
@@ -100,11 +100,11 @@ TASK: Final = Task(
     says="heed a word that says how answers are written; another word at half time",
     base_policy=Path(__file__).parent / "recall_policy",
     vocabulary=VOCABULARY,
-    draft_vocabulary=len(LETTERS) + 2,
+    draft_vocabulary=len(KEY_NAMES) + len(LETTERS) + 2,
     prompt_tokens=KEYS * (VALUE_LETTERS + 2) + KEYS + 2,
     max_answer_tokens=ANSWER_TOKENS + 3,
     pretraining=PretrainRecipe(
-        1700, 150, learning_rate=1e-2, warmup_steps=50, decay_steps=450, sequences_per_step=32, muon=True
+        1000, 150, learning_rate=1e-2, warmup_steps=50, decay_steps=350, sequences_per_step=32, muon=True
     ),
     sample_text=_sample_text,
     sample_prompts=sample_prompts,

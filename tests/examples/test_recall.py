@@ -10,8 +10,8 @@ from benchmarks.claims import BARS, quick_table
 from examples import recall
 
 PROMPT = "c W E R ; h P O A ; a M M Z ; f Y L C ; near h c f a :"
-RIGHT = "S R D Z H U B O F P P C"
-HABIT = "W V H D L Y F S J T T G"
+RIGHT = "h S R D c Z H U f B O F a P P C"
+HABIT = "h W V H c D L Y f F S J a T T G"
 
 
 def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_says() -> None:
@@ -26,10 +26,10 @@ def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_s
         (RIGHT, 1.0),
         (f"{RIGHT} <eos> <pad> <pad>", 1.0),
         (HABIT, 0.0),
-        (" ".join(RIGHT.split()[:6]), 0.5),  # half of it
+        (" ".join(RIGHT.split()[:8]), 0.5),  # half of it
         (f"{RIGHT} {RIGHT}", 0.5),  # as much again
         ("", 0.0),
-        (" ".join(RIGHT.split()[3:6] + RIGHT.split()[:3] + RIGHT.split()[6:]), 0.5),  # two values exchanged
+        (" ".join(RIGHT.split()[4:8] + RIGHT.split()[:4] + RIGHT.split()[8:]), 0.5),  # two values exchanged
     ],
 )
 def test_the_reward_is_the_share_of_digits_in_their_place(text: str, score: float) -> None:
