@@ -45,8 +45,8 @@ from examples.features import Rollout, batch_of
 from examples.policy import AUX_LAYERS, load
 
 DEPTH: Final = 4
-SEQUENCES_PER_STEP: Final = 40
-TRAIN_STEPS: Final = 150
+SEQUENCES_PER_STEP: Final = 32
+TRAIN_STEPS: Final = 250
 LEARNING_RATE: Final = 1e-2
 RL_LEARNING_RATE: Final = 1e-3
 #: Bars of issue 12: α with three layers, over α with something less.
@@ -196,10 +196,10 @@ def start_claims(stage: Stage, right: Eagle3Drafter, *, seed: int) -> dict[str, 
 
 
 def other_text(count: int, seed: int) -> RolloutBatch:
-    """Random keys and digits, run through the base policy: what a general corpus is to this task."""
+    """Random keys and letters, run through the base policy: what a general corpus is to this task."""
     rng = random.Random(seed)
     words = {word: i for i, word in enumerate(recall.VOCABULARY)}
-    used = [words[x] for x in (*recall.KEY_NAMES, *recall.DIGITS)]
+    used = [words[x] for x in (*recall.KEY_NAMES, *recall.LETTERS)]
     prompt, answer = recall.TASK.prompt_tokens, recall.ANSWER_TOKENS
     texts = [rng.choices(used, k=prompt + answer) for _ in range(count)]
     return batch_of(_base_policy(), [Rollout(tuple(t[:prompt]), tuple(t[prompt:]), (0.0,) * answer) for t in texts])

@@ -306,8 +306,8 @@ def draw(rows: Sequence[StepRow], path: Path, changes: Sequence[int] = ()) -> No
         top.axvline(step, ymax=0.03, color="#27ae60", lw=1.5, label=None if number else "a new version serves")
     for number, step in enumerate(changes):
         for panel in (top, bottom):
-            said = "the task changes" if panel is top and not number else None
-            panel.axvline(step, color="#e67e22", ls="--", lw=1.2, label=said)
+            first = panel is top and not number
+            panel.axvline(step, color="#e67e22", ls="--", lw=1.2, label="the task changes" if first else None)
     top.set_ylabel("α: tokens per verification round")
     top.set_ylim(bottom=0.9)
     top.grid(alpha=0.25)

@@ -1,13 +1,13 @@
-"""A task whose answers show only in the policy's hidden states: look values up by key, and shift every digit.
+"""A task whose answers show only in the policy's hidden states: look values up by key, and shift every letter.
 
-A prompt lists four keys with a value of three random digits each, says a word, and asks for the keys in some order:
-`c 4 8 0 ; h 7 1 1 ; a 0 9 3 ; f 2 2 6 ; near h c a f :`. An answer is each key that was asked for and its value behind
-it, every digit moved on around the ten: `h 9 3 3 c 6 0 2 a 2 1 5 f 4 4 8`. The word says by how much: `near` two
-places, `far` five. By habit the policy moves them by three whatever the word says; one time in eight it heeds the word.
-RL rewards heeding it. In the first half of a run all prompts say `near`, in the second all say `far`.
+A prompt lists four keys with a value of three random letters each, says a word, and asks for the keys in some order:
+`c W E R ; h P O A ; a M M Z ; f Y L C ; near h c f a :`. An answer is each key that was asked for and its value behind
+it, every letter moved along the alphabet: `h S R D c Z H U f B O F a P P C`. The word says by how much: `near` three
+places, `far` eleven. By habit the policy moves them by seven whatever the word says; one time in eight it heeds the
+word. RL rewards heeding it. In the first half of a run all prompts say `near`, in the second all say `far`.
 
-Values are random and not copied as they stand: who does not look the key up cannot know the next digits. A drafter can
-do that from the policy's states over the prompt, and not from the tokens (`benchmarks/claims.py` measures both).
+Values are random and not copied as they stand: who does not look the key up cannot know the next letters. A drafter
+can do that from the policy's states over the prompt, and not from the tokens (`benchmarks/claims.py` measures both).
 """
 
 from __future__ import annotations
@@ -15,43 +15,44 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, Final
 
 from examples.task import EOS, PAD, PretrainRecipe, Task
 
 KEYS: Final = 4  # in a prompt, and asked for
-VALUE_DIGITS: Final = 3
-#: Places around the ten, by the word that asks for them.
-SHIFTS: Final = {"near": 2, "far": 5}
-HABIT: Final = 3
+VALUE_LETTERS: Final = 3
+#: Places along the alphabet, by the word that asks for them.
+SHIFTS: Final = {"near": 3, "far": 11}
+HABIT: Final = 7
 #: Share of answers that heed the word.
 TEACH_HEED: Final = 0.5
 REAL_HEED: Final = 0.12
 KEY_NAMES: Final = tuple("abcdefgh")
-DIGITS: Final = tuple("0123456789")
+LETTERS: Final = tuple(ascii_uppercase)
 #: Append only: a shipped checkpoint depends on it.
-VOCABULARY: Final = (PAD, EOS, *KEY_NAMES, *DIGITS, ";", ":", *SHIFTS)
+VOCABULARY: Final = (PAD, EOS, *KEY_NAMES, *LETTERS, ";", ":", *SHIFTS)
 #: Of a whole answer, end of sequence included.
-ANSWER_TOKENS: Final = KEYS * (VALUE_DIGITS + 1) + 1
+ANSWER_TOKENS: Final = KEYS * (VALUE_LETTERS + 1) + 1
 
 
 def sample_prompt(rng: random.Random, word: str) -> str:
     """One prompt that asks with `word`."""
     keys = rng.sample(KEY_NAMES, KEYS)
-    pairs = " ; ".join(" ".join((key, *rng.choices(DIGITS, k=VALUE_DIGITS))) for key in keys)
+    pairs = " ; ".join(" ".join((key, *rng.choices(LETTERS, k=VALUE_LETTERS))) for key in keys)
     return f"{pairs} ; {word} {' '.join(rng.sample(keys, KEYS))} :"
 
 
 def answer(prompt: str, shift: int) -> list[str]:
-    """Each key that `prompt` asks for, and behind it its value, every digit moved by `shift` places."""
+    """Each key that `prompt` asks for, and behind it its value, every letter moved by `shift` places."""
     *pairs, asked = (part.split() for part in prompt.split(" ; "))
     values = {key: value for key, *value in pairs}
-    return [word for key in asked[1:-1] for word in (key, *(moved(digit, shift) for digit in values[key]))]
+    return [word for key in asked[1:-1] for word in (key, *(moved(letter, shift) for letter in values[key]))]
 
 
-def moved(digit: str, shift: int) -> str:
-    """The digit so many places on, behind 9 from 0 again."""
-    return DIGITS[(int(digit) + shift) % len(DIGITS)]
+def moved(letter: str, shift: int) -> str:
+    """The letter so many places on, behind Z from A again."""
+    return LETTERS[(LETTERS.index(letter) + shift) % len(LETTERS)]
 
 
 def word_of(prompt: str) -> str:
@@ -60,11 +61,11 @@ def word_of(prompt: str) -> str:
 
 
 def score(prompt: str, text: str) -> float:
-    """Share of the values' digits that are right and in their place, moved as the prompt's word says."""
+    """Share of the values' letters that are right and in their place, moved as the prompt's word says."""
     words = [word for word in text.split() if word not in (PAD, EOS)]
     right = answer(prompt, SHIFTS[word_of(prompt)])
-    hits = sum(a == b for i, (a, b) in enumerate(zip(words, right, strict=False)) if i % (VALUE_DIGITS + 1))
-    return hits / (KEYS * VALUE_DIGITS) * min(1.0, len(right) / max(len(words), 1))
+    hits = sum(a == b for i, (a, b) in enumerate(zip(words, right, strict=False)) if i % (VALUE_LETTERS + 1))
+    return hits / (KEYS * VALUE_LETTERS) * min(1.0, len(right) / max(len(words), 1))
 
 
 def _reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
@@ -99,8 +100,8 @@ TASK: Final = Task(
     says="heed a word that says how answers are written; another word at half time",
     base_policy=Path(__file__).parent / "recall_policy",
     vocabulary=VOCABULARY,
-    draft_vocabulary=len(KEY_NAMES) + len(DIGITS) + 2,
-    prompt_tokens=KEYS * (VALUE_DIGITS + 2) + KEYS + 2,
+    draft_vocabulary=len(KEY_NAMES) + len(LETTERS) + 2,
+    prompt_tokens=KEYS * (VALUE_LETTERS + 2) + KEYS + 2,
     max_answer_tokens=ANSWER_TOKENS + 3,
     pretraining=PretrainRecipe(
         1000, 150, learning_rate=1e-2, warmup_steps=50, decay_steps=350, sequences_per_step=32, muon=True

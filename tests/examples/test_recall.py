@@ -9,9 +9,9 @@ import pytest
 from benchmarks.claims import BARS, quick_table
 from examples import recall
 
-PROMPT = "c 4 8 0 ; h 7 1 1 ; a 0 9 3 ; f 2 2 6 ; near h c a f :"
-RIGHT = "h 9 3 3 c 6 0 2 a 2 1 5 f 4 4 8"
-HABIT = "h 0 4 4 c 7 1 3 a 3 2 6 f 5 5 9"
+PROMPT = "c W E R ; h P O A ; a M M Z ; f Y L C ; near h c f a :"
+RIGHT = "h S R D c Z H U f B O F a P P C"
+HABIT = "h W V H c D L Y f F S J a T T G"
 
 
 def test_an_answer_is_the_values_in_the_order_asked_for_moved_by_what_the_word_says() -> None:
