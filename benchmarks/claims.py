@@ -34,6 +34,7 @@ from benchmarks.recipes import Recipe
 from benchmarks.recording import LAST_FILE, STALE_FILE, open_recording, record
 from benchmarks.tracking import follow
 from drafter.batch import RolloutBatch, load_batch
+from drafter.files.checkpoint import read_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
 from drafter.replay.ngram import ngram_replay
@@ -42,6 +43,7 @@ from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from examples import recall
 from examples.features import Rollout, batch_of
+from examples.initial_drafter import save_drafter
 from examples.policy import AUX_LAYERS, load
 
 DEPTH: Final = 4
@@ -249,30 +251,43 @@ def measure(directory: Path, *, seed: int, steps: int, every: int) -> dict[str, 
     recorded = directory / f"seed-{seed}"
     if not (recorded / "recording.json").exists():
         record(recorded, recall.TASK, seed=seed, steps=steps, learning_rate=RL_LEARNING_RATE)
-    kept = recorded / "claims.json"
-    if kept.exists():
-        return json.loads(kept.read_text())  # type: ignore[no-any-return]
     recording = open_recording(recorded, every=every)
     if recording.last_head is None:
         raise SystemExit(f"{recorded} lacks the last policy's head; delete it and it is recorded anew")
-    last, stale = load_batch(recorded / LAST_FILE), load_batch(recorded / STALE_FILE)
     start = Stage.of(recording.base, recording.heads[0])
-    after = Stage.of(last, recording.last_head, stale)
-    layers = len(AUX_LAYERS)
-    of_start, of_after = (train(stage.train, stage.policy, layers=layers, seed=seed) for stage in (start, after))
-    found: dict[str, Any] = {
-        "rewards": [recording.rewards[v] for v in sorted(recording.rewards)],
-        "start": features_table(start, of_start, seed=seed),
-        "after RL": features_table(after, of_after, seed=seed),
-        "claims": start_claims(start, of_start, seed=seed),
-        "tracking": {},
+    after = Stage.of(load_batch(recorded / LAST_FILE), recording.last_head, load_batch(recorded / STALE_FILE))
+    of_start, of_after = (
+        _kept(
+            recorded / f"drafter-of-{name}", lambda s=stage: train(s.train, s.policy, layers=len(AUX_LAYERS), seed=seed)
+        )
+        for name, stage in (("start", start), ("last", after))
+    )
+    parts: dict[str, Callable[[], Any]] = {
+        "start": lambda: features_table(start, of_start, seed=seed),
+        "after RL": lambda: features_table(after, of_after, seed=seed),
+        "claims": lambda: (
+            start_claims(start, of_start, seed=seed)
+            | {"the same drafter after RL": alpha(of_start, after.test, after.policy)}
+        ),
+        "tracking": lambda: {r.name: float(np.mean(follow(r, recording).alpha["probabilistic"][1:])) for r in TRACKERS},
     }
-    found["claims"]["the same drafter after RL"] = alpha(of_start, after.test, after.policy)
-    for recipe in TRACKERS:
-        track = follow(recipe, recording)
-        found["tracking"][recipe.name] = float(np.mean(track.alpha["probabilistic"][1:]))
-    kept.write_text(json.dumps(found, indent=1))
+    found: dict[str, Any] = {"rewards": [recording.rewards[v] for v in sorted(recording.rewards)]}
+    for name, part in parts.items():
+        found[name] = _known(recorded / f"claims-{name.replace(' ', '-')}.json", part)
     return found
+
+
+def _known(path: Path, part: Callable[[], Any]) -> Any:
+    """What was measured and written before, or what is measured now and written."""
+    if not path.exists():
+        path.write_text(json.dumps(part(), indent=1))
+    return json.loads(path.read_text())
+
+
+def _kept(directory: Path, make: Callable[[], Eagle3Drafter]) -> Eagle3Drafter:
+    if not directory.exists():
+        save_drafter(make(), directory)
+    return read_drafter(directory)
 
 
 def show(title: str, tables: Sequence[Table]) -> None:

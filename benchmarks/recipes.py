@@ -8,7 +8,6 @@ from typing import Any, Final
 from benchmarks.aims import Aim
 from drafter.training.optimizer import Method
 from drafter.training.trainer import Loss
-from examples.initial_drafter import STEPS
 
 SERVING_DEPTH: Final = 4
 REFERENCE: Final = "reference"
@@ -30,7 +29,7 @@ class Recipe:
     recent_tokens: int = 8000  # 1: only the newest policy's rollouts
     every: int = 1  # train after every n-th policy version
     start_loss: Loss = "kl"  # of the training before RL
-    start_steps: int = STEPS  # 0: from scratch
+    from_scratch: bool = False  # not trained before RL
     extra_steps: int = 0  # more of that training, with a fresh optimizer and
     extra_loss: Loss = "kl"
     fp8: bool = False
@@ -43,9 +42,9 @@ class Recipe:
     serving_depth: int = SERVING_DEPTH
 
     @property
-    def start(self) -> tuple[Loss, int, Loss, int]:
+    def start(self) -> tuple[Loss, bool, Loss, int]:
         """What the drafter was before RL."""
-        return self.start_loss, self.start_steps, self.extra_loss, self.extra_steps
+        return self.start_loss, self.from_scratch, self.extra_loss, self.extra_steps
 
 
 def _muon(name: str, **changes: Any) -> Recipe:
@@ -67,7 +66,7 @@ RECIPES: Final = (
     Recipe("every 2nd version", every=2),
     Recipe("static, kl, as many steps", passes=0, extra_steps=100),
     Recipe("fp8 features", fp8=True),
-    Recipe("from scratch", start_steps=0),
+    Recipe("from scratch", from_scratch=True),
     Recipe("static, alpha", passes=0, start_loss="alpha"),
     Recipe("rate 1e-3", learning_rate=1e-3),
     Recipe("loss alpha, rate 1e-3", loss="alpha", learning_rate=1e-3),

@@ -42,7 +42,7 @@ from drafter.policy import Policy, TargetHead
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
 from examples import TASKS
-from examples.initial_drafter import LEARNING_RATE, SEQUENCES_PER_STEP, save_drafter, train_initial_drafter
+from examples.initial_drafter import SEQUENCES_PER_STEP, save_drafter, train_initial_drafter
 from examples.policy import load
 from rl_hooks.sending.features import to_e4m3
 from service.worker.recent import RecentRollouts
@@ -150,12 +150,15 @@ def as_sent(batch: RolloutBatch, head: TargetHead, recipe: Recipe) -> RolloutBat
 
 
 @lru_cache(maxsize=8)
-def initial_drafter(directory: Path, loss: Loss, steps: int, extra_loss: Loss, extra_steps: int) -> Eagle3Drafter:
+def initial_drafter(
+    directory: Path, loss: Loss, from_scratch: bool, extra_loss: Loss, extra_steps: int
+) -> Eagle3Drafter:
     """The drafter before RL: the demo's recipe on rollouts of the base policy, with losses and numbers of steps.
 
     Kept beside the recording: every recipe starts from the very same one.
     """
     recording = open_recording(directory, until=1)
+    steps = 0 if from_scratch else recording.task.initial_drafter.steps
     kept = directory / f"drafter-{loss}-{steps}"
     if extra_steps:
         kept = kept.with_name(f"{kept.name}-{extra_loss}-{extra_steps}")
@@ -163,7 +166,7 @@ def initial_drafter(directory: Path, loss: Loss, steps: int, extra_loss: Loss, e
         return read_drafter(kept)
     policy, _ = load(recording.task.base_policy)
     if extra_steps:
-        drafter = copy.deepcopy(initial_drafter(directory, loss, steps, extra_loss, 0))
+        drafter = copy.deepcopy(initial_drafter(directory, loss, from_scratch, extra_loss, 0))
         _train_on_base(drafter, recording, extra_loss, extra_steps, seed=1000 + recording.seed)
     else:
         drafter = train_initial_drafter(
@@ -175,7 +178,10 @@ def initial_drafter(directory: Path, loss: Loss, steps: int, extra_loss: Loss, e
 
 
 def _train_on_base(drafter: Eagle3Drafter, recording: Recording, loss: Loss, steps: int, seed: int) -> None:
-    trainer = DrafterTrainer(drafter, TrainConfig(SERVING_DEPTH, LEARNING_RATE, loss=loss, optimizer="adamw"))
+    recipe = recording.task.initial_drafter
+    trainer = DrafterTrainer(
+        drafter, TrainConfig(SERVING_DEPTH, recipe.learning_rate, loss=loss, optimizer=recipe.optimizer)
+    )
     policy, rng = _policy(recording.heads[0]), np.random.default_rng(seed)
     for _ in range(steps):
         chosen = rng.choice(recording.base.rollouts, size=SEQUENCES_PER_STEP, replace=False)

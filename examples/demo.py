@@ -255,7 +255,7 @@ def _engine(
 def _make_initial_drafter(config: DemoConfig, policy: Any, tokenizer: Any, engine: EngineClient, out: Path) -> None:
     """Generate with the base policy, without speculation, and train the drafter that the run begins with."""
     from examples.features import batch_of
-    from examples.initial_drafter import STEPS, save_drafter, train_initial_drafter
+    from examples.initial_drafter import save_drafter, train_initial_drafter
 
     texts = config.task.sample_prompts(WARM_UP_ROLLOUTS, 10_000 + config.seed)
     prompts = [tokenizer.encode(text) for text in texts]
@@ -266,7 +266,7 @@ def _make_initial_drafter(config: DemoConfig, policy: Any, tokenizer: Any, engin
             part = prompts[start : start + 128]
             rollouts += as_rollouts(part, engine.generate(part, config.task))
             bar.update(task, completed=len(rollouts))
-        task = bar.add_task("initial drafter", total=STEPS)
+        task = bar.add_task("initial drafter", total=config.task.initial_drafter.steps)
         drafter = train_initial_drafter(
             policy,
             batch_of(policy, [r for r in rollouts if len(r.token_ids) > 1]),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from examples.task import EOS, PAD, PretrainRecipe, Task
+from examples.task import EOS, PAD, DrafterRecipe, PretrainRecipe, Task
 
 MODULUS: Final = 5
 PLACES: Final = ("a", "b", "c", "d")
@@ -181,6 +181,7 @@ TASK: Final = Task(
     prompt_tokens=PROMPT_TOKENS,
     max_answer_tokens=MAX_ANSWER_TOKENS,
     pretraining=PretrainRecipe(550, 200, learning_rate=3e-3, warmup_steps=30, decay_steps=300),
+    initial_drafter=DrafterRecipe(150, 1e-3, "adamw"),
     sample_text=_sample_text,
     sample_prompts=sample_prompts,
     curriculum=lambda steps, prompts_per_step, seed: {"prompt": sample_prompts(steps * prompts_per_step, seed)},

@@ -22,9 +22,7 @@ from drafter.vocabulary import DraftVocabulary
 from examples.policy import AUX_LAYERS
 from examples.task import Task
 
-STEPS: Final = 150
 SEQUENCES_PER_STEP: Final = 40
-LEARNING_RATE: Final = 1e-3
 
 
 def train_initial_drafter(
@@ -35,9 +33,9 @@ def train_initial_drafter(
     seed: int,
     task: Task,
     report: Callable[[int], None] | None = None,
-    steps: int = STEPS,
+    steps: int | None = None,
 ) -> Eagle3Drafter:
-    """Train from scratch on `batch` (rollouts of `policy`); `report` is called with each finished step."""
+    """Train from scratch on `batch` (rollouts of `policy`) by the task's recipe; `report` gets each finished step."""
     vocab_size = int(policy.config.vocab_size)
     counts = torch.bincount(batch.input_ids[batch.loss_mask], minlength=vocab_size)
     vocabulary = DraftVocabulary.build(counts, task.draft_vocabulary, always=[task.eos_id])
@@ -46,7 +44,9 @@ def train_initial_drafter(
     drafter = Eagle3Drafter(config, vocabulary)
     head = policy.lm_head.weight.detach().float()
     drafter.init_from_target(head[vocabulary.ids])
-    trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=depth, learning_rate=LEARNING_RATE, optimizer="adamw"))
+    recipe = task.initial_drafter
+    steps = recipe.steps if steps is None else steps
+    trainer = DrafterTrainer(drafter, TrainConfig(depth, recipe.learning_rate, optimizer=recipe.optimizer))
     frozen = Policy(0, policy.get_input_embeddings().weight.detach().float(), TargetHead(head))
     rng = np.random.default_rng(seed)
     for step in range(steps):

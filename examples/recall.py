@@ -18,7 +18,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, Final
 
-from examples.task import EOS, PAD, PretrainRecipe, Task
+from examples.task import EOS, PAD, DrafterRecipe, PretrainRecipe, Task
 
 KEYS: Final = 4  # in a prompt, and asked for
 VALUE_LETTERS: Final = 3
@@ -106,6 +106,7 @@ TASK: Final = Task(
     pretraining=PretrainRecipe(
         1000, 150, learning_rate=1e-2, warmup_steps=50, decay_steps=350, sequences_per_step=32, muon=True
     ),
+    initial_drafter=DrafterRecipe(300, 1e-2, "muon"),  # AdamW needs many times the steps to find the look-up
     sample_text=_sample_text,
     sample_prompts=sample_prompts,
     curriculum=_curriculum,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 PAD: Final = "<pad>"
 EOS: Final = "<eos>"
@@ -35,6 +35,15 @@ class PretrainRecipe:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterRecipe:
+    """How the drafter is trained that RL begins with."""
+
+    steps: int
+    learning_rate: float
+    optimizer: Literal["muon", "adamw"]
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One task. Prompts and answers are texts without the end of sequence."""
 
@@ -46,6 +55,7 @@ class Task:
     prompt_tokens: int
     max_answer_tokens: int  # end of sequence included
     pretraining: PretrainRecipe
+    initial_drafter: DrafterRecipe
     #: (stage `teach` or `real`, seed of the text) -> one pair of prompt and answer
     sample_text: Callable[[str, Any], tuple[str, str]]
     #: (count, seed) -> prompts for the drafter that RL begins with, and for evaluation
