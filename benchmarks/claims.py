@@ -22,7 +22,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -258,7 +258,8 @@ def measure(directory: Path, *, seed: int, steps: int, every: int) -> dict[str, 
     after = Stage.of(load_batch(recorded / LAST_FILE), recording.last_head, load_batch(recorded / STALE_FILE))
     of_start, of_after = (
         _kept(
-            recorded / f"drafter-of-{name}", lambda s=stage: train(s.train, s.policy, layers=len(AUX_LAYERS), seed=seed)
+            recorded / f"drafter-of-{name}",
+            partial(train, stage.train, stage.policy, layers=len(AUX_LAYERS), seed=seed),
         )
         for name, stage in (("start", start), ("last", after))
     )

@@ -71,7 +71,7 @@ class Account:
         apart = [(drafter, policy) for drafter, policy in document["apart"]]
         try:
             blocks = tuple(map(_block, document.get("blocks", [])))
-        except (TypeError, ValueError):  # of another version, or written by hand: the engine is judged anew
+        except (TypeError, ValueError):  # of another version, or written by hand: the engine is judged from scratch
             blocks = ()
         return cls(document["sums"], apart, blocks)
 
