@@ -10,8 +10,7 @@ import time
 def sampling_position(rollout_id: str, salt: str) -> float:
     """Where a rollout falls in [0, 1): it is sampled if that is below the fraction.
 
-    Each choice has its own salt, so that it is independent of every other choice that hashes the same id (the service's
-    held-out rollouts).
+    Each choice has its own salt, so that it is independent of every other choice that hashes the same id.
     """
     digest = hashlib.sha256(f"draftalign-{salt}:{rollout_id}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / float(1 << 48)

@@ -7,7 +7,7 @@ Who is to blame for a failure
   a death of the process. On its third delivery a batch is learnt from in isolation: trained on nothing but itself, and
   without the gate. What is raised then is its fault, and it is a dead letter, after `MAX_DELIVERIES` tries at most.
 * Where training or the gate failed, and then nothing that was in hand fails in isolation, the recent rollouts that are
-  mixed in are to blame. They are deleted: what was learnt from them stays, the held-out ones are gathered again.
+  mixed in are to blame. They are deleted: what was learnt from them stays.
 * Redis, the disk, memory, a lost lease and a drafter or head that does not fit are never a batch's fault, however often
   they fail: that delivery is not counted. A fault of the device ends the process, and counts as any death of it does.
 """
