@@ -42,6 +42,8 @@ _UNKNOWN: Final = 1e9
 _DAY_SECONDS: Final = 86_400.0
 #: Memory of the traffic. A longer pause between batches counts as a day.
 _TRAFFIC_SECONDS: Final = 3 * _DAY_SECONDS
+#: Batches that may have been scored before the watched version changed; after so many in a row it was deleted.
+_SCORED_BEFORE: Final = 64
 #: A stratum's share is taken for no less.
 _LEAST_SHARE: Final = 1 / 64
 #: A spread of this fraction of α is rounding.
@@ -605,7 +607,8 @@ class Succession:
     offered: list[str] = field(default_factory=list)  # versions, in the order in which they last became the latest
     returned: list[str] = field(default_factory=list)  # those that became the latest more than once
     successor: str | None = None  # the version that is compared with the watched one
-    previous: str | None = None  # the version watched before, until a batch was scored with the watched one
+    previous: str | None = None  # the version watched before
+    passed: int = 0  # batches in a row that were scored with that one and not with the watched one
     differences: dict[str, list[float]] = field(default_factory=dict)  # prompt -> [sum of differences of α, rollouts]
 
     def feed(
@@ -633,7 +636,8 @@ class Succession:
             self.offered = [*(v for v in self.offered if v != latest), latest][-_OFFERED_VERSIONS:]
         if self.watched is None:
             self.watched = served
-        elif self.watched not in replays and self.previous in replays:
+        elif self.watched not in replays and self.previous in replays and self.passed < _SCORED_BEFORE:
+            self.passed += 1
             return []  # it was scored before the watched version was
         elif self.watched not in replays:
             monitor.rebase(0.0, math.inf)
@@ -643,7 +647,7 @@ class Succession:
                 self._succeed(monitor)
                 return []  # this batch was not replayed with the version now watched
             self._compare(monitor, replays, prompts, served)
-        self.previous = None
+        self.passed = 0
         tokens, rounds = replays[self.watched]
         return monitor.observe(tokens, rounds, strata, entropies=entropies, arrived=arrived)
 

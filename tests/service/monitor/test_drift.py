@@ -657,3 +657,45 @@ def test_gains_that_each_follow_a_fall_of_the_policy_do_not_lift_the_baseline_to
             monitor.tick(value)
         monitor.rebase(0.3)
     assert monitor.state.baseline < seen + 0.35
+
+
+@pytest.mark.parametrize("variance", [0.003, math.inf])
+def test_after_a_publish_the_strata_are_learnt_apart(variance: float) -> None:
+    """A version may be better on one kind of prompts alone; another mix of kinds is then no alarm."""
+    rng, monitor = np.random.default_rng(0), DriftMonitor()
+
+    def tick(a: float, b: float, of_a: int = 32) -> bool:
+        alphas = [*(a + 0.6 * rng.standard_normal(of_a)), *(b + 0.6 * rng.standard_normal(64 - of_a))]
+        [reading] = monitor.observe(alphas, [1.0] * 64, ["A"] * of_a + ["B"] * (64 - of_a))
+        return reading.alarm
+
+    for _ in range(300):
+        tick(4.0, 3.0)
+    monitor.rebase(0.15, variance)
+    assert not any(tick(4.0, 3.3) for _ in range(500))
+    assert not any(tick(4.0, 3.3, of_a=58) for _ in range(200))
+    assert any(tick(3.2, 2.6, of_a=58) for _ in range(100)), "a fall in all kinds is still found"
+
+
+def test_a_rollback_far_below_the_level_shown_leaves_a_baseline_above_nothing() -> None:
+    monitor = DriftMonitor()
+    for value in [2.0] * 30 + [5.0] * 30:
+        monitor.tick(value)
+    monitor.rebase(-3.6, 0.01)
+    assert monitor.state.baseline > 0
+    for _ in range(30):
+        monitor.tick(1.4)
+    monitor.change()  # its logarithms exist
+
+
+def test_a_batch_that_was_scored_before_the_change_discards_no_baseline() -> None:
+    monitor, succession = DriftMonitor(), Succession(watched="v1", offered=["v1", "v2"])
+    one = ([3.0] * 64, [1.0] * 64)
+    names = [f"p{n}" for n in range(64)]
+    for _ in range(30):
+        succession.feed(monitor, {"v1": one}, names, served="v1", latest="v2")
+    succession.feed(monitor, {"v1": one, "v2": one}, names, served="v2", latest="v2")
+    assert succession.watched == "v2"
+    known = monitor.state.known_ticks
+    assert succession.feed(monitor, {"v1": one}, names, served="v1", latest="v2") == []
+    assert (succession.watched, monitor.state.known_ticks) == ("v2", known)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from worker_fixtures import FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
 
@@ -154,3 +155,27 @@ def test_what_a_version_gains_is_measured_on_rollouts_that_came_after_it(bench: 
         assert event["low"] < event["realised"] < event["high"]
     promised, found = (sum(e[kind] for e in realised) for kind in ("promised", "realised"))
     assert 0.6 < promised / found < 1.4
+
+
+def test_claims_of_one_prompt_are_pooled(bench: Bench) -> None:
+    """A trainer may send each group of rollouts as a batch of its own."""
+    worker = trained(bench)
+    looks = [judged(bench, worker, f"group{n}", [100 + n] * 8).look for n in range(4)]
+    assert [look.prompts for look in looks] == [0, 0, 0, 4]
+    assert [bool(look.fault) for look in looks] == [True, True, True, False]
+
+
+def test_a_claim_that_comes_again_after_an_error_counts_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = trained(bench)
+    gate = worker.learner.gate
+    before = gate.state
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "no space left on device")
+
+    monkeypatch.setattr(type(worker.learner.journal), "record", full)
+    monkeypatch.setattr(type(worker.learner.lineage), "refuse", full)
+    bench.post("again", prompts=[*range(500, 532)])
+    with pytest.raises(OSError, match="no space"):
+        bench.drain(worker)
+    assert {**gate.state, "untested": None} == {**before, "untested": None}
