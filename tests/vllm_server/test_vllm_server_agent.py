@@ -30,6 +30,7 @@ from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.engines.counters import Snapshot
 from service.monitor.records import DrafterSums, ScoreRecord
+from service.storage.reports import StoreKeys
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -133,8 +134,9 @@ def test_a_drafter_that_only_alpha_shows_dead_is_pushed_again_by_the_service(
         with Redis.from_url(redis_url) as redis:  # as the worker writes it
             served = {"tokens": replayed["tokens"], "rounds": replayed["rounds"]}
             Store(redis, "default").put_score(
-                "batch", ScoreRecord(drafter_version=version, served=DrafterSums(**served))
+                "batch", ScoreRecord(drafter_version=version, policy_version=0, served=DrafterSums(**served))
             )
+            redis.set(StoreKeys("default").latest_policy, 0)  # as the queue does when the batch arrives
         follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
         eventually(lambda: follower.loaded_version == version, 60)
         load.wait_for(30)

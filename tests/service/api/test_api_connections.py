@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import re
 import socket
@@ -136,6 +137,14 @@ def status(reply: bytes) -> int:
     return int(reply.split(b" ", 2)[1])
 
 
+def status_of_one(connection: socket.socket) -> int:
+    """Read one whole answer: its body may come in a packet of its own, and the next answer after it."""
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    answer.read()
+    return answer.status
+
+
 def request(fields: int, size: int) -> bytes:
     """A request for /healthz whose header has so many fields beside Host, and about `size` bytes."""
     one = size // fields
@@ -196,7 +205,7 @@ def test_a_header_that_does_not_come_ends_the_connection(hasty: RunningService, 
     with socket.create_connection(("127.0.0.1", hasty.port), timeout=10) as connection:
         if kept:
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert status(connection.recv(65536)) == 200
+            assert status_of_one(connection) == 200
             if not sent:
                 return  # idle between two requests: the longer limit holds
         connection.sendall(sent)
@@ -216,7 +225,7 @@ def test_bytes_that_drip_into_a_header_do_not_prolong_it(hasty: RunningService) 
 def test_a_body_that_nobody_wanted_keeps_no_connection(hasty: RunningService) -> None:
     with socket.create_connection(("127.0.0.1", hasty.port), timeout=10) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
-        assert status(connection.recv(65536)) == 200
+        assert status_of_one(connection) == 200
         connection.sendall(b"x")
         assert connection.recv(1) == b""
 
@@ -236,10 +245,10 @@ def test_what_is_at_work_or_idle_between_requests_outlasts_the_limit_of_headers(
         for i in range(4):
             time.sleep(0.2)
             connection.sendall(body[len(body) * i // 4 : len(body) * (i + 1) // 4])
-        assert status(connection.recv(65536)) == 202
+        assert status_of_one(connection) == 202
         time.sleep(0.7)
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert status(connection.recv(65536)) == 200
+        assert status_of_one(connection) == 200
 
 
 @contextlib.contextmanager
@@ -313,4 +322,4 @@ def test_another_protocol_is_not_taken_up(service: RunningService, protocol: str
     with socket.create_connection(("127.0.0.1", service.port), timeout=10) as connection:
         for _ in range(2):
             connection.sendall(f"GET /healthz HTTP/1.1\r\nHost: x\r\n{fields}\r\n".encode())
-            assert status(connection.recv(65536)) == 200
+            assert status_of_one(connection) == 200
