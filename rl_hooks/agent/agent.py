@@ -349,6 +349,8 @@ class SwapAgent:
             "final": not mark[1],
             **more,
         }
+        if times := follower.books.step_times.document():
+            document["step_times"] = times
         response = await client.post("/acceptance", json=document)
         if response.status_code in _UNACCEPTABLE:
             # The same report would be refused again. A later one has other counts and may be accepted.

@@ -8,6 +8,7 @@ from typing import Any
 from rl_hooks.agent.canary import Canary, CanaryRule, Verdict
 from rl_hooks.engines.counters import Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import EngineState
+from rl_hooks.engines.step_times import StepTimes
 
 
 class EngineBooks:
@@ -15,6 +16,7 @@ class EngineBooks:
 
     def __init__(self, rule: CanaryRule) -> None:
         self.ledger = Ledger()
+        self.step_times = StepTimes()  # those of an earlier agent are not kept
         self.canary = Canary(rule)
         self.verdicts: list[tuple[Verdict, int]] = []
 

@@ -31,9 +31,14 @@ GENERATED: Final = "vllm:generation_tokens_total"
 STARTED: Final = "vllm:time_to_first_token_seconds_count"
 FINISHED: Final = "vllm:request_success_total"
 POLICY_VERSION: Final = "draftalign_policy_version"
+#: Engine steps; tokens' waits for the step after their own, and the seconds of these.
+STEPS: Final = "vllm:iteration_tokens_total_count"
+OUTPUTS: Final = "vllm:inter_token_latency_seconds_count"
+OUTPUT_SECONDS: Final = "vllm:inter_token_latency_seconds_sum"
 
 _COUNTED: Final = (ROUNDS, DRAFTED, ACCEPTED, ACCEPTED_PER_POSITION)
-_NAMES: Final = (*_COUNTED, EMITTED, GENERATED, STARTED, FINISHED, POLICY_VERSION)
+_TIMES: Final = (OUTPUTS, STEPS, OUTPUT_SECONDS)
+_NAMES: Final = (*_COUNTED, EMITTED, GENERATED, STARTED, FINISHED, POLICY_VERSION, *_TIMES)
 _MAX_POSITIONS: Final = 64
 #: Method of counts that were made with a published drafter.
 OUR_DRAFTER: Final = "drafter"
@@ -88,7 +93,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The engine's counters at one moment. `policy_version` is None where the engine has no such gauge."""
+    """The engine's counters at one moment. `policy_version` is None where the engine has no such gauge.
+
+    `times`: waits between two outputs of a request, engine steps, and seconds of these waits; None where it has none.
+    """
 
     rounds: int
     drafted_tokens: int
@@ -96,6 +104,7 @@ class Snapshot:
     accepted_per_position: tuple[int, ...]
     emitted_tokens: int | None
     policy_version: int | None
+    times: tuple[float, float, float] | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -108,6 +117,7 @@ class Snapshot:
             accepted_per_position=_per_position(samples),
             emitted_tokens=_emitted(samples),
             policy_version=_gauge(samples, POLICY_VERSION),
+            times=_times(samples),
         )
 
     @classmethod
@@ -119,7 +129,9 @@ class Snapshot:
     @classmethod
     def load(cls, document: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict` after a trip through JSON."""
-        return cls(**{**document, "accepted_per_position": tuple(document["accepted_per_position"])})
+        times = document.get("times")
+        positions = tuple(document["accepted_per_position"])
+        return cls(**{**document, "accepted_per_position": positions, "times": None if times is None else tuple(times)})
 
     def has_fallen(self, since: Snapshot) -> bool:
         """Whether a counter is below its earlier value: the engine has restarted."""
@@ -246,6 +258,14 @@ def _emitted(samples: Mapping[str, list[Sample]]) -> int | None:
 
 def _gauge(samples: Mapping[str, list[Sample]], name: str) -> int | None:
     return max(_whole(name, sample.value) for sample in samples[name]) if name in samples else None
+
+
+def _times(samples: Mapping[str, list[Sample]]) -> tuple[float, float, float] | None:
+    """Sums over the labels; None where one is missing or is no number: α is counted all the same."""
+    if any(name not in samples for name in _TIMES):
+        return None
+    outputs, steps, seconds = (math.fsum(sample.value for sample in samples[name]) for name in _TIMES)
+    return (outputs, steps, seconds) if all(map(math.isfinite, (outputs, steps, seconds))) else None
 
 
 def _per_position(samples: Mapping[str, list[Sample]]) -> tuple[int, ...]:

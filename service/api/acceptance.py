@@ -14,7 +14,7 @@ from service.api.context import Context, RunQuery, ServiceContext
 from service.api.snapshot import read_snapshot, run_document
 from service.api.uploads import parse_body
 from service.monitor.live_replay import Block, EngineVerdict, VerdictName, push_is_due, watch
-from service.monitor.records import OUR_DRAFTER, AcceptanceRecord
+from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
 from service.settings import Settings
 from service.storage.registry import Manifest, canary_key
 
@@ -32,6 +32,16 @@ class CanaryReport(BaseModel):
     previous: str = Field(max_length=200)
     outcome: Literal["passed", "rolled_back"]
     sequence: Count
+
+
+class StepTimes(BaseModel):
+    """Steps that an engine took at one mean batch size and draft depth, since it or its agent began."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    batch: float = Field(gt=0, le=1e6, description="Sequences a step, on average.")
+    depth: int = Field(ge=0, le=64, description="Tokens drafted a round; 0: none.")
+    steps: Count
+    seconds: float = Field(ge=0, le=1e12, description="Time that all these steps took.")
 
 
 class AcceptanceReport(BaseModel):
@@ -54,6 +64,7 @@ class AcceptanceReport(BaseModel):
     drafting: str | None = Field(None, description="`greedy` or `probabilistic`, if known.")
     final: bool = False
     canary: CanaryReport | None = None
+    step_times: list[StepTimes] = Field(default_factory=list, max_length=64, description="From which speed-up is told.")
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -80,8 +91,9 @@ async def post_acceptance(request: Request, context: Context) -> AcceptanceReply
     """Report an engine's acceptance counts; they are compared with replay. A drafter that it lost is pushed again."""
     report = await parse_body(request, AcceptanceReport)
     context.run(report.run)
-    record = AcceptanceRecord(**report.model_dump(), created=time.time())
-    blocks = await context.store(report.run).book(record)
+    record = AcceptanceRecord(**report.model_dump(exclude={"step_times"}), created=time.time())
+    steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times]
+    blocks = await context.store(report.run).book(record, steps)
     if report.canary is not None:
         await asyncio.to_thread(_record_canary, context, report, report.canary)
     verdict = await _judge(context, report, blocks)

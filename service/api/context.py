@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
 
 import redis.asyncio
 from fastapi import Depends, Query, Request
 
-from service.monitor.live_replay import REPLAYED_BATCHES, LiveRule, Replays
+from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, LiveRule, Replays, Watch, watch
 from service.monitor.records import ScoreRecord
+from service.monitor.worth import Worth, worth
 from service.settings import Settings
+from service.storage.engine_counts import Account
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.queue import AsyncRolloutQueue
 from service.storage.registry import Registry
@@ -22,9 +26,19 @@ from service.storage.runs import RunRecord, load_run
 from service.storage.spool import Spool
 
 P = ParamSpec("P")
+#: What all engines say together is kept for this multiple of the time that telling it took.
+_REST: Final = 4.0
 T = TypeVar("T")
 #: Most requests that may wait for registry locks at a time.
 _LOCKING_THREADS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What all engines of a run say together: live beside replay α, and what acceptance is worth in time."""
+
+    watch: Watch
+    worth: Worth
 
 
 class ServiceContext:
@@ -43,6 +57,8 @@ class ServiceContext:
         self.accepted_for: set[str] = set()
         self._runs: dict[str, tuple[FileId, RunRecord]] = {}  # with the file that it was read from
         self._recent: dict[str, tuple[tuple[str, int], list[ScoreRecord], Replays]] = {}  # read at `newest_score`
+        self._engines: dict[str, tuple[float, float, Engines]] = {}  # told at, seconds that it took
+        self._telling: dict[str, asyncio.Task[Engines]] = {}
         self._queues: dict[str, AsyncRolloutQueue] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
@@ -71,6 +87,34 @@ class ServiceContext:
             scores = await store.recent_scores(REPLAYED_BATCHES)
             self._recent[run] = newest, scores, Replays(scores)
         return self._recent[run][1:]
+
+    async def engines(self, run: str) -> Engines:
+        """What the engines say. It takes at most a fifth of the time, however many there are: else the last is told."""
+        known = self._engines.get(run)
+        if known is not None and time.monotonic() - known[0] < _REST * known[1]:
+            return known[2]
+        if run not in self._telling:
+            self._telling[run] = asyncio.create_task(self._tell(run))
+            self._telling[run].add_done_callback(lambda _: self._telling.pop(run, None))
+        return await asyncio.shield(self._telling[run])
+
+    async def _tell(self, run: str) -> Engines:
+        found = await self.store(run).engines(time.time() - EVIDENCE_SECONDS)
+        _, replays = await self.recent(run)
+        latest = self.registry.latest(run)
+        survival = [] if latest is None else replays.survival(latest.version)
+
+        def tell() -> Engines:
+            accounts = {reporter: Account.read(text) for reporter, text in found.items()}
+            watched = watch({name: account.blocks for name, account in accounts.items()}, replays, self.live_rule)
+            steps = [one for account in accounts.values() for one in account.steps]
+            return Engines(watched, worth(steps, survival, self.settings.depth))
+
+        began = time.monotonic()
+        told = await asyncio.to_thread(tell)
+        ended = time.monotonic()
+        self._engines[run] = ended, ended - began, told
+        return told
 
     async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Run in a thread some work that takes the lock of a run's registry.

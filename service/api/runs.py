@@ -1,14 +1,14 @@
-"""`PUT /runs/{run}`, `GET /runs/{run}`, `PUT /runs/{run}/head`, `POST /runs/{run}/drift/{action}`."""
+"""Runs: `PUT` and `GET /runs/{run}`, `PUT .../head`, `GET .../worth`, `POST .../drift/{action}`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic_core import to_jsonable_python
 
 from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
@@ -16,6 +16,7 @@ from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.snapshot import read_headline
 from service.api.uploads import check_announcement, receive_file
+from service.monitor.worth import step_speedup
 from service.storage.layout import RUN_NAME, FileId, file_id
 from service.storage.nearness import check_finite, check_head, join_run
 from service.storage.runs import (
@@ -146,6 +147,27 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
         "draft_coverage": worker.draft_coverage,
         "headline": to_jsonable_python(await read_headline(context, run)),
     }
+
+
+@router.get("/runs/{run}/worth")
+async def get_worth(
+    run: str,
+    context: Context,
+    generation_share: Annotated[
+        float | None, Query(gt=0, le=1, description="Share of an RL step that generation takes without speculation.")
+    ] = None,
+) -> dict[str, Any]:
+    """Say what acceptance is worth in time: speed-up and best depth by batch size, from the engines' step times.
+
+    `unknown` says why nothing is known. With `generation_share`, each batch size has the speed-up of the RL step too.
+    """
+    context.run(run)
+    found = (await context.engines(run)).worth
+    document: dict[str, Any] = to_jsonable_python(found)
+    if generation_share is not None:
+        for row in document["batches"]:
+            row["step_speedup"] = step_speedup(generation_share, {row["speedup"]: 1.0})
+    return {"run": run} | document
 
 
 @router.post("/runs/{run}/drift/{action}", status_code=202)

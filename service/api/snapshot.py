@@ -28,7 +28,7 @@ from service.monitor.headline import (
     headline,
 )
 from service.monitor.headroom import longest_pause
-from service.monitor.live_replay import EVIDENCE_SECONDS, EngineVerdict, failed_pushes, watch
+from service.monitor.live_replay import EngineVerdict, failed_pushes
 from service.monitor.metrics import RunSnapshot, advice_of
 from service.monitor.records import (
     AcceptanceRecord,
@@ -65,11 +65,12 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     latest = context.registry.latest(run)
     arrivals = await queue.arrivals()
     now = time.time()
-    engines = await context.store(run).engines(now - EVIDENCE_SECONDS)
-    scores, replays = await context.recent(run)
+    engines = await context.engines(run)
+    scores, _ = await context.recent(run)
     return RunSnapshot(
         scores=scores,
-        watch=await asyncio.to_thread(watch, engines, replays, context.live_rule),
+        watch=engines.watch,
+        worth=engines.worth,
         pushes=list((await asyncio.to_thread(context.registry.digest, run)).pushed),
         counters=await queue.counters(),
         worker=await context.store(run).worker(),
@@ -110,6 +111,7 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings) -> dict[st
         "publishing_held": snapshot.watch.hold,
         "current": to_jsonable_python(now),
         "headroom": headroom,
+        "worth": to_jsonable_python(snapshot.worth),
         "headline": to_jsonable_python(said),
         "cause": None if why is None else _cause_document(why),
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import quote
 
 import typer
@@ -18,6 +19,9 @@ from service.cli.checks import checked_redis, unknown_variables
 from service.cli.commands import add_commands
 from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings
+
+if TYPE_CHECKING:
+    import httpx
 
 app = typer.Typer(
     name="draftalign",
@@ -143,19 +147,52 @@ def drift(
 
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
+    _call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action.value}")
+    typer.echo(f"asked; the worker of run {run} does it within seconds")
+
+
+@app.command()
+def worth(
+    generation_share: Annotated[
+        float | None,
+        typer.Option(min=0.001, max=1, help="Share of an RL step that generation takes without speculation, e.g. 0.7."),
+    ] = None,
+    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
+) -> None:
+    """Show what acceptance is worth in time: speed-up and best draft depth by batch size.
+
+    It is fitted to the step times that engines report. DRAFTALIGN_TOKEN: token for the service, of scope read.
+    """
+    asked = {} if generation_share is None else {"generation_share": str(generation_share)}
+    found = _call("GET", service, f"/runs/{quote(run, safe='')}/worth", params=asked).json()
+    if found["unknown"]:
+        typer.echo(f"unknown: {found['unknown']}")
+        return
+    typer.echo(f"batch  best depth  its speed-up  speed-up at depth {found['depth']}  of the RL step")
+    for row in found["batches"]:
+        whole = f"{row['step_speedup']:.2f}" if "step_speedup" in row else "-"
+        best = f"{row['best_depth']:10d}  {row['best_speedup']:12.2f}"
+        typer.echo(f"{row['batch']:5d}  {best}  {row['speedup']:19.2f}  {whole:>14}")
+    if found["costs_from"] is not None:
+        typer.echo(f"From {found['costs_from']} sequences a step on, depth {found['depth']} is slower than no drafts.")
+    if found["plan"]:
+        typer.echo(f"vLLM: num_speculative_tokens_per_batch_size = {json.dumps(found['plan'])}")
+
+
+def _call(method: str, service: str, path: str, **more: Any) -> httpx.Response:
+    """Ask the service; what it refuses is a ConfigurationError."""
     import httpx
 
     token = os.environ.get("DRAFTALIGN_TOKEN")
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
-        answer = httpx.post(
-            f"{service.rstrip('/')}/runs/{quote(run, safe='')}/drift/{action.value}",
-            headers={} if token is None else {"Authorization": f"Bearer {token}"},
-        )
+        answer = httpx.request(method, f"{service.rstrip('/')}{path}", headers=headers, **more)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigurationError(f"{service} does not answer: {error}") from error
-    if answer.status_code != 202:
+    if not answer.is_success:
         raise ConfigurationError(f"{service} answered {answer.status_code}: {answer.text[:300]}")
-    typer.echo(f"asked; the worker of run {run} does it within seconds")
+    return answer
 
 
 @app.command()

@@ -282,6 +282,12 @@ class Replays:
         """Replay of the other versions that were scored on rollouts of the block's policy version."""
         return {v: c for v, c in self._of.get(block.policy_version, {}).items() if v != block.drafter_version}
 
+    def survival(self, drafter_version: str) -> list[float]:
+        """Share of a version's rounds that keep the first draft, the first two, ...; empty where nobody knows."""
+        cells = [cell for (version, _), cell in self._cells.items() if version == drafter_version]
+        pooled = _pooled(cells) if cells else None
+        return [] if pooled is None else [kept / pooled.rounds for kept in pooled.accepted]
+
     def alpha(self, drafter_version: str) -> float | None:
         """Replay α of a version over all policy versions."""
         cells = [cell for (version, _), cell in self._cells.items() if version == drafter_version]

@@ -34,6 +34,7 @@ from service.monitor.records import (
     Vocabulary,
     WorkerGauges,
 )
+from service.monitor.worth import Worth
 
 #: So many of the last batches, by arrival, tell how long a trainer's pauses are.
 _RECENT_BATCHES: Final = 20
@@ -49,7 +50,8 @@ class RunSnapshot:
     rejected_total, dropped_total`). `latest`: None before the first publish. `published`, `last_report` (Unix seconds):
     for a headline, which is read without `history` and without the records of engines that fell silent; None where
     those are here. `watch`: live beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest
-    first. `dead_letters`: the newest ones. `oldest_queued`, `last_arrival`, `registered`: Unix seconds.
+    first. `worth`: what acceptance is worth in time. `dead_letters`: the newest ones. `oldest_queued`, `last_arrival`,
+    `registered`: Unix seconds.
     """
 
     now: float
@@ -67,6 +69,7 @@ class RunSnapshot:
     last_report: float | None = None
     watch: Watch = field(default_factory=Watch)
     pushes: Sequence[float] = ()
+    worth: Worth = field(default_factory=Worth)
 
 
 def render(stores: Mapping[str, RunSnapshot], *, queue_limit_bytes: int | None = None) -> bytes:
@@ -89,6 +92,7 @@ class _Snapshots(Collector):
             _add_alpha(families, run, snapshot)
             _add_engines(families, run, snapshot)
             _add_headroom(families, run, snapshot)
+            _add_worth(families, run, snapshot)
             _add_totals(families, run, snapshot)
             _add_service(families, run, snapshot)
             _add_drafter(families, run, snapshot)
@@ -188,6 +192,16 @@ def _add_headroom(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     for one in STATES:
         text = "1 for what the headroom means, 0 for what it does not."
         families.gauge("draftalign_headroom_state", text, int(one == state), run=run, state=one)
+
+
+def _add_worth(families: _Families, run: str, snapshot: RunSnapshot) -> None:
+    """Speed-up by batch size, where step times tell it."""
+    for one in snapshot.worth.batches:
+        at = {"run": run, "batch": str(one.batch)}
+        text = "Tokens per second with the drafter over those without, at the depth in use, at a batch size."
+        families.gauge("draftalign_speculation_speedup_ratio", text, one.speedup, **at)
+        text = "Depth with the largest speed-up at a batch size; 0: do not speculate."
+        families.gauge("draftalign_speculation_best_depth", text, one.best_depth, **at)
 
 
 def _add_totals(families: _Families, run: str, snapshot: RunSnapshot) -> None:

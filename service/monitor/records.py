@@ -188,6 +188,17 @@ class AcceptanceRecord:
         return self.method == OUR_DRAFTER
 
 
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """Steps that an engine took at one batch size (sequences a step, on average) and depth (0: no drafts)."""
+
+    __pydantic_config__: ClassVar = _CHECKED
+    batch: float
+    depth: int
+    steps: int
+    seconds: float  # of all steps
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
     """One lane of the drift monitor."""

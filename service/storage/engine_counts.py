@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 from service.errors import TooManyReporters
 from service.monitor.counts import since, total
 from service.monitor.live_replay import Block, counted
-from service.monitor.records import AcceptanceRecord, read, written
+from service.monitor.records import AcceptanceRecord, StepSample, read, written
 
 #: Records of a reporter that stay apart: twice what an agent keeps, which reports all of them again after a restart.
 KEPT_APART: Final = 64
@@ -57,12 +57,14 @@ class Keys(Protocol):
 class Account:
     """One reporter's: sums `[rounds, accepted tokens]` by drafter, and the records that are apart, oldest first.
 
-    `blocks`: its last rounds, as the comparison of live with replay α takes them.
+    `blocks`: its last rounds, as the comparison of live with replay α takes them. `steps`: what it last said of the
+    time of its steps, cumulative.
     """
 
     sums: dict[str, list[int]] = field(default_factory=dict)
     apart: list[tuple[str, int | None]] = field(default_factory=list)
     blocks: tuple[Block, ...] = ()
+    steps: tuple[StepSample, ...] = ()
 
     @classmethod
     def read(cls, text: str | bytes) -> Account:
@@ -73,11 +75,12 @@ class Account:
             blocks = tuple(map(_block, document.get("blocks", [])))
         except (TypeError, ValueError):  # of another version, or written by hand: the engine is judged from scratch
             blocks = ()
-        return cls(document["sums"], apart, blocks)
+        return cls(document["sums"], apart, blocks, tuple(StepSample(*one) for one in document.get("steps", [])))
 
     def text(self) -> str:
         """Write it for Redis."""
-        document = {"sums": self.sums, "apart": self.apart, "blocks": list(map(astuple, self.blocks))}
+        blocks, steps = list(map(astuple, self.blocks)), list(map(astuple, self.steps))
+        document = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
     def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None) -> None:
@@ -156,17 +159,17 @@ class EngineCounts:
         self._keys = keys
         self._book = redis.register_script(BOOK)
 
-    async def book(self, record: AcceptanceRecord) -> tuple[Block, ...]:
-        """Take a report in; returns its reporter's last rounds, oldest first.
+    async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
+        """Take a report in; returns its reporter's last rounds, oldest first. `steps` replace what it said before.
 
         Raises TooManyReporters, and changes nothing, where a new reporter finds no room.
         """
         while True:  # another try only where another report of the same reporter was booked meanwhile
-            blocks = await self._try(record)
+            blocks = await self._try(record, tuple(steps))
             if blocks is not None:
                 return blocks
 
-    async def _try(self, report: AcceptanceRecord) -> tuple[Block, ...] | None:
+    async def _try(self, report: AcceptanceRecord, steps: tuple[StepSample, ...]) -> tuple[Block, ...] | None:
         reporter, drafter = str(report.reporter), str(report.drafter_version)
         own = f"{reporter}/{drafter}"
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -177,6 +180,7 @@ class EngineCounts:
         if known is None and await self._begin(report):
             return None
         account = Account() if known is None else Account.read(known)
+        account.steps = steps or account.steps
         changes, record, more = _Changes(), report, None
         if report.policy_version is None:
             record = replace(report, policy_version=None if latest is None else int(latest), as_of_arrival=True)

@@ -13,6 +13,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import redis.asyncio
@@ -21,7 +22,7 @@ from redis.exceptions import OutOfMemoryError
 
 from service.monitor.current import LOOK_BACK
 from service.monitor.live_replay import REPLAYED_BATCHES, Block, LiveRule, Replays, Watch, watch
-from service.monitor.records import AcceptanceRecord, ScoreRecord, WorkerGauges, read, written
+from service.monitor.records import AcceptanceRecord, ScoreRecord, StepSample, WorkerGauges, read, written
 from service.storage.engine_counts import (
     Account,
     EngineCounts,
@@ -73,11 +74,21 @@ class Store:
             self._redis.zadd(self._keys.recent_scores, {batch_id: record.arrival[1]})
         except OutOfMemoryError:
             return False
+        self._shorten(self._redis.zrange(self._keys.recent_scores, 0, -RECENT_SCORES - 1))
         self._redis.zremrangebyrank(self._keys.recent_scores, 0, -RECENT_SCORES - 1)
         if self._redis.hlen(self._keys.scores) > MAX_SCORES + MAX_SCORES // 8:
             oldest = list(self.scores())[:-MAX_SCORES]
             self._redis.hdel(self._keys.scores, *oldest)
         return True
+
+    def _shorten(self, batch_ids: Sequence[bytes]) -> None:
+        """Drop what only the comparison with engines reads: it is three quarters of a record, and looks no further."""
+        for batch_id in batch_ids:
+            text = self._redis.hget(self._keys.scores, batch_id)
+            record = None if text is None else read(ScoreRecord, text)
+            if record is not None and record.replayed is not None:
+                with contextlib.suppress(OutOfMemoryError):
+                    self._redis.hset(self._keys.scores, batch_id, written(replace(record, replayed=None)))
 
     def scores(self) -> dict[str, ScoreRecord]:
         """Score records by batch id, oldest first."""
@@ -138,19 +149,23 @@ class AsyncStore:
                 await self._redis.zadd(self._keys.recent_scores, {i: r.arrival[1] for i, r in newest.items()})
         return list(newest.values())
 
-    async def book(self, record: AcceptanceRecord) -> tuple[Block, ...]:
+    async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
         """Record an engine's cumulative counts; returns the engine's last rounds, oldest first.
 
         The newest report of one reporter, drafter and policy version replaces. Where it names no policy version, what
         came since the last such report goes to the version of the batch that arrived last. A crash loses no report and
         counts none twice.
         """
-        return await EngineCounts(self._redis, self._keys).book(record)
+        return await EngineCounts(self._redis, self._keys).book(record, steps)
 
-    async def engines(self, since: float) -> dict[str, tuple[Block, ...]]:
-        """The last rounds of every engine that has reported since then (Unix seconds)."""
+    async def engines(self, since: float) -> dict[str, bytes]:
+        """Every engine that has reported since then (Unix seconds), as `Account.read` reads it.
+
+        Not read here: a thousand of them take a second, and this is the event loop's thread.
+        """
         reporters = [_text(name) for name in await self._redis.zrangebyscore(self._keys.reported, since, "+inf")]
-        return _blocks(reporters, await self._redis.hmget(self._keys.reporters, reporters) if reporters else [])
+        found = await self._redis.hmget(self._keys.reporters, reporters) if reporters else []
+        return {name: text for name, text in zip(reporters, found, strict=True) if text is not None}
 
     async def newest_score(self) -> tuple[str, int]:
         """What changes whenever another batch is scored: the batch that arrived last, and how many there are."""

@@ -251,3 +251,97 @@ def test_a_report_has_a_size_limit(service: RunningService) -> None:
         "/acceptance", content=b'{"x": "' + b"a" * 100_000 + b'"}', headers={"Content-Type": "application/json"}
     )
     assert reply.status_code == 413
+
+
+# --- what acceptance is worth in time
+
+
+def step_times(depths: tuple[int, ...], seconds: Callable[[int, int], float]) -> list[dict[str, Any]]:
+    return [
+        {"batch": float(batch), "depth": depth, "steps": 100, "seconds": 100 * seconds(batch, depth)}
+        for depth in depths
+        for batch in (1, 4, 16, 64)
+    ]
+
+
+def linear(batch: int, depth: int) -> float:
+    return 0.01 + 2e-5 * batch * (depth + 1) + 5e-4 * depth
+
+
+@pytest.fixture
+def replayed(engine: Engine, redis_client: Redis) -> Engine:
+    """The drafter was replayed by position: it keeps half of the first drafts, and half of those of each next one."""
+    kept = [500.0, 250.0, 125.0, 62.5]
+    sums = {"tokens": 1937.5, "rounds": 1000.0}
+    record = {"version": engine.version, "sums": sums, "accepted": kept, "reached": [1000.0, *kept[:-1]]}
+    more = {
+        "policy_version": 1,
+        "drafter_version": engine.version,
+        "served": sums,
+        "created": 9.0,
+        "replayed": [record],
+    }
+    keys = StoreKeys("default")
+    redis_client.delete(keys.scores, keys.recent_scores)
+    Store(redis_client, "default").put_score("f" * 32, score(more))
+    return engine
+
+
+def test_step_times_become_speed_up_and_best_depth(replayed: Engine) -> None:
+    client = replayed.service.client
+    assert client.get("/runs/default/worth").json()["unknown"] == "no engine has said how long its steps take"
+    assert replayed.report(100, 90, step_times=step_times((4,), linear)).status_code == 200
+    time.sleep(0.05)  # what engines say is told again after a few times what telling took
+    unknown = eventually_other(lambda: client.get("/runs/default/worth").json()["unknown"], "no engine")
+    assert "depth 4 only" in unknown
+    assert replayed.report(10, 9, step_times=step_times((0, 2, 4), linear)).status_code == 200
+    assert eventually_other(lambda: client.get("/runs/default/worth").json()["unknown"], "depth 4 only") is None
+    found = client.get("/runs/default/worth", params={"generation_share": 0.7}).json()
+    tokens = [1.0, 1.5, 1.75, 1.875, 1.9375]
+    assert [row["batch"] for row in found["batches"]] == [1, 2, 4, 8, 16, 32, 64]
+    for row in found["batches"]:
+        truth = [tokens[k] * linear(row["batch"], 0) / linear(row["batch"], k) for k in range(5)]
+        assert row["speedup"] == pytest.approx(truth[4], rel=0.02)
+        assert truth[row["best_depth"]] >= 0.98 * max(truth)
+        assert row["step_speedup"] == pytest.approx(1 / (0.3 + 0.7 / row["speedup"]))
+    assert client.get("/alpha").json()["worth"]["batches"][0]["batch"] == 1
+    assert 'draftalign_speculation_speedup_ratio{batch="64",run="default"}' in client.get("/metrics").text
+    replayed.report(10, 9)  # an agent that says nothing of it
+    assert client.get("/runs/default/worth").json()["unknown"] is None
+
+
+def eventually_other(ask: Callable[[], Any], what: str) -> Any:
+    """Ask until the answer is another than what contains `what`."""
+    deadline = time.monotonic() + 20
+    while what in str(answer := ask()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return answer
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"batch": 0.0},
+        {"batch": -1.0},
+        {"batch": 1e300},
+        {"depth": -1},
+        {"depth": 1000},
+        {"steps": -1},
+        {"steps": 2.5},
+        {"seconds": -1.0},
+        {"seconds": "x"},
+        {"seconds": None},
+    ],
+)
+def test_step_times_that_cannot_be_are_refused_and_change_nothing(replayed: Engine, bad: dict[str, Any]) -> None:
+    one = {"batch": 4.0, "depth": 3, "steps": 10, "seconds": 1.0} | bad
+    assert replayed.report(100, 90, step_times=[one]).status_code == 422
+    assert replayed.report(100, 90, step_times=[one | {"batch": 2.0}] * 65).status_code == 422
+    assert replayed.service.client.get("/runs/default/worth").json()["unknown"].startswith("no engine")
+
+
+def test_generation_takes_no_more_than_the_whole_step(replayed: Engine) -> None:
+    for share in ("0", "1.1", "nan", "x"):
+        assert replayed.service.client.get("/runs/default/worth", params={"generation_share": share}).status_code == 422
+    assert replayed.service.client.get("/runs/none/worth").status_code == 404

@@ -24,8 +24,10 @@ from storage_fixtures import Store
 from worker_fixtures import Bench, nest
 
 import service.monitor.headline
+from service.monitor.live_replay import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import DrafterSums, Lane, RunEvent
+from service.monitor.worth import AtBatch, Worth
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian package chromium)")
 
@@ -287,6 +289,20 @@ def test_engines_that_draft_by_other_methods_are_compared(browser: Browser) -> N
     for name in ("live", "live ngram", "live mtp"):
         assert page.having("data-series", name), name
     assert "live mtp" in page.texts["legend"]
+
+
+@needs_browser
+def test_each_engine_says_how_it_compares_with_replay_and_what_speculation_brings(browser: Browser) -> None:
+    found = sample_run(20)
+    sick = EngineVerdict("engine-0", "stale weights", "live α 1.20 over 4,000 rounds: it began in the middle")
+    worth = Worth(None, 3, (AtBatch(1, 3, 1.9, 1.9), AtBatch(64, 1, 1.1, 0.8)), 64, ((1, 8, 3), (9, 64, 1)))
+    page = show(replace(found, watch=Watch((sick,)), worth=worth), browser)
+    assert "beside replay" in page.texts["servers"]
+    assert "stale weights" in page.texts["servers"]
+    assert [cell["title"] for cell in page.having("title", sick.text)] == [sick.text]
+    assert "Speed-up0.80×at 64 sequences a step; best depth 1" in page.texts["tiles"]
+    unknown = show(replace(found, worth=Worth("no engine has said how long its steps take")), browser)
+    assert "Speed-up–no engine has said" in unknown.texts["tiles"]
 
 
 @needs_browser

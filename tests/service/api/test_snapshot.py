@@ -238,6 +238,16 @@ def test_the_order_of_scores_from_before_so_many_were_kept_in_order_is_found_onc
     assert len(newest) == RECENT_SCORES
 
 
+def test_only_the_newest_scores_keep_what_engines_are_compared_with(redis_client: Redis) -> None:
+    store, sums = Store(redis_client, "default"), {"tokens": 30.0, "rounds": 10.0}
+    replayed = [{"version": "v1", "sums": sums, "accepted": [5.0], "reached": [10.0]}]
+    for n in range(RECENT_SCORES + 3):
+        store.put_score(f"{n:032x}", score(scored(100 + n) | {"replayed": replayed}))
+    found = list(store.scores().values())
+    assert [record.replayed is None for record in found] == [True] * 3 + [False] * RECENT_SCORES
+    assert all(record.served is not None for record in found)
+
+
 def test_engines_that_fell_silent_are_told_of_by_when_the_last_one_reported(
     service: RunningService, redis_url: str, redis_client: Redis
 ) -> None:

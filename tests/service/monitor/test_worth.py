@@ -1,0 +1,179 @@
+"""What acceptance is worth: found on engines with known costs, unknown where the counters do not tell.
+
+The engines are those of `benchmarks/worth.py`, fewer of them; its table is in docs/lab/worth.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from benchmarks.worth import Time, judge, linear, roofline
+from service.monitor.records import StepSample
+from service.monitor.worth import (
+    StepTime,
+    best_depth,
+    depth_by_batch,
+    pooled,
+    speedup,
+    step_speedup,
+    tokens_per_round,
+    worth,
+)
+
+TOKENS = tokens_per_round([0.8, 0.64, 0.512, 0.41])
+
+
+def clean(time: Time, depths: tuple[int, ...] = (0, 2, 4), batches: tuple[int, ...] = (1, 4, 16, 64, 128)) -> StepTime:
+    samples = [StepSample(b, k, 10, 10 * time(b, k)) for k in depths for b in batches]
+    found = StepTime.fit(samples)
+    assert found is not None
+    return found
+
+
+def memory_bound_then_not(batch: float, depth: int) -> float:
+    return 10e-3 + 60e-6 * batch * (depth + 1) + depth * 5e-4
+
+
+@pytest.mark.parametrize(("kind", "within"), [(linear, 0.95), (roofline, 0.9)])
+def test_best_depth_and_speed_up_are_found_from_noisy_counters(
+    kind: Callable[[np.random.Generator], Time], within: float
+) -> None:
+    found = judge(kind, (0, 2, 4, 6), engines=4, seed=3)
+    assert found.answered > 0.5
+    assert found.right >= 0.95
+    assert found.within >= within
+
+
+@pytest.mark.parametrize("depths", [(4,), (0,)])
+def test_one_depth_alone_says_nothing_of_the_others(depths: tuple[int, ...]) -> None:
+    """Not even without noise: the step and the drafter cannot be told apart."""
+    found = clean(memory_bound_then_not, depths)
+    assert best_depth(found, TOKENS, 16) is None
+    assert depth_by_batch(found, TOKENS, 64) is None
+    other = 4 if depths == (0,) else 0
+    assert found.seconds(16, other) is None
+    assert found.seconds(16, depths[0]) == pytest.approx(memory_bound_then_not(16, depths[0]), rel=1e-6)
+
+
+def test_two_depths_are_enough_also_without_plain_decoding() -> None:
+    found = clean(memory_bound_then_not, (2, 4))
+    assert found.seconds(16, 0) == pytest.approx(memory_bound_then_not(16, 0), rel=1e-3)
+
+
+def test_batch_sizes_far_from_those_seen_are_unknown() -> None:
+    found = clean(memory_bound_then_not)
+    assert [found.seconds(batch, 2) is None for batch in (0.5, 1, 190, 200)] == [True, False, False, True]
+    assert depth_by_batch(found, TOKENS, 4096) is None
+
+
+def test_a_few_spoilt_windows_do_not_count() -> None:
+    samples = [
+        StepSample(b, k, 10, 10 * memory_bound_then_not(b, k)) for k in (0, 2, 4) for b in (1, 2, 4, 8, 16, 32, 64, 128)
+    ]
+    samples[3] = StepSample(8, 0, 10, 5.0)
+    samples[14] = StepSample(64, 2, 10, 0.0)  # no time at all: not used
+    found = StepTime.fit(samples)
+    assert found is not None
+    assert found.seconds(8, 0) == pytest.approx(memory_bound_then_not(8, 0), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [],
+        [StepSample(1, 2, 0, 1.0)],
+        [StepSample(0, 2, 1, 1.0)],
+        [StepSample(1, 2, 1, math.inf)],
+        [StepSample(1, 0, 1, -1)],
+    ],
+)
+def test_nothing_can_be_fitted_to_nothing(samples: list[StepSample]) -> None:
+    assert StepTime.fit(samples) is None
+
+
+def test_the_speed_up_is_tokens_over_time_and_falls_below_one_where_speculation_costs() -> None:
+    found = clean(memory_bound_then_not)
+    expected = TOKENS[4] * memory_bound_then_not(1, 0) / memory_bound_then_not(1, 4)
+    assert speedup(found, TOKENS, 1, 4) == pytest.approx(expected, rel=1e-3)
+    bad = tokens_per_round([0.05, 0.0, 0.0, 0.0])
+    best = best_depth(found, bad, 128)
+    assert best is not None
+    assert (best.depth, best.speedup) == (0, 1.0)
+
+
+def test_the_list_for_vllm_covers_every_batch_size_once_with_the_best_depth() -> None:
+    found = clean(memory_bound_then_not)
+    plan = depth_by_batch(found, TOKENS, 128)
+    assert plan is not None
+    assert plan[0][0] == 1
+    assert plan[-1][1] == 128
+    assert all(after[0] == before[1] + 1 for before, after in pairwise(plan))
+    depths = [depth for _, _, depth in plan]
+    assert depths == sorted(depths, reverse=True)
+    assert len(set(depths)) > 1
+    for first, last, depth in plan:
+        for batch in {max(first, 1), last}:
+            best = best_depth(found, TOKENS, batch)
+            assert best is not None
+            assert best.depth == depth
+
+
+def test_tokens_per_round_sums_what_is_kept() -> None:
+    assert tokens_per_round([0.5, 0.25]) == [1.0, 1.5, 1.75]
+
+
+@pytest.mark.parametrize(("share", "generation", "whole"), [(0.65, 1.8, 1.41), (0.78, 1.5, 1.35)])
+def test_a_reported_step_speed_up_comes_out(share: float, generation: float, whole: float) -> None:
+    """Generation 1.5 to 1.8 times, the step 1.35 to 1.41 times (arXiv 2604.26779); it takes 65 to 85 % of a step."""
+    assert step_speedup(share, {generation: 1.0}) == pytest.approx(whole, abs=0.01)
+
+
+def test_the_long_tail_counts_by_its_time() -> None:
+    assert step_speedup(1.0, {2.0: 0.5, 1.0: 0.5}) == pytest.approx(4 / 3)
+    with pytest.raises(ValueError, match="add up to 1"):
+        step_speedup(0.7, {2.0: 0.5})
+
+
+SURVIVAL = [0.8, 0.64, 0.512, 0.41]
+
+
+def counted(depths: tuple[int, ...] = (0, 2, 4), largest: int = 256) -> list[StepSample]:
+    batches = [2**i for i in range(largest.bit_length())]
+    return [StepSample(b, k, 10, 10 * memory_bound_then_not(b, k)) for k in depths for b in batches]
+
+
+def test_worth_says_what_the_depth_in_use_brings_where_another_is_better_and_where_it_costs() -> None:
+    found = worth(counted(), SURVIVAL, depth=4)
+    assert (found.unknown, found.depth) == (None, 4)
+    assert [row.batch for row in found.batches] == [2**i for i in range(9)]
+    for row in found.batches:
+        truth = [
+            TOKENS[k] * memory_bound_then_not(row.batch, 0) / memory_bound_then_not(row.batch, k) for k in range(5)
+        ]
+        assert row.speedup == pytest.approx(truth[4], rel=0.01)
+        assert truth[row.best_depth] >= 0.99 * max(truth)
+    costs = [row.batch for row in found.batches if row.speedup < 1]
+    assert found.costs_from == (costs[0] if costs else None)
+    assert worth(counted(), [0.05, 0.0, 0.0, 0.0], depth=4).costs_from == 1
+
+
+def test_where_nothing_is_known_it_says_what_is_missing() -> None:
+    assert worth([], SURVIVAL, 4) == worth([StepSample(4, 3, 0, 1.0)], SURVIVAL, 4)
+    assert "no engine" in str(worth([], SURVIVAL, 4).unknown)
+    assert "by position" in str(worth(counted(), [], 4).unknown)
+    assert "by position" in str(worth(counted(), SURVIVAL, 5).unknown)
+    alone = worth(counted((4,)), SURVIVAL, 4)
+    assert "at depth 4 only" in str(alone.unknown)
+    assert "another depth" in str(alone.unknown)
+    assert alone.batches == ()
+
+
+def test_engines_are_pooled_by_depth_and_batch_size() -> None:
+    found = pooled([StepSample(8, 3, 10, 1.0), StepSample(8.4, 3, 30, 1.0), StepSample(8, 0, 5, 1.0)])
+    assert [(one.depth, one.steps, one.seconds) for one in found] == [(0, 5, 1.0), (3, 40, 2.0)]
+    assert found[1].batch == pytest.approx((80 + 8.4 * 30) / 40)
