@@ -84,13 +84,13 @@ def test_what_the_version_before_had_stored_reads_as_it_did(
 
 
 def parsed(lines: list[str]) -> list[object]:
-    """Documents, numbers to twelve digits: a Redis hash has no order, so names and the last bits of sums move."""
-    return [json.loads(line, parse_float=lambda number: float(f"{float(number):.12g}")) for line in lines]
+    """Documents, numbers to nine digits: a Redis hash has no order, so names and the last bits of sums move."""
+    return [json.loads(line, parse_float=lambda number: float(f"{float(number):.9g}")) for line in lines]
 
 
 def rounded(text: str) -> list[str]:
-    """Lines, numbers to twelve digits, for the same reason."""
-    return re.sub(r"\d+\.\d+(?:e[-+]?\d+)?", lambda found: f"{float(found[0]):.12g}", text).splitlines()
+    """Lines, numbers to nine digits, for the same reason."""
+    return re.sub(r"\d+\.\d+(?:e[-+]?\d+)?", lambda found: f"{float(found[0]):.9g}", text).splitlines()
 
 
 def test_what_is_written_is_what_was_read() -> None:
