@@ -115,7 +115,7 @@ def servers(records: Iterable[AcceptanceRecord]) -> list[ServerLine]:
             groups[record.reporter, record.method].append(record)
     lines = []
     for (reporter, method), all_records in sorted(groups.items()):
-        newest = max(all_records, key=lambda r: r.reported)
+        newest = max(all_records, key=lambda r: (r.reported, -1 if r.policy_version is None else r.policy_version))
         own = [r for r in all_records if r.drafter_version == newest.drafter_version]
         pooled = live_sums(own)
         if pooled is None:
