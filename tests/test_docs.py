@@ -227,7 +227,6 @@ def test_every_redis_key_is_documented() -> None:
     keys = [value for value in vars(Keys("r")).values() if value != Keys("r").prefix]
     keys += [getattr(StoreKeys("r"), name) for name in REPORT_KEYS]
     keys += [Keys.RUNS, Keys("r").batch("<batch_id>"), Keys("r").rollout("<rollout_id>"), Keys("r").orphan("<blob>")]
-    keys += [f"{Keys('r').prefix}lease"]
     assert len(keys) > 10
     named = [f"`{key.replace('{r}', '{run}')}`" for key in keys]
     assert [key for key in named if key not in page("docs/reference/architecture.md")] == []
@@ -239,10 +238,10 @@ def test_no_other_redis_key_is_built_from_the_prefix() -> None:
         for path in (ROOT / "service").rglob("*.py")
         for suffix in re.findall(r"prefix(?:\}| \+ \")([a-z_]+)", path.read_text("utf-8"))
     }
-    known = {"queue", "counters", "dead", "batch", "orphan", "rollout", "lease"}
+    known = {"queue", "counters", "dead", "batch", "orphan", "rollout"}
     assert built == known
     assert [getattr(StoreKeys("r"), name) for name in REPORT_KEYS] == [Keys("r").prefix + name for name in REPORT_KEYS]
-    assert len(REPORT_KEYS) == 12
+    assert len(REPORT_KEYS) == 13
 
 
 def test_every_counter_and_field_that_is_stored_is_documented() -> None:

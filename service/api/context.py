@@ -69,6 +69,12 @@ class ServiceContext:
             self._runs[run] = file, load_run(self.layout, run)
         return self._runs[run][1]
 
+    def drop(self, run: str) -> None:
+        """Keep nothing of a run that was deleted."""
+        for kept in (self._runs, self._recent, self._engines, self._queues):
+            kept.pop(run, None)
+        self.accepted_for.discard(run)
+
     def queue(self, run: str) -> AsyncRolloutQueue:
         """The queue of a run."""
         if run not in self._queues:

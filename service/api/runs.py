@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
-from typing import Annotated, Any, Literal
+import time
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from fastapi import APIRouter, Query, Request, Response
@@ -16,6 +18,7 @@ from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.snapshot import read_headline
 from service.api.uploads import check_announcement, receive_file
+from service.errors import RunNotFound
 from service.monitor.worth import step_speedup
 from service.storage.layout import RUN_NAME, FileId, file_id
 from service.storage.nearness import check_finite, check_head, join_run
@@ -23,13 +26,21 @@ from service.storage.runs import (
     RunRecord,
     check_same,
     commit_run,
+    delete_run,
     read_head_header,
     read_run_header,
     untouched,
+    withdraw_run,
 )
 from service.storage.spool import Upload
 
+log = logging.getLogger("draftalign.api")
+
 router = APIRouter(tags=["runs"])
+
+#: A worker that has died holds its lease for 15 s.
+_LET_GO_SECONDS: Final = 20.0
+_POLL_SECONDS: Final = 0.1
 
 
 @router.put(
@@ -123,6 +134,47 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
     file = file_id(context.layout.target(run))
     refused = (await context.store(run).worker()).refused
     return file if file is not None and refused == tuple(file) else None
+
+
+@router.get("/runs")
+async def get_runs(context: Context) -> list[dict[str, Any]]:
+    """List the runs: name, Unix time of the registration, served drafter and headline."""
+    found = []
+    for run in await asyncio.to_thread(context.layout.run_names):
+        with contextlib.suppress(RunNotFound):  # deleted meanwhile
+            record, latest = context.run(run), context.registry.latest(run)
+            facts = {"run": run, "created": record.created, "drafter": None if latest is None else latest.version}
+            found.append(facts | {"headline": to_jsonable_python(await read_headline(context, run))})
+    return found
+
+
+@router.delete(
+    "/runs/{run}",
+    status_code=204,
+    responses={409: {"description": "A worker has not let go of the run yet. Nobody finds it already: ask again."}},
+)
+async def delete(run: str, context: Context) -> None:
+    """Delete a run: its rollouts, drafters, checkpoints, history and counts. This cannot be undone.
+
+    The run is unregistered at once. What was received is deleted when its worker has let go of it, which takes as long
+    as the training in hand. A request that is cut short is finished by the next one.
+    """
+    await context.locking(withdraw_run, context.layout, run)
+    store = context.store(run)
+    deadline = time.monotonic() + _LET_GO_SECONDS
+    while not await store.take_from_workers():
+        if time.monotonic() > deadline:
+            raise Problem(
+                409,
+                "run-at-work",
+                f"run {run!r} is unregistered, and a worker is still at work on it; ask again to delete its files",
+                headers={"Retry-After": str(context.settings.retry_after_seconds)},
+            )
+        await asyncio.sleep(_POLL_SECONDS)
+    await asyncio.to_thread(delete_run, context.layout, run)
+    await store.forget()
+    context.drop(run)
+    log.warning("run %s was deleted", run)
 
 
 @router.get("/runs/{run}")

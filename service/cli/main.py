@@ -152,6 +152,28 @@ def drift(
 
 
 @app.command()
+def runs(
+    delete: Annotated[
+        str | None, typer.Option(help="Name of a run to delete, with all that was received of it.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+) -> None:
+    """List the runs with their headlines, or delete one.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope read; to delete, admin.
+    """
+    if delete is not None:
+        if not yes:
+            typer.confirm(f"Delete run {delete}: its rollouts, drafters, checkpoints and history?", abort=True)
+        _call("DELETE", service, f"/runs/{quote(delete, safe='')}", timeout=60.0)
+        typer.echo(f"run {delete} is deleted")
+        return
+    for one in _call("GET", service, "/runs").json():
+        typer.echo(f"{one['run']}  {one['drafter'] or 'no drafter yet'}  {one['headline']['text']}")
+
+
+@app.command()
 def worth(
     generation_share: Annotated[
         float | None,

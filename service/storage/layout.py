@@ -56,6 +56,10 @@ class Layout:
         """The registration's record."""
         return self.run(run) / "run.json"
 
+    def withdrawn(self, run: str) -> Path:
+        """The record of a run that is being deleted, under which nobody finds it."""
+        return self.run(run) / "run.json.deleted"
+
     def target(self, run: str) -> Path:
         """The PUT body: embed_tokens, lm_head, optionally drafter.*."""
         return self.run(run) / "target.safetensors"

@@ -37,6 +37,9 @@ MAX_SCORES: Final = 4096
 RECENT_SCORES: Final = LOOK_BACK
 #: Records of a reporter, its last used ones, that a headline looks at.
 NEWEST_REPORTS: Final = 8
+#: Holder of the lease on a run that is being deleted, and how long at most.
+_DELETING: Final = b"deleting"
+_DELETING_SECONDS: Final = 600
 
 
 class _Key:
@@ -54,7 +57,7 @@ class StoreKeys:
 
     scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
     acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
-    live_order, unplaced, drift = _Key(), _Key(), _Key()
+    live_order, unplaced, drift, lease = _Key(), _Key(), _Key(), _Key()
 
     def __init__(self, run: str) -> None:
         self.prefix = Keys(run).prefix
@@ -213,6 +216,12 @@ class AsyncStore:
     async def forget_refusal(self) -> None:
         """Take back what the worker said of a file that was replaced."""
         await self._redis.hdel(self._keys.worker, "error", "refused")
+
+    async def take_from_workers(self) -> bool:
+        """Take the run's lease, so that no worker begins with it; false while one holds it. `forget` deletes it."""
+        return bool(await self._redis.set(self._keys.lease, _DELETING, nx=True, ex=_DELETING_SECONDS)) or (
+            await self._redis.get(self._keys.lease) == _DELETING
+        )
 
     async def latest_head(self) -> int | None:
         """Highest policy version whose head was received."""

@@ -6,7 +6,9 @@ The body is a safetensors file: `embed_tokens` and `lm_head` [V, H] (no `lm_head
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
@@ -213,6 +215,8 @@ def commit_run(
     layout.make_run(record.run)
     upload.sync()
     with locked(layout, record.run):
+        if layout.withdrawn(record.run).exists():
+            raise RunConflict(f"run {record.run!r} is being deleted; ask DELETE /runs/{record.run} again to end that")
         if not layout.run_json(record.run).exists():
             forget()
         elif refused is not None and refused == file_id(layout.target(record.run)) and untouched(layout, record.run):
@@ -226,6 +230,28 @@ def commit_run(
         upload.keep(layout.target(record.run))
         replace_file(layout.run_json(record.run), record.model_dump_json(indent=1).encode())
     return True
+
+
+def withdraw_run(layout: Layout, run: str) -> None:
+    """Unregister a run: nobody finds it any more, and no other may take its name. Raises RunNotFound. Blocks."""
+    if not layout.run_json(run).exists() and not layout.withdrawn(run).exists():
+        raise RunNotFound(f"run {run!r} is not registered")
+    with locked(layout, run), contextlib.suppress(FileNotFoundError):  # an earlier attempt came as far
+        layout.run_json(run).rename(layout.withdrawn(run))
+
+
+def delete_run(layout: Layout, run: str) -> None:
+    """Delete the files of a withdrawn run, its record last. Nothing may work on it. Blocks."""
+    for part in (layout.spool(run), layout.worker(run), layout.drafters(run), layout.heads(run)):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(part)
+    withdrawn = layout.withdrawn(run)
+    for path in layout.run(run).iterdir():
+        if path != withdrawn:
+            path.unlink(missing_ok=True)
+    withdrawn.unlink()
+    with contextlib.suppress(OSError):  # somebody registers a run of this name already
+        layout.run(run).rmdir()
 
 
 def _json_object(text: str | None, key: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from redis import Redis
 
-from service.storage.queue import Keys
+from service.storage.reports import StoreKeys
 
 LEASE_SECONDS = 15.0
 #: Take or renew the lease in one step: a worker that is stopped (SIGSTOP) between two would renew what is another's by
@@ -38,7 +38,7 @@ class Leases:
     @staticmethod
     def key(run: str) -> str:
         """Where the holder's name stands."""
-        return f"{Keys(run).prefix}lease"
+        return StoreKeys(run).lease
 
     def hold(self, run: str) -> bool:
         """Take or renew the lease on a run. False: another worker has it."""

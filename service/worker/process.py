@@ -181,7 +181,10 @@ class Worker:
         if now - self._looked < _LOOK_FOR_RUNS_SECONDS:
             return
         self._looked = now
-        for run in self._layout.run_names():
+        names = self._layout.run_names()
+        for run in self._runs.keys() - names:
+            self._let_go(run)
+        for run in names:
             file = file_id(self._layout.target(run))
             state = self._runs.setdefault(run, _Run())
             if state.worker is not None and state.file != file:
@@ -190,6 +193,14 @@ class Worker:
             refused = state.retry_at > now and state.file == file
             if state.worker is None and not refused and self._leases.hold(run):
                 self._open(run, state, file)
+
+    def _let_go(self, run: str) -> None:
+        """Close a run that was deleted, without a checkpoint, and let its files go."""
+        with self._giving_back:
+            held = self._runs.pop(run).worker is not None
+        if held:
+            log.warning("run %s was deleted", run)
+        self._leases.give_back(run)
 
     def _open(self, run: str, state: _Run, file: FileId) -> None:
         state.file, state.retry_at, state.lost = file, 0.0, False
@@ -246,10 +257,11 @@ class Worker:
 
     def _beat_run(self, run: str, worker: RunWorker) -> None:
         with self._giving_back:
-            if self._runs[run].worker is not worker:
+            state = self._runs.get(run)
+            if state is None or state.worker is not worker:
                 return
             if not self._leases.hold(run):
-                self._runs[run].lost = True
+                state.lost = True
                 return
         RolloutQueue(self._redis, run).heartbeat(CONSUMER, worker.inbox.held)
         Store(self._redis, run).set_worker({"heartbeat": time.time()})

@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import httpx
@@ -43,6 +45,7 @@ from service.storage.queue import Keys
 from service.storage.reports import AsyncStore
 from service.storage.runs import commit_run, read_run_header
 from service.storage.spool import Spool
+from service.worker.lease import Leases
 from service.worker.target import Target
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -532,3 +535,75 @@ def test_the_drift_alarm_is_acknowledged_or_reset_by_a_request_that_is_kept(serv
         assert reply.json()["action"] == action
     assert service.client.post("/runs/default/drift/silence").status_code == 422
     assert service.client.post("/runs/nobody/drift/reset").status_code == 404
+
+
+# --- listing and deleting
+
+
+def test_runs_are_listed_with_what_they_serve_and_how_they_are(service: RunningService) -> None:
+    service.register("other")
+    version = service.publish().version
+    found = service.client.get("/runs").json()
+    assert [(one["run"], one["drafter"]) for one in found] == [("default", version), ("other", None)]
+    assert all(one["headline"]["text"] for one in found)
+
+
+def files_of(service: RunningService, run: str) -> list[Path]:
+    return [p for top in (service.layout.run(run), service.layout.spool(run)) for p in top.rglob("*")]
+
+
+def test_a_deleted_run_is_gone_from_everywhere_and_its_name_is_free(
+    service: RunningService, redis_client: Redis
+) -> None:
+    service.register("other")
+    service.publish()
+    assert service.post(rollout_file()).status_code == 202
+    assert service.client.delete("/runs/default").status_code == 204
+    assert files_of(service, "default") == []
+    assert [key for key in redis_client.keys() if b"{default}" in key] == []  # noqa: SIM118 - the command of that name
+    assert service.post(rollout_file()).status_code == 404
+    assert service.client.get("/drafter/latest").status_code == 404
+    assert [one["run"] for one in service.client.get("/runs").json()] == ["other"]
+    assert 'run="default"' not in service.client.get("/metrics").text
+    assert service.client.delete("/runs/default").status_code == 404
+    assert service.register().status_code == 201
+    assert service.client.get("/runs/default").json()["drafter"] is None
+    assert service.post(rollout_file()).status_code == 202
+
+
+def test_a_run_at_work_is_unregistered_at_once_and_deleted_when_its_worker_has_let_go(
+    service: RunningService, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.api.runs._LET_GO_SECONDS", 0.3)
+    leases = Leases(redis_client)
+    assert leases.hold("default")
+    reply = service.client.delete("/runs/default")
+    assert (reply.status_code, reply.json()["type"]) == (409, "urn:draftalign:run-at-work")
+    assert service.client.get("/runs/default").status_code == 404
+    assert service.register().status_code == 409, "its checkpoints are still there: another run would go on from them"
+    assert files_of(service, "default") != []
+    leases.give_back("default")
+    assert service.client.delete("/runs/default").status_code == 204
+    assert files_of(service, "default") == []
+    assert not leases.hold("default") or redis_client.delete(Leases.key("default"))
+    assert service.register().status_code == 201
+
+
+def test_a_deletion_that_was_cut_short_is_finished_by_the_next(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.publish()
+    real = shutil.rmtree
+
+    def broken(path: Path, **more: Any) -> None:
+        if path.name == "drafters":
+            raise OSError("killed")
+        real(path, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", broken)
+        assert httpx.delete(f"{service.url}/runs/default").status_code >= 500  # and its connection is closed
+    assert service.client.get("/runs").json() == []
+    assert service.register().status_code == 409
+    assert service.client.delete("/runs/default").status_code == 204
+    assert files_of(service, "default") == []

@@ -29,6 +29,7 @@ from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from rl_hooks import wire
 from service.storage.registry import Manifest, Registry
 from service.storage.reports import AsyncStore
+from service.storage.runs import delete_run, withdraw_run
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
 from service.worker.process import Worker
@@ -246,6 +247,39 @@ def test_a_run_whose_worker_fails_later_is_dropped_and_the_others_go_on(
     turn_until(worker, lambda: bench.state(batch) == "trained")
     assert f"run aa: {error}" in caplog.text
     assert bench.redis.hget("da:{aa}:batch:" + lost, "state") == b"queued", "nothing is lost by it"
+    worker._redis.close()
+
+
+def test_a_deleted_run_is_let_go_and_one_of_its_name_begins_anew(bench: Bench) -> None:
+    """The worker gives the lease back and leaves nothing behind that the next run of that name would go on from."""
+
+    async def take() -> bool:
+        client = redis.asyncio.Redis.from_url(bench.redis_url)
+        try:
+            return await AsyncStore(client, "default").take_from_workers()
+        finally:
+            await client.aclose()
+
+    bench.register(bench.world.run_file(drafter=bench.world.drafter()))
+    batch = bench.post("a")
+    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    turn_until(worker, lambda: bench.state(batch) == "trained")
+    withdraw_run(bench.layout, "default")
+    assert not asyncio.run(take()), "the worker still holds it"
+    turn_until(worker, lambda: not worker.served)
+    assert asyncio.run(take())
+    assert asyncio.run(take()), "a second request goes on with what the first began"
+    delete_run(bench.layout, "default")
+    assert not bench.layout.run("default").exists()
+    worker._looked = 0.0
+    worker._turn()
+    assert not bench.layout.run("default").exists()
+    bench.redis.flushdb()
+    bench.register(bench.world.run_file(drafter=bench.world.drafter()))
+    again = bench.post("b")
+    turn_until(worker, lambda: bench.state(again) == "trained")
+    assert Registry(bench.layout).versions("default")[0].startswith("v000001-")
+    assert worker.served["default"].learner.journal.totals.batches == 1
     worker._redis.close()
 
 
