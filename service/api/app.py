@@ -14,6 +14,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 import redis.asyncio
 import uvicorn
@@ -36,12 +37,20 @@ from service.api.snapshot import read_snapshot, watch_headlines
 from service.errors import ConfigurationError
 from service.monitor import metrics
 from service.settings import Settings
+from service.storage.queue import Keys
 
 log = logging.getLogger("draftalign.api")
 router = APIRouter(tags=["operations"])
 
 _PAGE = Path(__file__).with_name("page.html")
 _REAP_SECONDS = 300.0
+#: Nothing from elsewhere, and no frame around it: a page that shows tokens' data must not be clicked through.
+_PAGE_HEADERS: Final = {
+    "Content-Security-Policy": "frame-ancestors 'none'",  # the rest stands in the page itself
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -99,8 +108,8 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz")
 async def readyz(context: Context) -> dict[str, str]:
-    """Answer while rollouts can be taken: Redis replies and the spool has room."""
-    await context.redis.ping()
+    """Answer while rollouts can be taken: Redis takes a write and the spool has room."""
+    await context.redis.mset(dict.fromkeys(Keys.READY, 1))
     if context.spool.free_bytes() < context.settings.spool_min_free_bytes:
         raise Problem(503, "spool-low", "the spool's disk is nearly full", headers={"Retry-After": "10"})
     return {"status": "ready"}
@@ -117,7 +126,7 @@ async def get_metrics(context: Context) -> Response:
 @router.get("/", response_class=HTMLResponse)
 async def page() -> HTMLResponse:
     """Show the page that draws α live."""
-    return HTMLResponse(await asyncio.to_thread(_PAGE.read_text, "utf-8"))
+    return HTMLResponse(await asyncio.to_thread(_PAGE.read_text, "utf-8"), headers=_PAGE_HEADERS)
 
 
 class Server(uvicorn.Server):

@@ -70,6 +70,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Problem | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+            return Problem(400, "two-hosts", "the request has more than one Host header")
         if scope["path"] in PUBLIC:
             return None
         if not self._tokens:

@@ -32,6 +32,17 @@ MEDIA_TYPE: Final = "application/problem+json"
 BODY_STATE: Final = "draftalign.body"
 #: Scope key, true once a request was refused: its connection is closed first when connections run out.
 REFUSED: Final = "draftalign.refused"
+#: Answers of a replica, of a node of a cluster, and to a user who may not write.
+_UNUSABLE: Final = (
+    redis_errors.ReadOnlyError,
+    redis_errors.AskError,
+    redis_errors.ClusterCrossSlotError,
+    redis_errors.ClusterDownError,
+    redis_errors.MasterDownError,
+    redis_errors.NoPermissionError,
+)
+#: What a script's error says for the last, and what a Sentinel answers.
+_NO_WRITES: Final = ("ACL failure", "unknown command")
 _LINGER_SECONDS: Final = 10.0
 _LINGER_IDLE_SECONDS: Final = 1.0
 
@@ -133,6 +144,9 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
             return Problem(409, "registry", str(error))
         case redis_errors.OutOfMemoryError():
             return Problem(503, "redis-full", "Redis is out of memory; nothing was queued", headers=retry)
+        case redis_errors.ResponseError() if isinstance(error, _UNUSABLE) or any(t in str(error) for t in _NO_WRITES):
+            detail = f"Redis does not take writes, so nothing was queued: {error}. Give redis_url of a primary"
+            return Problem(503, "redis-unusable", detail, headers=retry)
         case redis_errors.ConnectionError() | redis_errors.TimeoutError():  # loading its data counts as away
             return Problem(503, "redis-away", "Redis does not answer; nothing was queued", headers=retry)
         case RequestValidationError():
@@ -168,6 +182,7 @@ def install(app: FastAPI, retry_after_seconds: int) -> None:
         TooManyReporters,
         RegistryError,
         redis_errors.OutOfMemoryError,
+        redis_errors.ResponseError,
         redis_errors.ConnectionError,
         redis_errors.TimeoutError,
         RequestValidationError,

@@ -45,6 +45,8 @@ class Keys:
     """Redis keys of one run. The braces are a literal hash tag: a cluster keeps one run in one slot."""
 
     RUNS: Final = "da:runs"
+    #: Written by a probe: two slots, so a single node of a cluster refuses them.
+    READY: Final = ("da:ready:1", "da:ready:2")
 
     def __init__(self, run: str) -> None:
         self.prefix = f"da:{{{run}}}:"

@@ -94,6 +94,18 @@ def test_a_token_can_do_what_its_scopes_say(guarded: RunningService, method: str
         assert reply.status_code != 401
 
 
+def test_two_hosts_are_one_too_many(service: RunningService) -> None:
+    request = b"GET /runs/default HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    assert service.raw(request).startswith(b"HTTP/1.1 400 ")
+
+
+def test_the_page_cannot_be_framed(service: RunningService) -> None:
+    headers = service.client.get("/").headers
+    assert headers["x-frame-options"] == "DENY"
+    assert headers["content-security-policy"] == "frame-ancestors 'none'"
+    assert headers["x-content-type-options"] == "nosniff"
+
+
 def test_a_token_passes_as_the_password_of_basic_too(guarded: RunningService) -> None:
     assert guarded.client.get("/drafters", auth=("anyone", "engine-secret")).status_code == 200
     assert guarded.client.get("/drafters", auth=("engine-secret", "")).status_code == 401

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 import redis.asyncio
+from agent_fixtures import eventually
 from redis import Redis
 from service_fixtures import (
     CONFIG,
@@ -32,7 +34,7 @@ from storage_fixtures import RolloutQueue
 
 from rl_hooks import wire
 from service.api.context import ServiceContext
-from service.cli.valkey import EmbeddedValkey
+from service.cli.valkey import EmbeddedValkey, find_binary
 from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued
 
 Serve = Callable[..., RunningService]
@@ -224,6 +226,54 @@ def test_a_lying_header_is_refused_before_the_features_come(service: RunningServ
     assert reply.startswith(b"HTTP/1.1 422")
     assert b"Content-Length says 100000000" in reply
     assert service.spooled() == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "mended"),
+    [
+        (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+        (("ACL", "SETUSER", "default", "-@write"), ("ACL", "SETUSER", "default", "+@all")),
+    ],
+)
+def test_a_redis_that_takes_no_writes_is_not_ready_and_says_why(
+    tmp_path: Path, broken: tuple[str, ...], mended: tuple[str, ...]
+) -> None:
+    """A replica after a failover, or a user without the right: not a bug, and not the sender's fault."""
+    valkey = EmbeddedValkey(tmp_path / "own")
+    valkey.start()
+    service = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url)
+    try:
+        service.register()
+        with Redis.from_url(valkey.url) as client:
+            client.execute_command(*broken)
+            for reply in (service.client.get("/readyz"), service.post(rollout_file())):
+                assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:redis-unusable")
+                assert "retry-after" in reply.headers
+            assert service.client.get("/healthz").status_code == 200
+            client.execute_command(*mended)
+        assert service.client.get("/readyz").status_code == 200
+        assert service.post(rollout_file()).status_code == 202
+    finally:
+        service.stop()
+        valkey.stop()
+
+
+def test_a_node_of_a_cluster_is_not_ready(tmp_path: Path) -> None:
+    socket_path = tmp_path / "node.sock"
+    options = f"--port 0 --unixsocket {socket_path} --cluster-enabled yes --cluster-port 1 --dir {tmp_path} --save ''"
+    node = subprocess.Popen([find_binary(), *shlex.split(options)], stdout=subprocess.DEVNULL)
+    service = RunningService(state_dir=tmp_path / "state", redis_url=f"unix://{socket_path}")
+    try:
+        with Redis.from_url(f"unix://{socket_path}") as client:
+            eventually(lambda: socket_path.exists() and client.ping())
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            eventually(lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO"))
+        reply = service.client.get("/readyz")
+        assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:redis-unusable")
+    finally:
+        service.stop()
+        node.kill()
+        node.wait()
 
 
 def test_redis_going_away_is_a_503_and_coming_back_is_noticed(tmp_path: Path) -> None:
