@@ -1,12 +1,13 @@
 """Does `service.monitor.worth` find the best depth and the speed-up? Engines with known costs, and noisy counters.
 
-    python -m benchmarks.worth [--engines 40]     # prints a table; seeded; seconds
+    python -m benchmarks.worth [--engines 12]     # prints a table; seeded; a minute or two
 
-An engine has step times of its own and an acceptance; its counters are of 40 windows, each at one batch size and one of
-the depths it was run with, with 3 % of noise in the mean step time, and one window in twenty spoilt (a pause: twice to
-five times the time). Asked are 24 batch sizes from the smallest to the largest that was seen. "Linear" engines have no
-bend in their costs; "roofline" engines wait for memory or for arithmetic, whichever is longer. A depth counts as right
-where its true speed-up is within 1 % of the best one's. Simulated.
+An engine has step times of its own and an acceptance. It answers RL batches whose sequences end one after the other:
+the batch size falls all the time. An agent scrapes its counters every 5 s (`rl_hooks.engines.step_times`).
+A step has 3 % of noise, and one stretch in twenty is spoilt (a pause: twice to five times the time). Asked are 24 batch
+sizes from the smallest to the largest that was seen. "Linear" engines have no bend in their costs; "roofline" engines
+wait for memory or for arithmetic, whichever is longer. A depth counts as right where its true speed-up is within 1 % of
+the best one's. Simulated.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.step_times import StepTimes
 from service.monitor.records import StepSample
-from service.monitor.worth import StepTime, best_depth, speedup, tokens_per_round
+from service.monitor.worth import StepTime, best_depth, pooled, speedup, tokens_per_round
 
 DEPTHS = 6
+#: RL batches that an engine answers, tokens of the longest answer, and the agent's interval.
+BURSTS = 8
+LONGEST = 4000
+SCRAPE_SECONDS = 5.0
 Time = Callable[[float, int], float]
 
 
@@ -47,8 +54,31 @@ class Found:
     within: float  # share of the batch sizes at which the speed-up at the best depth is within 5 %
 
 
+def reported(time: Time, depth: int, rng: np.random.Generator) -> list[StepSample]:
+    """What the agent beside one engine reports after some RL batches, whose sequences end one after the other."""
+    books, clock, scraped = StepTimes(), 0.0, 0.0
+    outputs = steps = waited = 0.0
+    before: Snapshot | None = None
+    pause = 1.0
+    for _ in range(BURSTS):
+        ends = np.sort(rng.integers(LONGEST // 20, LONGEST, int(np.exp(rng.uniform(1, np.log(256))))))
+        at = np.arange(int(ends[-1]))
+        running = len(ends) - np.searchsorted(ends, at, side="right")
+        for batch in running:
+            seconds = time(float(batch), depth) * pause * float(np.exp(0.03 * rng.standard_normal()))
+            clock, outputs, steps, waited = clock + seconds, outputs + batch, steps + 1, waited + batch * seconds
+            if clock - scraped >= SCRAPE_SECONDS:
+                rounds = int(outputs) if depth else 0
+                now = Snapshot(rounds, rounds * depth, 0, (0,), None, None, (outputs, steps, waited, float(batch)))
+                if before is not None:
+                    books.add(before, now)
+                before, scraped = now, clock
+                pause = rng.uniform(2, 5) if rng.random() < 0.05 else 1.0
+    return [StepSample(**one) for one in books.document()]
+
+
 def judge(kind: Callable[[np.random.Generator], Time], depths: Sequence[int], engines: int, seed: int = 0) -> Found:
-    """Fit engines that ran with `depths`, and ask."""
+    """Fit what engines report that ran with `depths`, and ask."""
     answered: list[bool] = []
     right: list[bool] = []
     within: list[bool] = []
@@ -56,14 +86,10 @@ def judge(kind: Callable[[np.random.Generator], Time], depths: Sequence[int], en
         rng = np.random.default_rng([seed, number])
         time, keep = kind(rng), rng.uniform(0.5, 0.9)
         tokens = tokens_per_round([keep ** (j + 1) for j in range(DEPTHS)])
-        samples = []
-        for window in range(40):
-            batch, depth = float(np.exp(rng.uniform(0, np.log(256)))), depths[window % len(depths)]
-            spoilt = rng.uniform(2, 5) if rng.random() < 0.05 else 1.0
-            seconds = 100 * time(batch, depth) * spoilt * np.exp(0.03 * rng.standard_normal())
-            samples.append(StepSample(batch, depth, 100, float(seconds)))
-        fitted = StepTime.fit(samples)
-        assert fitted is not None
+        cells = pooled(one for depth in depths for one in reported(time, depth, rng))
+        fitted = StepTime.fit(cells)
+        if fitted is None:
+            continue
         for batch in np.geomspace(*fitted.batches, 24):
             truth = [tokens[k] * time(batch, 0) / time(batch, k) for k in range(DEPTHS + 1)]
             best = best_depth(fitted, tokens, float(batch))
@@ -72,7 +98,7 @@ def judge(kind: Callable[[np.random.Generator], Time], depths: Sequence[int], en
                 right.append(bool(truth[best.depth] >= 0.99 * max(truth)))
                 found = speedup(fitted, tokens, float(batch), best.depth)
                 within.append(found is not None and abs(found / truth[best.depth] - 1) <= 0.05)
-    return Found(float(np.mean(answered)), _share(right), _share(within))
+    return Found(_share(answered), _share(right), _share(within))
 
 
 def _share(found: Sequence[bool]) -> float:
@@ -82,13 +108,17 @@ def _share(found: Sequence[bool]) -> float:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=int, default=40)
+    parser.add_argument("--engines", type=int, default=12)
     engines = parser.parse_args().engines
     print("| engine | depths it ran with | answered | best depth right | speed-up within 5 % |\n|---|---|---|---|---|")
     for name, kind in (("linear", linear), ("roofline", roofline)):
         for depths in ((0, 2, 4, 6), (0, 4), (2, 6), (4,), (0,)):
             found = judge(kind, depths, engines)
-            print(f"| {name} | {depths} | {found.answered:.0%} | {found.right:.1%} | {found.within:.1%} |")
+            print(
+                f"| {name} | {depths} | {found.answered:.0%} | {found.right:.1%} | {found.within:.1%} |".replace(
+                    "nan%", "-"
+                )
+            )
 
 
 if __name__ == "__main__":

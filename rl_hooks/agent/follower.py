@@ -152,7 +152,8 @@ class EngineFollower:
 
     def _book(self, snapshot: Snapshot, before: Snapshot, seconds: float, state: EngineState) -> Verdict | None:
         counts, now = snapshot.since(before, seconds), self._clock()
-        self.books.step_times.add(before, snapshot)
+        if state.version is not None:  # drafts by n-grams or MTP cost what ours do not
+            self.books.step_times.add(before, snapshot)
         return self.books.book(counts, state, snapshot.policy_version, self._process.mistrusted, now)
 
     def _forget_process(self, state: EngineState, known: Known | None) -> None:

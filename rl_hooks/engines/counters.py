@@ -31,13 +31,14 @@ GENERATED: Final = "vllm:generation_tokens_total"
 STARTED: Final = "vllm:time_to_first_token_seconds_count"
 FINISHED: Final = "vllm:request_success_total"
 POLICY_VERSION: Final = "draftalign_policy_version"
-#: Engine steps; tokens' waits for the step after their own, and the seconds of these.
+#: Engine steps; requests' waits from one step to their next, and the seconds of these; requests that run now.
 STEPS: Final = "vllm:iteration_tokens_total_count"
 OUTPUTS: Final = "vllm:inter_token_latency_seconds_count"
 OUTPUT_SECONDS: Final = "vllm:inter_token_latency_seconds_sum"
+RUNNING: Final = "vllm:num_requests_running"
 
 _COUNTED: Final = (ROUNDS, DRAFTED, ACCEPTED, ACCEPTED_PER_POSITION)
-_TIMES: Final = (OUTPUTS, STEPS, OUTPUT_SECONDS)
+_TIMES: Final = (OUTPUTS, STEPS, OUTPUT_SECONDS, RUNNING)
 _NAMES: Final = (*_COUNTED, EMITTED, GENERATED, STARTED, FINISHED, POLICY_VERSION, *_TIMES)
 _MAX_POSITIONS: Final = 64
 #: Method of counts that were made with a published drafter.
@@ -95,7 +96,8 @@ class Counts:
 class Snapshot:
     """The engine's counters at one moment. `policy_version` is None where the engine has no such gauge.
 
-    `times`: waits between two outputs of a request, engine steps, and seconds of these waits; None where it has none.
+    `times`: waits of requests for their next step, engine steps, seconds of these waits, and the requests that run in
+    each engine core; None where it does not tell.
     """
 
     rounds: int
@@ -104,7 +106,7 @@ class Snapshot:
     accepted_per_position: tuple[int, ...]
     emitted_tokens: int | None
     policy_version: int | None
-    times: tuple[float, float, float] | None = None
+    times: tuple[float, float, float, float] | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -129,9 +131,9 @@ class Snapshot:
     @classmethod
     def load(cls, document: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict` after a trip through JSON."""
-        times = document.get("times")
-        positions = tuple(document["accepted_per_position"])
-        return cls(**{**document, "accepted_per_position": positions, "times": None if times is None else tuple(times)})
+        times, positions = document.get("times"), tuple(document["accepted_per_position"])
+        known = tuple(times) if isinstance(times, list) and len(times) == len(_TIMES) else None
+        return cls(**{**document, "accepted_per_position": positions, "times": known})
 
     def has_fallen(self, since: Snapshot) -> bool:
         """Whether a counter is below its earlier value: the engine has restarted."""
@@ -260,12 +262,13 @@ def _gauge(samples: Mapping[str, list[Sample]], name: str) -> int | None:
     return max(_whole(name, sample.value) for sample in samples[name]) if name in samples else None
 
 
-def _times(samples: Mapping[str, list[Sample]]) -> tuple[float, float, float] | None:
-    """Sums over the labels; None where one is missing or is no number: α is counted all the same."""
-    if any(name not in samples for name in _TIMES):
+def _times(samples: Mapping[str, list[Sample]]) -> tuple[float, float, float, float] | None:
+    """Sums over the labels; None where one is missing or cannot be: α is counted all the same."""
+    found = [[sample.value for sample in samples.get(name, ())] for name in _TIMES]
+    if not all(values and all(0 <= value < 2.0**53 for value in values) for values in found):
         return None
-    outputs, steps, seconds = (math.fsum(sample.value for sample in samples[name]) for name in _TIMES)
-    return (outputs, steps, seconds) if all(map(math.isfinite, (outputs, steps, seconds))) else None
+    outputs, steps, seconds, running = map(math.fsum, found)
+    return outputs, steps, seconds, running / len(found[-1])
 
 
 def _per_position(samples: Mapping[str, list[Sample]]) -> tuple[int, ...]:

@@ -1,9 +1,10 @@
 """How long an engine's steps take, by batch size and draft depth: what acceptance is worth in time is fitted to it.
 
 An engine times each token that leaves: from one step of a request to its next (vLLM's inter-token latency, on the
-engine core's own clock). So between two scrapes the mean step took seconds/outputs, and held outputs/steps sequences,
-whether or not the engine idled in between. Sums are kept by depth and by batch size in factors of √2: they are
-cumulative, and a report of them may be repeated.
+engine core's own clock). So between two scrapes a step took seconds/outputs and held outputs/steps sequences, whether
+or not the engine idled in between. That holds where the batch size stood still: else the mean time is of the larger
+batches and the mean size of all. A stretch in which it moved is left out. Sums are kept by depth and by batch size
+in factors of √2: they are cumulative, and a report of them may be repeated.
 
 Pure: no clock, no network.
 """
@@ -17,10 +18,18 @@ from rl_hooks.engines.counters import Snapshot
 
 #: Cells kept; beyond them the ones with the fewest steps go.
 MAX_CELLS: Final = 64
+#: Longer drafts, larger batches and slower steps than the service takes are left out, or it would refuse the report.
+MAX_DEPTH: Final = 64
+MAX_BATCH: Final = 65536.0
+SECONDS: Final = (1e-6, 1e3)
 #: A stretch of fewer steps says nothing: its counters were not read at one moment.
 _FEWEST_STEPS: Final = 20
 #: A stretch whose mean depth is further than this from a whole number was drafted at several depths.
 _WHOLE: Final = 0.05
+#: The sequences that run at its two ends, and those that its steps held, may differ by so much.
+_STEADY: Final = 0.2
+#: A stretch whose steps took longer than this multiple of its cell's held a pause.
+_PAUSED: Final = 2.0
 
 
 class StepTimes:
@@ -33,20 +42,28 @@ class StepTimes:
         """Count what lies between two scrapes of one engine process."""
         if before.times is None or after.times is None:
             return
-        outputs, steps, seconds = (now - then for now, then in zip(after.times, before.times, strict=True))
+        outputs, steps, waited, _ = (now - then for now, then in zip(after.times, before.times, strict=True))
         rounds, drafted = after.rounds - before.rounds, after.drafted_tokens - before.drafted_tokens
-        if steps < _FEWEST_STEPS or outputs <= 0 or seconds <= 0 or min(rounds, drafted) < 0:
+        if steps < _FEWEST_STEPS or outputs <= 0 or waited <= 0 or min(rounds, drafted) < 0:
             return
-        mean = drafted / rounds if rounds else 0.0
+        batch, seconds, depth = outputs / steps, waited / outputs, drafted / rounds if rounds else 0.0
+        sizes = (before.times[3], after.times[3], batch)
+        if max(sizes) - min(sizes) > _STEADY * max(sizes):  # or several API servers each count the same steps
+            return
         # vLLM counts no round where it drafts nothing: beside many outputs without one the depth is not known.
-        if abs(mean - round(mean)) > _WHOLE or (rounds and rounds < 0.9 * outputs):
+        if abs(depth - round(depth)) > _WHOLE or (rounds and rounds < 0.9 * outputs):
             return
-        cell = self._cells.setdefault((round(mean), round(2 * math.log2(outputs / steps))), [0.0, 0.0, 0.0])
+        if depth > MAX_DEPTH or not (1 / MAX_BATCH <= batch <= MAX_BATCH and SECONDS[0] <= seconds <= SECONDS[1]):
+            return
+        key = (round(depth), round(2 * math.log2(batch)))
+        cell = self._cells.get(key)
+        if cell is not None and seconds > _PAUSED * cell[2] / cell[1]:
+            return
         # Each output waited one step: steps x mean step time is what the steps took, without what lay between them.
-        for i, more in enumerate((outputs, steps, steps * seconds / outputs)):
-            cell[i] += more
+        known = cell or [0.0, 0.0, 0.0]
+        self._cells[key] = [a + b for a, b in zip(known, (outputs, steps, steps * seconds), strict=True)]
         while len(self._cells) > MAX_CELLS:
-            del self._cells[min(self._cells, key=lambda key: self._cells[key][1])]
+            del self._cells[min(self._cells, key=lambda one: self._cells[one][1])]
 
     def document(self) -> list[dict[str, Any]]:
         """As `POST /acceptance` takes them: batch in sequences a step, seconds of all steps."""

@@ -38,10 +38,16 @@ class StepTimes(BaseModel):
     """Steps that an engine took at one mean batch size and draft depth, since it or its agent began."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-    batch: float = Field(gt=0, le=1e6, description="Sequences a step, on average.")
+    batch: float = Field(ge=0.01, le=65536, description="Sequences a step, on average.")
     depth: int = Field(ge=0, le=64, description="Tokens drafted a round; 0: none.")
     steps: Count
-    seconds: float = Field(ge=0, le=1e12, description="Time that all these steps took.")
+    seconds: float = Field(ge=0, le=1e12, description="Time that all these steps took: 1e-6 to 1,000 s each.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if not 1e-6 * self.steps <= self.seconds <= 1e3 * self.steps:
+            raise ValueError(f"{self.steps} steps in {self.seconds} s are not 1e-6 to 1,000 s each")
+        return self
 
 
 class AcceptanceReport(BaseModel):

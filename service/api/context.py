@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
@@ -14,7 +15,7 @@ import redis.asyncio
 from fastapi import Depends, Query, Request
 
 from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, LiveRule, Replays, Watch, watch
-from service.monitor.records import ScoreRecord
+from service.monitor.records import ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
 from service.settings import Settings
 from service.storage.engine_counts import Account
@@ -24,6 +25,8 @@ from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
 from service.storage.runs import RunRecord, load_run
 from service.storage.spool import Spool
+
+log = logging.getLogger("draftalign.api")
 
 P = ParamSpec("P")
 #: What all engines say together is kept for this multiple of the time that telling it took.
@@ -39,6 +42,15 @@ class Engines:
 
     watch: Watch
     worth: Worth
+
+
+def _worth(steps: Sequence[StepSample], survival: Sequence[float]) -> Worth:
+    """What the step times tell; whatever they hold, the engines' verdicts do not fail for it."""
+    try:
+        return worth(steps, survival)
+    except (ArithmeticError, ValueError) as error:  # LinAlgError is a ValueError
+        log.warning("the engines' step times cannot be fitted: %s", error)
+        return Worth(f"the step times cannot be fitted: {error}")
 
 
 class ServiceContext:
@@ -95,9 +107,9 @@ class ServiceContext:
         return self._recent[run][1:]
 
     async def engines(self, run: str) -> Engines:
-        """What the engines say. It takes at most a fifth of the time, however many there are: else the last is told."""
+        """What the engines say. Telling it for all runs takes at most a fifth of a core: else the last is told."""
         known = self._engines.get(run)
-        if known is not None and time.monotonic() - known[0] < _REST * known[1]:
+        if known is not None and time.monotonic() - known[0] < _REST * known[1] * len(self._engines):
             return known[2]
         if run not in self._telling:
             self._telling[run] = asyncio.create_task(self._tell(run))
@@ -110,16 +122,15 @@ class ServiceContext:
         latest = self.registry.latest(run)
         survival = [] if latest is None else replays.survival(latest.version)
 
-        def tell() -> Engines:
+        def tell() -> tuple[Engines, float]:
+            began = time.thread_time()
             accounts = {reporter: Account.read(text) for reporter, text in found.items()}
             watched = watch({name: account.blocks for name, account in accounts.items()}, replays, self.live_rule)
             steps = [one for account in accounts.values() for one in account.steps]
-            return Engines(watched, worth(steps, survival, self.settings.depth))
+            return Engines(watched, _worth(steps, survival)), time.thread_time() - began
 
-        began = time.monotonic()
-        told = await asyncio.to_thread(tell)
-        ended = time.monotonic()
-        self._engines[run] = ended, ended - began, told
+        told, seconds = await asyncio.to_thread(tell)
+        self._engines[run] = time.monotonic(), seconds, told
         return told
 
     async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:

@@ -286,7 +286,7 @@ class Replays:
         """Share of a version's rounds that keep the first draft, the first two, ...; empty where nobody knows."""
         cells = [cell for (version, _), cell in self._cells.items() if version == drafter_version]
         pooled = _pooled(cells) if cells else None
-        return [] if pooled is None else [kept / pooled.rounds for kept in pooled.accepted]
+        return [] if pooled is None else [min(max(kept / pooled.rounds, 0.0), 1.0) for kept in pooled.accepted]
 
     def alpha(self, drafter_version: str) -> float | None:
         """Replay α of a version over all policy versions."""

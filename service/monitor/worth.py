@@ -17,9 +17,10 @@ drafts are accepted, a round of depth k emits τ_k = 1 + S_1 + ... + S_k tokens,
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 from typing import Final
 
 import numpy as np
@@ -34,6 +35,15 @@ _MOST_ERROR: Final = 0.03
 #: Batch sizes further than this factor from all that were seen are not spoken of.
 _FAR: Final = 1.5
 _PARAMETERS: Final = 5
+#: Relative noise of a mean step time, where the samples are too few to tell.
+_NOISE: Final = 0.2
+#: What a sample may say; anything else is left out. Batch sizes up to the last are asked.
+_BATCH: Final = (1e-2, 65536.0)
+_STEP_SECONDS: Final = (1e-6, 1e3)
+_LARGEST: Final = 4096
+#: Cells that are fitted, those with the most steps; and the steps that one engine's cell may count for.
+_CELLS: Final = 128
+_MOST_STEPS: Final = 1_000_000
 #: Bends that are tried: quantiles of the tokens a step.
 _BENDS: Final = 16
 #: Residuals beyond so many of their typical size count less and less (Huber 1964).
@@ -56,7 +66,7 @@ class StepTime:
     @classmethod
     def fit(cls, samples: Sequence[StepSample]) -> StepTime | None:
         """Fit to what was counted; None where there is nothing to fit."""
-        used = [s for s in samples if s.steps > 0 and s.batch > 0 and s.depth >= 0 and 0 < s.seconds < math.inf]
+        used = [one for one in samples if _sound(one)]
         if not used:
             return None
         tokens = np.array([s.batch * (s.depth + 1) for s in used])
@@ -64,16 +74,32 @@ class StepTime:
         fits = [_fit(used, float(bend)) for bend in bends]
         return min(fits, key=lambda one: one[0])[1]
 
+    def times(self, batches: Sequence[float], depths: int) -> Floats:
+        """Times of a step, [len(batches), depths + 1], in seconds; nan where the samples do not determine them."""
+        rows = np.array([[_row(batch, depth, self.bend) for depth in range(depths + 1)] for batch in batches])
+        rows = rows.reshape(len(batches), depths + 1, _PARAMETERS) / self.scale
+        time = rows @ self.costs
+        error = np.sqrt(np.maximum(np.einsum("nki,ij,nkj->nk", rows, self.covariance, rows), 0.0))
+        rest = np.linalg.norm(rows - rows @ self.known @ self.known.T, axis=-1)
+        said = rest <= 1e-6 * np.linalg.norm(rows, axis=-1)  # else it has a part that no sample says anything about
+        sizes = np.array(batches)[:, None]
+        near = (self.batches[0] / _FAR <= sizes) & (sizes <= self.batches[1] * _FAR)
+        found: Floats = np.where(said & near & (time > 0) & (error <= _MOST_ERROR * time), time, np.nan)
+        return found
+
     def seconds(self, batch: float, depth: int) -> float | None:
         """Time of a step; None where the samples do not determine it."""
-        if not self.batches[0] / _FAR <= batch <= self.batches[1] * _FAR:
-            return None
-        row = np.array(_row(batch, depth, self.bend)) / self.scale
-        if np.linalg.norm(row - self.known @ (self.known.T @ row)) > 1e-6 * np.linalg.norm(row):
-            return None  # it has a part that no sample says anything about
-        time = float(row @ self.costs)
-        error = math.sqrt(max(float(row @ self.covariance @ row), 0.0))
-        return time if time > 0 and error <= _MOST_ERROR * time else None
+        time = float(self.times([batch], depth)[0, depth])
+        return None if math.isnan(time) else time
+
+
+def _sound(one: StepSample) -> bool:
+    return (
+        one.steps > 0
+        and 0 <= one.depth <= 64
+        and _BATCH[0] <= one.batch <= _BATCH[1]
+        and _STEP_SECONDS[0] <= one.seconds / one.steps <= _STEP_SECONDS[1]
+    )
 
 
 def _row(batch: float, depth: int, bend: float) -> tuple[float, ...]:
@@ -99,7 +125,9 @@ def _fit(used: Sequence[StepSample], bend: float) -> tuple[float, StepTime]:
     kept = singular > 1e-6 * singular[0]
     basis = directions[kept].T
     squares = float((weights * residuals**2).sum())
-    noise = max(squares / max(1, len(used) - int(kept.sum())), 1e-12)
+    rank = int(kept.sum())
+    # About as many costs as samples leave no residual to tell the noise from: then it is taken to be large.
+    noise = max(squares / max(1, len(used) - rank), (_NOISE if len(used) <= rank + 2 else 1e-6) ** 2)
     covariance = noise * basis @ np.diag(1.0 / singular[kept] ** 2) @ basis.T
     sizes = [s.batch for s in used]
     return squares, StepTime(costs, scale, bend, covariance, basis, (min(sizes), max(sizes)))
@@ -130,20 +158,26 @@ class Best:
     speedup: float
 
 
+def speedups(step: StepTime, tokens: Sequence[float], batches: Sequence[float]) -> Floats:
+    """Tokens per second with each depth over those without, [len(batches), len(tokens)]; nan where it is unknown."""
+    times = step.times(batches, len(tokens) - 1)
+    found: Floats = np.array(tokens) * times[:, :1] / times
+    return found
+
+
 def speedup(step: StepTime, tokens: Sequence[float], batch: float, depth: int) -> float | None:
     """Tokens per second with `depth` drafts over those without; None where a step time is unknown."""
-    plain, drafted = step.seconds(batch, 0), step.seconds(batch, depth)
-    return None if plain is None or drafted is None else tokens[depth] * plain / drafted
+    found = float(speedups(step, tokens, [batch])[0, depth])
+    return None if math.isnan(found) else found
 
 
 def best_depth(step: StepTime, tokens: Sequence[float], batch: float) -> Best | None:
     """The depth with the largest speed-up; None where that of any depth is unknown."""
-    found = [speedup(step, tokens, batch, depth) for depth in range(len(tokens))]
-    known = [value for value in found if value is not None]
-    if len(known) < len(found):
+    found = speedups(step, tokens, [batch])[0]
+    if np.isnan(found).any():
         return None
-    depth = int(np.argmax(known))
-    return Best(depth, known[depth])
+    depth = int(np.argmax(found))
+    return Best(depth, float(found[depth]))
 
 
 def depth_by_batch(step: StepTime, tokens: Sequence[float], largest: int) -> list[tuple[int, int, int]] | None:
@@ -151,30 +185,38 @@ def depth_by_batch(step: StepTime, tokens: Sequence[float], largest: int) -> lis
 
     A batch size below all that were seen has the depth of the smallest seen; None where one further up is unknown.
     """
-    found: list[tuple[int, int, int]] = []
     smallest = max(1, math.ceil(step.batches[0] / _FAR))
-    for batch in range(smallest, largest + 1):
-        best = best_depth(step, tokens, batch)
-        if best is None:
-            return None
-        if found and found[-1][2] == best.depth:
-            found[-1] = (found[-1][0], batch, best.depth)
-        else:
-            found.append((batch if found else 1, batch, best.depth))
-    return found or None
+    batches = range(smallest, min(largest, _LARGEST) + 1)
+    found = speedups(step, tokens, batches)
+    if not len(batches) or np.isnan(found).any():
+        return None
+    depths = np.argmax(found, axis=1)
+    starts = [0, *(np.flatnonzero(np.diff(depths)) + 1).tolist(), len(batches)]
+    plan = [(batches[a], batches[b - 1], int(depths[a])) for a, b in pairwise(starts)]
+    return [(1, plan[0][1], plan[0][2]), *plan[1:]]
 
 
 def pooled(samples: Iterable[StepSample]) -> list[StepSample]:
-    """Samples of several engines, alike in hardware and model: one for each depth and batch size in factors of √2."""
-    cells: dict[tuple[int, int], list[float]] = {}
+    """Samples of several engines, alike in hardware and model: one for each depth and batch size in factors of √2.
+
+    Its step takes the median of the engines' steps, each engine weighted by how many it took: one that reports
+    nonsense does not move it.
+    """
+    cells: defaultdict[tuple[int, int], list[StepSample]] = defaultdict(list)
     for one in samples:
-        if one.steps <= 0 or one.batch <= 0:
-            continue
-        cell = cells.setdefault((one.depth, round(2 * math.log2(one.batch))), [0.0, 0, 0.0])
-        for i, more in enumerate((one.batch * one.steps, one.steps, one.seconds)):
-            cell[i] += more
-    found = sorted(cells.items())
-    return [StepSample(outputs / steps, depth, int(steps), time) for (depth, _), (outputs, steps, time) in found]
+        if _sound(one):
+            cells[one.depth, round(2 * math.log2(one.batch))].append(one)
+    found = sorted((_median(ones) for ones in cells.values()), key=lambda one: -one.steps)[:_CELLS]
+    return sorted(found, key=lambda one: (one.depth, one.batch))
+
+
+def _median(ones: Sequence[StepSample]) -> StepSample:
+    ranked = sorted(ones, key=lambda one: one.seconds / one.steps)
+    weights = np.minimum([one.steps for one in ranked], _MOST_STEPS)
+    total = np.cumsum(weights)
+    middle = ranked[int(np.searchsorted(total, total[-1] / 2))]
+    steps, batch = int(total[-1]), float(np.average([one.batch for one in ranked], weights=weights))
+    return StepSample(batch, middle.depth, steps, steps * middle.seconds / middle.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,32 +244,40 @@ class Worth:
     plan: tuple[tuple[int, int, int], ...] | None = None
 
 
-def worth(samples: Sequence[StepSample], survival: Sequence[float], depth: int) -> Worth:
+def worth(samples: Sequence[StepSample], survival: Sequence[float]) -> Worth:
     """What a drafter that keeps `survival[j - 1]` of its rounds' j-th drafts is worth, at powers of two that were seen.
 
-    `depth`: the one in use, at most as many as `survival` has.
+    The depth in use is the one that the engines took most steps with.
     """
-    if not samples:
-        return Worth()
+    cells = pooled(samples)
+    if not cells:
+        return Worth("the step times that engines report cannot be" if samples else _SILENT)
+    taken: Counter[int] = Counter()
+    for one in cells:
+        taken[one.depth] += one.steps
+    depth = max(taken, key=lambda k: (k > 0, taken[k], k))
     if not 1 <= depth <= len(survival):
-        return Worth("the served drafter was not replayed by position so far")
-    step = StepTime.fit(pooled(samples))
-    tokens = tokens_per_round(survival)
-    if step is None:
-        return Worth()
-    sizes = [2**i for i in range(20) if step.batches[0] / _FAR <= 2**i <= step.batches[1] * _FAR]
-    found = []
-    for size in sizes:
-        best, now = best_depth(step, tokens, size), speedup(step, tokens, size, depth)
-        if best is not None and now is not None:
-            found.append(AtBatch(size, best.depth, best.speedup, now))
+        return Worth(f"engines draft {depth} tokens a round; the served drafter was replayed for {len(survival)}")
+    step, tokens = StepTime.fit(cells), tokens_per_round(survival)
+    sizes = [
+        2**i for i in range(13) if min(c.batch for c in cells) / _FAR <= 2**i <= max(c.batch for c in cells) * _FAR
+    ]
+    if step is None or not sizes:
+        return Worth("the step times that engines report are of no batch size that can be asked")
+    values = speedups(step, tokens, sizes)
+    best = [int(np.argmax(row)) for row in values]  # where one is nan, its place
+    found = tuple(
+        AtBatch(size, k, float(row[k]), float(row[depth]))
+        for size, k, row in zip(sizes, best, values, strict=True)
+        if not np.isnan(row).any()
+    )
     if not found:
-        seen = sorted({s.depth for s in samples})
-        more = "let one engine run at another depth for a while" if len(seen) == 1 else "let engines run on"
-        return Worth(f"step times are known at depth {', '.join(map(str, seen))} only, which does not tell; {more}")
+        seen = ", ".join(map(str, sorted(taken)))
+        more = "let one engine run at another depth for a while" if len(taken) == 1 else "more batch sizes would tell"
+        return Worth(f"step times at depth {seen} do not tell a step from its drafts yet; {more}")
     plan = depth_by_batch(step, tokens, found[-1].batch)
     slow = (one.batch for one in found if one.speedup < 1.0)
-    return Worth(None, depth, tuple(found), next(slow, None), None if plan is None else tuple(plan))
+    return Worth(None, depth, found, next(slow, None), None if plan is None else tuple(plan))
 
 
 def step_speedup(generation_share: float, speedups: Mapping[float, float]) -> float:

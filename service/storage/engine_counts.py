@@ -75,7 +75,11 @@ class Account:
             blocks = tuple(map(_block, document.get("blocks", [])))
         except (TypeError, ValueError):  # of another version, or written by hand: the engine is judged from scratch
             blocks = ()
-        return cls(document["sums"], apart, blocks, tuple(StepSample(*one) for one in document.get("steps", [])))
+        try:
+            steps = tuple(map(_step, document.get("steps", [])))
+        except (TypeError, ValueError):
+            steps = ()
+        return cls(document["sums"], apart, blocks, steps)
 
     def text(self) -> str:
         """Write it for Redis."""
@@ -112,6 +116,13 @@ class Account:
 def _block(values: list[Any]) -> Block:
     drafter, policy, rounds, tokens, drafted, accepted, since_ = values
     return Block(drafter, policy, rounds, tokens, drafted, tuple(accepted), since_)
+
+
+def _step(values: Sequence[Any]) -> StepSample:
+    batch, depth, steps, seconds = values
+    if type(depth) is not int or type(steps) is not int or not 0 < steps < 1 << 53:
+        raise ValueError(f"expected whole numbers, got depth {depth!r} and steps {steps!r}")
+    return StepSample(float(batch), depth, steps, float(seconds))
 
 
 @dataclass

@@ -22,21 +22,30 @@ vllm:iteration_tokens_total_sum{engine="0"} 9000.0
 vllm:iteration_tokens_total_count{engine="1"} 50.0
 vllm:inter_token_latency_seconds_count{engine="0"} 800
 vllm:inter_token_latency_seconds_sum{engine="0"} 16.5
+vllm:num_requests_running{engine="0"} 8.0
+vllm:num_requests_running{engine="1"} 4.0
 """
 
 
 def snapshot(outputs: float, steps: float, seconds: float, rounds: float, depth: float) -> Snapshot:
-    return Snapshot(int(rounds), int(rounds * depth), 0, (0,), None, None, (outputs, steps, seconds))
+    """At its end as many requests run as its steps held."""
+    running = outputs / steps if steps else 8.0
+    return Snapshot(int(rounds), int(rounds * depth), 0, (0,), None, None, (outputs, steps, seconds, running))
 
 
-START = snapshot(0, 0, 0, 0, 0)
+def start(running: float = 8.0) -> Snapshot:
+    return replace(snapshot(0, 0, 0, 0, 0), times=(0.0, 0.0, 0.0, running))
+
+
+START = start()
 
 
 def test_the_page_is_read_and_an_engine_without_them_is_counted_all_the_same() -> None:
-    assert Snapshot.parse(PAGE).times == (800.0, 150.0, 16.5)
+    assert Snapshot.parse(PAGE).times == (800.0, 150.0, 16.5, 6.0)
     without = "\n".join(line for line in PAGE.splitlines() if "inter_token" not in line)
     assert Snapshot.parse(without).times is None
-    assert Snapshot.parse(PAGE.replace("16.5", "NaN")).times is None
+    for value in ("NaN", "+Inf", "-1", "1e308"):
+        assert Snapshot.parse(PAGE.replace("16.5", value)).times is None, value
     assert Snapshot.parse(without).rounds == 800
 
 
@@ -52,13 +61,14 @@ def test_sums_are_cumulative_by_depth_and_by_batch_size() -> None:
     times, before = StepTimes(), START
     for sequences, depth, step_seconds in ((8, 3, 0.02), (8, 3, 0.04), (64, 3, 0.03), (8, 0, 0.01)):
         assert before.times is not None
-        outputs, steps, seconds = before.times
+        outputs, steps, seconds, _ = before.times
+        before = replace(before, times=(outputs, steps, seconds, float(sequences)))
         rounds = sequences * 100 if depth else 0
         after = replace(
             before,
             rounds=before.rounds + rounds,
             drafted_tokens=before.drafted_tokens + rounds * depth,
-            times=(outputs + sequences * 100, steps + 100, seconds + sequences * 100 * step_seconds),
+            times=(outputs + sequences * 100, steps + 100, seconds + sequences * 100 * step_seconds, float(sequences)),
         )
         times.add(before, after)
         before = after
@@ -78,6 +88,11 @@ def test_sums_are_cumulative_by_depth_and_by_batch_size() -> None:
         snapshot(800, 100, 16.0, 800, 2.5),  # two depths in one stretch
         snapshot(800, 100, 16.0, 400, 3),  # drafts for half of the sequences
         replace(snapshot(800, 100, 16.0, 800, 3), times=None),
+        replace(snapshot(800, 100, 16.0, 800, 3), times=(800.0, 100.0, 16.0, 2.0)),  # most of them ended meanwhile
+        replace(snapshot(800, 400, 16.0, 800, 3), times=(800.0, 400.0, 16.0, 8.0)),  # four API servers count each step
+        snapshot(800, 100, 1e-200, 800, 3),
+        snapshot(800, 100, 1e9, 800, 3),
+        snapshot(800, 100, 16.0, 800, 65),  # deeper than a report may say
     ],
 )
 def test_what_says_nothing_is_left_out(after: Snapshot) -> None:
@@ -90,10 +105,18 @@ def test_what_says_nothing_is_left_out(after: Snapshot) -> None:
 def test_the_cells_are_bounded_and_those_with_the_fewest_steps_go() -> None:
     times = StepTimes()
     for number in range(3 * MAX_CELLS):
-        sequences, steps = 2 ** (number % 20), 20 + number
+        sequences, steps = 2 ** (number % 16), 20 + number
         outputs = sequences * steps
-        times.add(START, snapshot(outputs, steps, outputs * 0.01, outputs, 1 + number // 20))
+        times.add(start(sequences), snapshot(outputs, steps, outputs * 0.01, outputs, 1 + number // 16))
     kept = times.document()
     assert len(kept) == MAX_CELLS
     assert min(row["steps"] for row in kept) > 20 + MAX_CELLS
     assert all(math.isclose(row["seconds"], 0.01 * row["steps"]) for row in kept)
+
+
+def test_a_stretch_that_holds_a_pause_is_left_out() -> None:
+    times = StepTimes()
+    for seconds in (0.02, 0.07, 0.021):
+        times.add(START, snapshot(800, 100, 800 * seconds, 800, 3))
+    [found] = times.document()
+    assert (found["steps"], found["seconds"]) == (200, pytest.approx(4.1))

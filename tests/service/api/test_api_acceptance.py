@@ -293,9 +293,9 @@ def test_step_times_become_speed_up_and_best_depth(replayed: Engine) -> None:
     assert replayed.report(100, 90, step_times=step_times((4,), linear)).status_code == 200
     time.sleep(0.05)  # what engines say is told again after a few times what telling took
     unknown = eventually_other(lambda: client.get("/runs/default/worth").json()["unknown"], "no engine")
-    assert "depth 4 only" in unknown
+    assert "at depth 4 do not tell" in unknown
     assert replayed.report(10, 9, step_times=step_times((0, 2, 4), linear)).status_code == 200
-    assert eventually_other(lambda: client.get("/runs/default/worth").json()["unknown"], "depth 4 only") is None
+    assert eventually_other(lambda: client.get("/runs/default/worth").json()["unknown"], "at depth 4 do not") is None
     found = client.get("/runs/default/worth", params={"generation_share": 0.7}).json()
     tokens = [1.0, 1.5, 1.75, 1.875, 1.9375]
     assert [row["batch"] for row in found["batches"]] == [1, 2, 4, 8, 16, 32, 64]
@@ -325,6 +325,9 @@ def eventually_other(ask: Callable[[], Any], what: str) -> Any:
         {"batch": 0.0},
         {"batch": -1.0},
         {"batch": 1e300},
+        {"batch": 1e-300, "steps": 9_000_000_000_000_000, "seconds": 1e-300},
+        {"steps": 10**15, "seconds": 1e-300},
+        {"seconds": 1e9},
         {"depth": -1},
         {"depth": 1000},
         {"steps": -1},

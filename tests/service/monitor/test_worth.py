@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from benchmarks.worth import Time, judge, linear, roofline
 from service.monitor.records import StepSample
 from service.monitor.worth import (
     StepTime,
+    Worth,
     best_depth,
     depth_by_batch,
     pooled,
@@ -28,7 +30,9 @@ from service.monitor.worth import (
 TOKENS = tokens_per_round([0.8, 0.64, 0.512, 0.41])
 
 
-def clean(time: Time, depths: tuple[int, ...] = (0, 2, 4), batches: tuple[int, ...] = (1, 4, 16, 64, 128)) -> StepTime:
+def clean(
+    time: Time, depths: tuple[int, ...] = (0, 2, 4), batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+) -> StepTime:
     samples = [StepSample(b, k, 10, 10 * time(b, k)) for k in depths for b in batches]
     found = StepTime.fit(samples)
     assert found is not None
@@ -39,14 +43,14 @@ def memory_bound_then_not(batch: float, depth: int) -> float:
     return 10e-3 + 60e-6 * batch * (depth + 1) + depth * 5e-4
 
 
-@pytest.mark.parametrize(("kind", "within"), [(linear, 0.95), (roofline, 0.9)])
+@pytest.mark.parametrize(("kind", "bar"), [(linear, 0.95), (roofline, 0.85)])
 def test_best_depth_and_speed_up_are_found_from_noisy_counters(
-    kind: Callable[[np.random.Generator], Time], within: float
+    kind: Callable[[np.random.Generator], Time], bar: float
 ) -> None:
-    found = judge(kind, (0, 2, 4, 6), engines=4, seed=3)
+    found = judge(kind, (0, 2, 4, 6), engines=2, seed=3)
     assert found.answered > 0.5
-    assert found.right >= 0.95
-    assert found.within >= within
+    assert found.right >= bar
+    assert found.within >= bar
 
 
 @pytest.mark.parametrize("depths", [(4,), (0,)])
@@ -127,10 +131,14 @@ def test_tokens_per_round_sums_what_is_kept() -> None:
     assert tokens_per_round([0.5, 0.25]) == [1.0, 1.5, 1.75]
 
 
-@pytest.mark.parametrize(("share", "generation", "whole"), [(0.65, 1.8, 1.41), (0.78, 1.5, 1.35)])
-def test_a_reported_step_speed_up_comes_out(share: float, generation: float, whole: float) -> None:
-    """Generation 1.5 to 1.8 times, the step 1.35 to 1.41 times (arXiv 2604.26779); it takes 65 to 85 % of a step."""
-    assert step_speedup(share, {generation: 1.0}) == pytest.approx(whole, abs=0.01)
+@pytest.mark.parametrize(("plain", "drafted", "whole"), [(100.0, 56.6, 1.41), (133.6, 87.0, 1.35)])
+def test_a_reported_step_speed_up_comes_out(plain: float, drafted: float, whole: float) -> None:
+    """Seconds of generation without and with drafts, and the step's speed-up, as arXiv 2604.26779 reports them.
+
+    Generation is said to take 65 to 72 % of a step.
+    """
+    low, high = (step_speedup(share, {plain / drafted: 1.0}) for share in (0.65, 0.72))
+    assert low - 0.02 <= whole <= high + 0.02
 
 
 def test_the_long_tail_counts_by_its_time() -> None:
@@ -148,7 +156,7 @@ def counted(depths: tuple[int, ...] = (0, 2, 4), largest: int = 256) -> list[Ste
 
 
 def test_worth_says_what_the_depth_in_use_brings_where_another_is_better_and_where_it_costs() -> None:
-    found = worth(counted(), SURVIVAL, depth=4)
+    found = worth(counted(), SURVIVAL)
     assert (found.unknown, found.depth) == (None, 4)
     assert [row.batch for row in found.batches] == [2**i for i in range(9)]
     for row in found.batches:
@@ -159,21 +167,79 @@ def test_worth_says_what_the_depth_in_use_brings_where_another_is_better_and_whe
         assert truth[row.best_depth] >= 0.99 * max(truth)
     costs = [row.batch for row in found.batches if row.speedup < 1]
     assert found.costs_from == (costs[0] if costs else None)
-    assert worth(counted(), [0.05, 0.0, 0.0, 0.0], depth=4).costs_from == 1
+    assert worth(counted(), [0.05, 0.0, 0.0, 0.0]).costs_from == 1
 
 
 def test_where_nothing_is_known_it_says_what_is_missing() -> None:
-    assert worth([], SURVIVAL, 4) == worth([StepSample(4, 3, 0, 1.0)], SURVIVAL, 4)
-    assert "no engine" in str(worth([], SURVIVAL, 4).unknown)
-    assert "by position" in str(worth(counted(), [], 4).unknown)
-    assert "by position" in str(worth(counted(), SURVIVAL, 5).unknown)
-    alone = worth(counted((4,)), SURVIVAL, 4)
-    assert "at depth 4 only" in str(alone.unknown)
+    assert worth([], SURVIVAL) == Worth()
+    assert "no engine" in str(Worth().unknown)
+    assert "replayed for 0" in str(worth(counted(), []).unknown)
+    assert "draft 4 tokens" in str(worth(counted((0, 4)), SURVIVAL[:3]).unknown)
+    alone = worth(counted((4,)), SURVIVAL)
+    assert "at depth 4 do not tell" in str(alone.unknown)
     assert "another depth" in str(alone.unknown)
     assert alone.batches == ()
+    assert "engines draft 0 tokens" in str(worth(counted((0,)), SURVIVAL).unknown)
+    one_size = [StepSample(8, k, 10, 10 * memory_bound_then_not(8, k)) for k in (0, 2, 4)]
+    assert "more batch sizes" in str(worth(one_size, SURVIVAL).unknown)
+
+
+HOSTILE = [
+    StepSample(4, 3, 10**15, 1e-300),
+    StepSample(4, 3, 1, 5e-324),
+    StepSample(1e-300, 3, 9 * 10**15, 1e-300),
+    StepSample(1e6, 4, 10, 1.0),
+    StepSample(1e300, 4, 10, 1.0),
+    StepSample(math.nan, 4, 10, 1.0),
+    StepSample(4, 4, 10, math.inf),
+    StepSample(4, 10**6, 10, 1.0),
+    StepSample(4, -1, 10, 1.0),
+    StepSample(0, 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize("bad", HOSTILE, ids=repr)
+def test_what_an_engine_cannot_mean_changes_nothing(bad: StepSample) -> None:
+    assert worth([bad], SURVIVAL).unknown is not None
+    assert worth([*counted(), bad], SURVIVAL) == worth(counted(), SURVIVAL)
+
+
+def test_no_engine_outvotes_all_others_and_no_number_of_cells_is_too_many() -> None:
+    liar = [StepSample(8, 4, (1 << 53) - 1, 0.5 * ((1 << 53) - 1))]
+    honest = [replace(one, steps=10**6, seconds=one.seconds * 10**5) for one in counted()] * 20
+    found, truth = worth([*honest, *liar], SURVIVAL), worth(honest, SURVIVAL)
+    assert found.unknown is None
+    assert found.batches[-1].speedup == pytest.approx(truth.batches[-1].speedup, rel=0.05)
+    rng = np.random.default_rng(0)
+    many = [
+        StepSample(float(b), int(k), 10, 1.0) for b, k in zip(rng.uniform(0.1, 60000, 9000), range(9000), strict=True)
+    ]
+    assert len(pooled(many)) <= 128
+
+
+def test_as_many_costs_as_samples_are_no_proof() -> None:
+    """A fit that goes through all its points has no residual; the noise that engines have is taken instead."""
+    rng, wrong, said = np.random.default_rng(1), 0, 0
+    for _ in range(12):
+        cells = [
+            StepSample(b, k, 10, 10 * memory_bound_then_not(b, k) * float(np.exp(0.1 * rng.standard_normal())))
+            for b in (8, 64)
+            for k in (0, 4)
+        ]
+        for row in worth(cells, SURVIVAL).batches:
+            truth = TOKENS[4] * memory_bound_then_not(row.batch, 0) / memory_bound_then_not(row.batch, 4)
+            said, wrong = said + 1, wrong + (abs(row.speedup / truth - 1) > 0.05)
+    assert wrong <= 1, (wrong, said)
 
 
 def test_engines_are_pooled_by_depth_and_batch_size() -> None:
-    found = pooled([StepSample(8, 3, 10, 1.0), StepSample(8.4, 3, 30, 1.0), StepSample(8, 0, 5, 1.0)])
-    assert [(one.depth, one.steps, one.seconds) for one in found] == [(0, 5, 1.0), (3, 40, 2.0)]
-    assert found[1].batch == pytest.approx((80 + 8.4 * 30) / 40)
+    """By the engines' median step, weighted by steps."""
+    engines = [
+        StepSample(8, 3, 10, 1.0),
+        StepSample(8.4, 3, 30, 1.5),
+        StepSample(8, 3, 25, 90.0),
+        StepSample(8, 0, 5, 1.0),
+    ]
+    found = pooled(engines)
+    assert [(one.depth, one.steps, one.seconds) for one in found] == [(0, 5, 1.0), (3, 65, pytest.approx(65 * 0.05))]
+    assert found[1].batch == pytest.approx((8 * 35 + 8.4 * 30) / 65)
