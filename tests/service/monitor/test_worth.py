@@ -241,5 +241,5 @@ def test_engines_are_pooled_by_depth_and_batch_size() -> None:
         StepSample(8, 0, 5, 1.0),
     ]
     found = pooled(engines)
-    assert [(one.depth, one.steps, one.seconds) for one in found] == [(0, 5, 1.0), (3, 65, pytest.approx(65 * 0.05))]
+    assert [(one.depth, one.steps, one.seconds) for one in found] == [(0, 5, 1.0), (3, 65, pytest.approx(65 * 0.1))]
     assert found[1].batch == pytest.approx((8 * 35 + 8.4 * 30) / 65)
