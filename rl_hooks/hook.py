@@ -5,10 +5,11 @@
 ...     loss = compute_loss(model, ids, mask)        # the forward that happens anyway
 >>> hook.stats()
 
-Only rows of sampled rollouts are copied. Their normalisers are computed at once, with the head as it is then. A
-background thread sends them. Only whole rollouts are sent. No failure of ours reaches the trainer
-unless `strict=True`: it is counted (`failures`), the newest is in `stats()["last_failure"]`, each kind is logged once,
-and the step goes on without a rollout.
+Only rows of sampled rollouts are copied. Their normalisers are computed inside the forward, where the trainer has the
+head whole (FSDP2 and ZeRO-3 have it whole nowhere else), and with no collective of ours. A background thread sends
+them. Only whole rollouts are sent. No failure of ours reaches the trainer unless `strict=True`: it is counted
+(`failures`), the newest is in `stats()["last_failure"]`, each kind is logged once, and the step goes on without a
+rollout.
 
 The forward must run with the weights that generated the rollouts, and with PEFT the adapter must be active.
 
@@ -19,29 +20,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
-from urllib.parse import quote
 
-import numpy as np
 from torch import Tensor, nn
 
 from rl_hooks import wire
 from rl_hooks.sending.features import FeatureDtype
-from rl_hooks.sending.jobs import Job
-from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_body, head_weight, is_sharded
+from rl_hooks.sending.registration import RunRegistration, head_weight, is_sharded, unwrap
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.capture import FeatureCapture
 from rl_hooks.trainer.guard import TrainerGuard
-from rl_hooks.trainer.packing import refuse_packed
-from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, host, plan_batch
+from rl_hooks.trainer.packing import check_forward
+from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
+from rl_hooks.trainer.registrar import Registrar
 from rl_hooks.trainer.staging import RolloutStaging, to_device
+from rl_hooks.trainer.whole import WholeWeight
 
 _COUNTERS: Final = (
     *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget"),
     *("head_updates", "failures"),
+)
+#: Said once where the head is gathered by hand, or split over the vocabulary.
+NEVER_WHOLE: Final = (
+    "no rank holds lm_head whole at any place of the forward: rollouts are sent without normalisers, which the service "
+    "computes with the head that it has, and no head is sent from here. Let an engine's tap send it, or wrap lm_head "
+    "with the root of the model"
 )
 
 
@@ -52,8 +59,8 @@ class DrafterHook:
     auxiliary states are sent ("float8_e4m3" halves them, with one scale per token and layer). `head_tolerance`: the
     relative change of `lm_head` after which it is sent again. `drafter_version`: called at each capture; returns the
     version that drafted these rollouts, so that replay α is measured with that drafter. `logit_map`: what the model
-    does to its logits after lm_head, for models that this package does not know. `rank` 0 registers the run; the other
-    ranks wait until it exists.
+    does to its logits after lm_head, for models that this package does not know. `rank` 0 registers the run, at once
+    or (where the model is sharded already) in the first captured forward; the other ranks wait until it exists.
     """
 
     def __init__(
@@ -88,10 +95,11 @@ class DrafterHook:
         self.guard = TrainerGuard(self.tally, strict=strict)
         self._choice = RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
         self._ids = RolloutIds(rank)
-        self._model = model
+        self._attention = str(getattr(getattr(unwrap(model), "config", None), "_attn_implementation", ""))
         self.run = run
         # Made before the hooks are registered: a refused model is left as it was found.
-        wait_for_run = frozenset({404}) if rank else frozenset()
+        sharded = is_sharded(head_weight(model))
+        wait_for_run = frozenset({404}) if rank or sharded else frozenset()
         self.sender = RolloutSender(
             url,
             run=run,
@@ -124,11 +132,14 @@ class DrafterHook:
             world_size=world_size,
             drafter_version=drafter_version,
         )
-        # Rank 0 sends the head for all.
-        self._watch = HeadWatch(head_weight(model), head_tolerance, policy_version) if rank == 0 else None
-        if rank == 0:
-            size = sum(tensor.data.nbytes for tensor in registration.tensors.values())
-            self.sender.submit_job(Job("PUT", f"/runs/{quote(run, safe='')}", registration.encode, size, keep=True))
+        head: Any = unwrap(model)
+        self._head: WholeWeight[tuple[Tensor, Tensor]] = WholeWeight(
+            partial(head_weight, model),
+            [self._features.norm, head.get_output_embeddings()],
+            ready=lambda: self._features.past_norm,
+        )
+        # Rank 0 registers the run, and sends the head for all.
+        self._registrar = None if rank else Registrar(model, registration, self.sender, self.tally, head_tolerance)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -138,16 +149,18 @@ class DrafterHook:
     @property
     def overhead_seconds(self) -> float:
         """Wall time that the hook took from the trainer, hooks inside the forward included."""
-        return self.guard.seconds + self._features.hook_seconds
+        return self.guard.seconds + self._features.hook_seconds + self._head.seconds
 
     @contextmanager
     def capture(
         self,
         *,
         input_ids: Tensor,
-        attention_mask: Tensor,
+        attention_mask: Tensor | None = None,
         loss_mask: Tensor,
         policy_version: int,
+        cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
         logprobs: Tensor | None = None,
         rewards: Sequence[float] | Tensor | None = None,
         temperature: float = 1.0,
@@ -162,6 +175,10 @@ class DrafterHook:
         `loss_mask` is 1 where the policy generated the token itself. `logprobs[b, s]` is log p of `input_ids[b, s]`
         under the distribution it was sampled from; those left out or NaN are recomputed from the features. `strata`
         says of which kind each row's prompt is (its source, say): another mix of kinds is then no drift.
+
+        A packed row [1, T] holds several rollouts. Say where they begin by `cu_seqlens` [R + 1], or by `position_ids`
+        that begin again at 0, or give nested tensors. `rewards` and the like then have one entry per rollout. The
+        forward may pad the row at its end, and must keep the rollouts apart: what it says of itself is compared.
         """
         if self.sender.refused:
             yield
@@ -173,6 +190,8 @@ class DrafterHook:
             input_ids=input_ids,
             attention_mask=attention_mask,
             loss_mask=loss_mask,
+            cu_seqlens=cu_seqlens,
+            position_ids=position_ids,
             logprobs=logprobs,
             rewards=rewards,
             strata=strata,
@@ -186,7 +205,11 @@ class DrafterHook:
         if plan is None or rows is None:
             yield
             return
-        with self._features.armed(rows=rows, shape=plan.real.shape):
+        with ExitStack() as armed:
+            armed.enter_context(self._features.armed(rows=rows, shape=plan.layout.shape, packed=plan.layout.packed))
+            armed.enter_context(self._head.armed(partial(self._at_head, plan)))
+            if self._registrar is not None:
+                armed.enter_context(self._registrar.armed())
             yield
         self.guard(self._submit, plan)
 
@@ -202,25 +225,29 @@ class DrafterHook:
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Remove the hooks, then flush and stop the sender. True if nothing was lost."""
         self._features.close()
+        self._head.close()
+        if self._registrar is not None:
+            self._registrar.close()
         return self.sender.close(timeout_seconds)
 
     def rollout_id(self, policy_version: int, number: int) -> str:
         """A rollout's id: unique over attachments, ranks and numbers, and the same each time it is asked for."""
         return self._ids.of(policy_version, number)
 
-    # --- after the forward: score, stage, queue ---------------------------------------------------------------------
+    # --- in the forward: score; after it: stage, queue --------------------------------------------------------------
+
+    def _at_head(self, plan: BatchPlan, head_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """The head is whole: tell the service of it, and score."""
+        if self._registrar is not None:
+            self._registrar.saw(head_VH, plan.policy_version)
+        return self._staging.score(plan, self._features.normed(), head_VH)
 
     def _submit(self, plan: BatchPlan) -> None:
-        captured = self._features.pop()
-        refuse_packed({name: host(value, np.int64) for name, value in captured.boundaries.items()}, plan.real)
-        head_VH = head_weight(self._model)
-        if is_sharded(head_VH):
-            self.tally.add("failures")
-            self.tally.note("sharded", "lm_head is sharded over ranks (FSDP, ZeRO-3), so rollouts cannot be scored")
-            return
-        if self._watch is not None and self._watch.is_due(head_VH, plan.policy_version):
-            self._send_head(self._watch, head_VH, plan.policy_version)
-        staged, metadata = self._staging.stage(plan, captured, head_VH), self._staging.metadata(plan)
+        captured, scored = self._features.pop(), self._head.pop()
+        check_forward(captured.boundaries, plan.layout, self._attention)
+        if scored is None:
+            self.tally.warn("sharded", NEVER_WHOLE)
+        staged, metadata = self._staging.stage(plan, captured, scored), self._staging.metadata(plan)
         self.tally.add("captured_rollouts", len(plan.rollout_ids))
         self.tally.add("captured_tokens", len(plan.rows))
         self.sender.submit(
@@ -229,11 +256,3 @@ class DrafterHook:
             batch_id=wire.batch_id(self.run, plan.policy_version, plan.rollout_ids),
             policy_version=plan.policy_version,
         )
-
-    def _send_head(self, watch: HeadWatch, head_VH: Tensor, policy_version: int) -> None:
-        body = head_body(head_VH, policy_version)
-        size = head_VH.numel() * head_VH.element_size()
-        job = Job("PUT", f"/runs/{quote(self.run, safe='')}/head", body, size, keep=True)
-        if self.sender.submit_job(job):
-            watch.mark(head_VH)
-            self.tally.add("head_updates")
