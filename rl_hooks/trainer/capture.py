@@ -190,7 +190,7 @@ class FeatureCapture:
         started = 0.0 if compiling else time.perf_counter()
         try:
             flat = _flatten(name, state, self._shape, packed=self._packed)
-            self._states[name] = flat if self._rows is None else flat.index_select(0, self._rows)
+            self._states[name] = flat if self._rows is None else flat.index_select(0, self._rows.to(flat.device))
             self.firings += 1
         except Exception as error:  # noqa: BLE001 - a hook must never raise into the trainer's forward; pop raises it
             self._error = self._error or error

@@ -96,7 +96,7 @@ def test_weights_that_are_sharded_are_awaited_and_nothing_is_registered_without_
 
 
 def test_what_is_no_whole_matrix_is_sharded() -> None:
-    still_gathering = nn.Parameter(torch.empty(4, 2))
+    still_gathering: Any = nn.Parameter(torch.empty(4, 2))
     still_gathering.ds_status = types.SimpleNamespace(name="INFLIGHT")  # ZeRO-3 fills it in the background
     freed = torch.empty(4, 2)
     freed.untyped_storage().resize_(0)  # FSDP1 frees the storage and leaves the views

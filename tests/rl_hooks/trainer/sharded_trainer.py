@@ -8,6 +8,7 @@ A case is words: how the model is wrapped (`root`, `keep`, `group`, `head`, `emb
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -21,8 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -90,9 +89,9 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
     """Some steps of AdamW. Returns this rank's shards."""
     model = make(words)
     with receiver() as service:
+        strict = "broken" not in words
         attach = partial(
-            *(DrafterHook, model, service.url),
-            **{"run": "r", "aux_layers": AUX, "rank": rank, "world_size": world, "strict": "broken" not in words},
+            DrafterHook, model, service.url, run="r", aux_layers=AUX, rank=rank, world_size=world, strict=strict
         )
         hook = attach() if attached and "early" in words else None
         if "checkpoint" in words:
@@ -107,7 +106,7 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(STEPS):
             given, told, sequences = inputs_of(words, seed=10 * step + rank)
-            known = {}
+            known: dict[str, Any] = {}
             if "head" in words and "fused" in words:
                 known["logprobs"] = torch.full(told["loss_mask"].shape, -1.5)
             capture = (
@@ -143,7 +142,7 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
     return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in model.parameters()]
 
 
-def whole_copy(model: Any, words: list[str]) -> nn.Module:
+def whole_copy(model: Any, words: list[str]) -> Any:
     """An unsharded model with the same weights. (The test gathers; the hook does not.)"""
     copy = make(words)
     with torch.no_grad():
@@ -227,4 +226,10 @@ if __name__ == "__main__":
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     # Forked, so that torch and transformers are imported once.
-    mp.start_processes(work, args=(2, port, Path(sys.argv[1]), sys.argv[2:]), nprocs=2, start_method="fork")
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=work, args=(rank, 2, port, Path(sys.argv[1]), sys.argv[2:])) for rank in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    sys.exit(any(one.exitcode for one in ranks))

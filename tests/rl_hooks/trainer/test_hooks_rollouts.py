@@ -687,15 +687,16 @@ def test_a_packed_row_is_sent_as_its_rollouts_bit_for_bit(
     model, (row, said) = tiny().bfloat16().float(), flattened(LENGTHS)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
     bucket = max(bucket, 6 if "padded" in tell else 0)
-    ids = torch.nn.functional.pad(row.input_ids, (0, bucket))
+    longer = torch.nn.functional.pad(row.input_ids, (0, bucket))
     positions = torch.cat([said["position_ids"], torch.arange(bucket)[None]], 1)
     told: dict[str, Any] = {"input_ids": row.input_ids, "loss_mask": row.loss_mask} | TELL[tell](row, said)
-    known = {"rollout_ids": list("abcd"), "rewards": [1.0, 2.0, 3.0, 4.0]}
+    known: dict[str, Any] = {"rollout_ids": list("abcd"), "rewards": [1.0, 2.0, 3.0, 4.0]}
     with torch.no_grad(), hook.capture(**told, **known, policy_version=3, temperature=TEMPERATURE):
-        out = model(ids, position_ids=positions, use_cache=False, output_hidden_states=True)
+        out = model(longer, position_ids=positions, use_cache=False, output_hidden_states=True)
     file = sent_file(service, hook, tmp_path)
     header = wire.check_rollout_header(file.header)
-    wire.check_index(header, *(file.array(n) for n in ("input_ids", "cu_seqlens", "loss_mask")), VOCAB)
+    ids, cu, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    wire.check_index(header, ids, cu, mask, VOCAB)
     assert (header.rollout_ids, header.rewards) == (tuple("abcd"), (1.0, 2.0, 3.0, 4.0))
     assert file.array("input_ids").tolist() == row.input_ids[0].tolist()
     assert file.array("cu_seqlens").tolist() == said["cu_seq_lens_q"].tolist()
