@@ -14,13 +14,13 @@ verl logs a plugin that fails to load at DEBUG and goes on without it. So this o
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.trainer.hook import DrafterHook
@@ -30,46 +30,42 @@ _log = logging.getLogger("rl_hooks")
 
 
 def micro_batch_rollouts(micro_batch: Any) -> dict[str, Any]:
-    """What `DrafterHook.capture` is to be told of a micro-batch of verl's."""
-    ids = list(micro_batch["input_ids"].unbind())
-    prompts = [_prompt_length(micro_batch, b, len(one)) for b, one in enumerate(ids)]
+    """What `DrafterHook.capture` is to be told of a micro-batch of verl's; its responses are padded, or nested."""
+    ids, responses = list(micro_batch["input_ids"].unbind()), micro_batch["responses"]
+    lengths = [len(one) for one in responses.unbind()]
+    if not responses.is_nested:
+        lengths = micro_batch["attention_mask"][:, -responses.shape[1] :].sum(1).tolist()
     temperature = micro_batch["temperature"]
-    temperatures = set(temperature.flatten().tolist() if isinstance(temperature, Tensor) else [float(temperature)])
+    temperatures = set(
+        temperature.flatten().tolist() if isinstance(temperature, torch.Tensor) else [float(temperature)]
+    )
     if len(temperatures) != 1:
         raise UnsupportedTrainerError(f"rollouts of several temperatures in one micro-batch: {sorted(temperatures)}")
-    told = {"loss_mask": "loss_mask", "logprobs": "rollout_log_probs"}
-    spread = {name: _over_rollouts(micro_batch.get(key), ids, prompts) for name, key in told.items()}
-    bounds = torch.tensor([0, *(len(one) for one in ids)]).cumsum(0)
-    return {"input_ids": torch.cat(ids), "cu_seqlens": bounds, "temperature": temperatures.pop(), **spread}
 
+    def over_rollouts(name: str) -> torch.Tensor | None:
+        of_responses = micro_batch.get(name)
+        if of_responses is None:
+            return None
+        unknown = math.nan if of_responses.is_floating_point() else 0
+        rows = zip(ids, lengths, of_responses.unbind(), strict=True)
+        return torch.cat([part for i, n, v in rows for part in (v.new_full((len(i) - n,), unknown), v[:n])])
 
-def _prompt_length(micro_batch: Any, b: int, tokens: int) -> int:
-    responses = micro_batch["responses"]
-    if responses.is_nested:
-        return tokens - len(responses.unbind()[b])
-    return tokens - int(micro_batch["attention_mask"][b, -responses.shape[1] :].sum())
-
-
-def _over_rollouts(of_responses: Tensor | None, ids: list[Tensor], prompts: list[int]) -> Tensor | None:
-    """Values of response tokens, padded at their end or nested, along whole rollouts; NaN, in a mask 0, at prompts."""
-    if of_responses is None:
-        return None
-    empty = torch.nan if of_responses.is_floating_point() else 0
-    parts = []
-    for one, prompt, values in zip(ids, prompts, of_responses.unbind(), strict=True):
-        before = values.new_full((prompt,), empty)
-        parts += [before, values[: len(one) - prompt]]
-    return torch.cat(parts)
+    return {
+        "input_ids": torch.cat(ids),
+        "cu_seqlens": torch.tensor([0, *(len(one) for one in ids)]).cumsum(0),
+        "loss_mask": over_rollouts("loss_mask"),
+        "logprobs": over_rollouts("rollout_log_probs"),
+        "temperature": temperatures.pop(),
+    }
 
 
 def register() -> type:
     """Register the engine with verl, and return it. Imports verl."""
-    from verl.utils import tensordict_utils as tu
-    from verl.utils.device import get_device_name
+    from verl.utils.device import get_device_name as device
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device=get_device_name(), vendor=VENDOR)
+    @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device=device(), vendor=VENDOR)
     class DraftalignFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         hook: DrafterHook | None = None
         _reference = False
@@ -79,26 +75,21 @@ def register() -> type:
             super().initialize()
             if self.engine_config.forward_only:
                 return  # the reference model, or a teacher
-            url, run = os.environ.get("DRAFTALIGN_URL", ""), os.environ.get("DRAFTALIGN_RUN", "default")
+            url = os.environ.get("DRAFTALIGN_URL", "")
             try:
-                self.hook = self._attach(url, run)
-                _log.warning("draftalign is on: verl's rank %d sends rollouts to %s, run %s", self.rank, url, run)
+                self.hook = self._attach(url)
+                _log.warning("draftalign is on: verl's rank %d sends rollouts to %s", self.rank, url)
             except Exception:  # noqa: BLE001 - the trainer goes on without us
                 _log.exception("draftalign is OFF: this policy's rollouts are not sent")
 
-        def _attach(self, url: str, run: str) -> DrafterHook:
+        def _attach(self, url: str) -> DrafterHook:
             if not url:
                 raise UnsupportedTrainerError(f"VERL_ENGINE_VENDOR={VENDOR} needs DRAFTALIGN_URL=http://host:port")
-            if self.ulysses_sequence_parallel_size > 1:
-                raise UnsupportedTrainerError("Ulysses sequence parallelism: a rank sees a part of each rollout")
-            return DrafterHook(
-                self.module,
-                url,
-                run=run,
-                token=os.environ.get("DRAFTALIGN_TOKEN"),
-                rank=self.get_data_parallel_rank(),
-                world_size=self.get_data_parallel_size(),
-            )
+            if self.ulysses_sequence_parallel_size > 1 or not self.use_remove_padding:
+                raise UnsupportedTrainerError("only use_remove_padding=True without Ulysses sequence parallelism")
+            run, token = os.environ.get("DRAFTALIGN_RUN", "default"), os.environ.get("DRAFTALIGN_TOKEN")
+            rank, world_size = self.get_data_parallel_rank(), self.get_data_parallel_size()
+            return DrafterHook(self.module, url, run=run, token=token, rank=rank, world_size=world_size)
 
         @contextmanager
         def disable_adapter(self) -> Iterator[None]:
@@ -111,14 +102,11 @@ def register() -> type:
 
         def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool) -> Any:
             hook, wanted = self.hook, forward_only and loss_function is None and not self._reference
-            told = hook.guard(micro_batch_rollouts, micro_batch) if hook is not None and wanted else None
             self._passes += wanted
             if hook is not None and not self._passes:
                 hook.tally.warn("no pass", "verl updates without a pass for old log-probabilities: nothing is captured")
+            told = hook.guard(micro_batch_rollouts, micro_batch) if hook is not None and wanted else None
             if hook is None or told is None:
-                return super().forward_step(micro_batch, loss_function, forward_only)
-            if not tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True):
-                hook.tally.warn("padded", "use_remove_padding=False: only verl's packed forwards are captured")
                 return super().forward_step(micro_batch, loss_function, forward_only)
             with hook.capture(**told, policy_version=int(self.lr_scheduler.last_epoch)):
                 return super().forward_step(micro_batch, loss_function, forward_only)
