@@ -35,10 +35,8 @@ def micro_batch_rollouts(micro_batch: Any) -> dict[str, Any]:
     lengths = [len(one) for one in responses.unbind()]
     if not responses.is_nested:
         lengths = micro_batch["attention_mask"][:, -responses.shape[1] :].sum(1).tolist()
-    temperature = micro_batch["temperature"]
-    temperatures = set(
-        temperature.flatten().tolist() if isinstance(temperature, torch.Tensor) else [float(temperature)]
-    )
+    said = micro_batch["temperature"]
+    temperatures = set(said.flatten().tolist() if isinstance(said, torch.Tensor) else [float(said)])
     if len(temperatures) != 1:
         raise UnsupportedTrainerError(f"rollouts of several temperatures in one micro-batch: {sorted(temperatures)}")
 

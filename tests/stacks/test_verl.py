@@ -16,7 +16,7 @@ PYTHON = Path(os.environ.get("DRAFTALIGN_VERL_PYTHON", ROOT / ".venv-verl/bin/py
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-verl (`make stacks`): nothing was checked on a real verl"),
 ]
 
@@ -32,7 +32,7 @@ def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "VERL_ENGINE_VENDOR": "draftalign",
     }
     command = [str(PYTHON), "-W", "ignore", str(HERE / "verl_trainer.py"), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
 

@@ -29,7 +29,7 @@ WHOLE = [
 NEVER_WHOLE = "head fused"
 BROKEN = "root broken"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(name="ranks", scope="module")
@@ -38,7 +38,7 @@ def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     script = Path(__file__).with_name("sharded_trainer.py")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(out), *WHOLE, NEVER_WHOLE, BROKEN]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=140, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -79,3 +79,32 @@ def test_a_hook_that_fails_on_one_rank_stops_neither_rank(ranks: list[dict[str, 
     well, broken = (found[BROKEN]["stats"] for found in ranks)
     assert (well["captured_rollouts"], well["failures"]) == (8, 0)
     assert (broken["captured_rollouts"], broken["failures"]) == (0, 2)
+
+
+#: How `accelerate launch` says FSDP2.
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+def test_trls_grpo_under_accelerates_fsdp2(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("sharded_trl.py")
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    offline = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    environment = os.environ | FSDP2 | offline | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["stats"] == {"failures": 0, "captured_rollouts": 24, "last_failure": "", "skipped_stale": 0}
+        assert [step["rollouts"] for step in found["steps"]] == [8, 8, 8]
+        for step in found["steps"]:  # each rollout alone, unsharded and unpadded; features within bfloat16's rounding
+            assert step["features"] < 2**-7
+            assert max(step["lse"], step["logp"]) < 1e-5
+        assert (found["sharded"], found["head"], found["same losses"], found["weights"]) == (True, True, True, True)
+        kinds = ["PUT /runs/r", *["POST /rollouts?run=r", "PUT /runs/r/head"] * 2, "POST /rollouts?run=r"]
+        assert found["requests"] == (kinds if rank == 0 else kinds[1::2])
