@@ -50,14 +50,14 @@ types: $(VENV)/.ready ## Strict types, of tests and benchmarks too
 	@$(BIN)/mypy --no-error-summary && echo "types: ok"
 
 unit: $(VENV)/.ready ## The tests (ARGS="-k replay")
-	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) --ignore tests/stacks $(ARGS)
 
 quick: $(VENV)/.ready ## The tests but the slow ones, those that kill processes, the demo and vLLM (minutes)
-	@$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not chaos and not demo" --ignore tests/vllm_server $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not chaos and not demo" --ignore tests/vllm_server --ignore tests/stacks $(ARGS)
 
 coverage: $(VENV)/.ready ## The lines of service, drafter and rl_hooks that no test runs (not part of `make test`)
 	@$(BIN)/python -m coverage erase
-	@$(BIN)/python -m coverage run -m pytest $(PARALLEL) --ignore tests/vllm_server $(ARGS)
+	@$(BIN)/python -m coverage run -m pytest $(PARALLEL) --ignore tests/vllm_server --ignore tests/stacks $(ARGS)
 	@$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report --skip-covered --show-missing
 
 chaos: $(VENV)/.ready ## The long form of the fault tests: 100 kills, a stop before every step (some ten minutes)
@@ -67,6 +67,7 @@ format: $(VENV)/.ready ## Rewrite to the style
 	@$(BIN)/ruff check --fix-only --quiet . ; $(BIN)/ruff format .
 
 include make/vllm.mk
+include make/stacks.mk
 
 clean: ## Remove what was made here, the demo's output excepted
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info .draftalign

@@ -42,7 +42,7 @@ class RolloutBatch:
     aux_hidden: Tensor  # f32|bf16[T, A*H], states entering the aux layers
     logprobs: Tensor  # f32[T]
     last_hidden: Tensor  # [T, H], after the final norm
-    logsumexp: Tensor  # f32[T], full vocabulary
+    logsumexp: Tensor  # f32[T], full vocabulary; all NaN where the sender did not know it
     temperature: float = 1.0
     warped: bool = False  # top_p < 1 or top_k > 0: `logprobs` are of the truncated distribution
     rollout_ids: tuple[str, ...] = ()
@@ -198,7 +198,11 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         aux_hidden=_features(file, "aux_hidden"),
         last_hidden=_features(file, "last_hidden"),
         logprobs=torch.from_numpy(file.array("logprobs").astype(np.float32)),
-        logsumexp=torch.from_numpy(file.array("logsumexp").astype(np.float32)),
+        logsumexp=(
+            torch.from_numpy(file.array("logsumexp").astype(np.float32))
+            if "logsumexp" in file
+            else torch.full((len(ids),), torch.nan)
+        ),
         temperature=header.temperature,
         warped=header.top_p < 1.0 or header.top_k > 0,
         rollout_ids=header.rollout_ids,
@@ -227,6 +231,8 @@ def screen(batch: RolloutBatch) -> None:
     No log-probability of a response token may be above 0.
     """
     for name in _FLOATS:
+        if name == "logsumexp" and bool(batch.logsumexp.isnan().all()):
+            continue  # the policy's head gives it (`TargetHead.normalisers`)
         largest = getattr(batch, name).reshape(batch.tokens, -1).abs().amax(dim=1)  # NaN if any is; faster than isnan
         _refuse(batch, ~torch.isfinite(largest), f"{name} holds NaN or infinity", "or its capture is broken")
     said = torch.where(batch.loss_mask, batch.logprobs, 0.0)

@@ -21,6 +21,7 @@ from rl_hooks.wire import LogitMap
 
 _GAP_CHUNK_ROWS = 4096
 _GAP_TOKENS = 16_384
+_LOGITS_AT_ONCE = 1 << 25
 _PLAIN = LogitMap()
 
 
@@ -93,8 +94,26 @@ class TargetHead:
             weight = self.lm_head[places[t].to(self.lm_head.device)].to(batch.last_hidden.device, torch.float32)
             t = t.to(batch.last_hidden.device)
             logits = self.logit_map.apply(torch.linalg.vecdot(weight, batch.last_hidden[t - 1].float()))
-            out[t] = logits / batch.divisor - batch.logsumexp[t - 1].float()
+            out[t] = logits / batch.divisor - self.normalisers(batch, t - 1).float()
         return out
+
+    @torch.no_grad()
+    def normalisers(self, batch: RolloutBatch, rows: Tensor) -> Tensor:
+        """The batch's logsumexp at `rows` int64[N], [N]; from this head where the sender did not know them (NaN).
+
+        Raises `TargetHeadError` where that needs rows of the head that are not held.
+        """
+        known: Tensor = batch.logsumexp[rows]
+        if not bool(known.isnan().any()):
+            return known
+        if not self.whole:
+            raise TargetHeadError("these rollouts came without normalisers, which takes the whole lm_head; send it")
+        step = max(1, _LOGITS_AT_ONCE // len(self.lm_head))
+        for part in (slice(begin, begin + step) for begin in range(0, len(rows), step)):
+            hidden = batch.last_hidden[rows[part]].to(self.lm_head.device, self.lm_head.dtype)
+            logits = self.logit_map.apply((hidden @ self.lm_head.T).float())
+            known[part] = (logits / batch.divisor).logsumexp(-1).to(known)
+        return known
 
     def logprob_gap(self, batch: RolloutBatch) -> tuple[float, int]:
         """Mean |recomputed - logged| log p in nats over the response tokens whose row is held, and their number.

@@ -7,7 +7,8 @@ Legend: T tokens, R rollouts, H target hidden size, A aux layers, V vocabulary.
 
 Row `t` holds features *after consuming* `input_ids[t]`; `logprobs[t]` is of `input_ids[t]` itself; `logsumexp[t]`
 describes the distribution of `input_ids[t+1]`. Log-probabilities and `logsumexp` are of the logits
-*divided by the temperature* (for temperature 0, by 1).
+*divided by the temperature* (for temperature 0, by 1). `logsumexp` is absent where the sender never holds the policy's
+whole lm_head; the worker then computes it with the head that it has.
 
 Errors: all are `WireError`; the message says the expected value, the value found and the remedy.
 """
@@ -388,7 +389,8 @@ def _check_rollout_tensors(header: Header, aux_count: int, ids: int) -> tuple[in
     last = take("last_hidden", _FEATURES, (T, H))
     if last.dtype == "F8_E4M3":
         take("last_hidden_scale", ("F32",), (T, 1))
-    take("logsumexp", ("F32",), (T,))
+    if "logsumexp" in tensors:
+        take("logsumexp", ("F32",), (T,))
     if tensors:
         raise WireError(min(tensors), "is not a tensor of this format, or contradicts the others; leave it out")
     return T, ids, H

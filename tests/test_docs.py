@@ -90,6 +90,7 @@ def test_no_setting_is_documented_that_does_not_exist() -> None:
     documented = {name for name in rows(page("docs/reference/settings.md")) if name.startswith("DRAFTALIGN_")}
     own = {"DRAFTALIGN_LOG_LEVEL", "DRAFTALIGN_TOKEN", "DRAFTALIGN_ENGINE_TOKEN", "DRAFTALIGN_DRAFTER_DIR"}
     own |= {"DRAFTALIGN_SWAP_TOKEN", "DRAFTALIGN_POLICY_DIR", "DRAFTALIGN_VLLM_PYTHON"}
+    own |= {"DRAFTALIGN_URL", "DRAFTALIGN_RUN"}
     own |= {f"DRAFTALIGN_TAP_{name}" for name in ("URL", "RUN", "TOKEN", "FRACTION", "TOKENS_PER_MINUTE")}
     assert documented - own == {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields}
 
@@ -121,8 +122,8 @@ def parameters(path: str, function: str) -> Iterator[str]:
 
 def test_every_option_of_the_hook_is_documented() -> None:
     # Read from the source: importing the hook costs torch.
-    options = list(parameters("rl_hooks/hook.py", "DrafterHook.__init__"))
-    arguments = list(parameters("rl_hooks/hook.py", "DrafterHook.capture"))
+    options = list(parameters("rl_hooks/trainer/hook.py", "DrafterHook.__init__"))
+    arguments = list(parameters("rl_hooks/trainer/hook.py", "DrafterHook.capture"))
     assert len(options) > 10
     assert len(arguments) > 5
     assert [name for name in options if f"`{name}`" not in page("docs/reference/settings.md")] == []

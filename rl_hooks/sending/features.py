@@ -36,7 +36,7 @@ class Captured:
 
     aux: tuple[Tensor, ...]  # A tensors [N, H]
     last: Tensor  # [N, H]
-    boundaries: Mapping[str, Tensor] = field(default_factory=dict)  # tell where rollouts begin
+    boundaries: Mapping[str, Tensor | None] = field(default_factory=dict)  # tell where rollouts begin
 
 
 @torch.no_grad()
@@ -89,21 +89,24 @@ class PackedIndex:
 
 
 class StagedRollouts:
-    """Features that are copied to the host. The constructor starts the copies; `encode` waits for them."""
+    """Features that are copied to the host. The constructor starts the copies; `encode` waits for them.
+
+    `scored`: normaliser and log p of each row, [N] each; None where no rank ever holds the whole head. Then the index
+    has the log-probabilities, and whoever reads the file normalises.
+    """
 
     def __init__(
         self,
         index: PackedIndex,
         captured: Captured,
-        logsumexp_N: Tensor,
-        logprob_N: Tensor,
+        scored: tuple[Tensor, Tensor] | None,
         *,
         dtype: FeatureDtype = "bfloat16",
     ) -> None:
         self.index = index
         tensors = _cast(captured, dtype)
-        tensors["logsumexp"] = logsumexp_N
-        tensors["recomputed"] = logprob_N
+        if scored is not None:
+            tensors["logsumexp"], tensors["recomputed"] = scored
         self._copies = HostCopies(tensors)
         N, R = len(index.input_ids), len(index.cu_seqlens) - 1
         #: Size of the file's tensors, without the header.
@@ -112,10 +115,10 @@ class StagedRollouts:
     def encode(self, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
         """Lay out the rollout file as parts that can be sent without another copy."""
         index, host = self.index, self._copies.wait()
-        recomputed = host["recomputed"].numpy()
-        logprobs = recomputed if index.logprobs is None else index.logprobs
         # An engine may fail to score a token (NaN): then the value of the trainer's own forward is taken.
-        known = np.where(np.isnan(logprobs), recomputed, logprobs) * (index.loss_mask == 1)
+        given = index.logprobs if index.logprobs is not None else np.full(len(index.input_ids), np.nan, np.float32)
+        recomputed = host["recomputed"].numpy() if "recomputed" in host else given
+        known = np.where(index.loss_mask == 1, np.where(np.isnan(given), recomputed, given), 0.0)
         file = {
             "input_ids": wire.Tensor.of(index.input_ids, "I32"),
             "cu_seqlens": wire.Tensor.of(index.cu_seqlens, "I32"),

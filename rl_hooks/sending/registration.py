@@ -4,8 +4,9 @@
 tensors are copied to the host here, because the trainer goes on changing them; the copies live until they are sent.
 
 The service recomputes log p from `logit_map(last_hidden @ lm_head^T) / temperature`. A known model's map of its logits
-(a scale, a soft cap) is sent as a `wire.LogitMap`. A head with a bias or LoRA factors is refused. A sharded head
-(FSDP's DTensor, ZeRO-3) cannot be read: gathering it is a collective, which a hook on one rank must never start.
+(a scale, a soft cap) is sent as a `wire.LogitMap`. A head with a bias or LoRA factors is refused. A sharded weight
+(FSDP, ZeRO-3) is read inside the trainer's own forward, where it is whole: gathering it is a collective, which a hook
+on one rank must never start.
 
 The embedding table is sent without the factor that Gemma and Granite multiply it by: an engine's drafter shares the
 table and not the factor (docs/guide/targets.md).
@@ -127,7 +128,10 @@ def target_config(model: nn.Module) -> dict[str, Any]:
 
 
 def head_weight(model: nn.Module) -> Tensor:
-    """The policy's `lm_head` [V, H] as it is now, detached. Raises `UnsupportedModelError` where it is not plain."""
+    """The policy's `lm_head` [V, H], detached; where `is_sharded`, what this rank holds of it.
+
+    Raises `UnsupportedModelError` where it is not plain.
+    """
     inner: Any = unwrap(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     # PEFT keeps the trained copy of a module beside the original.
@@ -141,14 +145,36 @@ def head_weight(model: nn.Module) -> Tensor:
     if getattr(head, "bias", None) is not None:
         raise UnsupportedModelError("lm_head has a bias, which the rollout file cannot describe")
     weight = head.weight
-    if not isinstance(weight, Tensor) or (weight.ndim != 2 and not is_sharded(weight)):
+    if not isinstance(weight, Tensor):
         raise UnsupportedModelError(f"lm_head.weight must be a [V, H] tensor, got {type(weight).__name__}")
-    return weight.detach()
+    return weight if is_sharded(weight) else weight.detach()
+
+
+def embedding_weight(model: nn.Module) -> Tensor:
+    """The policy's embedding [V, H], detached; where `is_sharded`, what this rank holds of it."""
+    inner: Any = unwrap(model)
+    weight: Tensor = inner.get_input_embeddings().weight
+    return weight if is_sharded(weight) else weight.detach()
+
+
+def tied(model: nn.Module) -> bool:
+    """Whether head and embedding are one matrix."""
+    inner: Any = unwrap(model)
+    head, embedding = head_weight(model), inner.get_input_embeddings().weight
+    same_memory = not is_sharded(head) and not is_sharded(embedding) and head.data_ptr() == embedding.data_ptr()
+    return same_memory or inner.get_output_embeddings().weight is embedding
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether this rank holds only a part: a DTensor (FSDP2, tensor parallel), or an empty tensor (ZeRO-3)."""
-    return hasattr(weight, "to_local") or weight.numel() == 0
+    """Whether this rank holds only a part of a matrix now.
+
+    A DTensor (FSDP2, tensor parallel); empty, or still on its way (ZeRO-3); flat or without storage (FSDP1).
+    """
+    # ZeRO-3 gives a parameter its full shape while the gather that fills it is still under way.
+    status = getattr(getattr(weight, "ds_status", None), "name", "AVAILABLE")
+    if status != "AVAILABLE" or hasattr(weight, "to_local") or weight.numel() == 0 or weight.ndim != 2:
+        return True
+    return weight.untyped_storage().nbytes() == 0
 
 
 def snapshot(weight: Tensor) -> Tensor:
@@ -162,7 +188,7 @@ def snapshot(weight: Tensor) -> Tensor:
 
 
 class RunRegistration:
-    """Body of `PUT /runs/{run}`, snapshotted when this is made.
+    """Body of `PUT /runs/{run}`. Weights that are whole when this is made are copied then; else `add` them later.
 
     `logit_map`: what the model does to its logits after lm_head, where its type is not known here.
     """
@@ -177,7 +203,6 @@ class RunRegistration:
         initial_drafter: Path | str | None = None,
         logit_map: wire.LogitMap | None = None,
     ) -> None:
-        inner: Any = unwrap(model)
         self.config = target_config(model)
         self.logit_map = known_logit_map(model, self.config) if logit_map is None else logit_map
         self.fingerprint = wire.target_fingerprint(self.config, aux_layers)
@@ -191,17 +216,28 @@ class RunRegistration:
         }
         if draft_vocab_size is not None:
             self.metadata["draft_vocab_size"] = str(draft_vocab_size)
-        head, embedding = head_weight(model), inner.get_input_embeddings().weight.detach()
-        if is_sharded(head) or is_sharded(embedding):
-            raise UnsupportedModelError(
-                "the embedding or lm_head is sharded over ranks; attach before the trainer shards the model, "
-                "or use data parallelism that keeps whole parameters (DDP, ZeRO-1, ZeRO-2)"
-            )
-        self.tensors = {"embed_tokens": as_wire(snapshot(embedding))}
-        if head.data_ptr() != embedding.data_ptr():
-            self.tensors["lm_head"] = as_wire(snapshot(head))
+        self.tensors: dict[str, wire.Tensor] = {}
         if initial_drafter is not None:
             self._embed_drafter(Path(initial_drafter))
+        head, embedding = head_weight(model), embedding_weight(model)
+        self._tied = tied(model)
+        if not is_sharded(embedding):
+            self.add_embedding(embedding)
+        if not is_sharded(head):
+            self.add_head(head)
+
+    @property
+    def complete(self) -> bool:
+        """Whether embedding and head are in it."""
+        return "embed_tokens" in self.tensors and (self._tied or "lm_head" in self.tensors)
+
+    def add_embedding(self, whole_VH: Tensor) -> None:
+        """Copy the embedding to the host."""
+        self.tensors["embed_tokens"] = as_wire(snapshot(whole_VH))
+
+    def add_head(self, whole_VH: Tensor) -> None:
+        """Copy the head to the host: a tied one is the embedding."""
+        self.tensors["embed_tokens" if self._tied else "lm_head"] = as_wire(snapshot(whole_VH))
 
     def _embed_drafter(self, directory: Path) -> None:
         weights, config = directory / "model.safetensors", directory / "config.json"
@@ -214,7 +250,12 @@ class RunRegistration:
         self.metadata["drafter_config"] = json.dumps(json.loads(config.read_text(encoding="utf-8")))
 
     def encode(self) -> list[bytes | memoryview]:
-        """The request body, as parts."""
+        """The request body, as parts. Raises `UnsupportedModelError` where a weight was never whole."""
+        if not self.complete:
+            raise UnsupportedModelError(
+                "the embedding or lm_head is sharded over ranks, and no forward has shown it whole yet: attach before "
+                "the trainer shards the model, or let another process of the run (an engine) register it"
+            )
         return wire.encode(self.tensors, self.metadata)
 
 

@@ -11,8 +11,8 @@ Invariants
 - Hooks never raise into the forward. `pop` raises the first error of a hook.
 - Register before `torch.compile`: a hook added to a model that was already compiled never fires (and `pop` says so).
 
-Data parallelism only: under tensor, sequence or pipeline parallelism a rank holds part of a state, and `pop` finds a
-shape that does not fit.
+Data parallelism only, its sharded forms (FSDP, ZeRO-3) included: under tensor, sequence or pipeline parallelism a rank
+holds part of a state, and `pop` finds a shape that does not fit.
 
 Legend: B batch, S padded length, N selected rows, H hidden size, A auxiliary layers.
 """
@@ -105,31 +105,35 @@ class FeatureCapture:
         layers_path: str | None = None,
         norm_path: str | None = None,
     ) -> None:
-        layers, norm = find_decoder(model, layers_path, norm_path)
+        layers, self.norm = find_decoder(model, layers_path, norm_path)
         self.aux_layers: tuple[int, ...] = _check_layers(aux_layers, len(layers))
         self.firings = 0
         #: Time spent inside the hooks, that is, copying the selected rows.
         self.hook_seconds = 0.0
         self._armed = False
         self._shape: tuple[int, ...] | None = None
+        self._packed = False
         self._rows: Tensor | None = None
         self._states: dict[str, Tensor] = {}
-        self._boundaries: dict[str, Tensor] = {}
+        self._boundaries: dict[str, Tensor | None] = {}
         self._error: Exception | None = None
         self._handles: list[RemovableHandle] = [
             layers[index].register_forward_pre_hook(partial(self._entering, f"layer {index}"), with_kwargs=True)
             for index in self.aux_layers
         ]
-        self._handles.append(norm.register_forward_hook(self._normed))
+        self._handles.append(self.norm.register_forward_hook(self._normed))
 
     @contextmanager
-    def armed(self, *, rows: Tensor | None = None, shape: tuple[int, ...] | None = None) -> Iterator[FeatureCapture]:
+    def armed(
+        self, *, rows: Tensor | None = None, shape: tuple[int, ...] | None = None, packed: bool = False
+    ) -> Iterator[FeatureCapture]:
         """Capture the next forward.
 
         `rows`: int64 [N], which rows of the flattened [B * S] token axis to copy; without it, all are referenced
-        without a copy. `shape`: the [B, S] that the states must have; another one is an error that `pop` raises.
+        without a copy. `shape`: the [B, S] that the states must have; another one is an error that `pop` raises. A
+        `packed` row may be longer in the forward: trainers pad it to the size of a bucket.
         """
-        self._rows, self._shape = rows, shape
+        self._rows, self._shape, self._packed = rows, shape, packed
         self._states, self._boundaries, self._error = {}, {}, None
         self._armed = True
         try:
@@ -137,6 +141,15 @@ class FeatureCapture:
         finally:
             self._armed = False
             self._rows = None
+
+    @property
+    def past_norm(self) -> bool:
+        """Whether the armed forward has come to its last state."""
+        return "norm" in self._states
+
+    def normed(self) -> Tensor:
+        """The last state's rows [N, H], from within the forward."""
+        return self._states["norm"]
 
     def pop(self) -> Captured:
         """The states of the last armed forward. Raises `CaptureMissedError` if any hook did not fire."""
@@ -176,8 +189,8 @@ class FeatureCapture:
         compiling = torch.compiler.is_compiling()
         started = 0.0 if compiling else time.perf_counter()
         try:
-            flat = _flatten(name, state, self._shape)
-            self._states[name] = flat if self._rows is None else flat.index_select(0, self._rows)
+            flat = _flatten(name, state, self._shape, packed=self._packed)
+            self._states[name] = flat if self._rows is None else flat.index_select(0, self._rows.to(flat.device))
             self.firings += 1
         except Exception as error:  # noqa: BLE001 - a hook must never raise into the trainer's forward; pop raises it
             self._error = self._error or error
@@ -185,7 +198,7 @@ class FeatureCapture:
             self.hook_seconds += time.perf_counter() - started
 
 
-def _flatten(name: str, state: Any, shape: tuple[int, ...] | None) -> Tensor:
+def _flatten(name: str, state: Any, shape: tuple[int, ...] | None, *, packed: bool) -> Tensor:
     """The state as detached rows [B * S, H]; raises if it is no hidden state or does not fit [B, S]."""
     if not isinstance(state, Tensor) or state.ndim < 2:
         raise RolloutError(f"{name} was given {type(state).__name__}; expected a hidden state [B, S, H]")
@@ -194,10 +207,12 @@ def _flatten(name: str, state: Any, shape: tuple[int, ...] | None) -> Tensor:
             f"the hidden state of {name} is {list(state.shape)}: several residual streams (AltUp, hyper-connections). "
             "A drafter reads one [B, S, H]; such models are not supported"
         )
-    if shape is not None and tuple(state.shape[:-1]) != shape:
+    found = tuple(state.shape[:-1])
+    padded = packed and shape is not None and shape[0] == 1 and found[:-1] in ((), (1,)) and found[-1] >= shape[1]
+    if shape is not None and found != shape and not padded:
         raise RolloutError(
-            f"the hidden state of {name} is {list(state.shape)}, but input_ids are {list(shape)}. Tensor, sequence "
-            "and pipeline parallelism, and forwards that pack (padding-free) or cut the batch, are not supported."
+            f"the hidden state of {name} is {list(state.shape)}, but input_ids are {list(shape)}. Sequence and context "
+            "parallelism, and forwards that pack (padding-free) or cut a padded batch, are not supported."
         )
     return state.detach().reshape(-1, state.shape[-1])
 

@@ -1,76 +1,243 @@
-"""Detects a row that holds several rollouts, from the arguments of the trainer's forward, and refuses it.
+"""Where the rollouts of one forward lie: one a padded row, or several in a packed row. And whether the forward agrees.
 
-A drafter that is trained on such a row learns to predict the first tokens of one rollout from another, and replay α
-counts rounds across the boundary. Three arguments show a boundary between two tokens of a row: positions that go back,
-boundaries of sequences (`cu_seq_lens_q` and the like), and sequence numbers that change (`seq_idx`, or an
-`attention_mask` that numbers documents). Where the model gets none of them, a packed row looks like one rollout of
-several turns.
+A packed row is told apart by `cu_seqlens`, by `position_ids` that begin again, or as a nested tensor. After the
+forward its own arguments are compared: a boundary inside what was called one rollout, or none between two, is refused.
+A drafter trained across such a seam learns to predict the first tokens of one rollout from another, and replay α counts
+rounds over it. Where a packed forward attends from one rollout to the one before, its states are of neither.
 
-Legend: B rows, S tokens of a row, padding included.
+What the forward says: positions, boundaries of sequences (`cu_seq_lens_q` and the like), sequence numbers (`seq_idx`,
+or an `attention_mask` that numbers documents), and the mask that attention is computed with.
+
+Legend: B rows, S tokens of a row, padding included; T = B * S.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from rl_hooks.errors import RolloutError
 
 UNPACK: Final = (
-    "Packed (padding-free) rows are not supported: they would be trained and replayed across the seam. Send one "
-    "rollout a row, padded to [B, S] with an attention_mask, and turn packing off for the forward that is captured."
+    "Say where the rollouts of a packed row begin: cu_seqlens= or position_ids= of `capture`, or nested tensors. Or "
+    "send one rollout a row, padded to [B, S] with an attention_mask, and do not pack the forward that is captured."
 )
 #: Arguments that hold the number of its sequence for each token.
 _NUMBERS: Final = ("seq_idx", "attention_mask")
+#: An additive mask hides what is below.
+_HIDDEN: Final = -1e4
+
+Ints = npt.NDArray[np.int64]
 
 
-def boundaries_among(kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The arguments of a decoder layer that tell where rollouts begin. Their values are not read here."""
-    return {
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The rollouts of one forward over [B, S] tokens, and where on the flattened axis each has its tokens."""
+
+    shape: tuple[int, int]
+    rollouts: tuple[Ints, ...]
+    packed: bool
+
+    def owners(self) -> Ints:
+        """The number of the rollout that each token belongs to, [B, S]; -1: padding."""
+        owner = np.full(self.shape[0] * self.shape[1], -1, np.int64)
+        for number, places in enumerate(self.rollouts):
+            owner[places] = number
+        return owner.reshape(self.shape)
+
+    def flat(self, name: str, tensor: Tensor, dtype: type) -> npt.NDArray[Any]:
+        """A tensor of one value a token, on the host, along the flattened axis.
+
+        Raises RolloutError if it is not of these tokens.
+        """
+        values = torch.cat(list(tensor.unbind())) if tensor.is_nested else tensor
+        if self.packed and self.shape[0] == 1 and values.ndim == 1:
+            values = values[None]
+        if tuple(values.shape) != self.shape:
+            raise RolloutError(f"{name} must be {list(self.shape)} like input_ids, got {list(values.shape)}")
+        return host(values, dtype).reshape(-1)
+
+
+def lay_out(
+    input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, position_ids: Tensor | None
+) -> Layout:
+    """Find the rollouts by what the caller says of them. Raises RolloutError for what cannot be told apart."""
+    packed = input_ids.is_nested or cu_seqlens is not None or position_ids is not None
+    if input_ids.is_nested:
+        lengths = [len(one) for one in input_ids.unbind()]
+        bounds, shape = np.cumsum([0, *lengths]), (1, sum(lengths))
+    elif input_ids.ndim == 1 and packed:
+        shape = (1, len(input_ids))
+    elif input_ids.ndim != 2:
+        raise RolloutError(f"input_ids must be [B, S], got {list(input_ids.shape)}. {UNPACK}")
+    else:
+        shape = (int(input_ids.shape[0]), int(input_ids.shape[1]))
+    if attention_mask is None and not packed:
+        raise RolloutError(f"attention_mask is None; where nothing is padded it is all ones. {UNPACK}")
+    everything = Layout(shape, (), packed)
+    real_BS = np.ones(shape, np.bool_)
+    if attention_mask is not None:
+        numbers_BS = everything.flat("attention_mask", attention_mask, np.int64).reshape(shape)
+        real_BS = numbers_BS != 0
+    if not packed:
+        rollouts = tuple(b * shape[1] + np.flatnonzero(real_BS[b]) for b in range(shape[0]))
+        layout = Layout(shape, rollouts, packed=False)
+        check_forward({"attention_mask": attention_mask}, layout, "")
+        return layout
+    if cu_seqlens is not None:
+        bounds = _checked_bounds(cu_seqlens, shape)
+    if position_ids is None or cu_seqlens is not None or input_ids.is_nested:
+        whole = [np.arange(a, b) for a, b in pairwise(bounds.tolist())]
+        return Layout(shape, tuple(places[real_BS.reshape(-1)[places]] for places in whole), packed=True)
+    positions_BS = everything.flat("position_ids", position_ids, np.int64).reshape(shape)
+    return Layout(shape, tuple(_by_position(positions_BS, real_BS)), packed=True)
+
+
+def _checked_bounds(cu_seqlens: Tensor, shape: tuple[int, int]) -> Ints:
+    bounds: Ints = host(cu_seqlens, np.int64)
+    if shape[0] != 1:
+        raise RolloutError(f"cu_seqlens are of one packed row, [1, T] or [T]; input_ids are {list(shape)}")
+    if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) <= 0).any() or bounds[-1] > shape[1]:
+        raise RolloutError(
+            f"cu_seqlens must ascend from 0 to at most the {shape[1]} tokens of the row, got {bounds.tolist()[:8]}"
+        )
+    return bounds
+
+
+def _by_position(positions_BS: Ints, real_BS: npt.NDArray[np.bool_]) -> list[Ints]:
+    """Split each row where its positions begin again at 0."""
+    S = positions_BS.shape[1]
+    found: list[Ints] = []
+    for row in range(len(positions_BS)):
+        at = np.flatnonzero(real_BS[row])
+        positions = positions_BS[row, at]
+        begins = np.diff(positions, prepend=-2) != 1
+        if (wrong := np.flatnonzero(begins & (positions != 0))).size:
+            before = "the row begins with" if wrong[0] == 0 else f"after {positions[wrong[0] - 1]} comes"
+            raise RolloutError(
+                f"position_ids count up from 0 in each rollout, but {before} {positions[wrong[0]]} at token "
+                f"{at[wrong[0]]} of row {row}: a part of a row (sequence parallel), or a rollout whose first token "
+                "cannot be told. Pass cu_seqlens= of the whole row"
+            )
+        found += [row * S + part for part in np.split(at, np.flatnonzero(begins)[1:])] if len(at) else []
+    return found
+
+
+# --- what the forward says -------------------------------------------------------------------------------------------
+
+
+def boundaries_among(kwargs: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    """The arguments of a decoder layer that tell where rollouts begin. Their values are not read here.
+
+    `mask` is what attention is computed with; None: every token before.
+    """
+    said: dict[str, Tensor | None] = {
         name: value
         for name, value in kwargs.items()
         if isinstance(value, Tensor) and (name in ("position_ids", "seq_idx") or name.startswith("cu_seq"))
     }
+    mask = kwargs.get("attention_mask", "absent")
+    return said | {"mask": mask} if mask is None or isinstance(mask, Tensor) else said
 
 
-def refuse_packed(said: Mapping[str, npt.NDArray[Any]], real_BS: npt.NDArray[np.bool_]) -> None:
-    """Raise RolloutError for a boundary between two real tokens of a row. Padding may have any position."""
-    for name, values in said.items():
-        seams_BS = _seams(name, values, real_BS)
-        if seams_BS is None or not seams_BS.any():
+def check_forward(said: Mapping[str, Tensor | None], layout: Layout, attention: str) -> None:
+    """Raise RolloutError where the forward and the layout disagree. Padding may have any position.
+
+    `attention`: the model's `_attn_implementation`; flash attention goes by positions and boundaries where it has no
+    mask, and others attend to every token before.
+    """
+    owner_BS = layout.owners()
+    told: dict[str, npt.NDArray[np.bool_]] = {}
+    for name, tensor in said.items():
+        if tensor is None or name == "mask" or (begins_BS := _begins(name, tensor, owner_BS)) is None:
             continue
-        row, token = (int(i) for i in np.argwhere(seams_BS)[0])
-        happens = "restart" if name == "position_ids" else "changes" if name in _NUMBERS else "begins another sequence"
-        raise RolloutError(f"{name} {happens} at token {token} of row {row}. {UNPACK}")
+        told[name] = begins_BS
+        before_BS = _owner_before(owner_BS)
+        inside = np.argwhere(begins_BS & (owner_BS == before_BS) & (owner_BS >= 0))
+        if inside.size:
+            happens = (
+                "restart" if name == "position_ids" else "changes" if name in _NUMBERS else "begins another sequence"
+            )
+            raise RolloutError(f"{name} {happens} at token {inside[0][1]} of row {inside[0][0]}. {UNPACK}")
+    if layout.packed:
+        _refuse_leak(said, told, layout, attention)
 
 
-def _seams(name: str, values: npt.NDArray[Any], real_BS: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_] | None:
-    """Real tokens before which there is a seam, [B, S]; None where the values are not of these rows."""
-    B, S = real_BS.shape
+def _owner_before(owner_BS: Ints) -> Ints:
+    """The rollout of the last token before each one that is no padding; -1 where its row has none."""
+    column = np.where(owner_BS >= 0, np.arange(owner_BS.shape[1]), -1)
+    last = np.maximum.accumulate(column, axis=1)[:, :-1]
+    before = np.full_like(owner_BS, -1)
+    before[:, 1:] = np.where(last >= 0, np.take_along_axis(owner_BS, last.clip(min=0), axis=1), -1)
+    return before
+
+
+def _begins(name: str, tensor: Tensor, owner_BS: Ints) -> npt.NDArray[np.bool_] | None:
+    """Where an argument says that a sequence begins, [B, S]; None where its values are not of these rows."""
+    B, S = owner_BS.shape
+    values = host(tensor, np.int64)
+    begins = np.zeros((B, S), np.bool_)
     if name != "position_ids" and name not in _NUMBERS:
         inside = values.reshape(-1)
-        inside = inside[(inside > 0) & (inside < B * S)].astype(np.int64)
-        begins = np.zeros(B * S, np.bool_)
-        begins[inside] = True
-        # After padding nothing was joined: [prompt, response, padding] may be said to be two sequences.
-        joined = real_BS.copy()
-        joined[:, 1:] &= real_BS[:, :-1]
-        joined[:, 0] = False
-        return begins.reshape(B, S) & joined
+        inside = inside[(inside > 0) & (inside < B * S)]
+        begins.reshape(-1)[inside] = True
+        return begins
     if values.ndim == 3:
         values = values[0]  # multimodal positions: the first axis of them counts text, or time
     if values.ndim == 1:
         values = values[None]
-    if values.ndim != 2 or values.shape[1] != S or values.shape[0] not in (1, B):
+    # A packed forward may be longer than what it was told to hold: padded to the size of a bucket.
+    if values.ndim != 2 or values.shape[1] < S or (B > 1 and values.shape[1] != S) or values.shape[0] not in (1, B):
         return None
-    values_BS = np.broadcast_to(values, (B, S))
-    seams = np.zeros((B, S), np.bool_)
+    values_BS = np.broadcast_to(values[:, :S], (B, S))
     for row in range(B):
-        at = np.flatnonzero(real_BS[row])
+        at = np.flatnonzero(owner_BS[row] >= 0)
         step = np.diff(values_BS[row, at])
-        seams[row, at[1:]] = step < 0 if name == "position_ids" else step != 0
-    return seams
+        # Positions 0, 0: a rollout of one token, and the next.
+        again = (step < 0) | ((step == 0) & (values_BS[row, at[1:]] == 0)) if name == "position_ids" else step != 0
+        begins[row, at[1:]] = again
+    return begins
+
+
+def _refuse_leak(
+    said: Mapping[str, Tensor | None], told: Mapping[str, npt.NDArray[np.bool_]], layout: Layout, attention: str
+) -> None:
+    """Raise where the first token of a rollout attended to the rollout before it in its row."""
+    owner_BS = layout.owners()
+    before_BS = _owner_before(owner_BS)
+    starts = np.argwhere((before_BS >= 0) & (owner_BS >= 0) & (before_BS != owner_BS))
+    if not len(starts):
+        return
+    ends = np.array([layout.rollouts[before_BS[row, token]][-1] % layout.shape[1] for row, token in starts])
+    rows, tokens = starts[:, 0], starts[:, 1]
+    mask = said.get("mask")
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        at = mask[
+            torch.from_numpy(rows if len(mask) > 1 else 0 * rows), 0, torch.from_numpy(tokens), torch.from_numpy(ends)
+        ]
+        joined = host(at if at.dtype == torch.bool else at > _HIDDEN, np.bool_)
+    elif "mask" in said and (mask is not None or "flash" not in attention):
+        joined = np.ones(len(starts), np.bool_)  # each row is one sequence to this attention
+    else:
+        joined = ~np.logical_or.reduce(
+            [begins[rows, tokens] for begins in told.values()] or [np.zeros(len(starts), bool)]
+        )
+    if joined.any():
+        row, token = starts[np.flatnonzero(joined)[0]]
+        raise RolloutError(
+            f"the rollout that begins at token {token} of row {row} attended to the one before it: this forward was "
+            "not told of the packing. Pass it position_ids that begin again, use_cache=False and no attention_mask, or "
+            "send one rollout a row"
+        )
+
+
+def host(tensor: Tensor, dtype: type) -> npt.NDArray[Any]:
+    """A tensor's values as a NumPy array."""
+    return tensor.detach().cpu().numpy().astype(dtype)

@@ -1,4 +1,4 @@
-"""Which rollouts of a padded batch are captured, under which ids, and which rows of the forward hold them.
+"""Which rollouts of a batch are captured, under which ids, and which rows of the forward hold them.
 
 Legend: B rows, S tokens of a row (padding included), N selected rows (tokens), R selected rollouts.
 """
@@ -9,7 +9,6 @@ import hashlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +18,19 @@ from rl_hooks.errors import RolloutError
 from rl_hooks.sending.features import PackedIndex
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.tally import Tally
-from rl_hooks.trainer.packing import UNPACK, refuse_packed
+from rl_hooks.trainer.packing import Layout, lay_out
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Which rows of a padded batch to copy, and what is known about them."""
+    """Which rows of a batch to copy, and what is known about them."""
 
     rows: npt.NDArray[np.int64]  # [N] into the flattened [B * S]
     index: PackedIndex
     rollout_ids: tuple[str, ...]  # R
     rewards: tuple[float, ...] | None
     strata: tuple[str, ...] | None
-    real: npt.NDArray[np.bool_]  # [B, S]: which tokens of the padded batch are no padding
+    layout: Layout  # of all rollouts of the batch
     policy_version: int
     temperature: float
     top_p: float
@@ -70,15 +69,17 @@ class RolloutChoice:
     def choose(
         self,
         names: Sequence[str],
-        real_BS: npt.NDArray[np.bool_],
-        generated_BS: npt.NDArray[np.bool_],
+        tokens_B: Sequence[int],
+        generated_B: Sequence[int],
         policy_version: int,
     ) -> list[int]:
-        """The sampled rows that fit into the rest of this policy version's budget, in batch order."""
+        """The sampled rollouts that fit into the rest of this policy version's budget, in batch order.
+
+        `tokens_B`, `generated_B`: how many tokens each has, and how many of them the policy generated.
+        """
         if policy_version != self._version:
             self._version, self._spent_tokens = policy_version, 0
-        tokens_B = real_BS.sum(axis=1)
-        usable = [b for b in range(len(names)) if tokens_B[b] >= 2 and generated_BS[b].any()]
+        usable = [b for b in range(len(names)) if tokens_B[b] >= 2 and generated_B[b]]
         place = {b: sampling_position(names[b], "sample") for b in usable}
         sampled = sorted((b for b in usable if place[b] < self._fraction), key=place.__getitem__)
         chosen: list[int] = []
@@ -107,8 +108,10 @@ def plan_batch(
     choice: RolloutChoice,
     *,
     input_ids: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     loss_mask: Tensor,
+    cu_seqlens: Tensor | None,
+    position_ids: Tensor | None,
     logprobs: Tensor | None,
     rewards: Sequence[float] | Tensor | None,
     strata: Sequence[str] | None,
@@ -118,55 +121,46 @@ def plan_batch(
     top_p: float | None,
     top_k: int | None,
 ) -> BatchPlan | None:
-    """Check the arguments of `DrafterHook.capture` and choose among the rows; None if no row is chosen.
+    """Check the arguments of `DrafterHook.capture` and choose among the rollouts; None if none is chosen.
 
-    Raises RolloutError for tensors that do not fit together, and for packed rows.
+    Raises RolloutError for tensors that do not fit together, and for packed rows that cannot be told apart.
     """
-    if input_ids.ndim != 2 or input_ids.is_nested:
-        got = "a nested tensor" if input_ids.is_nested else list(input_ids.shape)
-        raise RolloutError(f"input_ids must be [B, S], got {got}. {UNPACK}")
-    if attention_mask is None:
-        raise RolloutError(f"attention_mask is None; where nothing is padded it is all ones. {UNPACK}")
-    ids_BS = host(input_ids, np.int32)
-    B, S = ids_BS.shape
-    for name, tensor in (("attention_mask", attention_mask), ("loss_mask", loss_mask), ("logprobs", logprobs)):
-        if tensor is not None and tuple(tensor.shape) != (B, S):
-            raise RolloutError(f"{name} must be {[B, S]} like input_ids, got {list(tensor.shape)}")
-    real_BS = host(attention_mask, np.bool_)
-    refuse_packed({"attention_mask": host(attention_mask, np.int64)}, real_BS)
-    generated_BS = host(loss_mask, np.bool_) & real_BS
-    names = [ids.next(policy_version) for _ in range(B)] if rollout_ids is None else list(rollout_ids)
+    layout = lay_out(input_ids, attention_mask, cu_seqlens, position_ids)
+    tokens_T = layout.flat("input_ids", input_ids, np.int32)
+    generated_T = layout.flat("loss_mask", loss_mask, np.bool_)
+    logprobs_T = None if logprobs is None else layout.flat("logprobs", logprobs.float(), np.float32)
+    places = list(layout.rollouts)
     values = None if rewards is None else [float(value) for value in rewards]
-    if any(one is not None and len(one) != B for one in (names, values, strata)):
-        raise RolloutError(f"rollout_ids, rewards and strata must hold one entry per row ({B})")
+    lists = [len(one) for one in (rollout_ids, values, strata) if one is not None]
+    # The padding at the end of a packed row has positions too, and so looks like rollouts that nobody generated.
+    while layout.packed and lists and len(places) > lists[0] and not generated_T[places[-1]].any():
+        places.pop()
+    if any(count != len(places) for count in lists):
+        of = "rollout" if layout.packed else "row"
+        raise RolloutError(f"rollout_ids, rewards and strata must hold one entry per {of} ({len(places)})")
+    names = [ids.next(policy_version) for _ in places] if rollout_ids is None else list(rollout_ids)
     # No features precede the first token of a rollout, so it cannot be predicted.
-    first_B = real_BS.argmax(axis=1)
-    generated_BS[np.arange(B), first_B] = False
-    chosen = choice.choose(names, real_BS, generated_BS, policy_version)
+    generated_T[[one[0] for one in places if len(one)]] = False
+    counts = [int(generated_T[one].sum()) for one in places]
+    chosen = choice.choose(names, [len(one) for one in places], counts, policy_version)
     if not chosen:
         return None
-    positions = [np.flatnonzero(real_BS[b]) for b in chosen]
-    rows = np.concatenate([b * S + where for b, where in zip(chosen, positions, strict=True)])
+    rows = np.concatenate([places[b] for b in chosen])
     return BatchPlan(
         rows=rows.astype(np.int64),
         index=PackedIndex(
-            input_ids=ids_BS.reshape(-1)[rows],
-            cu_seqlens=np.cumsum([0, *(len(where) for where in positions)], dtype=np.int32),
-            loss_mask=generated_BS.reshape(-1)[rows].astype(np.uint8),
-            logprobs=None if logprobs is None else host(logprobs.float(), np.float32).reshape(-1)[rows],
+            input_ids=tokens_T[rows],
+            cu_seqlens=np.cumsum([0, *(len(places[b]) for b in chosen)], dtype=np.int32),
+            loss_mask=generated_T[rows].astype(np.uint8),
+            logprobs=None if logprobs_T is None else logprobs_T[rows],
         ),
         rollout_ids=tuple(names[b] for b in chosen),
         rewards=None if values is None else tuple(values[b] for b in chosen),
         strata=None if strata is None else tuple(_stratum(strata[b]) for b in chosen),
-        real=real_BS,
+        layout=layout,
         policy_version=policy_version,
         temperature=float(temperature),
         top_p=1.0 if top_p is None else float(top_p),
         # vLLM and transformers say "no top-k" as -1, 0 or None.
         top_k=max(0, int(top_k or 0)),
     )
-
-
-def host(tensor: Tensor, dtype: type) -> npt.NDArray[Any]:
-    """A tensor's values as a NumPy array."""
-    return tensor.detach().cpu().numpy().astype(dtype)

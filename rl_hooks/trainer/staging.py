@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_hooks import wire
+from rl_hooks.errors import RolloutError
 from rl_hooks.sending.features import Captured, FeatureDtype, StagedRollouts, score_rows
 from rl_hooks.trainer.plan import BatchPlan
 
@@ -49,23 +50,32 @@ class RolloutStaging:
             },
         )
 
-    def stage(self, plan: BatchPlan, captured: Captured, head_VH: Tensor) -> StagedRollouts:
-        """Score the tokens that the policy generated, with the head as it is now, and start the copies to the host."""
-        mask = plan.index.loss_mask
-        scored = np.flatnonzero(mask) - 1
-        device = captured.last.device
+    def score(self, plan: BatchPlan, last_NH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """Normaliser and log p, [N] each, of the tokens that the policy generated; with the head as it is now."""
+        scored = np.flatnonzero(plan.index.loss_mask) - 1
+        device = last_NH.device
         at = to_device(scored, device)
         next_ids = to_device(plan.index.input_ids[scored + 1].astype(np.int64), device)
         lse, logp = score_rows(
-            captured.last.index_select(0, at),
+            last_NH.index_select(0, at),
             head_VH,
             next_ids,
             temperature=plan.temperature,
             logit_map=self.logit_map,
         )
-        logsumexp_N = torch.zeros(len(mask), dtype=torch.float32, device=device).index_copy_(0, at, lse)
-        logprob_N = torch.zeros_like(logsumexp_N).index_copy_(0, at + 1, logp)
-        return StagedRollouts(plan.index, captured, logsumexp_N, logprob_N, dtype=self.dtype)
+        logsumexp_N = torch.zeros(len(plan.rows), dtype=torch.float32, device=device).index_copy_(0, at, lse)
+        return logsumexp_N, torch.zeros_like(logsumexp_N).index_copy_(0, at + 1, logp)
+
+    def stage(self, plan: BatchPlan, captured: Captured, scored: tuple[Tensor, Tensor] | None) -> StagedRollouts:
+        """Start the copies to the host. Raises RolloutError where nobody says the log-probabilities."""
+        index = plan.index
+        unknown = index.logprobs is None or bool(np.isnan(index.logprobs[index.loss_mask == 1]).any())
+        if scored is None and unknown:
+            raise RolloutError(
+                "no rank held the whole lm_head in this forward, so log-probabilities cannot be recomputed: pass the "
+                "trainer's own as logprobs= of `capture`"
+            )
+        return StagedRollouts(index, captured, scored, dtype=self.dtype)
 
 
 def to_device(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from drafter_worlds import SHAPES, VOCAB, cast, world
 
 from drafter.batch import RolloutBatch, load_batch, screen
-from drafter.errors import BatchRejected, DrafterError
+from drafter.errors import BatchRejected, DrafterError, TargetHeadError
+from drafter.policy import TargetHead
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
@@ -213,3 +214,23 @@ def test_features_of_other_layers_than_the_drafter_s_are_refused() -> None:
         replay(w.drafter, replace(w.batch, aux_layers=layers), w.policy, depth=2)
     with pytest.raises(BatchRejected, match=r"reads the states entering layers \[1, 2, 3\], these .* \[1, 2, 4\]"):
         replay(w.drafter, replace(w.batch, aux_layers=(1, 2, 4)), w.policy, depth=2)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_rollouts_without_normalisers_are_normalised_with_the_whole_head(temperature: float, tmp_path: Path) -> None:
+    w = world(SHAPES["packed, half response"], temperature=temperature)
+    batch, head = w.batch, TargetHead(w.head)
+    rows = torch.nonzero(batch.loss_mask).flatten() - 1
+    assert torch.equal(head.normalisers(batch, rows), batch.logsumexp[rows])
+    unknown = replace(batch, logsumexp=torch.full_like(batch.logsumexp, torch.nan))
+    screen(unknown)
+    assert torch.allclose(head.normalisers(unknown, rows), batch.logsumexp[rows], atol=1e-4)
+    gap, checked = head.logprob_gap(unknown)
+    assert checked
+    assert gap < 1e-4
+    part = TargetHead(w.head[:9], torch.arange(9))
+    with pytest.raises(TargetHeadError, match=r"without normalisers.*whole lm_head"):
+        part.normalisers(unknown, rows)
+    tensors, _, _ = file_tensors("BF16")
+    del tensors["logsumexp"]
+    assert load_batch(write(tmp_path / "r.safetensors", tensors)).logsumexp.isnan().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -79,14 +80,29 @@ def test_heads_that_the_rollout_file_cannot_describe_are_refused() -> None:
         target_config(nn.Linear(2, 2))
 
 
-def test_a_sharded_head_is_refused_at_registration_and_the_model_is_left_without_hooks() -> None:
-    model = tiny_qwen3()
+def test_weights_that_are_sharded_are_awaited_and_nothing_is_registered_without_them() -> None:
+    model = tiny_qwen3(tied=False)
+    whole = model.lm_head.weight.data
     assert not is_sharded(head_weight(model))
     model.lm_head.weight.data = torch.empty(0)  # what ZeRO-3 leaves between forwards
     assert is_sharded(head_weight(model))
-    with pytest.raises(UnsupportedModelError, match="sharded"):
-        DrafterHook(model, "http://127.0.0.1:9", aux_layers=(1, 2))
-    assert not model.model.norm._forward_hooks
+    registration = RunRegistration(model, aux_layers=(1, 2, 3))
+    with pytest.raises(UnsupportedModelError, match=r"sharded over ranks.*whole"):
+        registration.encode()
+    registration.add_head(whole)
+    assert registration.complete
+    assert set(registration.tensors) == {"embed_tokens", "lm_head"}
+    assert registration.encode()
+
+
+def test_what_is_no_whole_matrix_is_sharded() -> None:
+    still_gathering: Any = nn.Parameter(torch.empty(4, 2))
+    still_gathering.ds_status = types.SimpleNamespace(name="INFLIGHT")  # ZeRO-3 fills it in the background
+    freed = torch.empty(4, 2)
+    freed.untyped_storage().resize_(0)  # FSDP1 frees the storage and leaves the views
+    assert all(map(is_sharded, (still_gathering, freed, torch.empty(8), torch.empty(0))))
+    still_gathering.ds_status.name = "AVAILABLE"
+    assert not is_sharded(still_gathering)
 
 
 def test_a_dtensor_is_recognised_as_sharded() -> None:

@@ -151,7 +151,7 @@ def test_a_state_that_does_not_fit_the_batch_is_an_error_of_pop_and_not_of_the_f
     capture = FeatureCapture(model, (1, 2))
     with torch.no_grad(), capture.armed(shape=(2, 4)):
         model(batch.input_ids)
-    with pytest.raises(RolloutError, match="sequence and pipeline parallelism"):
+    with pytest.raises(RolloutError, match="Sequence and context parallelism"):
         capture.pop()
 
 

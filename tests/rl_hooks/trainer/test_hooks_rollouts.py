@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from rl_hooks import wire
 from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.sampling import sampling_position
+from rl_hooks.trainer.packing import check_forward, lay_out
 
 LENGTHS = [(3, 9), (7, 4), (1, 12), (5, 1)]
 TEMPERATURE = 0.7
@@ -389,29 +392,68 @@ def test_a_forward_over_other_tokens_is_refused_and_not_sent(service: Receiver) 
     hook.close()
 
 
-def test_a_head_that_gets_sharded_after_attaching_stops_the_rollouts_with_one_warning(
-    service: Receiver, caplog: pytest.LogCaptureFixture
+def gathered(model: nn.Module, whole: torch.Tensor) -> list[Any]:
+    """ZeRO-3's behaviour: lm_head is whole while it runs, and empty otherwise."""
+    inner: Any = model
+
+    def fill(*_: Any) -> None:
+        inner.lm_head.weight.data = whole
+
+    def empty(*_: Any) -> None:
+        inner.lm_head.weight.data = torch.empty(0)
+
+    empty()
+    head: nn.Module = inner.lm_head
+    return [head.register_forward_pre_hook(fill), head.register_forward_hook(empty)]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["attached before", "attached after"])
+def test_a_head_that_is_whole_only_while_it_runs_is_read_then(service: Receiver, tmp_path: Path, early: bool) -> None:
+    model, batch = tiny(tied=False), padded_batch(LENGTHS)
+    plain = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), strict=True)
+    run_once(plain, model, batch, rollout_ids=list("abcd"))
+    plain.close()
+    hooks = [] if early else gathered(model, model.lm_head.weight.data)
+    hook = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), strict=True)
+    hooks = hooks or gathered(model, model.lm_head.weight.data)
+    run_once(hook, model, batch, rollout_ids=list("abcd"))
+    assert hook.flush(20)
+    first, second = (mapped(one, tmp_path) for one in service.rollouts())
+    for name in ("logsumexp", "logprobs", "aux_hidden", "last_hidden"):
+        assert np.array_equal(first.array(name), second.array(name))
+    puts = [mapped(one, tmp_path) for one in service.requests if one.path == "/runs/r"]
+    for name in ("lm_head", "embed_tokens"):
+        assert np.array_equal(puts[0].array(name), puts[1].array(name))
+    # The weights are those of the first captured forward, and so of its version.
+    assert puts[1].header.metadata["policy_version"] == ("0" if early else "3")
+    hook.close()
+
+
+def test_a_head_that_is_never_whole_costs_one_warning_and_asks_for_log_probabilities(
+    service: Receiver, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     model, batch = tiny(tied=False), padded_batch(LENGTHS)
-    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
     whole = model.lm_head.weight.data
+    model.lm_head.weight.data = torch.empty(0)
+    hook = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3))
+    inner: Any = model.model
+
+    def step(version: int, **known: Any) -> None:
+        with torch.no_grad(), hook.capture(**inputs(batch), policy_version=version, **known):
+            inner(batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state @ whole.T
+
     with caplog.at_level(logging.WARNING, "rl_hooks"):
-        for version in range(3):
-            with (
-                torch.no_grad(),
-                hook.capture(
-                    input_ids=batch.input_ids,
-                    attention_mask=batch.attention_mask,
-                    loss_mask=batch.loss_mask,
-                    policy_version=version,
-                ),
-            ):
-                model.lm_head.weight.data = whole  # ZeRO-3 gathers for the forward
-                model(batch.input_ids, attention_mask=batch.attention_mask)
-                model.lm_head.weight.data = torch.empty(0)
+        step(0)
+        assert "pass the trainer's own as logprobs=" in hook.stats()["last_failure"]
+        for version in (1, 2):
+            step(version, logprobs=torch.full(batch.input_ids.shape, -0.5))
     assert hook.flush(20)
-    assert (len(service.rollouts()), hook.stats()["failures"]) == (0, 3)
-    assert len([r for r in caplog.records if "sharded" in r.message]) == 1
+    assert [r.path for r in service.requests] == ["/rollouts?run=r"] * 2
+    file = mapped(service.rollouts()[-1], tmp_path)
+    assert "logsumexp" not in file
+    assert set(file.array("logprobs")[file.array("loss_mask") == 1].tolist()) == {-0.5}
+    assert wire.check_rollout_header(file.header).rollouts == 4
+    assert len([r for r in caplog.records if "no rank holds lm_head whole" in r.message]) == 1
     hook.close()
 
 
@@ -532,12 +574,20 @@ def test_packed_rows_cost_the_trainer_one_warning_and_nothing_else(
         ({"attention_mask": None}, r"attention_mask is None.*one rollout a row"),
         ({"attention_mask": torch.tensor([[1] * 12 + [2] * 11 + [3] * 13 + [4] * 6])}, r"attention_mask changes at"),
         ({"input_ids": torch.arange(42)}, r"input_ids must be \[B, S\].*one rollout a row"),
+        ({"cu_seqlens": torch.tensor([0, 12, 50])}, r"cu_seqlens must ascend from 0 to at most the 42 tokens"),
+        ({"cu_seqlens": torch.tensor([1, 12])}, r"cu_seqlens must ascend from 0"),
+        ({"position_ids": torch.arange(42)[None] + 5}, r"the row begins with 5 at token 0 of row 0: a part of a row"),
+        ({"position_ids": torch.arange(42)[None] % 12 + 3 * (torch.arange(42) > 13)}, r"after 1 comes 5 at token 14"),
+        ({"cu_seqlens": torch.tensor([0, 12, 42]), "rewards": [1.0]}, r"one entry per rollout \(2\)"),
         (
-            {"input_ids": torch.nested.nested_tensor([torch.arange(12), torch.arange(30)], layout=torch.jagged)},
-            r"input_ids must be \[B, S\].*one rollout a row",
+            {"input_ids": torch.nested.nested_tensor([torch.arange(12), torch.arange(20)], layout=torch.jagged)},
+            r"attention_mask must be \[1, 32\] like input_ids, got \[1, 42\]",
         ),
     ],
-    ids=["no mask", "documents numbered in the mask", "one axis", "nested"],
+    ids=[
+        *("no mask", "documents numbered in the mask", "one axis", "bounds outside", "bounds from 1"),
+        *("a slice", "a gap", "one reward for two", "nested and not"),
+    ],
 )
 def test_what_says_packed_in_the_arguments_is_refused_before_the_forward(
     service: Receiver, changes: dict[str, Any], fault: str
@@ -606,4 +656,113 @@ def test_a_multi_turn_row_without_positions_is_one_rollout_though_a_packed_one_w
     run_once(hook, model, row, version=0)
     assert hook.flush(20)
     assert hook.stats()["captured_rollouts"] == 1
+    hook.close()
+
+
+TELL: dict[str, Callable[[Padded, dict[str, torch.Tensor]], dict[str, Any]]] = {
+    "boundaries": lambda _, said: {"cu_seqlens": said["cu_seq_lens_q"]},
+    "positions": lambda _, said: {"position_ids": said["position_ids"]},
+    "nested": lambda row, said: {
+        name: torch.nested.nested_tensor_from_jagged(tensor[0], said["cu_seq_lens_q"].long())
+        for name, tensor in (("input_ids", row.input_ids), ("loss_mask", row.loss_mask))
+    },
+    "one axis": lambda row, said: {
+        "input_ids": row.input_ids[0],
+        "loss_mask": row.loss_mask[0],
+        "cu_seqlens": said["cu_seq_lens_q"],
+    },
+    "positions, padded": lambda row, said: {
+        "input_ids": torch.nn.functional.pad(row.input_ids, (0, 6)),
+        "loss_mask": torch.nn.functional.pad(row.loss_mask, (0, 6)),
+        "position_ids": torch.cat([said["position_ids"], torch.arange(6)[None]], 1),
+    },
+}
+
+
+@pytest.mark.parametrize("bucket", [0, 6], ids=["as long", "padded to a bucket"])
+@pytest.mark.parametrize("tell", TELL)
+def test_a_packed_row_is_sent_as_its_rollouts_bit_for_bit(
+    service: Receiver, tmp_path: Path, tell: str, bucket: int
+) -> None:
+    model, (row, said) = tiny().bfloat16().float(), flattened(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    bucket = max(bucket, 6 if "padded" in tell else 0)
+    longer = torch.nn.functional.pad(row.input_ids, (0, bucket))
+    positions = torch.cat([said["position_ids"], torch.arange(bucket)[None]], 1)
+    told: dict[str, Any] = {"input_ids": row.input_ids, "loss_mask": row.loss_mask} | TELL[tell](row, said)
+    known: dict[str, Any] = {"rollout_ids": list("abcd"), "rewards": [1.0, 2.0, 3.0, 4.0]}
+    with torch.no_grad(), hook.capture(**told, **known, policy_version=3, temperature=TEMPERATURE):
+        out = model(longer, position_ids=positions, use_cache=False, output_hidden_states=True)
+    file = sent_file(service, hook, tmp_path)
+    header = wire.check_rollout_header(file.header)
+    ids, cu, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    wire.check_index(header, ids, cu, mask, VOCAB)
+    assert (header.rollout_ids, header.rewards) == (tuple("abcd"), (1.0, 2.0, 3.0, 4.0))
+    assert file.array("input_ids").tolist() == row.input_ids[0].tolist()
+    assert file.array("cu_seqlens").tolist() == said["cu_seq_lens_q"].tolist()
+    T = row.input_ids.shape[1]
+    sent = torch.cat([as_float(file, "aux_hidden"), as_float(file, "last_hidden")], 1)
+    packed = torch.cat([out.hidden_states[i][0, :T] for i in (1, 2, 3, -1)], 1)
+    assert torch.equal(sent, packed.to(torch.bfloat16).float())
+    assert logprob_gap(file, model.lm_head.weight, TEMPERATURE) < 0.05
+    bounds = file.array("cu_seqlens").tolist()
+    for (begin, end), sequence in zip(pairwise(bounds), row.sequences, strict=True):
+        with torch.no_grad():
+            alone = model(torch.tensor([sequence]), output_hidden_states=True).hidden_states
+        expected = torch.cat([alone[i][0] for i in (1, 2, 3, -1)], 1)
+        assert torch.allclose(packed[begin:end], expected, atol=1e-4)
+    hook.close()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("changes", [{"use_cache": True}, {"position_ids": None}], ids=["a cache", "no positions"])
+def test_a_packed_forward_that_attends_across_its_rollouts_is_refused(
+    service: Receiver, attention: str, changes: dict[str, Any]
+) -> None:
+    """With a cache, transformers does not look for packing: every rollout then sees those before it."""
+    model, (row, said) = tiny(), flattened(LENGTHS)
+    model.set_attn_implementation(attention)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    call: dict[str, Any] = {"position_ids": said["position_ids"], "use_cache": False} | changes
+    with (
+        pytest.raises(RolloutError, match="begins at token 12 of row 0 attended to the one before it"),
+        torch.no_grad(),
+        hook.capture(
+            input_ids=row.input_ids, loss_mask=row.loss_mask, cu_seqlens=said["cu_seq_lens_q"], policy_version=0
+        ),
+    ):
+        model(row.input_ids, **call)
+    assert hook.flush(20)
+    assert service.rollouts() == []
+    hook.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ({"mask": None, "position_ids": torch.tensor([[0, 1, 0, 1]])}, False),
+        ({"mask": None, "cu_seq_lens_q": torch.tensor([0, 2, 4])}, False),
+        ({"mask": None, "position_ids": torch.arange(4)[None]}, True),
+        ({"mask": None}, True),
+        # Flash attention takes a mask of padding before anything else: each row is then one sequence.
+        ({"mask": torch.ones(1, 4), "position_ids": torch.tensor([[0, 1, 0, 1]])}, True),
+    ],
+    ids=["positions", "boundaries", "positions that go on", "nothing", "a mask of padding"],
+)
+def test_flash_attention_goes_by_positions_and_boundaries(said: dict[str, torch.Tensor | None], refused: bool) -> None:
+    layout = lay_out(torch.zeros(1, 4), None, torch.tensor([0, 2, 4]), None)
+    with pytest.raises(RolloutError, match="attended") if refused else nullcontext():
+        check_forward(said, layout, "flash_attention_2")
+
+
+def test_a_boundary_inside_what_was_called_one_rollout_is_refused(service: Receiver) -> None:
+    model, (row, said) = tiny(), flattened(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    told = said["cu_seq_lens_q"][[0, 2, 3, 4]]  # the first two are said to be one
+    with (
+        pytest.raises(RolloutError, match="position_ids restart at token 12 of row 0"),
+        torch.no_grad(),
+        hook.capture(input_ids=row.input_ids, loss_mask=row.loss_mask, cu_seqlens=told, policy_version=0),
+    ):
+        model(row.input_ids, position_ids=said["position_ids"], use_cache=False)
     hook.close()

@@ -1,0 +1,32 @@
+# RL stacks with their real packages, on a CPU, each pinned and in an environment of its own. Not part of `make test`.
+# STACKS_PIP_ARGS goes to pip where torch must come from an index of CPU builds (a CUDA torch works too, but is 3 GB more).
+VERL_VENV ?= .venv-verl
+OPENRLHF_VENV ?= .venv-openrlhf
+STACKS_PIP_ARGS ?=
+.PHONY: stacks stacks-clean
+
+$(VERL_VENV)/.ready: tests/stacks/verl_requirements.txt pyproject.toml
+	@echo "setting up $(VERL_VENV) with verl (once; some minutes, 2 GB)"
+	@test -x $(VERL_VENV)/bin/python || $(PYTHON) -m venv $(VERL_VENV)
+	@$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) \
+	  "$$(grep '^torch==' tests/stacks/verl_requirements.txt)" setuptools
+	@$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) \
+	  -r tests/stacks/verl_requirements.txt
+	@$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(OPENRLHF_VENV)/.ready: tests/stacks/openrlhf_requirements.txt
+	@echo "setting up $(OPENRLHF_VENV) with OpenRLHF and DeepSpeed (once; some minutes, 2 GB)"
+	@test -x $(OPENRLHF_VENV)/bin/python || $(PYTHON) -m venv $(OPENRLHF_VENV)
+	@$(OPENRLHF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) \
+	  "$$(grep '^torch==' $<)"
+	@$(OPENRLHF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) -r $<
+	@DS_BUILD_OPS=0 $(OPENRLHF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --no-build-isolation deepspeed==0.19.6 openrlhf==0.11.2
+	@touch $@
+
+stacks: $(VENV)/.ready $(VERL_VENV)/.ready $(OPENRLHF_VENV)/.ready ## The hook in real RL stacks on a CPU: verl, OpenRLHF
+	@timeout 1500 $(BIN)/python -m pytest tests/stacks $(ARGS)
+
+stacks-clean: ## Remove the environments of the RL stacks
+	rm -rf $(VERL_VENV) $(OPENRLHF_VENV)

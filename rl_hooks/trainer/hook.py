@@ -1,0 +1,262 @@
+"""The hook for custom training loops: wrap the forward over a batch of rollouts; its features go to the service.
+
+>>> hook = DrafterHook(model, "http://127.0.0.1:8400", run="my-run")
+>>> with hook.capture(input_ids=ids, attention_mask=mask, loss_mask=generated, policy_version=step, temperature=1.0):
+...     loss = compute_loss(model, ids, mask)        # the forward that happens anyway
+>>> hook.stats()
+
+Only rows of sampled rollouts are copied. Their normalisers are computed inside the forward, where the trainer has the
+head whole (FSDP2 and ZeRO-3 have it whole nowhere else), and with no collective of ours. A background thread sends
+them. Only whole rollouts are sent. No failure of ours reaches the trainer unless `strict=True`: it is counted
+(`failures`), the newest is in `stats()["last_failure"]`, each kind is logged once, and the step goes on without a
+rollout.
+
+The forward must run with the weights that generated the rollouts, and with PEFT the adapter must be active.
+
+Legend: B batch, S padded length, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rl_hooks import wire
+from rl_hooks.sending.features import FeatureDtype
+from rl_hooks.sending.registration import RunRegistration, head_weight, is_sharded, unwrap
+from rl_hooks.sending.sender import RolloutSender
+from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.capture import FeatureCapture
+from rl_hooks.trainer.guard import TrainerGuard
+from rl_hooks.trainer.packing import check_forward
+from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
+from rl_hooks.trainer.registrar import Registrar
+from rl_hooks.trainer.staging import RolloutStaging
+from rl_hooks.trainer.whole import WholeWeight
+
+_COUNTERS: Final = (
+    *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget"),
+    *("head_updates", "failures"),
+)
+#: Said once where the head is gathered by hand, or split over the vocabulary.
+NEVER_WHOLE: Final = (
+    "no rank holds lm_head whole at any place of the forward: rollouts are sent without normalisers, which the service "
+    "computes with the head that it has, and no head is sent from here. Let an engine's tap send it, or wrap lm_head "
+    "with the root of the model"
+)
+
+
+class DrafterHook:
+    """Feature capture, sampling, registration and sending for one model and one run.
+
+    `sample_fraction` and `max_tokens_per_step` bound the tokens sent per policy version and rank. `dtype`: how the
+    auxiliary states are sent ("float8_e4m3" halves them, with one scale per token and layer). `head_tolerance`: the
+    relative change of `lm_head` after which it is sent again. `drafter_version`: called at each capture; returns the
+    version that drafted these rollouts, so that replay α is measured with that drafter. `logit_map`: what the model
+    does to its logits after lm_head, for models that this package does not know. `rank` 0 registers the run, at once
+    or (where the model is sharded already) in the first captured forward; the other ranks wait until it exists.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        url: str,
+        *,
+        run: str = "default",
+        token: str | None = None,
+        aux_layers: Sequence[int] | Literal["eagle3"] = "eagle3",
+        layers_path: str | None = None,
+        norm_path: str | None = None,
+        initial_drafter: Path | str | None = None,
+        draft_vocab_size: int | None = None,
+        policy_version: int = 0,
+        sample_fraction: float = 1.0,
+        max_tokens_per_step: int = 65_536,
+        dtype: FeatureDtype = "bfloat16",
+        head_tolerance: float = 0.005,
+        rank: int = 0,
+        world_size: int = 1,
+        queue_bytes: int = 256 << 20,
+        timeout_seconds: float = 30.0,
+        patience_seconds: float = 120.0,
+        drafter_version: Callable[[], str] | None = None,
+        logit_map: wire.LogitMap | None = None,
+        strict: bool = False,
+    ) -> None:
+        #: Counters, and the newest failure.
+        self.tally = Tally(logging.getLogger("rl_hooks"), *_COUNTERS)
+        #: Runs our own work: times it, and keeps its failures from the trainer.
+        self.guard = TrainerGuard(self.tally, strict=strict)
+        self._choice = RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
+        self._ids = RolloutIds(rank)
+        self._attention = str(getattr(getattr(unwrap(model), "config", None), "_attn_implementation", ""))
+        self.run = run
+        # Made before the hooks are registered: a refused model is left as it was found.
+        sharded = is_sharded(head_weight(model))
+        wait_for_run = frozenset({404}) if rank or sharded else frozenset()
+        self.sender = RolloutSender(
+            url,
+            run=run,
+            token=token,
+            queue_bytes=queue_bytes,
+            timeout_seconds=timeout_seconds,
+            patience_seconds=patience_seconds,
+            retry_statuses=wait_for_run,
+        )
+        self._features = FeatureCapture(model, aux_layers, layers_path=layers_path, norm_path=norm_path)
+        try:
+            registration = RunRegistration(
+                model,
+                aux_layers=self._features.aux_layers,
+                policy_version=policy_version,
+                draft_vocab_size=draft_vocab_size,
+                initial_drafter=initial_drafter,
+                logit_map=logit_map,
+            )
+        except BaseException:
+            self._features.close()
+            raise
+        self._staging = RolloutStaging(
+            run=run,
+            target_fingerprint=registration.fingerprint,
+            aux_layers=self._features.aux_layers,
+            logit_map=registration.logit_map,
+            dtype=dtype,
+            rank=rank,
+            world_size=world_size,
+            drafter_version=drafter_version,
+        )
+        head: Any = unwrap(model)
+        self._head: WholeWeight[tuple[Tensor, Tensor]] = WholeWeight(
+            partial(head_weight, model),
+            [self._features.norm, head.get_output_embeddings()],
+            ready=lambda: self._features.past_norm,
+        )
+        # Rank 0 registers the run, and sends the head for all.
+        self._registrar = None if rank else Registrar(model, registration, self.sender, self.tally, head_tolerance)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The layers whose entering state is captured."""
+        return self._features.aux_layers
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Wall time that the hook took from the trainer, hooks inside the forward included."""
+        return self.guard.seconds + self._features.hook_seconds + self._head.seconds
+
+    @contextmanager
+    def capture(
+        self,
+        *,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        loss_mask: Tensor,
+        policy_version: int,
+        cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        logprobs: Tensor | None = None,
+        rewards: Sequence[float] | Tensor | None = None,
+        temperature: float = 1.0,
+        top_p: float | None = 1.0,
+        top_k: int | None = 0,
+        rollout_ids: Sequence[str] | None = None,
+        strata: Sequence[str] | None = None,
+    ) -> Iterator[None]:
+        """Capture the features of the one forward over `input_ids` that happens inside.
+
+        All of `input_ids`, `attention_mask`, `loss_mask` and `logprobs` are [B, S], padded on either side or both.
+        `loss_mask` is 1 where the policy generated the token itself. `logprobs[b, s]` is log p of `input_ids[b, s]`
+        under the distribution it was sampled from; those left out or NaN are recomputed from the features. `strata`
+        says of which kind each row's prompt is (its source, say): another mix of kinds is then no drift.
+
+        A packed row [1, T] holds several rollouts. Say where they begin by `cu_seqlens` [R + 1], or by `position_ids`
+        that begin again at 0, or give nested tensors. `rewards` and the like then have one entry per rollout. The
+        forward may pad the row at its end, and must keep the rollouts apart: what it says of itself is compared.
+        """
+        if self.sender.refused:
+            yield
+            return
+        plan = self.guard(
+            plan_batch,
+            self._ids,
+            self._choice,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            loss_mask=loss_mask,
+            cu_seqlens=cu_seqlens,
+            position_ids=position_ids,
+            logprobs=logprobs,
+            rewards=rewards,
+            strata=strata,
+            rollout_ids=rollout_ids,
+            policy_version=policy_version,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+        )
+        if plan is None:
+            yield
+            return
+        with ExitStack() as armed:
+            armed.enter_context(
+                self._features.armed(
+                    rows=torch.from_numpy(plan.rows), shape=plan.layout.shape, packed=plan.layout.packed
+                )
+            )
+            armed.enter_context(self._head.armed(partial(self._at_head, plan)))
+            if self._registrar is not None:
+                armed.enter_context(self._registrar.armed())
+            yield
+        self.guard(self._submit, plan)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the hook and of its sender."""
+        own = {**self.tally.counts(), "last_failure": self.tally.last_error, "overhead_seconds": self.overhead_seconds}
+        return own | self.sender.stats()
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything captured was sent or dropped."""
+        return self.sender.flush(timeout_seconds)
+
+    def close(self, timeout_seconds: float = 5.0) -> bool:
+        """Remove the hooks, then flush and stop the sender. True if nothing was lost."""
+        self._features.close()
+        self._head.close()
+        if self._registrar is not None:
+            self._registrar.close()
+        return self.sender.close(timeout_seconds)
+
+    def rollout_id(self, policy_version: int, number: int) -> str:
+        """A rollout's id: unique over attachments, ranks and numbers, and the same each time it is asked for."""
+        return self._ids.of(policy_version, number)
+
+    # --- in the forward: score; after it: stage, queue --------------------------------------------------------------
+
+    def _at_head(self, plan: BatchPlan, head_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """The head is whole: tell the service of it, and score."""
+        if self._registrar is not None:
+            self._registrar.saw(head_VH, plan.policy_version)
+        return self._staging.score(plan, self._features.normed(), head_VH)
+
+    def _submit(self, plan: BatchPlan) -> None:
+        captured, scored = self._features.pop(), self._head.pop()
+        check_forward(captured.boundaries, plan.layout, self._attention)
+        if scored is None:
+            self.tally.warn("sharded", NEVER_WHOLE)
+        staged, metadata = self._staging.stage(plan, captured, scored), self._staging.metadata(plan)
+        self.tally.add("captured_rollouts", len(plan.rollout_ids))
+        self.tally.add("captured_tokens", len(plan.rows))
+        self.sender.submit(
+            lambda: staged.encode(metadata),
+            size_bytes=staged.data_bytes,
+            batch_id=wire.batch_id(self.run, plan.policy_version, plan.rollout_ids),
+            policy_version=plan.policy_version,
+        )

@@ -1,0 +1,68 @@
+"""OpenRLHF's `Actor` with the hook on it, in DeepSpeed's ZeRO-3 or not, packed or padded.
+
+>>> from rl_hooks.trainer.openrlhf import attach
+>>> attach(actor, "http://127.0.0.1:8400", rank=strategy.get_rank(), world_size=strategy.world_size)
+
+`actor` is the policy's `openrlhf.models.Actor`, in the process that trains it; attach before or after
+`strategy.prepare`. Written against OpenRLHF 0.11.2. Four questions are answered here:
+
+- tokens and mask: the arguments of `Actor.forward`; its action mask is of the last tokens of each row;
+- version: how often the policy was trained between two passes that make experience;
+- which forward: one without gradients, which makes experience. The reference model is another Actor;
+- which rank sends: each its own rollouts; rank 0 registers the run. Ring attention is left out, and said.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.hook import DrafterHook
+
+
+def experience_rollouts(sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, *, packed: bool) -> Any:
+    """What `DrafterHook.capture` is to be told of a forward; a packed one strips the padding of all rows into one."""
+    loss_mask = torch.zeros_like(attention_mask)
+    loss_mask[:, -action_mask.shape[1] :] = action_mask.to(loss_mask.dtype)
+    if not packed:
+        return {"input_ids": sequences, "attention_mask": attention_mask, "loss_mask": loss_mask}
+    real = attention_mask.bool()
+    bounds = torch.nn.functional.pad(attention_mask.sum(1).cumsum(0), (1, 0))
+    return {"input_ids": sequences[real], "loss_mask": loss_mask[real], "cu_seqlens": bounds}
+
+
+def attach(actor: Any, url: str, *, rank: int, world_size: int, **options: Any) -> DrafterHook:
+    """Send what this Actor's passes for experience see to the service at `url`; returns the hook.
+
+    `options` are those of `DrafterHook`. Raises `UnsupportedTrainerError` for another kind of object.
+    """
+    missing = [name for name in ("model", "packing_samples", "temperature") if not hasattr(actor, name)]
+    if missing:
+        raise UnsupportedTrainerError(f"{type(actor).__name__} lacks {missing}: it is no Actor of OpenRLHF 0.11.2")
+    hook = DrafterHook(actor.model, url, rank=rank, world_size=world_size, **options)
+    forward, state = actor.forward, {"version": 0, "trained": False}
+
+    def captured(
+        sequences: Tensor, action_mask: Any = None, attention_mask: Any = None, *args: Any, **more: Any
+    ) -> Any:
+        arguments = (sequences, action_mask, attention_mask, *args)
+        if torch.is_grad_enabled():
+            state["trained"] = True
+            return forward(*arguments, **more)
+        if action_mask is None or attention_mask is None or more.get("ring_attn_group") is not None:
+            hook.tally.warn("left out", "a forward without masks, or of ring attention, was left out")
+            return forward(*arguments, **more)
+        if state["trained"]:
+            state.update(version=state["version"] + 1, trained=False)
+        packed = actor.packing_samples
+        told = hook.guard(experience_rollouts, sequences, action_mask, attention_mask, packed=packed)
+        if told is None:
+            return forward(*arguments, **more)
+        with hook.capture(**told, policy_version=state["version"], temperature=actor.temperature):
+            return forward(*arguments, **more)
+
+    actor.forward = captured
+    return hook

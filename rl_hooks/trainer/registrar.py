@@ -1,0 +1,81 @@
+"""Tells the service of the policy's weights: once all that it needs, then the head, whenever it has moved.
+
+One rank does this for all. Where the trainer shards the weights before the hook is attached, the first captured forward
+shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+from torch import Tensor, nn
+
+from rl_hooks.sending.jobs import Job
+from rl_hooks.sending.registration import HeadWatch, RunRegistration, embedding_weight, head_body, head_weight, unwrap
+from rl_hooks.sending.sender import RolloutSender
+from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.whole import WholeWeight
+
+
+class Registrar:
+    """Registers the run, and sends its head again after a relative change of more than `tolerance`."""
+
+    def __init__(
+        self, model: nn.Module, registration: RunRegistration, sender: RolloutSender, tally: Tally, tolerance: float
+    ) -> None:
+        self._registration = registration
+        self._sender = sender
+        self._tally = tally
+        self._tolerance = tolerance
+        self._path = f"/runs/{quote(sender.run, safe='')}"
+        self._watch: HeadWatch | None = None
+        self._embedding: WholeWeight[None] | None = None
+        if registration.complete:
+            self._register(head_weight(model), int(registration.metadata["policy_version"]))
+        elif "embed_tokens" not in registration.tensors:
+            inner: Any = unwrap(model)
+            self._embedding = WholeWeight(partial(embedding_weight, model), [inner.get_input_embeddings()])
+
+    @property
+    def registered(self) -> bool:
+        """Whether the run's registration was queued."""
+        return self._watch is not None
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Take the embedding from the forward inside, if it is still needed."""
+        if self._embedding is None or "embed_tokens" in self._registration.tensors:
+            yield
+            return
+        with self._embedding.armed(self._registration.add_embedding):
+            yield
+        self._embedding.pop()
+
+    def saw(self, head_VH: Tensor, policy_version: int) -> None:
+        """The whole head of the forward that is captured: register the run with it, or send it if it has moved."""
+        if self._watch is None:
+            self._registration.add_head(head_VH)
+            if self._registration.complete:
+                self._registration.metadata["policy_version"] = str(policy_version)
+                self._register(head_VH, policy_version)
+                self.close()
+        elif self._watch.is_due(head_VH, policy_version):
+            size = head_VH.numel() * head_VH.element_size()
+            body = head_body(head_VH, policy_version)
+            if self._sender.submit_job(Job("PUT", f"{self._path}/head", body, size, keep=True)):
+                self._watch.mark(head_VH)
+                self._tally.add("head_updates")
+
+    def close(self) -> None:
+        """Remove what hooks are left."""
+        if self._embedding is not None:
+            self._embedding.close()
+
+    def _register(self, head_VH: Tensor, policy_version: int) -> None:
+        self._watch = HeadWatch(head_VH, self._tolerance, policy_version)
+        size = sum(tensor.data.nbytes for tensor in self._registration.tensors.values())
+        self._sender.submit_job(Job("PUT", self._path, self._registration.encode, size, keep=True))

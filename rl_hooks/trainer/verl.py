@@ -1,0 +1,120 @@
+"""verl's FSDP engine with the hook in it. `VERL_ENGINE_VENDOR=draftalign` picks it, `DRAFTALIGN_URL` says the service.
+
+verl loads this in each of its processes, through the entry point "verl.plugins", and asks its own engine registry for
+the vendor: nothing of verl is patched. Written against verl 0.9.1. Four questions are answered here:
+
+- tokens and mask: nested tensors of the micro-batch; the policy generated what `loss_mask` says of the response;
+- version: the RL steps that this engine's weights have seen (its learning rate's schedule moves once a step);
+- which forward: that of the old log-probabilities. Not the update's, not the reference's, not one without the adapter;
+- which rank sends: each its own rollouts, as data is parallel; rank 0 registers the run.
+
+verl logs a plugin that fails to load at DEBUG and goes on without it. So this one says that it is on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.hook import DrafterHook
+
+VENDOR: Final = "draftalign"
+_log = logging.getLogger("rl_hooks")
+
+
+def micro_batch_rollouts(micro_batch: Any) -> dict[str, Any]:
+    """What `DrafterHook.capture` is to be told of a micro-batch of verl's; its responses are padded, or nested."""
+    ids, responses = list(micro_batch["input_ids"].unbind()), micro_batch["responses"]
+    lengths = [len(one) for one in responses.unbind()]
+    if not responses.is_nested:
+        lengths = micro_batch["attention_mask"][:, -responses.shape[1] :].sum(1).tolist()
+    said = micro_batch["temperature"]
+    temperatures = set(said.flatten().tolist() if isinstance(said, torch.Tensor) else [float(said)])
+    if len(temperatures) != 1:
+        raise UnsupportedTrainerError(f"rollouts of several temperatures in one micro-batch: {sorted(temperatures)}")
+
+    def over_rollouts(name: str) -> torch.Tensor | None:
+        of_responses = micro_batch.get(name)
+        if of_responses is None:
+            return None
+        unknown = math.nan if of_responses.is_floating_point() else 0
+        rows = zip(ids, lengths, of_responses.unbind(), strict=True)
+        return torch.cat([part for i, n, v in rows for part in (v.new_full((len(i) - n,), unknown), v[:n])])
+
+    return {
+        "input_ids": torch.cat(ids),
+        "cu_seqlens": torch.tensor([0, *(len(one) for one in ids)]).cumsum(0),
+        "loss_mask": over_rollouts("loss_mask"),
+        "logprobs": over_rollouts("rollout_log_probs"),
+        "temperature": temperatures.pop(),
+    }
+
+
+def register() -> type:
+    """Register the engine with verl, and return it. Imports verl."""
+    from verl.utils.device import get_device_name as device
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device=device(), vendor=VENDOR)
+    class DraftalignFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+        hook: DrafterHook | None = None
+        _reference = False
+        _passes = 0
+
+        def initialize(self) -> None:
+            super().initialize()
+            if self.engine_config.forward_only:
+                return  # the reference model, or a teacher
+            url = os.environ.get("DRAFTALIGN_URL", "")
+            try:
+                self.hook = self._attach(url)
+                _log.warning("draftalign is on: verl's rank %d sends rollouts to %s", self.rank, url)
+            except Exception:  # noqa: BLE001 - the trainer goes on without us
+                _log.exception("draftalign is OFF: this policy's rollouts are not sent")
+
+        def _attach(self, url: str) -> DrafterHook:
+            if not url:
+                raise UnsupportedTrainerError(f"VERL_ENGINE_VENDOR={VENDOR} needs DRAFTALIGN_URL=http://host:port")
+            if self.ulysses_sequence_parallel_size > 1 or not self.use_remove_padding:
+                raise UnsupportedTrainerError("only use_remove_padding=True without Ulysses sequence parallelism")
+            run, token = os.environ.get("DRAFTALIGN_RUN", "default"), os.environ.get("DRAFTALIGN_TOKEN")
+            rank, world_size = self.get_data_parallel_rank(), self.get_data_parallel_size()
+            return DrafterHook(self.module, url, run=run, token=token, rank=rank, world_size=world_size)
+
+        @contextmanager
+        def disable_adapter(self) -> Iterator[None]:
+            self._reference = True
+            try:
+                with super().disable_adapter():
+                    yield
+            finally:
+                self._reference = False
+
+        def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool) -> Any:
+            hook, wanted = self.hook, forward_only and loss_function is None and not self._reference
+            self._passes += wanted
+            if hook is not None and not self._passes:
+                hook.tally.warn("no pass", "verl updates without a pass for old log-probabilities: nothing is captured")
+            told = hook.guard(micro_batch_rollouts, micro_batch) if hook is not None and wanted else None
+            if hook is None or told is None:
+                return super().forward_step(micro_batch, loss_function, forward_only)
+            with hook.capture(**told, policy_version=int(self.lr_scheduler.last_epoch)):
+                return super().forward_step(micro_batch, loss_function, forward_only)
+
+    return DraftalignFSDPEngine
+
+
+if os.environ.get("VERL_ENGINE_VENDOR") == VENDOR:
+    try:
+        register()
+    except Exception:
+        _log.exception("draftalign is OFF: this verl cannot be extended; it was written against verl 0.9.1")
+        raise

@@ -1,0 +1,92 @@
+"""Where in the trainer's own forward a weight is whole.
+
+FSDP2 and ZeRO-3 keep a part of each weight on a rank. The trainer gathers it for the module that uses it, and frees it
+after that. So the places around that module are asked in turn, and the first that finds the weight whole uses it.
+No gather is started here: it is a collective, and the other ranks would wait for ranks that never come.
+
+Legend: V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rl_hooks.sending.registration import is_sharded
+
+_Made = TypeVar("_Made")
+
+
+class WholeWeight(Generic[_Made]):
+    """Runs some work on a weight, once in each armed forward, at the first place where the weight is whole.
+
+    `read` returns the weight as it is at that moment. It is asked before and after each of `modules`, where `ready`
+    says so, and once more after the forward. A work that fails never disturbs the forward: `pop` raises its error.
+    """
+
+    def __init__(
+        self, read: Callable[[], Tensor], modules: Sequence[nn.Module], ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        #: Wall time of all work.
+        self.seconds = 0.0
+        self._read: Final = read
+        self._ready: Final = ready
+        self._work: Callable[[Tensor], _Made] | None = None
+        self._made: _Made | None = None
+        self._error: Exception | None = None
+        self._handles: list[RemovableHandle] = []
+        for module in modules:
+            # Before it, for who shards after our hooks were registered; after it, for who sharded earlier.
+            self._handles.append(module.register_forward_pre_hook(self._at))
+            self._handles.append(module.register_forward_hook(self._at))
+
+    @contextmanager
+    def armed(self, work: Callable[[Tensor], _Made]) -> Iterator[None]:
+        """Do `work` in the forward that happens inside, or right after it."""
+        self._work, self._made, self._error = work, None, None
+        try:
+            yield
+            self.look()
+        finally:
+            self._work = None
+
+    def pop(self) -> _Made | None:
+        """What the work returned; None where the weight was never whole. Raises the error of the work."""
+        made, error = self._made, self._error
+        self._made = self._error = None
+        if error is not None:
+            raise error
+        return made
+
+    def look(self) -> None:
+        """Do the work if the weight is whole now and nothing was done in this forward."""
+        if self._work is None or not self._ready():
+            return
+        started = time.perf_counter()
+        try:
+            weight = self._read()
+            if is_sharded(weight):
+                return
+            work, self._work = self._work, None
+            self._made = work(weight.detach())
+        except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
+            self._work, self._error = None, error
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def close(self) -> None:
+        """Remove the hooks. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _at(self, _module: nn.Module, *_: Any) -> None:
+        # A compiled forward cannot run it; where weights are whole anyway, it is done after the forward.
+        if not torch.compiler.is_compiling():
+            self.look()

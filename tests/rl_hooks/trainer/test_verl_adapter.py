@@ -1,0 +1,64 @@
+"""What the verl adapter reads of a micro-batch, and what it says without verl. (tests/stacks runs the real one.)"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.verl import micro_batch_rollouts
+
+ROOT = Path(__file__).parents[3]
+#: Two rollouts: 2 + 3 tokens, and 1 + 2; the first response has a tool's token in the middle.
+IDS = torch.nested.nested_tensor([torch.tensor([5, 6, 7, 8, 9]), torch.tensor([3, 4, 5])], layout=torch.jagged)
+PADDED: dict[str, Any] = {
+    "input_ids": IDS,
+    "responses": torch.tensor([[7, 8, 9], [4, 5, 0]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]]),
+    "loss_mask": torch.tensor([[1, 0, 1], [1, 1, 0]]),
+    "rollout_log_probs": torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0]]),
+    "temperature": 0.7,
+}
+
+
+def nested(*rows: list[Any]) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+NESTED: dict[str, Any] = {
+    "input_ids": IDS,
+    "responses": nested([7, 8, 9], [4, 5]),
+    "loss_mask": nested([1, 0, 1], [1, 1]),
+    "rollout_log_probs": nested([-1.0, -2.0, -3.0], [-4.0, -5.0]),
+    "temperature": torch.tensor([0.5, 0.5]),
+}
+
+
+@pytest.mark.parametrize(("batch", "temperature"), [(PADDED, 0.7), (NESTED, 0.5)], ids=["padded", "nested"])
+def test_values_of_responses_are_laid_along_whole_rollouts(batch: dict[str, Any], temperature: float) -> None:
+    told = micro_batch_rollouts(batch)
+    assert told["input_ids"].tolist() == [5, 6, 7, 8, 9, 3, 4, 5]
+    assert told["cu_seqlens"].tolist() == [0, 5, 8]
+    assert told["loss_mask"].tolist() == [0, 0, 1, 0, 1, 0, 1, 1]
+    assert told["logprobs"].nan_to_num(9.0).tolist() == [9.0, 9.0, -1.0, -2.0, -3.0, 9.0, -4.0, -5.0]
+    assert told["temperature"] == temperature
+    assert micro_batch_rollouts({k: v for k, v in batch.items() if k != "rollout_log_probs"})["logprobs"] is None
+
+
+def test_rollouts_of_several_temperatures_are_refused() -> None:
+    with pytest.raises(UnsupportedTrainerError, match=r"several temperatures.*\[0.5, 1.0\]"):
+        micro_batch_rollouts(NESTED | {"temperature": torch.tensor([0.5, 1.0])})
+
+
+@pytest.mark.parametrize(("vendor", "says"), [("draftalign", "draftalign is OFF: this verl"), ("nvidia", "")])
+def test_a_verl_that_cannot_be_extended_is_named_and_another_vendor_touches_nothing(vendor: str, says: str) -> None:
+    environment = os.environ | {"VERL_ENGINE_VENDOR": vendor}
+    command = [sys.executable, "-c", "import rl_hooks.trainer.verl"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode != 0, says in done.stderr) == (bool(says), True)

@@ -1,0 +1,174 @@
+"""OpenRLHF's real `Actor`, packed, in DeepSpeed's ZeRO-3 on two gloo processes: `python openrlhf_trainer.py OUT`.
+
+flash_attn has no CPU build: its three functions that pack and unpack are written in torch here. Every rank writes
+OUT/<rank>.json: what was sent, against each rollout alone in a model of one process; and the weights with and without
+us.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import types
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from hooks_fixtures import as_float, mapped, receiver, tiny_qwen3
+
+from rl_hooks.trainer.openrlhf import attach
+
+AUX = (1, 2, 3)
+ROLLOUTS, PROMPT, RESPONSE, STEPS = 4, 6, 10, 2
+TEMPERATURE = 0.7
+
+
+def stand_in(name: str, **functions: Any) -> None:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    module.__path__ = []
+    module.__dict__.update(functions)
+    sys.modules[name] = module
+
+
+def unpad_input(x: Any, mask: Any) -> tuple[Any, ...]:
+    places, lengths = mask.flatten().nonzero()[:, 0], mask.sum(-1, dtype=torch.int32)
+    cu = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return x.flatten(0, 1)[places], places, cu, int(lengths.max()), lengths
+
+
+def pad_input(x: Any, places: Any, batch: int, length: int) -> Any:
+    out = x.new_zeros(batch * length, *x.shape[1:])
+    return out.index_copy(0, places, x).view(batch, length, *x.shape[1:])
+
+
+def actor_of() -> Any:
+    packing = {"index_first_axis": lambda x, i: x[i], "unpad_input": unpad_input, "pad_input": pad_input}
+    stand_in("flash_attn", __version__="2.8.3")
+    stand_in("flash_attn.bert_padding", rearrange=rearrange, **packing)
+    stand_in("flash_attn.utils")
+    stand_in("flash_attn.utils.distributed", all_gather=lambda tensor, _group: tensor)
+    from openrlhf.models.actor import Actor
+
+    return Actor
+
+
+def rollouts(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sequences, attention mask, and action mask [B, S - 1] of an Experience: prompts padded left, responses right."""
+    ids = torch.randint(2, 61, (ROLLOUTS, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    for b in range(ROLLOUTS):
+        mask[b, :b] = 0
+        mask[b, PROMPT + RESPONSE - 2 * b :] = 0
+    generated = torch.cat([torch.zeros_like(mask[:, :PROMPT]), mask[:, PROMPT:]], 1)
+    return ids * mask, mask, generated[:, 1:]
+
+
+def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> list[torch.Tensor]:
+    model = tiny_qwen3(tied="tied" in words, seed=3)
+    model.config.use_cache = False  # as Actor sets it: with a cache, sdpa does not see the packing
+    actor = actor_of()(model)
+    actor.packing_samples, actor.temperature = True, TEMPERATURE
+    options: dict[str, Any] = {"run": "r", "aux_layers": AUX, "rank": rank, "world_size": 2, "strict": True}
+    hook = attach(actor, service.url, **options) if service is not None and "early" in words else None
+    config = {
+        "train_micro_batch_size_per_gpu": ROLLOUTS,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    actor.model = engine
+    if service is not None and hook is None:
+        hook = attach(actor, service.url, **options)
+    for step in range(STEPS):
+        whole = tiny_qwen3(tied="tied" in words, seed=3)
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):  # the test gathers; the hook does not
+            for mine, theirs in zip(whole.parameters(), model.parameters(), strict=True):
+                mine.data.copy_(theirs)
+        ids, mask, action_mask = rollouts(100 * step + rank)
+        actor.packing_samples = "padded" not in words
+        found.setdefault("at rest", []).append(list(model.lm_head.weight.shape))
+        with torch.no_grad():  # PolicyModelActor.forward, which makes the experience
+            old = actor(ids, action_mask, mask)
+        if hook is not None:
+            assert hook.flush(20), hook.stats()
+            found.setdefault("steps", []).append(compare(service, whole, ids, mask, action_mask, old, step))
+        logp = actor(ids, action_mask, mask)
+        engine.backward(-(logp * torch.randn(logp.shape, generator=torch.Generator().manual_seed(step))).mean())
+        engine.step()
+    if hook is not None:
+        found["requests"] = [f"{r.method} {r.path}" for r in service.requests]
+        hook.close()
+    return [p.ds_tensor.detach().clone() for p in model.parameters()]
+
+
+@torch.no_grad()
+def compare(service: Any, whole: Any, ids: Any, mask: Any, action_mask: Any, old: Any, step: int) -> dict[str, Any]:
+    """The newest file against each rollout alone, and against the Actor's own log-probabilities."""
+    result: dict[str, Any] = {"features": 0.0, "lse": 0.0, "logp": 0.0}
+    with tempfile.TemporaryDirectory() as directory:
+        file = mapped(service.rollouts()[step], Path(directory))
+        for b, (begin, end) in enumerate(pairwise(file.array("cu_seqlens").tolist())):
+            one = ids[b][mask[b].bool()]
+            assert file.array("input_ids")[begin:end].tolist() == one.tolist()
+            out = whole(one[None], output_hidden_states=True)
+            states = torch.cat([out.hidden_states[i][0] for i in (*AUX, -1)], 1)
+            sent = torch.cat([as_float(file, n)[begin:end] for n in ("aux_hidden", "last_hidden")], 1)
+            result["features"] = max(result["features"], float((sent - states).abs().max() / states.abs().max()))
+            at = torch.from_numpy(file.array("loss_mask")[begin:end].copy()).long().nonzero()[:, 0]
+            lse = torch.from_numpy(file.array("logsumexp")[begin:end].copy())[at - 1]
+            expected = (out.logits[0] / TEMPERATURE).logsumexp(-1)[at - 1]
+            result["lse"] = max(result["lse"], float((lse - expected).abs().max()))
+            said = torch.from_numpy(file.array("logprobs")[begin:end].copy())[at]
+            theirs = old[b][action_mask[b].bool()]
+            result["logp"] = max(result["logp"], float((said - theirs).abs().max()))
+            result["version"] = int(file.header.metadata["policy_version"])
+        heads = [r for r in service.requests if r.method == "PUT"]
+        if heads:
+            newest = mapped(heads[-1], Path(directory))
+            name = "lm_head" if "lm_head" in newest else "embed_tokens"
+            result["head"] = torch.equal(as_float(newest, name), whole.lm_head.weight)
+    return result
+
+
+def work(rank: int, port: int, out: Path, cases: list[str]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    # No C++ is built: the lock of a build that was killed would hang every later run.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    report: dict[str, Any] = {}
+    for case in cases:
+        found: dict[str, Any] = {}
+        with receiver() as service:
+            with_us = train(rank, case.split(), service, found)
+        without = train(rank, case.split(), None, {})
+        found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
+        report[case] = found
+    (out / f"{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        PORT = int(probe.getsockname()[1])
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=work, args=(r, PORT, Path(sys.argv[1]), sys.argv[2:])) for r in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    sys.exit(any(one.exitcode for one in ranks))

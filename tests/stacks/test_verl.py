@@ -1,0 +1,71 @@
+"""verl's own TrainingWorker with the hook in it (`verl_trainer.py`), in its own environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PYTHON = Path(os.environ.get("DRAFTALIGN_VERL_PYTHON", ROOT / ".venv-verl/bin/python"))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-verl (`make stacks`): nothing was checked on a real verl"),
+]
+
+
+@pytest.fixture(name="ranks", scope="module")
+def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("verl")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE))),
+        "OMP_NUM_THREADS": "1",
+        # A CPU for verl, which is the test's own affair; and what a user sets, with DRAFTALIGN_URL.
+        **{"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu"},
+        "VERL_ENGINE_VENDOR": "draftalign",
+    }
+    command = [str(PYTHON), "-W", "ignore", str(HERE / "verl_trainer.py"), str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_pass_for_old_log_probabilities_is_sent_rollout_by_rollout(ranks: list[dict[str, Any]], rank: int) -> None:
+    found = ranks[rank]
+    assert found["stats"] == {"captured_rollouts": 8, "failures": 0}
+    for version, step in enumerate(found["steps"]):
+        assert (step["rollouts"], step["left"], step["mask"]) == (4, 0, True)
+        assert len(step["versions"]) > 1  # several packed micro-batches
+        assert set(step["versions"]) == {version}
+        assert float(step["temperature"]) == 0.7
+        assert step["features"] < 2**-7  # bfloat16's rounding, against each rollout alone
+        assert step["logp"] < 1e-6  # verl's own
+        assert step.get("head", rank == 1)
+
+
+def test_rank_0_registers_the_run_from_inside_the_first_forward_and_then_sends_heads(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [found["heads"] for found in ranks] == [["/runs/default", "/runs/default/head"], []]
+
+
+def test_nothing_is_sent_by_the_update_which_is_bit_identical_to_verls_own_engines(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["sent_in_update"] == [0, 0]
+        assert (found["engine"], found["without"]) == ("DraftalignFSDPEngine", "FSDPEngineWithLMHead")
+        assert found["moved"]
+        assert found["weights"]
+
+
+def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        (said,) = found["said"]
+        assert said.startswith(f"draftalign is on: verl's rank {rank} sends rollouts to http://127.0.0.1:")
