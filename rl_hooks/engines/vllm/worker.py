@@ -29,6 +29,7 @@ from rl_hooks.engines.candidate import (
     running_sizes,
     vocabulary_digest,
 )
+from rl_hooks.engines.policy_watch import PolicyWatch
 from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.modules import (
     float32_weights,
@@ -38,7 +39,7 @@ from rl_hooks.engines.vllm.modules import (
     shared_modules,
     unread_weights,
 )
-from rl_hooks.engines.vllm.tap import VllmTap, start_tap
+from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
 from rl_hooks.format.drafter import MODEL_FILE, Sizes, fingerprint
 from rl_hooks.format.mtp import MtpConfig
 
@@ -85,7 +86,7 @@ class DrafterSwap:
         self._broken: str | None = None
         self._marks: str | None = None
         self.tap: VllmTap | None = None
-        self.tap_tried = False
+        self.watch: PolicyWatch | None = None
         has_draft = worker.model_runner.get_draft_model() is not None
         self.draft = RunningDraft(worker) if has_draft else None
         if self.draft is not None:
@@ -143,7 +144,7 @@ class DrafterSwap:
             "sha256": self._served.sha256,
             "last_stall_seconds": self._stall_seconds,
             "problem": self._broken,
-            "tap": None if self.tap is None else self.tap.tap.stopped or "collecting",
+            "tap": None if self.tap is None else self.tap.stats(),
             "takes": None,
         }
         if self.draft is not None:
@@ -161,17 +162,57 @@ class DrafterSwap:
                 document["aux_layers"] = [] if isinstance(sizes, MtpConfig) else list(sizes.aux_layers)
         return document
 
-    def start_tap(self) -> None:
-        """Start feature capture, once, where the environment asks for it."""
-        self.tap_tried = True
-        if self.draft is None:
-            return
+    # --- where the engine itself follows the service
+    def settle(self, named: str | None) -> dict[str, Any]:
+        """Something may have changed weights: put a lost drafter back, and bring the policy's version up to date.
+
+        `named`: vLLM's weight version. The weights must be readable. Returns the state, with `policy_version`.
+        """
+        if self.draft is not None and not self._intact():
+            self._restore()
+        if self.watch is None:
+            self.watch = PolicyWatch(self._worker)
+        else:
+            tainted = self.watch.settle(named)
+            if self.tap is not None:
+                self.tap.settled(tainted=tainted)
+        return {**self.state(), "policy_version": self.watch.version}
+
+    def follow(self, settings: ServiceSettings, named: str | None, newest: int | None) -> dict[str, Any]:
+        """Begin to number the policy's versions, and to send what is sampled; `newest`: None for a new run.
+
+        Without sampling, the weights are numbered only if vLLM names them: the trainer's hook has numbers of its own.
+        """
+        if self.watch is None:
+            self.watch = PolicyWatch(self._worker)
+        if settings.sample_fraction > 0 or (named or "").isdecimal():
+            self.watch.number(named, newest or 0)
+        if self.draft is not None and self.tap is None and settings.sample_fraction > 0:
+            try:
+                layers = _captured_layers(self._worker.model_runner.get_model())
+                self.tap = VllmTap(self._worker, settings, layers, self.watch, joined=newest is not None)
+            except Exception as error:  # noqa: BLE001 - the engine must go on without its tap
+                log.error("draftalign: no features are captured: %s", error)
+        return {**self.state(), "policy_version": self.watch.version}
+
+    def _restore(self) -> None:
+        """Load the served drafter again from host memory: a level-2 sleep discards it, and vLLM does not bring it back.
+
+        Of the drafter that vLLM started with no copy is kept; it is read from its files.
+        """
+        assert self.draft is not None  # noqa: S101 - the caller has checked
+        began = time.perf_counter()
         try:
-            layers = _captured_layers(self._worker.model_runner.get_model())
-        except DrafterRefusedError as error:  # the server must start without its tap
-            log.error("draftalign: no features are captured: %s", error)
-            return
-        self.tap = start_tap(self._worker, layers)
+            tensors = self._served.tensors or self._read_initial(self._sizes(), self._d2t())
+            if tensors is None:
+                return  # the state says that it is not loaded, so a version is pushed
+            self.draft.load(tensors, unread_weights(self._sizes()))
+        except Exception as error:  # noqa: BLE001 - the policy verifies every draft; its text is right in any case
+            log.warning("draftalign: the drafter's weights are lost and were not restored: %r", error)
+        else:
+            self._marks = self.draft.fingerprint()
+            seconds = time.perf_counter() - began
+            log.info("draftalign: restored drafter %s in %.4f s", self._served.version or "of the start", seconds)
 
     # --- staging
     def _read(self, staged: Staged) -> None:
@@ -360,12 +401,17 @@ def draftalign_state(self: Any) -> dict[str, Any]:
     return _of(self).state()
 
 
-def draftalign_tap(self: Any) -> dict[str, Any] | None:
-    """RPC: start the feature tap once, if the environment asks for one; returns its counters."""
-    swap = _of(self)
-    if not swap.tap_tried:
-        swap.start_tap()
-    return None if swap.tap is None else swap.tap.stats()
+def draftalign_settle(self: Any, named: str | None) -> dict[str, Any]:
+    """RPC: weights may have changed; see `DrafterSwap.settle`."""
+    return _of(self).settle(named)
 
 
-RPC_METHODS = (draftalign_stage, draftalign_staged, draftalign_apply, draftalign_state, draftalign_tap)
+def draftalign_follow(self: Any, settings: dict[str, Any], named: str | None, newest: int | None) -> dict[str, Any]:
+    """RPC: the service was reached; see `DrafterSwap.follow`."""
+    return _of(self).follow(ServiceSettings(**settings), named, newest)
+
+
+RPC_METHODS = (
+    *(draftalign_stage, draftalign_staged, draftalign_apply, draftalign_state),
+    *(draftalign_settle, draftalign_follow),
+)

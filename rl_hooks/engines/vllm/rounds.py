@@ -1,0 +1,143 @@
+"""Exact counts of vLLM's speculation by drafter version and policy version, from its scheduler.
+
+A step verifies drafts that were made in the step before. After a swap, each request that was under way still has drafts
+of the old drafter once; they are counted as the old one's. The policy is the one whose step verified them.
+
+All calls come from the engine's thread, but for `read`. Per step and request the cost is two dictionary look-ups.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rl_hooks.engines.counters import Counts, Snapshot
+
+_MAX_BUCKETS: Final = 64
+#: What vLLM's scheduler tells for each request that had drafts to verify.
+_TOLD: Final = (
+    *("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"),
+)
+_Law = tuple[str | None, int | None]
+
+
+class CountingUnsupportedError(Exception):
+    """The scheduler of this vLLM is another than the one that was read; the message says what differs."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    drafted: int = 0
+    emitted: int = 0
+    #: Rounds by how many drafts they accepted.
+    accepted: dict[int, int] = field(default_factory=dict)
+
+    def counts(self) -> Counts:
+        table = dict(self.accepted)
+        deepest = max(table, default=0)
+        return Counts(
+            rounds=sum(table.values()),
+            drafted_tokens=self.drafted,
+            accepted_tokens=sum(length * rounds for length, rounds in table.items()),
+            accepted_per_position=tuple(
+                sum(rounds for length, rounds in table.items() if length > position) for position in range(deepest)
+            ),
+            emitted_tokens=self.emitted,
+        )
+
+
+class RoundCounter:
+    """Counts the rounds of one scheduler. `serving` is the drafter and the policy of the steps from now on."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.serving: _Law = (None, None)
+        self._buckets: dict[_Law, _Bucket] = {}
+        self._gone = Counts()  # of the oldest versions, beyond the bound
+        self._laws: dict[int, _Law] = {}  # of the steps under way, by their scheduler output
+        self._older: dict[str, str | None] = {}  # request -> drafter of its drafts, where it is not the present one
+        self._step: dict[str, _Bucket] = {}
+        self._law: _Law = self.serving
+        self._scheduler = scheduler
+        self._wrap(scheduler)
+
+    def serve(self, drafter: str | None, policy: int | None) -> None:
+        """The drafter and the policy from the next step on."""
+        before, self.serving = self.serving[0], (drafter, policy)
+        if before != drafter:
+            old: dict[str, str | None] = dict.fromkeys(self._scheduler.requests, before)
+            self._older = {**old, **self._older}
+
+    def read(self) -> Snapshot:
+        """Cumulative counts of each (drafter version, policy version). Any thread."""
+        exact = [(drafter, policy, bucket.counts()) for (drafter, policy), bucket in list(self._buckets.items())]
+        return Snapshot.of_exact(tuple(exact), self._gone, self.serving[1])
+
+    # --- called in the scheduler
+    def _wrap(self, scheduler: Any) -> None:
+        found = tuple(inspect.signature(scheduler.make_spec_decoding_stats).parameters)
+        if found != _TOLD:
+            raise CountingUnsupportedError(
+                f"make_spec_decoding_stats takes {', '.join(found)}; the counts know vLLM 0.32, where it takes "
+                f"{', '.join(_TOLD)}"
+            )
+        told, schedule, update = scheduler.make_spec_decoding_stats, scheduler.schedule, scheduler.update_from_output
+
+        def counted_schedule(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self._laws[id(output)] = self.serving
+            return output
+
+        def counted(
+            spec_decoding_stats: Any,
+            num_draft_tokens: int,
+            num_accepted_tokens: int,
+            num_invalid_spec_tokens: dict[str, int] | None,
+            request_id: str,
+        ) -> Any:
+            self._count(num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
+            return told(spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
+
+        def counted_update(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._law = self._laws.pop(id(scheduler_output), self.serving)
+            outputs = update(scheduler_output, *args, **kwargs)
+            self._end(scheduler_output, outputs)
+            return outputs
+
+        scheduler.make_spec_decoding_stats = counted
+        scheduler.schedule = counted_schedule
+        scheduler.update_from_output = counted_update
+
+    def _count(self, drafted: int, accepted: int, invalid: dict[str, int] | None, request: str) -> None:
+        if not drafted:
+            return
+        drafter, policy = self._law
+        if self._older:
+            drafter = self._older.get(request, drafter)
+        bucket = self._buckets.get((drafter, policy))
+        if bucket is None:
+            while len(self._buckets) >= _MAX_BUCKETS:
+                self._gone += self._buckets.pop(next(iter(self._buckets))).counts()
+            bucket = self._buckets[drafter, policy] = _Bucket()
+        bucket.drafted += drafted - (invalid.get(request, 0) if invalid else 0)
+        bucket.accepted[accepted] = bucket.accepted.get(accepted, 0) + 1
+        self._step[request] = bucket
+
+    def _end(self, scheduler_output: Any, outputs: dict[int, Any]) -> None:
+        if self._step:
+            for batch in outputs.values():
+                for one in batch.outputs:
+                    if (bucket := self._step.get(one.request_id)) is not None:
+                        bucket.emitted += len(one.new_token_ids)
+            self._step.clear()
+        if self._older:
+            self._forget(scheduler_output.num_scheduled_tokens)
+
+    def _forget(self, stepped: Iterable[str]) -> None:
+        """These have drafts of their step's drafter now; requests that are gone have none."""
+        if self._law[0] == self.serving[0]:
+            for request in stepped:
+                self._older.pop(request, None)
+        requests = self._scheduler.requests
+        self._older = {request: drafter for request, drafter in self._older.items() if request in requests}
