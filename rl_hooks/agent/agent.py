@@ -235,9 +235,11 @@ class SwapAgent:
 
     def _note(self, peer: str, error: Exception, *, again: bool = False) -> None:
         self.metrics.error(peer, type(error).__name__)
-        # Inside an engine the log is a trainer's: a service that is away for hours costs one line there.
-        level = logging.DEBUG if again and self._engine is not None else logging.WARNING
-        log.log(level, "%s: %s", peer, str(error) or repr(error))
+        text = str(error) or repr(error)
+        if self._engine is None:
+            log.warning("%s: %s", peer, text)
+        else:  # the log is a trainer's: a service that is away for hours costs one line there
+            log.log(logging.DEBUG if again else logging.WARNING, "draftalign: %s: %s; the engine goes on", peer, text)
 
     # --- the service
     async def _follow_service(self, client: httpx.AsyncClient) -> None:

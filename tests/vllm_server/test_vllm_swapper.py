@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from rl_hooks.engines.vllm.draft import RunningDraft
-from rl_hooks.engines.vllm.plugin import DrafterEndpoints, Swapper, SwapProblem
+from rl_hooks.engines.vllm.plugin import DrafterEndpoints
+from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
 from rl_hooks.engines.vllm.worker import DrafterSwap
 
 
@@ -87,7 +88,6 @@ def test_the_draft_vocabulary_is_kept_before_a_server_can_sleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTALIGN_DRAFTER_DIR", str(tmp_path))
-    monkeypatch.delenv("DRAFTALIGN_TAP_URL", raising=False)
     client = Client("v1")
     asyncio.run(DrafterEndpoints().init_state(client, None, Namespace()))
     assert client.calls == ["draftalign_state"]
