@@ -163,9 +163,10 @@ class FeatureTap:
         self._weights, self._moved = weights, moved
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[_Tracked] = []
-        self._finished: queue.SimpleQueue[tuple[list[_Tracked], Callable[[], bool]] | Callable[[], None]]
+        self._finished: queue.SimpleQueue[tuple[list[_Tracked], Callable[[], bool]] | Callable[[], None] | None]
         self._finished = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="draftalign-tap", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="draftalign-tap", daemon=True)
+        self._thread.start()
 
     # --- the engine's thread
     def begin(self, request: Request) -> None:
@@ -233,6 +234,15 @@ class FeatureTap:
         self.head, self.policy_version = head, policy_version
         self._finished.put(ready)
 
+    def close(self, timeout_seconds: float) -> None:
+        """Collect nothing more; wait until what was collected has been delivered.
+
+        A thread that is inside torch when the interpreter ends takes the whole process down with it.
+        """
+        self.cut()
+        self._finished.put(None)
+        self._thread.join(timeout_seconds)
+
     def _drop(self) -> None:
         self.policy_version = None
         self._tracked.clear()
@@ -282,6 +292,8 @@ class FeatureTap:
     def _work(self) -> None:
         while True:
             task = self._finished.get()
+            if task is None:
+                return
             try:
                 if callable(task):
                     task()
@@ -409,7 +421,9 @@ class Batcher:
         self._waiting: dict[tuple[int, Sampling], list[Collected]] = {}
         self._since = math.inf
         self._lock = threading.Lock()
-        threading.Thread(target=self._clock, name="draftalign-tap-batcher", daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._clock, name="draftalign-tap-batcher", daemon=True)
+        self._thread.start()
 
     def add(self, collected: Collected) -> None:
         """Take one rollout in; sends when those of its kind have enough tokens."""
@@ -428,9 +442,14 @@ class Batcher:
             for batch in waiting.values():
                 self._send(batch)
 
+    def close(self, timeout_seconds: float) -> None:
+        """Send everything that waits, and end the thread."""
+        self._closed.set()
+        self._thread.join(timeout_seconds)
+        self.flush()
+
     def _clock(self) -> None:
-        while True:
-            time.sleep(min(self._seconds, 1.0) / 2)
+        while not self._closed.wait(min(self._seconds, 1.0) / 2):
             if time.monotonic() - self._since > self._seconds:
                 try:
                     self.flush()

@@ -29,6 +29,7 @@ from rl_hooks.sending.sampling import sampling_position
 log = logging.getLogger("vllm.draftalign")
 
 _LOOK_SECONDS: Final = 10.0
+_END_SECONDS: Final = 10.0
 #: Calls that read files and touch no weights: they may also run while the engine is idle or asleep.
 _HARMLESS: Final = frozenset({"draftalign_stage", "draftalign_staged"})
 #: vLLM's weight version before anybody has set one.
@@ -41,7 +42,7 @@ class CoreLink:
     """One engine core, as the thread that follows the service sees it. `sample_fraction`: of requests to be tapped."""
 
     def __init__(self, core: Any, sample_fraction: float, begin: Begin, end: Callable[[], None]) -> None:
-        self.core, self.sample_fraction, self.end = core, sample_fraction, end
+        self.core, self.sample_fraction, self._end = core, sample_fraction, end
         #: The joint state of the workers; empty before the first step.
         self.state: dict[str, Any] = {}
         self._begin: Begin | None = begin
@@ -77,6 +78,12 @@ class CoreLink:
             self.guard("counting rounds", self._count)
             self._watch_the_worker()
             begin(self)
+
+    def close(self) -> None:
+        """The engine shuts down: send what there is, for some seconds at most."""
+        self._end()
+        if self.state:
+            self.core.model_executor.collective_rpc("draftalign_end", _END_SECONDS)
 
     def touch(self) -> None:
         """Weights may have changed. Any thread."""
@@ -204,7 +211,7 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
 
     def shutdown(core: Any, *_: Any) -> None:
         if (link := vars(core).get("_draftalign")) is not None:
-            link.guard("ending", link.end)
+            link.guard("ending", link.close)
 
     def touch(core: Any, *_: Any) -> None:
         if (link := linked(core)) is not None:

@@ -9,7 +9,6 @@ All calls come from the engine's thread, but for `read`. Per step and request th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -56,7 +55,8 @@ class RoundCounter:
         self._buckets: dict[_Law, _Bucket] = {}
         self._gone = Counts()  # of the oldest versions, beyond the bound
         self._laws: dict[int, _Law] = {}  # of the steps under way, by their scheduler output
-        self._older: dict[str, str | None] = {}  # request -> drafter of its drafts, where it is not the present one
+        #: Request -> drafter of its drafts, while some are older than the present one; None: all are its.
+        self._makers: dict[str, str | None] | None = None
         self._step: dict[str, _Bucket] = {}
         self._law: _Law = self.serving
         self._scheduler = scheduler
@@ -65,9 +65,8 @@ class RoundCounter:
     def serve(self, drafter: str | None, policy: int | None) -> None:
         """The drafter and the policy from the next step on."""
         before, self.serving = self.serving[0], (drafter, policy)
-        if before != drafter:
-            old: dict[str, str | None] = dict.fromkeys(self._scheduler.requests, before)
-            self._older = {**old, **self._older}
+        if before != drafter and self._makers is None:
+            self._makers = dict.fromkeys(self._scheduler.requests, before)
 
     def read(self) -> Snapshot:
         """Cumulative counts of each (drafter version, policy version). Any thread."""
@@ -113,8 +112,8 @@ class RoundCounter:
         if not drafted:
             return
         drafter, policy = self._law
-        if self._older:
-            drafter = self._older.get(request, drafter)
+        if self._makers is not None:
+            drafter = self._makers.get(request, drafter)
         bucket = self._buckets.get((drafter, policy))
         if bucket is None:
             while len(self._buckets) >= _MAX_BUCKETS:
@@ -131,13 +130,9 @@ class RoundCounter:
                     if (bucket := self._step.get(one.request_id)) is not None:
                         bucket.emitted += len(one.new_token_ids)
             self._step.clear()
-        if self._older:
-            self._forget(scheduler_output.num_scheduled_tokens)
-
-    def _forget(self, stepped: Iterable[str]) -> None:
-        """These have drafts of their step's drafter now; requests that are gone have none."""
-        if self._law[0] == self.serving[0]:
-            for request in stepped:
-                self._older.pop(request, None)
-        requests = self._scheduler.requests
-        self._older = {request: drafter for request, drafter in self._older.items() if request in requests}
+        if self._makers is not None:
+            self._makers |= dict.fromkeys(scheduler_output.num_scheduled_tokens, self._law[0])
+            requests = self._scheduler.requests
+            self._makers = {request: maker for request, maker in self._makers.items() if request in requests}
+            if all(maker == self.serving[0] for maker in self._makers.values()):
+                self._makers = None

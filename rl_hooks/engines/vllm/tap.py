@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from rl_hooks.engines.policy_watch import PolicyWatch
 from rl_hooks.engines.tap import Batcher, Collected, FeatureTap, Head, Request, Sampling, Step, rollout_file
+from rl_hooks.format.drafter import MODEL_FILE
 from rl_hooks.release import PLAIN_NAME
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job
@@ -51,6 +52,7 @@ _ABSENT: Final = ("logit_bias", "allowed_token_ids", "structured_outputs", "bad_
 
 #: The head is sent again when it has moved by more than this, relative to its norm, as a trainer's hook does.
 HEAD_TOLERANCE: Final = 0.005
+_CLOSE_SECONDS: Final = 2.0
 #: The parameters that the tap reads, by name, so that vLLM may add and reorder others.
 V1_ARGUMENTS: Final = ("scheduler_output", "sampled_token_ids", "hidden_states", "aux_hidden_states")
 V2_ARGUMENTS: Final = ("input_batch", "last_hidden_states", "aux_hidden_states", "num_rejected", "last_sampled")
@@ -151,12 +153,12 @@ class VllmTap:
         self._check(worker)
         version = watch.version or 0
         self._worker, self._weights = worker, watch
-        policy, draft = self._policy(), Path(worker.vllm_config.speculative_config.draft_model_config.model)
+        policy = self._policy()
         registration = RunRegistration(
             policy,
             aux_layers=aux_layers,
             policy_version=version,
-            initial_drafter=draft if (draft / "model.safetensors").is_file() else None,
+            initial_drafter=drafter_files(worker),
         )
         self._file = functools.partial(
             rollout_file,
@@ -278,10 +280,36 @@ class VllmTap:
         parts, batch_id = self._file(batch)
         self.sender.submit(parts, batch_id=batch_id, policy_version=batch[0].policy_version)
 
+    def close(self) -> None:
+        """Send what was collected, for some seconds at most."""
+        self.tap.close(_CLOSE_SECONDS)
+        self.batcher.close(_CLOSE_SECONDS)
+        self.sender.close(_CLOSE_SECONDS)
+
     def stats(self) -> dict[str, Any]:
         """Counters of the tap and of its sender."""
         sender = {f"sender_{name}": value for name, value in self.sender.stats().items()}
         return {**self.tap.tally.counts(), **sender}
+
+
+def drafter_files(worker: Any) -> Path:
+    """The directory of the drafter that this vLLM was started with, by a path or by a name in the local hub cache.
+
+    Raises TapUnsupportedError where there is none: the service would start a drafter with another vocabulary, which
+    this engine could never load.
+    """
+    config = worker.vllm_config.speculative_config.draft_model_config
+    directory, name = Path(config.model), str(config.model)
+    if not directory.is_dir():
+        try:
+            from huggingface_hub import snapshot_download
+
+            directory = Path(snapshot_download(name, revision=config.revision, local_files_only=True))
+        except (ImportError, OSError, ValueError) as error:
+            raise TapUnsupportedError(f"the files of the drafter {name} are not found: {error}") from error
+    if not (directory / MODEL_FILE).is_file():
+        raise TapUnsupportedError(f"{directory} has no {MODEL_FILE}; start the server with a drafter as one such file")
+    return directory
 
 
 def request_of(new: Any) -> Request | None:

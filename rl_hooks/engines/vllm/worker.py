@@ -39,7 +39,7 @@ from rl_hooks.engines.vllm.modules import (
     shared_modules,
     unread_weights,
 )
-from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
+from rl_hooks.engines.vllm.tap import ServiceSettings, TapUnsupportedError, VllmTap, drafter_files
 from rl_hooks.format.drafter import MODEL_FILE, Sizes, fingerprint
 from rl_hooks.format.mtp import MtpConfig
 
@@ -124,6 +124,8 @@ class DrafterSwap:
             raise DrafterRefusedError(staged.refused)
         if staged.failed is not None:
             raise RuntimeError(staged.failed)
+        if self._is_updated():
+            raise RuntimeError("a trainer is updating this worker's weights; ask again")
         if self.draft is not None and staged.sha256 != sha256:
             raise RuntimeError(f"this worker read {staged.sha256} for {version}, another one read {sha256}")
         previous, self._staged = self._served, None
@@ -168,11 +170,11 @@ class DrafterSwap:
 
         `named`: vLLM's weight version. The weights must be readable. Returns the state, with `policy_version`.
         """
-        if self.draft is not None and not self._intact():
-            self._restore()
         if self.watch is None:
             self.watch = PolicyWatch(self._worker)
-        else:
+        elif not self._is_updated():
+            if self.draft is not None and not self._intact():
+                self._restore()
             tainted = self.watch.settle(named)
             if self.tap is not None:
                 self.tap.settled(tainted=tainted)
@@ -194,6 +196,15 @@ class DrafterSwap:
             except Exception as error:  # noqa: BLE001 - the engine must go on without its tap
                 log.error("draftalign: no features are captured: %s", error)
         return {**self.state(), "policy_version": self.watch.version}
+
+    def end(self) -> None:
+        """The engine shuts down."""
+        if self.tap is not None:
+            self.tap.close()
+
+    def _is_updated(self) -> bool:
+        """Whether a trainer is between vLLM's `start_weight_update` and `finish_weight_update`."""
+        return bool(getattr(self._worker, "_weight_update_active", False))
 
     def _restore(self) -> None:
         """Load the served drafter again from host memory: a level-2 sleep discards it, and vLLM does not bring it back.
@@ -242,8 +253,9 @@ class DrafterSwap:
         try:
             if isinstance(sizes, MtpConfig):
                 return read_own_module(directory, sizes, self._dtype())
+            directory = drafter_files(self._worker)
             return read_candidate(_read_bounded(directory / MODEL_FILE, sizes), sizes, d2t, self._dtype())
-        except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
+        except (OSError, ValueError, SafetensorError, DrafterRefusedError, TapUnsupportedError) as error:
             log.info("draftalign: %s cannot be kept for a failed swap: %s", directory, error)
             return None
 
@@ -411,7 +423,12 @@ def draftalign_follow(self: Any, settings: dict[str, Any], named: str | None, ne
     return _of(self).follow(ServiceSettings(**settings), named, newest)
 
 
+def draftalign_end(self: Any) -> None:
+    """RPC: the engine shuts down; see `DrafterSwap.end`."""
+    _of(self).end()
+
+
 RPC_METHODS = (
     *(draftalign_stage, draftalign_staged, draftalign_apply, draftalign_state),
-    *(draftalign_settle, draftalign_follow),
+    *(draftalign_settle, draftalign_follow, draftalign_end),
 )
