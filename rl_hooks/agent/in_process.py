@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +21,8 @@ from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
 from rl_hooks.release import Release
 from rl_hooks.sending.exchange import Origin, exchange
+
+log = logging.getLogger("vllm.draftalign")
 
 #: The first request of an engine waits so long for the service, once.
 _FIRST_SECONDS: Final = 2.0
@@ -43,6 +45,7 @@ class InProcessAgent:
             signing_key=os.environ.get("DRAFTALIGN_SIGNING_KEY") or None,
         )
         self._agent: SwapAgent | None = None
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, link: CoreLink) -> None:
@@ -53,8 +56,10 @@ class InProcessAgent:
 
     def end(self) -> None:
         """The engine shuts down: report the last counts."""
-        if self._agent is not None and self._thread is not None:
+        self._stopped.set()
+        if self._agent is not None:
             self._agent.stop()
+        if self._thread is not None:
             self._thread.join(_LAST_SECONDS)
 
     def _join(self, link: CoreLink, follow: Callable[[int | None], object]) -> bool:
@@ -65,11 +70,13 @@ class InProcessAgent:
 
     def _follow(self, link: CoreLink, joined: bool) -> None:
         while not joined:
-            time.sleep(_RETRY_SECONDS)
+            if self._stopped.wait(_RETRY_SECONDS):
+                return
             joined = self._join(
                 link, lambda newest: link.call("draftalign_follow", asdict(self._settings), newest).result()
             )
         config = self._config
+        log.info("draftalign: this engine follows run %r of %s", config.run, config.service_url)
         agent = self._agent = SwapAgent(config, InProcessEngine(config.engine_urls[0], link, config.cache_dir))
         link.guard("following the service", lambda: asyncio.run(agent.run()))
 

@@ -1,4 +1,4 @@
-"""A process that uses vLLM as a trainer does: `LLM`, generate, weights, sleep. It knows nothing of draftalign.
+"""A process that uses vLLM as a trainer does: `LLM`, generate, weights. It knows nothing of draftalign but `attach`.
 
 Run by vLLM's own Python. Each line on stdin is a JSON list [function, arguments...]; its answer goes to the file of the
 first argument, because vLLM writes to stdout.
@@ -58,6 +58,16 @@ class Commands:
         self.llm.reset_prefix_cache()
         if version is not None:
             self.llm.update_weight_version(version)
+
+    def attach(self, url: str) -> str:
+        """The explicit form; what it said where it was refused."""
+        from rl_hooks.agent.vllm import attach
+
+        try:
+            attach(self.llm, url, run="attached", sample_fraction=1.0, tokens_per_minute=10**7)
+        except Exception as error:  # noqa: BLE001 - from another process it is vLLM's own
+            return str(error)
+        return ""
 
 
 def main() -> None:

@@ -201,6 +201,40 @@ def test_an_llm_with_variables_alone_follows_the_service(
         assert llm.text().count(f"draftalign: {peer}: All connection attempts failed") == 1
 
 
+def test_an_llm_whose_engine_core_is_a_process_of_its_own_is_attached_in_code(
+    service: RunningService, redis_url: str, drafters: Path, trained: Eagle3Drafter, tmp_path: Path
+) -> None:
+    llm = LlmProcess(tmp_path / "llm", drafters / "random", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    try:
+        texts = llm.generate()
+        assert llm.ask("attach", "no address") != ""
+        assert llm.ask("attach", service.url) == ""
+        assert "follows a service already" in llm.ask("attach", service.url)
+        assert llm.generate() == texts
+        eventually(lambda: _ok(service, "/runs/attached"), 30)
+        version = publish(service, drafters / "trained", trained, "attached")
+        eventually(lambda: llm.ask("rpc", "draftalign_staged").get("version") == version, 30)
+        eventually(lambda: llm.ask("rpc", "draftalign_staged")["done"], 30)
+        assert (llm.state()["version"], llm.generate()) == (None, texts), "an engine that is idle swaps nothing"
+        before = llm.rounds()
+        assert llm.state()["version"] == version
+        assert llm.generate() == texts
+        after = llm.rounds()
+        assert 1 + (after[1] - before[1]) / (after[0] - before[0]) > 2.0
+        with Redis.from_url(redis_url) as client:
+            store = Store(client, "attached")
+            booked = eventually(lambda: _reported(store, version, after[0] - before[0]), 30)
+            assert booked[0] >= after[0] - before[0]
+    finally:
+        llm.stop()
+    assert llm.process.returncode == 0, llm.text()[-3000:]
+
+
+def _reported(store: Store, version: str, least: int) -> tuple[int, int, tuple[int, ...]] | None:
+    booked = _booked(store, version, 0)
+    return booked if booked is not None and booked[0] >= least else None
+
+
 def _ok(service: RunningService, path: str) -> Any:
     answer = service.client.get(path)
     return answer.json() if answer.status_code == 200 else None
