@@ -84,7 +84,7 @@ class PolicyWatch:
 
     @property
     def version(self) -> int | None:
-        """The version of the weights at the last `settle`; None before `number`."""
+        """The version of the weights at the last `settle`; None before `number`, unless vLLM names one."""
         return None if self._versions is None else self._versions.current
 
     def number(self, named: str | None, newest: int) -> int:
@@ -108,6 +108,8 @@ class PolicyWatch:
             self.weights.retake()
         if self._versions is not None:
             self._versions.next(named, moved=moved)
+        elif _number(named) is not None:
+            self.number(named, 0)
         return found
 
     def _announced(self, what: str) -> None:

@@ -187,7 +187,7 @@ class DrafterSwap:
         """
         if self.watch is None:
             self.watch = PolicyWatch(self._worker)
-        if settings.sample_fraction > 0 or (named or "").isdecimal():
+        if settings.sample_fraction > 0:
             self.watch.number(named, newest or 0)
         if self.draft is not None and self.tap is None and settings.sample_fraction > 0:
             try:

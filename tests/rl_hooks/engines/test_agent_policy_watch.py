@@ -250,3 +250,14 @@ def test_a_version_is_what_vllm_was_told_or_else_a_count(
 ) -> None:
     versions = PolicyVersions.start(*start)
     assert [versions.next(named, moved=moved) for named, moved in said] == numbers
+
+
+def test_without_sampling_only_a_number_that_vllm_was_told_counts() -> None:
+    """The trainer's hook numbers policies by itself; a count of ours would be another number for the same weights."""
+    model = Model()
+    watch = PolicyWatch(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model)))
+    model.load_weights(iter(WEIGHTS))
+    watch.settle(None)
+    assert watch.version is None
+    watch.settle("12")
+    assert watch.version == 12
