@@ -20,7 +20,6 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 
 from rl_hooks.engines.policy_watch import PolicyWatch
 from rl_hooks.engines.tap import Batcher, Collected, FeatureTap, Head, Request, Sampling, Step, rollout_file
-from rl_hooks.format.drafter import MODEL_FILE
+from rl_hooks.engines.vllm.draft import started_with
 from rl_hooks.release import PLAIN_NAME
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job
@@ -158,7 +157,7 @@ class VllmTap:
             policy,
             aux_layers=aux_layers,
             policy_version=version,
-            initial_drafter=drafter_files(worker),
+            initial_drafter=started_with(worker),
         )
         self._file = functools.partial(
             rollout_file,
@@ -290,26 +289,6 @@ class VllmTap:
         """Counters of the tap and of its sender."""
         sender = {f"sender_{name}": value for name, value in self.sender.stats().items()}
         return {**self.tap.tally.counts(), **sender}
-
-
-def drafter_files(worker: Any) -> Path:
-    """The directory of the drafter that this vLLM was started with, by a path or by a name in the local hub cache.
-
-    Raises TapUnsupportedError where there is none: the service would start a drafter with another vocabulary, which
-    this engine could never load.
-    """
-    config = worker.vllm_config.speculative_config.draft_model_config
-    directory, name = Path(config.model), str(config.model)
-    if not directory.is_dir():
-        try:
-            from huggingface_hub import snapshot_download
-
-            directory = Path(snapshot_download(name, revision=config.revision, local_files_only=True))
-        except (ImportError, OSError, ValueError) as error:
-            raise TapUnsupportedError(f"the files of the drafter {name} are not found: {error}") from error
-    if not (directory / MODEL_FILE).is_file():
-        raise TapUnsupportedError(f"{directory} has no {MODEL_FILE}; start the server with a drafter as one such file")
-    return directory
 
 
 def request_of(new: Any) -> Request | None:

@@ -30,7 +30,7 @@ from rl_hooks.engines.candidate import (
     vocabulary_digest,
 )
 from rl_hooks.engines.policy_watch import PolicyWatch
-from rl_hooks.engines.vllm.draft import RunningDraft
+from rl_hooks.engines.vllm.draft import RunningDraft, started_with
 from rl_hooks.engines.vllm.modules import (
     float32_weights,
     module_elements,
@@ -39,7 +39,7 @@ from rl_hooks.engines.vllm.modules import (
     shared_modules,
     unread_weights,
 )
-from rl_hooks.engines.vllm.tap import ServiceSettings, TapUnsupportedError, VllmTap, drafter_files
+from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
 from rl_hooks.format.drafter import MODEL_FILE, Sizes, fingerprint
 from rl_hooks.format.mtp import MtpConfig
 
@@ -89,7 +89,7 @@ class DrafterSwap:
         self.watch: PolicyWatch | None = None
         has_draft = worker.model_runner.get_draft_model() is not None
         self.draft = RunningDraft(worker) if has_draft else None
-        if self.draft is not None:
+        if self.draft is not None and not self.draft.made_up:
             self._marks = self.draft.fingerprint()
 
     # --- called by RPC
@@ -170,32 +170,34 @@ class DrafterSwap:
 
         `named`: vLLM's weight version. The weights must be readable. Returns the state, with `policy_version`.
         """
-        if self.watch is None:
-            self.watch = PolicyWatch(self._worker)
-        elif not self._is_updated():
-            if self.draft is not None and not self._intact():
+        if not self._is_updated():
+            if not self._intact():
                 self._restore()
-            tainted = self.watch.settle(named)
+            tainted = self._watched().settle(named)
             if self.tap is not None:
                 self.tap.settled(tainted=tainted)
-        return {**self.state(), "policy_version": self.watch.version}
+        return {**self.state(), "policy_version": self._watched().version}
+
+    def _watched(self) -> PolicyWatch:
+        if self.watch is None:
+            self.watch = PolicyWatch(self._worker)
+        return self.watch
 
     def follow(self, settings: ServiceSettings, named: str | None, newest: int | None) -> dict[str, Any]:
         """Begin to number the policy's versions, and to send what is sampled; `newest`: None for a new run.
 
         Without sampling, the weights are numbered only if vLLM names them: the trainer's hook has numbers of its own.
         """
-        if self.watch is None:
-            self.watch = PolicyWatch(self._worker)
+        watch = self._watched()
         if settings.sample_fraction > 0:
-            self.watch.number(named, newest or 0)
+            watch.number(named, newest or 0)
         if self.draft is not None and self.tap is None and settings.sample_fraction > 0:
             try:
                 layers = _captured_layers(self._worker.model_runner.get_model())
-                self.tap = VllmTap(self._worker, settings, layers, self.watch, joined=newest is not None)
+                self.tap = VllmTap(self._worker, settings, layers, watch, joined=newest is not None)
             except Exception as error:  # noqa: BLE001 - the engine must go on without its tap
                 log.error("draftalign: no features are captured: %s", error)
-        return {**self.state(), "policy_version": self.watch.version}
+        return {**self.state(), "policy_version": watch.version}
 
     def end(self) -> None:
         """The engine shuts down."""
@@ -253,9 +255,9 @@ class DrafterSwap:
         try:
             if isinstance(sizes, MtpConfig):
                 return read_own_module(directory, sizes, self._dtype())
-            directory = drafter_files(self._worker)
+            directory = started_with(self._worker)
             return read_candidate(_read_bounded(directory / MODEL_FILE, sizes), sizes, d2t, self._dtype())
-        except (OSError, ValueError, SafetensorError, DrafterRefusedError, TapUnsupportedError) as error:
+        except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
             log.info("draftalign: %s cannot be kept for a failed swap: %s", directory, error)
             return None
 
