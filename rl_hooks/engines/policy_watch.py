@@ -74,6 +74,8 @@ class PolicyWatch:
     """
 
     def __init__(self, worker: Any) -> None:
+        #: The worker's weights are not in its memory: they must not be read.
+        self.asleep = False
         self.weights = WeightSample(worker.model_runner.get_model())
         self.changing: Callable[[], None] = lambda: None
         self.noticed: Callable[[], None] = lambda: None
@@ -81,6 +83,8 @@ class PolicyWatch:
         self._moved = False
         self._found = False
         on_reload(worker, self._announced)
+        _before(worker, "sleep", self._sleeps)
+        _before(worker, "wake_up", self._wakes)
 
     @property
     def version(self) -> int | None:
@@ -111,6 +115,12 @@ class PolicyWatch:
         elif _number(named) is not None:
             self.number(named, 0)
         return found
+
+    def _sleeps(self, *_: Any, **__: Any) -> None:
+        self.asleep = True
+
+    def _wakes(self, tags: Collection[str] | None = None, *_: Any, **__: Any) -> None:
+        self.asleep = self.asleep and tags is not None and "weights" not in tags
 
     def _announced(self, what: str) -> None:
         log.debug("draftalign: the policy changes: %s", what)

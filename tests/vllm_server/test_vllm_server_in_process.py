@@ -204,7 +204,7 @@ def test_an_llm_with_variables_alone_follows_the_service(
 def test_an_llm_in_processes_of_its_own_that_starts_without_weights_is_attached_in_code(
     service: RunningService, redis_url: str, drafters: Path, trained: Eagle3Drafter, tmp_path: Path
 ) -> None:
-    """`load_format="dummy"`, as verl and NeMo-RL start their engines: the trainer brings the policy, not the drafter."""
+    """`load_format="dummy"`, as verl starts its engines: the trainer brings the policy, and no drafter."""
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     llm = LlmProcess(tmp_path / "llm", drafters / "trained", load_format="dummy", **cache)
     try:

@@ -131,6 +131,7 @@ def test_a_policy_that_is_loaded_again_is_a_new_version_and_a_swapped_drafter_is
             server.generate(prompt)
         server.generate([5], max_tokens=1)  # a step, in which the last ends are told
         server.client.post("/test/rpc", json={"method": method, "args": arguments}).raise_for_status()
+        server.client.post("/test/rpc", json={"method": "wake_up", "args": []}).raise_for_status()
     server.generate([5], max_tokens=1)
     found = eventually(lambda: _whole(service, 5), 60)
     assert found == dict.fromkeys(range(5), len(prompts)), "rollouts by policy version"

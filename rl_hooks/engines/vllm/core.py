@@ -63,6 +63,8 @@ class CoreLink:
         now = time.monotonic()
         if not (self._touched or self._calls or now >= self._look_at):
             return
+        if getattr(self.core.model_executor, "is_sleeping", False):  # a step without requests; no weights are there
+            return
         if self._touched or now >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
             self.guard("looking at the weights", self.settle)
@@ -76,7 +78,7 @@ class CoreLink:
         if self._begin is not None:
             begin, self._begin = self._begin, None
             self.guard("counting rounds", self._count)
-            self._watch_the_worker()
+            self.guard("watching the worker", self._watch_the_worker)
             begin(self)
 
     def close(self) -> None:
@@ -196,20 +198,20 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
         found: CoreLink | None = core._draftalign
         return found
 
-    def step(core: Any, *_: Any) -> None:
+    def step(core: Any, *_: Any, **__: Any) -> None:
         if (link := linked(core)) is not None:
             link.before_step()
 
-    def add_request(core: Any, request: Any, *_: Any) -> None:
+    def add_request(core: Any, request: Any, *_: Any, **__: Any) -> None:
         if (link := linked(core)) is not None:
             link.admit(request)
 
-    def sleep(core: Any, *_: Any) -> None:
+    def sleep(core: Any, *_: Any, **__: Any) -> None:
         # The draft vocabulary must be copied to the host before a deep sleep takes it.
         if (link := linked(core)) is not None and not link.state and not core.model_executor.is_sleeping:
             link.guard("looking at the weights", link.settle)
 
-    def shutdown(core: Any, *_: Any) -> None:
+    def shutdown(core: Any, *_: Any, **__: Any) -> None:
         if (link := vars(core).get("_draftalign")) is not None:
             link.guard("ending", link.close)
 
@@ -235,7 +237,7 @@ def _wrap(
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if before is not None:
-            before(self, *args)
+            before(self, *args, **kwargs)
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -3,12 +3,15 @@
 A step verifies drafts that were made in the step before. After a swap, each request that was under way still has drafts
 of the old drafter once; they are counted as the old one's. The policy is the one whose step verified them.
 
-All calls come from the engine's thread, but for `read`. Per step and request the cost is two dictionary look-ups.
+All calls come from the engine's thread, but for `read`.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -31,7 +34,7 @@ class _Bucket:
     drafted: int = 0
     emitted: int = 0
     #: Rounds by how many drafts they accepted.
-    accepted: dict[int, int] = field(default_factory=dict)
+    accepted: Counter[int] = field(default_factory=Counter)
 
     def counts(self) -> Counts:
         table = dict(self.accepted)
@@ -57,7 +60,7 @@ class RoundCounter:
         self._laws: dict[int, _Law] = {}  # of the steps under way, by their scheduler output
         #: Request -> drafter of its drafts, while some are older than the present one; None: all are its.
         self._makers: dict[str, str | None] | None = None
-        self._step: dict[str, _Bucket] = {}
+        self._step: list[tuple[str, int, int]] = []  # request, drafts, accepted ones
         self._law: _Law = self.serving
         self._scheduler = scheduler
         self._wrap(scheduler)
@@ -83,6 +86,8 @@ class RoundCounter:
             )
         told, schedule, update = scheduler.make_spec_decoding_stats, scheduler.schedule, scheduler.update_from_output
 
+        append = self._step.append
+
         def counted_schedule(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
             self._laws[id(output)] = self.serving
@@ -95,7 +100,8 @@ class RoundCounter:
             num_invalid_spec_tokens: dict[str, int] | None,
             request_id: str,
         ) -> Any:
-            self._count(num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
+            invalid = num_invalid_spec_tokens.get(request_id, 0) if num_invalid_spec_tokens else 0
+            append((request_id, num_draft_tokens - invalid, num_accepted_tokens))
             return told(spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
 
         def counted_update(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,31 +114,33 @@ class RoundCounter:
         scheduler.schedule = counted_schedule
         scheduler.update_from_output = counted_update
 
-    def _count(self, drafted: int, accepted: int, invalid: dict[str, int] | None, request: str) -> None:
-        if not drafted:
-            return
-        drafter, policy = self._law
-        if self._makers is not None:
-            drafter = self._makers.get(request, drafter)
-        bucket = self._buckets.get((drafter, policy))
-        if bucket is None:
-            while len(self._buckets) >= _MAX_BUCKETS:
-                self._gone += self._buckets.pop(next(iter(self._buckets))).counts()
-            bucket = self._buckets[drafter, policy] = _Bucket()
-        bucket.drafted += drafted - (invalid.get(request, 0) if invalid else 0)
-        bucket.accepted[accepted] = bucket.accepted.get(accepted, 0) + 1
-        self._step[request] = bucket
-
     def _end(self, scheduler_output: Any, outputs: dict[int, Any]) -> None:
+        drafter, policy = self._law
         if self._step:
-            for batch in outputs.values():
-                for one in batch.outputs:
-                    if (bucket := self._step.get(one.request_id)) is not None:
-                        bucket.emitted += len(one.new_token_ids)
+            emitted = {one.request_id: len(one.new_token_ids) for batch in outputs.values() for one in batch.outputs}
+            if self._makers is None:
+                self._book((drafter, policy), self._step, emitted)
+            else:
+                by_maker: dict[str | None, list[tuple[str, int, int]]] = {}
+                for round_ in self._step:
+                    by_maker.setdefault(self._makers.get(round_[0], drafter), []).append(round_)
+                for maker, rounds in by_maker.items():
+                    self._book((maker, policy), rounds, emitted)
             self._step.clear()
         if self._makers is not None:
-            self._makers |= dict.fromkeys(scheduler_output.num_scheduled_tokens, self._law[0])
+            self._makers |= dict.fromkeys(scheduler_output.num_scheduled_tokens, drafter)
             requests = self._scheduler.requests
             self._makers = {request: maker for request, maker in self._makers.items() if request in requests}
             if all(maker == self.serving[0] for maker in self._makers.values()):
                 self._makers = None
+
+    def _book(self, law: _Law, rounds: Sequence[tuple[str, int, int]], emitted: Mapping[str, int]) -> None:
+        bucket = self._buckets.get(law)
+        if bucket is None:
+            while len(self._buckets) >= _MAX_BUCKETS:
+                self._gone += self._buckets.pop(next(iter(self._buckets))).counts()
+            bucket = self._buckets[law] = _Bucket()
+        requests, drafted, accepted = zip(*rounds, strict=True)
+        bucket.drafted += sum(drafted)
+        bucket.accepted.update(accepted)
+        bucket.emitted += sum(map(emitted.get, requests, itertools.repeat(0)))

@@ -170,13 +170,14 @@ class DrafterSwap:
 
         `named`: vLLM's weight version. The weights must be readable. Returns the state, with `policy_version`.
         """
-        if not self._is_updated():
+        watch = self._watched()
+        if not self._is_updated() and not watch.asleep:
             if not self._intact():
                 self._restore()
-            tainted = self._watched().settle(named)
+            tainted = watch.settle(named)
             if self.tap is not None:
                 self.tap.settled(tainted=tainted)
-        return {**self.state(), "policy_version": self._watched().version}
+        return {**self.state(), "policy_version": watch.version}
 
     def _watched(self) -> PolicyWatch:
         if self.watch is None:
@@ -354,7 +355,10 @@ class DrafterSwap:
     # --- are its weights intact?
     def _intact(self) -> bool:
         """False when the weights have changed since they were loaded: after a sleep, a refit or a weight sync."""
-        return self.draft is None or (self._marks is not None and self._marks == self.draft.fingerprint())
+        if self.draft is None:
+            return True
+        asleep = self.watch is not None and self.watch.asleep  # then they cannot be read, and nothing drafts
+        return self._marks is not None and (asleep or self._marks == self.draft.fingerprint())
 
 
 def _captured_layers(target: nn.Module) -> tuple[int, ...]:

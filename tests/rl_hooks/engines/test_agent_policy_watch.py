@@ -261,3 +261,20 @@ def test_without_sampling_only_a_number_that_vllm_was_told_counts() -> None:
     assert watch.version is None
     watch.settle("12")
     assert watch.version == 12
+
+
+def test_an_engine_that_sleeps_is_known_to_sleep_until_its_weights_are_back() -> None:
+    worker = Worker()
+    watch = PolicyWatch(worker)
+    calls: list[Callable[[], Any]] = [
+        lambda: worker.sleep(1),
+        lambda: worker.wake_up(["kv_cache"]),
+        lambda: worker.wake_up(tags=["weights"]),
+        lambda: worker.sleep(level=2),
+        worker.wake_up,
+    ]
+    asleep = []
+    for call in calls:
+        call()
+        asleep.append(watch.asleep)
+    assert asleep == [True, True, False, True, False]

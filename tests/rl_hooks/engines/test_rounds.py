@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -43,15 +44,23 @@ def test_every_round_is_its_makers_whatever_is_swapped_between_steps(seed: int, 
     assert read.policy_version == scheduler.policy
 
 
-def test_positions_and_drafts_that_a_grammar_forbade_are_counted_as_vllm_does() -> None:
-    scheduler = Scheduler(0)
+class Told(Scheduler):
+    """One step in which these rounds are told: drafts, accepted ones, those that a grammar forbade."""
+
+    def update_from_output(self, scheduler_output: Output, rounds: Any) -> dict[int, Any]:  # noqa: ARG002
+        for number, (drafted, accepted, invalid) in enumerate(rounds):
+            self.make_spec_decoding_stats(None, drafted, accepted, invalid, f"r{number}")
+        # The last request ended at its first token of this round.
+        return {0: SimpleNamespace(outputs=[SimpleNamespace(request_id="r2", new_token_ids=[1])])}
+
+
+def test_positions_ends_and_drafts_that_a_grammar_forbade_are_counted_as_vllm_does() -> None:
+    scheduler = Told(0)
     counter = RoundCounter(scheduler)
     counter.serve("v1", 4)
-    for accepted, invalid in ((0, None), (1, {"r": 1}), (3, None)):
-        scheduler.make_spec_decoding_stats(None, 3, accepted, invalid, "r")
-    counts = Counts(3, 8, 4, (2, 1, 1), 0)
-    # Outside of a step: credited to the last step's law, before which nobody was named.
-    assert counter.read().exact == ((None, None, counts),)
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, [(3, 0, None), (3, 1, {"r1": 1}), (3, 3, None)])
+    assert counter.read().exact == (("v1", 4, Counts(3, 8, 4, (2, 1, 1), 1)),)
 
 
 def test_totals_never_fall_when_old_versions_leave_the_books() -> None:

@@ -189,6 +189,18 @@ def test_the_draft_vocabulary_is_kept_before_the_first_sleep_and_a_sleeping_engi
     assert asleep.model_executor.asked == []
 
 
+def test_an_empty_step_of_a_sleeping_engine_reads_no_weights(hooked: Hooked) -> None:
+    core = hooked(linked)()
+    core.step()
+    core.model_executor.is_sleeping = True
+    core.collective_rpc("anything")
+    core.step()
+    assert core.model_executor.asked == ["draftalign_settle"]
+    core.model_executor.is_sleeping = False
+    core.step()
+    assert core.model_executor.asked == ["draftalign_settle"] * 2
+
+
 def test_failures_of_ours_cost_a_line_and_no_step(hooked: Hooked, caplog: pytest.LogCaptureFixture) -> None:
     def refuses(_: Any) -> CoreLink:
         raise ValueError("settings that make no sense")
