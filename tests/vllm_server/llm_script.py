@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 
-def make(policy: str, drafter: str, depth: int, load_format: str) -> Any:
+def make(policy: str, drafter: str, depth: int) -> Any:
     from vllm import LLM
 
     return LLM(
         policy,
-        load_format=load_format,
         dtype="float32",
         max_model_len=256,
         max_num_seqs=8,
@@ -73,7 +72,7 @@ class Commands:
 
 def main() -> None:
     answers = Path(sys.argv[1])
-    commands = Commands(make(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]))
+    commands = Commands(make(sys.argv[2], sys.argv[3], int(sys.argv[4])))
     (answers / "0").write_text("null")
     for number, line in enumerate(sys.stdin, 1):
         name, *arguments = json.loads(line)

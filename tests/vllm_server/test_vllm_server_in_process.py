@@ -35,13 +35,13 @@ _PROMPTS = elicit_prompts(20, seed=3) + [[2 + i % 90 for i in range(140)] + [n] 
 class LlmProcess:
     """`llm_script.py` in vLLM's environment; its commands are this object's methods."""
 
-    def __init__(self, scratch: Path, drafter: Path, *, load_format: str = "auto", **environment: str) -> None:
+    def __init__(self, scratch: Path, drafter: Path, **environment: str) -> None:
         self.answers, self.log, self.number = scratch / "answers", scratch / "llm.log", 0
         self.answers.mkdir(parents=True)
         script = Path(__file__).parent / "llm_script.py"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(PYTHON), str(script), str(self.answers), str(BASE_POLICY), str(drafter), str(DEPTH), load_format],
+                [str(PYTHON), str(script), str(self.answers), str(BASE_POLICY), str(drafter), str(DEPTH)],
                 env=cpu_environment(plugins(scratch / "plugin")) | environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -201,20 +201,17 @@ def test_an_llm_with_variables_alone_follows_the_service(
         assert llm.text().count(f"draftalign: {peer}: All connection attempts failed") == 1
 
 
-def test_an_llm_in_processes_of_its_own_that_starts_without_weights_is_attached_in_code(
+def test_an_llm_whose_engine_core_is_a_process_of_its_own_is_attached_in_code(
     service: RunningService, redis_url: str, drafters: Path, trained: Eagle3Drafter, tmp_path: Path
 ) -> None:
-    """`load_format="dummy"`, as verl starts its engines: the trainer brings the policy, and no drafter."""
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    llm = LlmProcess(tmp_path / "llm", drafters / "trained", load_format="dummy", **cache)
+    llm = LlmProcess(tmp_path / "llm", drafters / "trained", XDG_CACHE_HOME=str(tmp_path / "cache"))
     try:
         assert llm.ask("attach", "no address") != ""
         assert llm.ask("attach", service.url) == ""
         assert "follows a service already" in llm.ask("attach", service.url)
-        llm.ask("reload", str(BASE_POLICY), None)
         texts = llm.generate()
         first = llm.rounds()
-        assert 1 + first[1] / first[0] > 2.0, "the drafter's files were not loaded"
+        assert 1 + first[1] / first[0] > 2.0
         eventually(lambda: _ok(service, "/runs/attached"), 30)
         version = publish(service, drafters / "random", trained, "attached")
         eventually(lambda: llm.ask("rpc", "draftalign_staged").get("version") == version, 30)

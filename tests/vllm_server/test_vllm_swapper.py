@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from rl_hooks.engines.vllm.draft import RunningDraft, started_with
 from rl_hooks.engines.vllm.plugin import DrafterEndpoints
@@ -74,27 +73,14 @@ def test_an_engine_that_falls_asleep_while_the_file_is_read_is_not_touched(tmp_p
     assert "draftalign_apply" not in client.calls
 
 
-def worker_of(runner: Any, load_format: str = "auto", drafter: str = "") -> Any:
+def worker_of(drafter: str) -> Any:
     config = SimpleNamespace(draft_model_config=SimpleNamespace(model=drafter, revision=None))
-    load_config = SimpleNamespace(load_format=load_format)
-    return SimpleNamespace(
-        model_runner=runner, vllm_config=SimpleNamespace(load_config=load_config, speculative_config=config)
-    )
-
-
-def test_the_draft_vocabulary_of_an_engine_that_starts_without_weights_is_its_files(tmp_path: Path) -> None:
-    draft = torch.nn.Module()
-    draft.draft_id_to_target_id = torch.nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-    runner = SimpleNamespace(get_draft_model=lambda: draft, get_model=torch.nn.Module)
-    with pytest.raises(FileNotFoundError, match="has no model"):
-        RunningDraft(worker_of(runner, "dummy", str(tmp_path)))
-    save_file({"d2t": torch.tensor([3, 3, 5])}, tmp_path / "model.safetensors")
-    offsets = RunningDraft(worker_of(runner, "dummy", str(tmp_path))).offsets()
-    assert offsets is not None
-    assert offsets.tolist() == [3, 3, 5]
+    return SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=config))
 
 
 def test_the_files_of_a_drafter_are_found_by_its_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match="has no model"):
+        started_with(worker_of(str(tmp_path)))
     (tmp_path / "model.safetensors").write_bytes(b"")
     asked: list[Any] = []
 
@@ -105,11 +91,11 @@ def test_the_files_of_a_drafter_are_found_by_its_hub_name(tmp_path: Path, monkey
     hub = ModuleType("huggingface_hub")
     hub.snapshot_download = snapshot  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert started_with(worker_of(None, drafter="org/eagle3")) == tmp_path
+    assert started_with(worker_of("org/eagle3")) == tmp_path
     assert asked == [("org/eagle3", None, True)]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(FileNotFoundError, match="org/eagle3"):
-        started_with(worker_of(None, drafter="org/eagle3"))
+        started_with(worker_of("org/eagle3"))
 
 
 def test_no_swap_falls_into_a_trainers_weight_update() -> None:
@@ -128,7 +114,7 @@ def test_the_draft_vocabulary_outlives_the_engines_own_copy() -> None:
     draft = torch.nn.Module()
     draft.draft_id_to_target_id = torch.nn.Parameter(torch.tensor([3, 3, 5]), requires_grad=False)
     runner = SimpleNamespace(get_draft_model=lambda: draft, get_model=torch.nn.Module)
-    running = RunningDraft(worker_of(runner))
+    running = RunningDraft(SimpleNamespace(model_runner=runner))
     draft.draft_id_to_target_id.zero_()
     offsets = running.offsets()
     assert offsets is not None

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from rl_hooks.format.drafter import MODEL_FILE
@@ -31,11 +30,6 @@ class RunningDraft:
         offsets = getattr(self.module, "draft_id_to_target_id", None)
         # A copy: vLLM keeps it as a parameter, which a level-2 sleep discards, and no weight update brings it back.
         self._offsets = None if offsets is None else offsets.detach().to("cpu", torch.int64, copy=True)
-        #: vLLM made up the weights (load_format "dummy"), so that a trainer may bring them: it brings the policy's.
-        self.made_up = getattr(getattr(worker.vllm_config, "load_config", None), "load_format", None) == "dummy"
-        if self.made_up and offsets is not None:
-            with safe_open(started_with(worker) / MODEL_FILE, "pt") as file:
-                self._offsets = file.get_tensor("d2t")
 
     def offsets(self) -> Tensor | None:
         """d2t, int64[D] on the CPU, as the engine loaded it; None where it drafts over the whole vocabulary."""

@@ -89,7 +89,7 @@ class DrafterSwap:
         self.watch: PolicyWatch | None = None
         has_draft = worker.model_runner.get_draft_model() is not None
         self.draft = RunningDraft(worker) if has_draft else None
-        if self.draft is not None and not self.draft.made_up:
+        if self.draft is not None:
             self._marks = self.draft.fingerprint()
 
     # --- called by RPC
@@ -217,13 +217,18 @@ class DrafterSwap:
         assert self.draft is not None  # noqa: S101 - the caller has checked
         began = time.perf_counter()
         try:
+            self._check_engine()
             tensors = self._served.tensors or self._read_initial(self._sizes(), self._d2t())
             if tensors is None:
                 return  # the state says that it is not loaded, so a version is pushed
             self.draft.load(tensors, unread_weights(self._sizes()))
         except Exception as error:  # noqa: BLE001 - the policy verifies every draft; its text is right in any case
-            log.warning("draftalign: the drafter's weights are lost and were not restored: %r", error)
+            problem = f"the drafter's weights are lost and were not restored: {error!r}"
+            if problem != self._broken:
+                self._broken = problem
+                log.warning("draftalign: %s", problem)
         else:
+            self._broken = None
             self._marks = self.draft.fingerprint()
             seconds = time.perf_counter() - began
             log.info("draftalign: restored drafter %s in %.4f s", self._served.version or "of the start", seconds)
