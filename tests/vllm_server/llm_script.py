@@ -72,14 +72,17 @@ class Commands:
 
 def main() -> None:
     answers = Path(sys.argv[1])
+
+    def answer(number: int, value: Any) -> None:
+        part = answers / f"{number}.part"
+        part.write_text(json.dumps(value))
+        part.rename(answers / str(number))
+
     commands = Commands(make(sys.argv[2], sys.argv[3], int(sys.argv[4])))
-    (answers / "0").write_text("null")
+    answer(0, None)
     for number, line in enumerate(sys.stdin, 1):
         name, *arguments = json.loads(line)
-        answer = getattr(commands, name)(*arguments)
-        part = answers / f"{number}.part"
-        part.write_text(json.dumps(answer))
-        part.rename(answers / str(number))
+        answer(number, getattr(commands, name)(*arguments))
 
 
 if __name__ == "__main__":
