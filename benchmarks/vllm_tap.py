@@ -47,6 +47,12 @@ class Sink(BaseHTTPRequestHandler):
 
     do_PUT = do_POST = _take  # noqa: N815 - their names
 
+    def do_GET(self) -> None:
+        """No run is known, and no drafter is published."""
+        self.send_response(404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
@@ -110,13 +116,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         drafters = Path(scratch) / "drafters"
         write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), drafters / "random")
-        tap = {"URL": f"http://127.0.0.1:{sink.server_port}", "FRACTION": "1.0", "TOKENS_PER_MINUTE": "10000000"}
-        environment: dict[str, Any] = {f"DRAFTALIGN_TAP_{name}": value for name, value in tap.items()}
+        tap = {"URL": f"http://127.0.0.1:{sink.server_port}", "SAMPLE_FRACTION": "1.0", "TOKENS_PER_MINUTE": "10000000"}
+        environment: dict[str, Any] = {f"DRAFTALIGN_{name}": value for name, value in tap.items()}
         server = VllmServer(Path(scratch), drafters / "random", drafters, **environment)
         try:
             server.wait_until_healthy()
+            server.generate([5], max_tokens=1)  # the tap begins with the first request
             bursts = measure(server, rounds)
-            (stats,) = server.client.post("/test/rpc", json={"method": "draftalign_tap"}).json()
+            stats = server.state()["tap"]
         finally:
             server.stop()
     for setting, found in bursts.items():

@@ -32,12 +32,15 @@ from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics, MetricsServer
 from rl_hooks.engines.counters import Bucket
 from rl_hooks.engines.kinds import EngineKind, connect
+from rl_hooks.engines.protocol import Engine
 from rl_hooks.errors import AgentError, ManifestError, ReportError
 from rl_hooks.release import PLAIN_NAME, Manifest, Release, parse_manifest
 
 log = logging.getLogger("draftalign.agent")
 
 _SERVICE: Final = "service"
+#: Begins the name of an engine that has no address.
+IN_PROCESS: Final = "in-process:"
 #: At least this long between two polls: a service or proxy may answer a long poll at once.
 _MIN_POLL_SECONDS: Final = 0.5
 #: Answers to a report that will not change when it is sent again.
@@ -55,6 +58,7 @@ class AgentConfig:
     AgentConfig(..., canary=CanaryRule(rounds=0))                           never swap back
     AgentConfig(..., metrics_port=9105)                                     serve own metrics on loopback
     AgentConfig(..., engine_kind="sglang")                                  the adapter for the engines
+    AgentConfig(..., ("in-process:rank 0",))                                an engine that is given to SwapAgent
 
     `token` is the service's and is sent to nobody else; `engine_token` is the engines'.
     """
@@ -79,7 +83,8 @@ class AgentConfig:
     metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        for url in (self.service_url, *self.engine_urls):
+        reached = [url for url in self.engine_urls if not url.startswith(IN_PROCESS)]
+        for url in (self.service_url, *reached):
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} is not an http:// or https:// address")
         if not self.engine_urls or len(set(self.engine_urls)) != len(self.engine_urls):
@@ -117,10 +122,13 @@ class Backoff:
 
 
 class SwapAgent:
-    """One agent for one run and any number of engines. `await run()` returns only after `stop()`."""
+    """One agent for one run and any number of engines. `await run()` returns only after `stop()`.
 
-    def __init__(self, config: AgentConfig) -> None:
-        self.config = config
+    `engine`: the one engine of an agent that runs inside it.
+    """
+
+    def __init__(self, config: AgentConfig, engine: Engine | None = None) -> None:
+        self.config, self._engine = config, engine
         self.metrics = AgentMetrics()
         self.metrics_port: int | None = None
         self.offer: Release | None = None
@@ -176,6 +184,8 @@ class SwapAgent:
                 if server is not None:
                     server.close()
             with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
+                if self._engine is not None:  # it ends with this process: nobody else will read its last counts
+                    await self.followers[config.engine_urls[0]].tick(None)
                 await asyncio.wait_for(self._report_all(service), timeout=2.0)
 
     def _loops(self, service: httpx.AsyncClient, engines: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
@@ -193,7 +203,7 @@ class SwapAgent:
 
     def _follower(self, url: str, client: httpx.AsyncClient) -> EngineFollower:
         cache = self.config.cache_dir.absolute() / self.config.run
-        engine = connect(
+        engine = self._engine or connect(
             self.config.engine_kind,
             url,
             client,
@@ -212,18 +222,24 @@ class SwapAgent:
         while True:
             try:
                 await step()
+                if backoff.failures:
+                    log.info("%s: goes on after %d failures", peer, backoff.failures)
                 backoff.reset()
             except (AgentError, httpx.HTTPError, OSError) as error:
-                self._note(peer, error)
+                self._note(peer, error, again=backoff.failures > 0)
                 await asyncio.sleep(backoff.next_seconds())
             except Exception as error:  # a bug that one answer brings out must not end the agent
                 self._note(peer, error)
                 log.exception("%s: unexpected", peer)
                 await asyncio.sleep(backoff.next_seconds())
 
-    def _note(self, peer: str, error: Exception) -> None:
+    def _note(self, peer: str, error: Exception, *, again: bool = False) -> None:
         self.metrics.error(peer, type(error).__name__)
-        log.warning("%s: %s", peer, str(error) or repr(error))
+        text = str(error) or repr(error)
+        if self._engine is None:
+            log.warning("%s: %s", peer, text)
+        else:  # the log is a trainer's: a service that is away for hours costs one line there
+            log.log(logging.DEBUG if again else logging.WARNING, "draftalign: %s: %s; the engine goes on", peer, text)
 
     # --- the service
     async def _follow_service(self, client: httpx.AsyncClient) -> None:

@@ -34,6 +34,21 @@ class EngineBooks:
         self.ledger.book(version, policy_version, counts)
         return self.canary.count(version, counts, now)
 
+    def book_exact(self, before: Snapshot | None, after: Snapshot, seconds: float, now: float) -> Verdict | None:
+        """Credit the counts of an engine that knows whose each round is; a drafter without a name gets none."""
+        earlier = {(version, policy): counts for version, policy, counts in (before and before.exact) or ()}
+        verdict = None
+        for version, policy, counts in after.exact or ():
+            new = counts.since(earlier.get((version, policy), Counts()), seconds)
+            if new.rounds <= 0:
+                continue
+            if version is None:
+                self.ledger.set_aside(new.rounds)
+                continue
+            self.ledger.book(version, policy, new)
+            verdict = self.canary.count(version, new, now) or verdict
+        return verdict
+
     def set_aside(self, before: Snapshot | None, after: Snapshot | None) -> None:
         """Count the rounds between two scrapes for no version: two drafters share them, for a swap fell between."""
         if before is not None and after is not None:

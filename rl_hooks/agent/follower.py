@@ -130,14 +130,20 @@ class EngineFollower:
         before, snapshot = since.snapshot, self.seen.snapshot
         if since.restarted:
             self._forget_process(state, since.known)
+        verdict = None
+        exact = snapshot is not None and snapshot.exact is not None
+        if snapshot is not None and exact:
+            earlier = None if since.restarted else before
+            verdict = self.books.book_exact(earlier, snapshot, since.seconds, self._clock())
         pending = self._process.pending
         if pending is not None and since.known != self.seen.known and state.serving == pending.version:
             # The swap was done, but its answer was lost, or the agent that asked died before it came.
-            self.books.set_aside(before, snapshot)
+            if not exact:
+                self.books.set_aside(before, snapshot)
             self._took(pending, since.version)
-            return None
-        if snapshot is None:
-            return None
+            return verdict
+        if snapshot is None or exact:
+            return verdict
         if since.restarted:
             if state.swaps == 0:  # every round since its start belongs to the drafter that it started with
                 return self._book(snapshot, Snapshot.zero(snapshot), since.seconds, state)
@@ -205,8 +211,13 @@ class EngineFollower:
         except EngineError:
             self._metrics.swap(self.url, "failed")
             raise
-        self.books.set_aside(before, after)
-        self.seen.look(after, confirmed, self._clock())
+        since = self.seen.look(after, confirmed, self._clock())
+        if after is not None and after.exact is not None:
+            verdict = self.books.book_exact(before, after, since.seconds, self._clock())
+            if verdict is not None:
+                self._judge(verdict)
+        else:
+            self.books.set_aside(before, after)
         self._took(release, state.serving, died=died)
 
     def _give_up(self, release: Release) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -81,6 +81,21 @@ class Counts:
         """Acceptance length, bonus included; nan before the first round."""
         return 1.0 + self.accepted_tokens / self.rounds if self.rounds else math.nan
 
+    def since(self, earlier: Counts, seconds: float) -> Counts:
+        """What was counted after `earlier`, `seconds` ago."""
+        positions = earlier.accepted_per_position
+        known = self.emitted_tokens is not None and earlier.emitted_tokens is not None
+        return Counts(
+            self.rounds - earlier.rounds,
+            self.drafted_tokens - earlier.drafted_tokens,
+            self.accepted_tokens - earlier.accepted_tokens,
+            tuple(
+                now - (positions[i] if i < len(positions) else 0) for i, now in enumerate(self.accepted_per_position)
+            ),
+            (self.emitted_tokens or 0) - (earlier.emitted_tokens or 0) if known else None,
+            seconds,
+        )
+
     def with_rounds_without_drafts(self) -> Counts:
         """The same, with the rounds in which nothing was proposed: they emit one token each.
 
@@ -90,6 +105,10 @@ class Counts:
         if self.emitted_tokens is None:
             return self
         return replace(self, rounds=max(self.rounds, self.emitted_tokens - self.accepted_tokens))
+
+
+#: (drafter version, policy version, counts) of an engine that counts by both; None: it does not know that version.
+ExactCounts: TypeAlias = tuple[tuple[str | None, int | None, Counts], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +126,8 @@ class Snapshot:
     emitted_tokens: int | None
     policy_version: int | None
     times: tuple[float, float, float, float] | None = None
+    #: The same by drafter and policy version, where the engine knows whose each round is; else None.
+    exact: ExactCounts | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -131,9 +152,29 @@ class Snapshot:
     @classmethod
     def load(cls, document: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict` after a trip through JSON."""
-        times, positions = document.get("times"), tuple(document["accepted_per_position"])
-        known = tuple(times) if isinstance(times, list) and len(times) == len(_TIMES) else None
-        return cls(**{**document, "accepted_per_position": positions, "times": known})
+        times, exact = document.get("times"), document.get("exact")
+        return cls(
+            **{
+                **document,
+                "accepted_per_position": tuple(document["accepted_per_position"]),
+                "times": tuple(times) if isinstance(times, list) and len(times) == len(_TIMES) else None,
+                "exact": None if exact is None else tuple((v, p, Counts.load(counts)) for v, p, counts in exact),
+            }
+        )
+
+    @classmethod
+    def of_exact(cls, exact: ExactCounts, gone: Counts, policy_version: int | None) -> Self:
+        """Of an engine that counts by version; `gone`: what it counted for versions that it no longer lists."""
+        total = sum((counts for _, _, counts in exact), gone)
+        return cls(
+            total.rounds,
+            total.drafted_tokens,
+            total.accepted_tokens,
+            total.accepted_per_position,
+            total.emitted_tokens,
+            policy_version,
+            exact=exact,
+        )
 
     def has_fallen(self, since: Snapshot) -> bool:
         """Whether a counter is below its earlier value: the engine has restarted."""
@@ -143,18 +184,11 @@ class Snapshot:
 
     def since(self, earlier: Snapshot, seconds: float) -> Counts:
         """The counts between two snapshots of one engine process, `seconds` apart."""
-        positions = earlier.accepted_per_position
+        return self._counts().since(earlier._counts(), seconds)
+
+    def _counts(self) -> Counts:
         return Counts(
-            rounds=self.rounds - earlier.rounds,
-            drafted_tokens=self.drafted_tokens - earlier.drafted_tokens,
-            accepted_tokens=self.accepted_tokens - earlier.accepted_tokens,
-            accepted_per_position=tuple(
-                now - (positions[i] if i < len(positions) else 0) for i, now in enumerate(self.accepted_per_position)
-            ),
-            emitted_tokens=None
-            if self.emitted_tokens is None or earlier.emitted_tokens is None
-            else self.emitted_tokens - earlier.emitted_tokens,
-            window_seconds=seconds,
+            self.rounds, self.drafted_tokens, self.accepted_tokens, self.accepted_per_position, self.emitted_tokens
         )
 
 

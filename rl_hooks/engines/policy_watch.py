@@ -1,12 +1,14 @@
-"""Whether an engine's policy is still the one that its tap registered. The tap cannot follow a policy that changes.
+"""Which version of the policy's weights an engine holds, also where nobody says that they have changed.
 
 RL stacks write weights in many ways. Two checks find them:
 
 * `on_reload` wraps what loads a policy in a vLLM worker (0.32): the model's `load_weights` (verl, OpenRLHF, NeMo-RL,
   TRL, vLLM's own weight transfer), the runner's `reload_weights`, `start_weight_update`, and what discards weights:
   `sleep` of level 2 and `discard`. Loading the drafter goes through none of them.
-* `WeightSample` compares some thousand weights with their first values. It finds weights that are copied into
-  parameters directly (prime-rl), which no method's name shows.
+* `WeightSample` compares some thousand weights with earlier values. It finds weights that are copied into parameters
+  directly (prime-rl), which no method's name shows.
+
+`PolicyVersions` makes a number of what they find, and of the weight version that vLLM was told.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +26,107 @@ from rl_hooks.sending.copies import HostCopies
 
 log = logging.getLogger("draftalign.tap")
 
+#: A weight version with more digits is no count of updates.
+_MAX_DIGITS: Final = 15
+
 #: Parameters that are sampled, and elements of each. A step of RL leaves most bfloat16 weights bit-equal, so a small
 #: sample could miss it. A change of one weight in a thousand misses all of 16384 with probability e^-16.
 _PARAMETERS: Final = 32
 _ELEMENTS: Final = 512
+
+
+@dataclass(slots=True)
+class PolicyVersions:
+    """The version of the weights that an engine holds: the number that vLLM was told, else updates are counted.
+
+    vLLM's weight version (0.32: `update_weight_version`) is any text. One that is no number counts as an update when it
+    changes. Weights may move a moment before the framework tells their number: counting on gives the same number then.
+    """
+
+    current: int
+    _named: str | None
+
+    @classmethod
+    def start(cls, named: str | None, newest: int) -> Self:
+        """`newest`: the newest version that the service knows of this run, 0 for a new run."""
+        number = _number(named)
+        return cls(newest if number is None else number, named)
+
+    def next(self, named: str | None, *, moved: bool) -> int:
+        """The version from now on, where vLLM says `named`; `moved`: the weights have changed since the last call."""
+        number = _number(named)
+        if named != self._named and number is not None:
+            self.current = number
+        elif moved or named != self._named:
+            self.current += 1
+        self._named = named
+        return self.current
+
+
+def _number(named: str | None) -> int | None:
+    return int(named) if named and named.isascii() and named.isdecimal() and len(named) <= _MAX_DIGITS else None
+
+
+class PolicyWatch:
+    """Notices in one vLLM worker that the policy's weights have changed, and numbers them once asked to.
+
+    `changing` is called before weights change (as far as that is announced), `noticed` after any sign of a change.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        #: The worker's weights are not in its memory: they must not be read.
+        self.asleep = False
+        self.weights = WeightSample(worker.model_runner.get_model())
+        self.changing: Callable[[], None] = lambda: None
+        self.noticed: Callable[[], None] = lambda: None
+        self._versions: PolicyVersions | None = None
+        self._moved = False
+        self._found = False
+        on_reload(worker, self._announced)
+        _before(worker, "sleep", self._sleeps)
+        _before(worker, "wake_up", self._wakes)
+
+    @property
+    def version(self) -> int | None:
+        """The version of the weights at the last `settle`; None before `number`, unless vLLM names one."""
+        return None if self._versions is None else self._versions.current
+
+    def number(self, named: str | None, newest: int) -> int:
+        """From now on, number the weights: they are what the service knows as `newest`, or what vLLM calls them."""
+        self._versions = PolicyVersions.start(named, newest)
+        return self._versions.current
+
+    def found_moved(self) -> None:
+        """Somebody has seen that the weights differ. Any thread."""
+        self._found = True
+        self.noticed()
+
+    def settle(self, named: str | None) -> bool:
+        """Bring the version up to date; the weights must be readable. Call it before a forward reads them.
+
+        True: the weights were changed and nobody had announced it, so the newest rows may be of either weights.
+        """
+        found = self._found or not (self._moved or self.weights.look()())
+        moved, self._moved, self._found = self._moved or found, False, False
+        if moved:
+            self.weights.retake()
+        if self._versions is not None:
+            self._versions.next(named, moved=moved)
+        elif _number(named) is not None:
+            self.number(named, 0)
+        return found
+
+    def _sleeps(self, *_: Any, **__: Any) -> None:
+        self.asleep = True
+
+    def _wakes(self, tags: Collection[str] | None = None, *_: Any, **__: Any) -> None:
+        self.asleep = self.asleep and tags is not None and "weights" not in tags
+
+    def _announced(self, what: str) -> None:
+        log.debug("draftalign: the policy changes: %s", what)
+        self._moved = True
+        self.changing()
+        self.noticed()
 
 
 class WeightSample:
@@ -39,22 +139,26 @@ class WeightSample:
         last = len(found) - 1
         chosen = {round(i * last / (_PARAMETERS - 1)) for i in range(_PARAMETERS)} if found else set()
         self._chosen = [(found[i][0], found[i][1].shape, found[i][1].dtype) for i in sorted(chosen)]
+        self.retake()
+
+    def retake(self) -> None:
+        """Compare with the weights as they are now from now on."""
         taken = self._take()
         self._then = None if taken is None else taken.cpu()
 
     def look(self) -> Callable[[], bool]:
         """Start to copy the sampled weights as they are now, without waiting for the device.
 
-        The returned function waits for the copy, and tells whether they are the same as at first. Call `look` only when
+        The returned function waits for the copy, and tells whether they are as when last taken. Call `look` only when
         a forward is about to read the weights: the weights of an engine that sleeps must not be read.
         """
         taken = self._take()
         if taken is None:
             return lambda: False
-        copies = HostCopies({"weights": taken})
+        copies, then = HostCopies({"weights": taken}), self._then
 
         def unchanged() -> bool:
-            return self._then is not None and torch.equal(copies.wait()["weights"], self._then)
+            return then is not None and torch.equal(copies.wait()["weights"], then)
 
         return unchanged
 
@@ -74,24 +178,24 @@ class WeightSample:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def on_reload(worker: Any, stop: Callable[[str], None]) -> None:
-    """Call `stop` with the event before this vLLM worker loads or discards the policy's weights."""
+def on_reload(worker: Any, changes: Callable[[str], None]) -> None:
+    """Call `changes` with the event before this vLLM worker loads or discards the policy's weights."""
     runner = worker.model_runner
 
-    def stopper(event: str) -> Callable[..., None]:
-        return lambda *_, **__: stop(event)
+    def teller(event: str) -> Callable[..., None]:
+        return lambda *_, **__: changes(event)
 
     def sleep(level: int = 1, *_: Any, **__: Any) -> None:
         if level >= 2:  # level 1 brings back the same weights
-            stop("sleep of level 2")
+            changes("sleep of level 2")
 
     def discard(tags: Collection[str] = (), *_: Any, **__: Any) -> None:
         if "weights" in tags:
-            stop("discard of the weights")
+            changes("discard of the weights")
 
-    _before(runner.get_model(), "load_weights", stopper("load_weights"))
-    _before(runner, "reload_weights", stopper("reload_weights"))
-    _before(worker, "start_weight_update", stopper("start_weight_update"))
+    _before(runner.get_model(), "load_weights", teller("load_weights"))
+    _before(runner, "reload_weights", teller("reload_weights"))
+    _before(worker, "start_weight_update", teller("start_weight_update"))
     _before(worker, "sleep", sleep)
     _before(worker, "discard", discard)
 

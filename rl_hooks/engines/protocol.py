@@ -21,7 +21,7 @@ from rl_hooks.release import Release
 _NOT_SPECULATION = frozenset({"extract_hidden_states"})
 
 #: Statuses with which an engine refuses this drafter for good. Other errors may pass.
-_REFUSALS = frozenset({400, 409, 413, 415, 422})
+REFUSALS = frozenset({400, 409, 413, 415, 422})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +87,7 @@ class SwapEngine:
         """What is loaded now."""
         response = await self._call("GET", "/drafter/state")
         document = self._object(response)
-        version, loaded, swaps = document.get("version"), document.get("loaded"), document.get("swaps")
-        fingerprint, policy = document.get("config_fingerprint"), document.get("policy_version")
-        if not (
-            isinstance(version, str | None)
-            and isinstance(loaded, bool)
-            and type(swaps) is int
-            and isinstance(fingerprint, str | None)
-            and (policy is None or type(policy) is int)
-        ):
-            raise EngineError(
-                f"{self.url}/drafter/state: expected version (string or null), loaded (boolean), swaps (integer), "
-                f"got {str(document)[:200]}"
-            )
-        method, depth, drafting = (document.get(name) for name in ("method", "depth", "drafting"))
-        found = EngineState(version, loaded, swaps, fingerprint, policy)
-        if isinstance(method, str) and method != "eagle3":
-            if document.get("takes") != "mtp":
-                return counting_only(None if method in _NOT_SPECULATION else method, policy)
-            found = replace(found, takes="mtp", method=method)
-        return replace(
-            found,
-            depth=depth if type(depth) is int else None,
-            drafting=drafting if isinstance(drafting, str) else None,
-            sha256=_digest(document),
-        )
+        return engine_state(f"{self.url}/drafter/state", document)
 
     async def swap(self, release: Release) -> str | None:
         """Ask for a swap; an answer that names another version is an EngineError."""
@@ -135,7 +111,7 @@ class SwapEngine:
         if response.status_code == 200:
             return response
         message = f"{method} {self.url}{path} answered {response.status_code}: {response.text[:400]}"
-        if method == "POST" and response.status_code in _REFUSALS:
+        if method == "POST" and response.status_code in REFUSALS:
             raise SwapRefusedError(message)
         raise EngineError(message)
 
@@ -152,3 +128,31 @@ class SwapEngine:
 def _digest(document: dict[str, Any]) -> str | None:
     value = document.get("sha256")
     return value if isinstance(value, str) and value else None
+
+
+def engine_state(source: str, document: dict[str, Any]) -> EngineState:
+    """What an engine's answer says; raises EngineError, naming the source, if it is none of the protocol."""
+    version, loaded, swaps = document.get("version"), document.get("loaded"), document.get("swaps")
+    fingerprint, policy = document.get("config_fingerprint"), document.get("policy_version")
+    if not (
+        isinstance(version, str | None)
+        and isinstance(loaded, bool)
+        and type(swaps) is int
+        and isinstance(fingerprint, str | None)
+        and (policy is None or type(policy) is int)
+    ):
+        raise EngineError(
+            f"{source}: expected version (string or null), loaded (boolean), swaps (integer), got {str(document)[:200]}"
+        )
+    method, depth, drafting = (document.get(name) for name in ("method", "depth", "drafting"))
+    found = EngineState(version, loaded, swaps, fingerprint, policy)
+    if isinstance(method, str) and method != "eagle3":
+        if document.get("takes") != "mtp":
+            return counting_only(None if method in _NOT_SPECULATION else method, policy)
+        found = replace(found, takes="mtp", method=method)
+    return replace(
+        found,
+        depth=depth if type(depth) is int else None,
+        drafting=drafting if isinstance(drafting, str) else None,
+        sha256=_digest(document),
+    )

@@ -9,8 +9,9 @@ Invariants
   rows twice. Rows behind the last accepted token have the label -1.
 * Only whole requests are sent, from their first computed position on. Tokens in the prefix cache have no rows; each
   rollout names its full prompt by its hash.
-* One policy only: with `weights`, a request is sent after its end, and only if the weights are the same as at first.
-  `stop` ends all collecting, and drops the requests that have not ended.
+* Every rollout is of one policy version. When the policy is about to change, `cut` ends the rollouts that are under
+  way: what the old weights drew is sent, what the new ones add is not collected. With `weights`, a request is sent
+  after its end, and only if the weights are still those of its version; `moved` is called where they are not.
 * The last token never goes through the target. It is a label; its own row is zeros, which nothing reads.
 * No failure of ours reaches the engine: it is counted and logged once, and that request is not collected.
 
@@ -44,12 +45,6 @@ from rl_hooks.sending.tally import Tally
 log = logging.getLogger("draftalign.tap")
 
 _REJECTED: Final = -1
-#: Why a tap stops; the braces hold the event that has shown it.
-POLICY_MOVED: Final = (
-    "the engine's policy weights were loaded again ({}). The tap labels all that it sends as policy version 0, and "
-    "sent the head once, at its start: rollouts of another policy would be trained on as if they were of that one. "
-    "With RL, use the trainer's hook (docs/guide/trainers.md); for a new policy, restart the server under a new run"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +116,7 @@ class _Chunk:
 @dataclass(slots=True)
 class _Tracked:
     request: Request
+    policy_version: int
     chunks: list[_Chunk] = field(default_factory=list)
     rows: int = 0
 
@@ -137,6 +133,7 @@ class Collected:
     last: Tensor  # [T, H]
     logsumexp: Tensor  # [T]
     first_position: int
+    policy_version: int = 0
 
 
 class FeatureTap:
@@ -154,36 +151,43 @@ class FeatureTap:
         tokens_per_minute: int,
         max_tokens: int = 8192,
         weights: WeightSample | None = None,
+        policy_version: int = 0,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.head, self.fraction, self.max_tokens = head, fraction, max_tokens
-        #: Why collecting has stopped; None while it goes on.
-        self.stopped: str | None = None
+        #: Of what is begun now; None between `cut` and `turn`, when nothing is.
+        self.policy_version: int | None = policy_version
         self.tally = Tally(log)
         self._budget = TokenBudget(tokens_per_minute)
         self._deliver = deliver
-        self._weights = weights
+        self._weights, self._moved = weights, moved
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[_Tracked] = []
-        self._finished: queue.SimpleQueue[tuple[list[_Tracked], Callable[[], bool]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="draftalign-tap", daemon=True).start()
+        self._finished: queue.SimpleQueue[tuple[list[_Tracked], Callable[[], bool]] | Callable[[], None] | None]
+        self._finished = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="draftalign-tap", daemon=True)
+        self._thread.start()
 
     # --- the engine's thread
     def begin(self, request: Request) -> None:
         """A request was admitted; decide whether to collect it."""
         if request.request_id in self._tracked or sampling_position(request.request_id, "tap") >= self.fraction:
             return
-        if self._has_stopped():
+        if self.policy_version is None:
+            self.tally.add("skipped_update")
             return
         if request.prompt_tokens > self.max_tokens or not self._budget.spend(request.prompt_tokens):
             self.tally.add("skipped_budget")
             return
         self.tally.add("begun")
         # A copy: the engine may append to its own list when a session goes on.
-        self._tracked[request.request_id] = _Tracked(replace(request, prompt_ids=tuple(request.prompt_ids)))
+        self._tracked[request.request_id] = _Tracked(
+            replace(request, prompt_ids=tuple(request.prompt_ids)), self.policy_version
+        )
 
     def step(self, step: Step) -> None:
         """Take the rows of collected requests: launches work on the device, and does not wait for it."""
-        if not self._tracked or self._has_stopped():
+        if not self._tracked:
             return
         chosen = [i for i, name in enumerate(step.request_ids) if name in self._tracked]
         if not chosen:
@@ -198,14 +202,14 @@ class FeatureTap:
 
     def end(self, request_ids: Collection[str]) -> None:
         """These requests have ended, for whatever reason."""
-        if self._tracked and not self._has_stopped():
+        if self._tracked:
             self._ended += [t for name in request_ids if (t := self._tracked.pop(name, None)) is not None]
             if self._weights is None:
                 self.release()
 
     def release(self) -> None:
         """Send the ended requests if the weights are unchanged. Call it when a forward is about to read the weights."""
-        if not self._ended or self._has_stopped():
+        if not self._ended:
             return
         ended, self._ended = self._ended, []
         try:
@@ -213,18 +217,36 @@ class FeatureTap:
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
             self.note("sampling the weights", error)
 
-    def stop(self, reason: str) -> None:
-        """Collect nothing from now on. Requests that were released before are still sent. Any thread."""
-        if self.stopped is None:
-            self.stopped = reason
-            log.warning("draftalign tap: nothing more is collected: %s", reason)
+    def cut(self) -> None:
+        """The policy is about to change: rollouts end here, and none begins until `turn`. Reads no weights."""
+        ended = [*self._ended, *self._tracked.values()]
+        self.tally.add("cut", len(self._tracked))
+        self._drop()
+        if ended:
+            self._finished.put((ended, lambda: True))
 
-    def _has_stopped(self) -> bool:
-        """Whether the tap has stopped; if so, drops all requests. In the engine's thread only."""
-        if self.stopped is not None:
-            self._tracked.clear()
-            self._ended.clear()
-        return self.stopped is not None
+    def turn(self, policy_version: int, head: Head, ready: Callable[[], None]) -> None:
+        """The policy is of this version from now on. What is still under way is dropped: either policy drew it.
+
+        `ready` is called in the tap's thread, when all that was collected before has been delivered.
+        """
+        self._drop()
+        self.head, self.policy_version = head, policy_version
+        self._finished.put(ready)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Collect nothing more; wait until what was collected has been delivered.
+
+        A thread that is inside torch when the interpreter ends takes the whole process down with it.
+        """
+        self.cut()
+        self._finished.put(None)
+        self._thread.join(timeout_seconds)
+
+    def _drop(self) -> None:
+        self.policy_version = None
+        self._tracked.clear()
+        self._ended.clear()
 
     def _take(self, step: Step, chosen: Sequence[int]) -> None:
         device = step.last.device
@@ -269,14 +291,20 @@ class FeatureTap:
     # --- the tap's thread
     def _work(self) -> None:
         while True:
-            ended, unchanged = self._finished.get()
+            task = self._finished.get()
+            if task is None:
+                return
             try:
-                same = unchanged()
+                if callable(task):
+                    task()
+                    continue
+                ended, unchanged = task
+                if not unchanged():
+                    self.tally.add("skipped_moved", len(ended))
+                    self._moved()
+                    continue
             except Exception as error:  # noqa: BLE001 - one failed comparison must not end the thread
                 self.note("comparing the weights", error)
-                continue
-            if not same:
-                self.stop(POLICY_MOVED.format("they are not those that the tap registered"))
                 continue
             for tracked in ended:
                 self._send(tracked)
@@ -287,7 +315,7 @@ class FeatureTap:
             if collected is None or not self._budget.spend(int(collected.generated.sum())):
                 self.tally.add("skipped_short" if collected is None else "skipped_budget")
                 return
-            self._deliver(collected)
+            self._deliver(replace(collected, policy_version=tracked.policy_version))
             self.tally.add("delivered")
         except Exception as error:  # noqa: BLE001 - one bad request must not end the thread
             self.note("assemble", error)
@@ -344,14 +372,17 @@ def rollout_file(
     batch: Sequence[Collected],
     *,
     run: str,
-    policy_version: int,
     target_fingerprint: str,
     aux_layers: Sequence[int],
-    drafter_version: str = "",
+    source: str = "",
 ) -> tuple[list[bytes | memoryview], str]:
-    """Lay out rollouts of one kind of sampling as a file; returns its parts and the batch id."""
+    """Lay out rollouts of one policy version and one kind of sampling as a file; returns its parts and the batch id.
+
+    `source`: unique to the engine's process, whose request ids may be another's too.
+    """
     lengths = [len(one.input_ids) for one in batch]
-    names = [hashlib.sha256(f"{run}/{one.request.request_id}".encode()).hexdigest()[:24] for one in batch]
+    names = [hashlib.sha256(f"{run}/{source}/{one.request.request_id}".encode()).hexdigest()[:24] for one in batch]
+    policy_version = batch[0].policy_version
     tensors = {
         "input_ids": wire.Tensor.of(np.concatenate([one.input_ids for one in batch]), "I32"),
         "cu_seqlens": wire.Tensor.of(np.cumsum([0, *lengths], dtype=np.int32), "I32"),
@@ -372,32 +403,37 @@ def rollout_file(
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         prompt_hashes=[wire.prompt_hash(one.request.prompt_ids) for one in batch],
-        drafter_version=drafter_version,
         extra={"source": "engine", "first_positions": str([one.first_position for one in batch])},
     )
     return wire.encode(tensors, metadata), wire.batch_id(run, policy_version, names)
 
 
 class Batcher:
-    """Gathers rollouts of one kind of sampling until they fill a file. `add` is for one thread, `flush` for any."""
+    """Gathers rollouts of one policy version and kind of sampling until they fill a file.
+
+    `add` is for one thread, `flush` for any.
+    """
 
     def __init__(
         self, send: Callable[[Sequence[Collected]], None], *, tokens: int = 4096, seconds: float = 5.0
     ) -> None:
         self._send, self._tokens, self._seconds = send, tokens, seconds
-        self._waiting: dict[Sampling, list[Collected]] = {}
+        self._waiting: dict[tuple[int, Sampling], list[Collected]] = {}
         self._since = math.inf
         self._lock = threading.Lock()
-        threading.Thread(target=self._clock, name="draftalign-tap-batcher", daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._clock, name="draftalign-tap-batcher", daemon=True)
+        self._thread.start()
 
     def add(self, collected: Collected) -> None:
         """Take one rollout in; sends when those of its kind have enough tokens."""
         with self._lock:
-            kind = self._waiting.setdefault(collected.request.sampling, [])
+            name = (collected.policy_version, collected.request.sampling)
+            kind = self._waiting.setdefault(name, [])
             kind.append(collected)
             self._since = min(self._since, time.monotonic())
             if sum(len(one.input_ids) for one in kind) >= self._tokens:
-                self._send(self._waiting.pop(collected.request.sampling))
+                self._send(self._waiting.pop(name))
 
     def flush(self) -> None:
         """Send everything that waits."""
@@ -406,9 +442,14 @@ class Batcher:
             for batch in waiting.values():
                 self._send(batch)
 
+    def close(self, timeout_seconds: float) -> None:
+        """Send everything that waits, and end the thread."""
+        self._closed.set()
+        self._thread.join(timeout_seconds)
+        self.flush()
+
     def _clock(self) -> None:
-        while True:
-            time.sleep(min(self._seconds, 1.0) / 2)
+        while not self._closed.wait(min(self._seconds, 1.0) / 2):
             if time.monotonic() - self._since > self._seconds:
                 try:
                     self.flush()

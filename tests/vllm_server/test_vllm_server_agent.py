@@ -35,9 +35,9 @@ from service.storage.reports import StoreKeys
 pytestmark = pytest.mark.timeout(600)
 
 
-def publish(service: RunningService, directory: Path, drafter: Eagle3Drafter) -> str:
+def publish(service: RunningService, directory: Path, drafter: Eagle3Drafter, run: str = "default") -> str:
     """Publish the files as they are; the manifest says what they say of themselves, as the worker's would."""
-    staged = service.registry.stage("default")
+    staged = service.registry.stage(run)
     for path in directory.iterdir():
         (staged / path.name).write_bytes(path.read_bytes())
     d2t = load_file(directory / "model.safetensors")["d2t"]
@@ -46,7 +46,7 @@ def publish(service: RunningService, directory: Path, drafter: Eagle3Drafter) ->
     facts: dict[str, Any] = {"policy_version": 0, "parent": None, "aux_layers": tuple(aux_layers)}
     facts["config_fingerprint"] = config_fingerprint(drafter.config, vocabulary)
     facts["d2t_sha256"] = vocabulary.digest
-    return service.registry.publish("default", staged, **facts).version
+    return service.registry.publish(run, staged, **facts).version
 
 
 def poison_embedding(tensors: dict[str, Tensor]) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rl_hooks.engines.vllm.draft import RunningDraft
-from rl_hooks.engines.vllm.plugin import DrafterEndpoints, Swapper, SwapProblem
-from rl_hooks.engines.vllm.worker import DrafterSwap
+from rl_hooks.engines.vllm.draft import RunningDraft, started_with
+from rl_hooks.engines.vllm.plugin import DrafterEndpoints
+from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
+from rl_hooks.engines.vllm.worker import DrafterSwap, Staged
 
 
 class Client:
@@ -71,6 +73,42 @@ def test_an_engine_that_falls_asleep_while_the_file_is_read_is_not_touched(tmp_p
     assert "draftalign_apply" not in client.calls
 
 
+def worker_of(drafter: str) -> Any:
+    config = SimpleNamespace(draft_model_config=SimpleNamespace(model=drafter, revision=None))
+    return SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=config))
+
+
+def test_the_files_of_a_drafter_are_found_by_its_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match="has no model"):
+        started_with(worker_of(str(tmp_path)))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    asked: list[Any] = []
+
+    def snapshot(name: str, *, revision: str | None, local_files_only: bool) -> str:
+        asked.append((name, revision, local_files_only))
+        return str(tmp_path)
+
+    hub = ModuleType("huggingface_hub")
+    hub.snapshot_download = snapshot  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert started_with(worker_of("org/eagle3")) == tmp_path
+    assert asked == [("org/eagle3", None, True)]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(FileNotFoundError, match="org/eagle3"):
+        started_with(worker_of("org/eagle3"))
+
+
+def test_no_swap_falls_into_a_trainers_weight_update() -> None:
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_draft_model=lambda: None), _weight_update_active=True)
+    swap = DrafterSwap(worker)
+    swap._staged = Staged("/x", "v1")
+    swap._staged.done.set()
+    with pytest.raises(RuntimeError, match="updating"):
+        swap.apply("v1", "")
+    worker._weight_update_active = False
+    assert swap.apply("v1", "")["version"] == "v1"
+
+
 def test_the_draft_vocabulary_outlives_the_engines_own_copy() -> None:
     """VLLM keeps d2t as a parameter: a level-2 sleep takes it away with the weights, and nobody brings it back."""
     draft = torch.nn.Module()
@@ -87,7 +125,6 @@ def test_the_draft_vocabulary_is_kept_before_a_server_can_sleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTALIGN_DRAFTER_DIR", str(tmp_path))
-    monkeypatch.delenv("DRAFTALIGN_TAP_URL", raising=False)
     client = Client("v1")
     asyncio.run(DrafterEndpoints().init_state(client, None, Namespace()))
     assert client.calls == ["draftalign_state"]

@@ -51,6 +51,26 @@ FUNCTIONS: Final = (
     ("v1/engine/async_llm.py", "AsyncLLM", "collective_rpc", ("method", "args")),
     ("v1/engine/async_llm.py", "AsyncLLM", "is_sleeping", ()),
     ("v1/engine/async_llm.py", "AsyncLLM", "reset_prefix_cache", ()),
+    *(
+        ("v1/engine/core.py", "EngineCore", name, ())
+        for name in ("step", "step_with_batch_queue", "wake_up", "shutdown")
+    ),
+    ("v1/engine/core.py", "EngineCore", "add_request", ("request",)),
+    ("v1/engine/core.py", "EngineCore", "sleep", ("level",)),
+    ("v1/engine/core.py", "EngineCore", "collective_rpc", ("method", "args")),
+    ("v1/engine/core.py", "EngineCore", "set_weight_version", ()),
+    (
+        "v1/core/sched/scheduler.py",
+        "Scheduler",
+        "make_spec_decoding_stats",
+        (
+            *("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens"),
+            "request_id",
+        ),
+    ),
+    ("v1/core/sched/scheduler.py", "Scheduler", "schedule", ()),
+    ("v1/core/sched/scheduler.py", "Scheduler", "update_from_output", ("scheduler_output",)),
+    ("v1/executor/abstract.py", "Executor", "collective_rpc", ("method", "timeout", "args")),
     ("plugins/endpoint_plugins/interface.py", "EndpointPlugin", "attach_router", ("app",)),
     ("plugins/endpoint_plugins/interface.py", "EndpointPlugin", "init_state", ("engine_client", "state", "args")),
     ("v1/worker/gpu_worker.py", "Worker", "reload_weights", ()),
@@ -67,6 +87,17 @@ FUNCTIONS: Final = (
 #: (file, class or "" for anywhere in it, attributes, fields or texts that are read)
 NAMES: Final = (
     ("plugins/__init__.py", "", ("vllm.general_plugins", "vllm.endpoint_plugins")),
+    (
+        "v1/engine/core.py",
+        "",
+        ("_weight_version", "model_executor", "scheduler", "_idle_state_callbacks", "input_queue", "WAKEUP"),
+    ),
+    ("v1/engine/core_client.py", "", ("InprocClient", "engine_core", "call_utility")),
+    ("v1/executor/uniproc_executor.py", "UniProcExecutor", ("driver_worker",)),
+    ("v1/worker/gpu_worker.py", "Worker", ("_weight_update_active",)),
+    ("v1/request.py", "Request", ("request_id", "skip_reading_prefix_cache")),
+    ("v1/core/sched/scheduler.py", "Scheduler", ("requests",)),
+    ("v1/engine/__init__.py", "EngineCoreOutput", ("request_id", "new_token_ids")),
     ("v1/worker/worker_base.py", "WorkerBase", ("vllm_config", "model_runner", "device")),
     (_V1, "GPUModelRunner", ("input_batch", "input_ids", "positions")),
     ("config/speculative.py", "", ("glm4_moe_mtp", "deepseek_mtp")),
@@ -103,7 +134,12 @@ NAMES: Final = (
         ("method", "num_speculative_tokens", "draft_model_config", "draft_sample_method"),
     ),
     ("config/model.py", "ModelConfig", ("hf_config", "hf_text_config", "dtype", "model", "enable_sleep_mode")),
-    ("config/parallel.py", "ParallelConfig", ("tensor_parallel_size", "pipeline_parallel_size")),
+    (
+        "config/parallel.py",
+        "ParallelConfig",
+        ("tensor_parallel_size", "pipeline_parallel_size", "world_size", "data_parallel_index"),
+    ),
+    ("config/parallel.py", "", ("external_launcher",)),
     ("config/__init__.py", "", ("set_current_vllm_config",)),
     ("model_executor/models/interfaces.py", "", ("aux_hidden_state_layers",)),
     ("model_executor/models/llama_eagle3.py", "Eagle3LlamaForCausalLM", ("draft_id_to_target_id", "load_weights")),

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,35 @@ draftalign_tests = vllm_test_plugin:TestEndpoints
 """
 
 
+def plugins(directory: Path) -> Path:
+    """A directory for PYTHONPATH: vLLM finds the tests' plugin there, and ours as pyproject.toml names them."""
+    ours = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [
+        line for group, names in ours.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
+    ]
+    for name, text in (("draftalign_tests", _ENTRY_POINTS), ("draftalign", "\n".join(lines))):
+        metadata = directory / f"{name}-0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        (metadata / "entry_points.txt").write_text(text)
+    return directory
+
+
+def cpu_environment(overlay: Path) -> dict[str, str]:
+    """The environment of a vLLM on a CPU, with the plugins of `overlay`."""
+    path = os.pathsep.join([str(overlay), str(Path(__file__).parent / "plugin"), str(REPOSITORY)])
+    return dict(os.environ) | {
+        "PYTHONPATH": path,
+        "VLLM_PLUGINS": "draftalign,draftalign_tests",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
 class VllmServer:
     """One server with the shipped policy and the drafter of `drafter`; swaps come from `drafters`.
 
@@ -58,14 +88,11 @@ class VllmServer:
         # vLLM closes what was idle for 5 s, and a request that goes out just then fails: not reused so late.
         self.client = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(keepalive_expiry=2.0))
         self.log = scratch / "vllm.log"
-        metadata = scratch / "plugin" / "draftalign_tests-0.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: draftalign-tests\nVersion: 0\n")
-        (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
+        overlay = plugins(scratch / "plugin")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self._command(policy, drafter, speculative, eager=eager),
-                env=self._environment(metadata.parent, drafters) | environment,
+                env=cpu_environment(overlay) | {"DRAFTALIGN_DRAFTER_DIR": str(drafters)} | environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # one group: the engine's own processes go when it is killed
@@ -86,21 +113,6 @@ class VllmServer:
         }
         flags = [part for pair in options.items() for part in pair] + (["--enforce-eager"] if eager else [])
         return [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(policy), *flags]
-
-    @staticmethod
-    def _environment(overlay: Path, drafters: Path) -> dict[str, str]:
-        path = os.pathsep.join([str(overlay), str(Path(__file__).parent / "plugin"), str(REPOSITORY)])
-        return dict(os.environ) | {
-            "PYTHONPATH": path,
-            "VLLM_PLUGINS": "draftalign,draftalign_tests",
-            "DRAFTALIGN_DRAFTER_DIR": str(drafters),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
 
     def wait_until_healthy(self) -> None:
         """Block until it answers; raise with the end of its log if it will not."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rl_hooks.format.drafter import MODEL_FILE
 
 _SAMPLED_ELEMENTS = 1024
 
@@ -100,6 +103,26 @@ class RunningDraft:
             sample = flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)][:_SAMPLED_ELEMENTS]
             digest.update(name.encode() + sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def started_with(worker: Any) -> Path:
+    """The directory of the drafter that this vLLM was started with, by a path or by a name in the local hub cache.
+
+    Raises OSError where it has no model.safetensors. The service would start a drafter with another vocabulary, which
+    this engine could never load.
+    """
+    config = worker.vllm_config.speculative_config.draft_model_config
+    directory = Path(config.model)
+    if not directory.is_dir():
+        try:
+            from huggingface_hub import snapshot_download
+
+            directory = Path(snapshot_download(config.model, revision=config.revision, local_files_only=True))
+        except (ImportError, ValueError, OSError) as error:
+            raise FileNotFoundError(f"the files of the drafter {config.model} are not found: {error}") from error
+    if not (directory / MODEL_FILE).is_file():
+        raise FileNotFoundError(f"{directory} has no {MODEL_FILE}; start the server with a drafter in one such file")
+    return directory
 
 
 def _shared_modules(draft: nn.Module, target: nn.Module) -> dict[str, nn.Module]:

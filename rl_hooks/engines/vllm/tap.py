@@ -1,12 +1,10 @@
-"""Feature capture in a vLLM that speculates with EAGLE-3: live traffic trains the drafter, without a trainer.
-
-    DRAFTALIGN_TAP_URL=http://service:8400 DRAFTALIGN_TAP_FRACTION=0.05 VLLM_PLUGINS=draftalign vllm serve ...
+"""Feature capture in a vLLM that speculates with EAGLE-3: its own requests train the drafter, without a trainer's hook.
 
 At every step the target passes its auxiliary and final states to the drafter. The tap reads the drafter's arguments
 (`propose_draft_token_ids` in the V1 model runner, `speculator.propose` in V2), takes the rows of the requests that it
 samples, and reads their tokens from the same step. It registers the run with the policy's embedding and head and with
-the server's first drafter. The policy must not change: when its weights are loaded again the tap stops, and logs why.
-With RL, use the trainer's hook.
+the server's first drafter. When the policy's weights change, it sends the head again before the first rollout that
+needs it, if the head has moved.
 
 The tap sends your users' text, as token ids and hidden states: sample with their consent.
 
@@ -16,12 +14,12 @@ from vLLM's source (0.32, 0.33) and was not run. One rank only: with tensor para
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -29,20 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_hooks.engines.policy_watch import WeightSample, on_reload
-from rl_hooks.engines.tap import (
-    POLICY_MOVED,
-    Batcher,
-    Collected,
-    FeatureTap,
-    Head,
-    Request,
-    Sampling,
-    Step,
-    rollout_file,
-)
+from rl_hooks.engines.policy_watch import PolicyWatch
+from rl_hooks.engines.tap import Batcher, Collected, FeatureTap, Head, Request, Sampling, Step, rollout_file
+from rl_hooks.engines.vllm.draft import started_with
+from rl_hooks.release import PLAIN_NAME
+from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job
-from rl_hooks.sending.registration import RunRegistration, head_weight
+from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_body, head_weight
 from rl_hooks.sending.sender import RolloutSender
 
 log = logging.getLogger("vllm.draftalign")
@@ -58,6 +49,9 @@ _PLAIN: Final[Mapping[str, Any]] = {
 _ABSENT: Final = ("logit_bias", "allowed_token_ids", "structured_outputs", "bad_words", "logits_processors")
 
 
+#: The head is sent again when it has moved by more than this, relative to its norm, as a trainer's hook does.
+HEAD_TOLERANCE: Final = 0.005
+_CLOSE_SECONDS: Final = 2.0
 #: The parameters that the tap reads, by name, so that vLLM may add and reorder others.
 V1_ARGUMENTS: Final = ("scheduler_output", "sampled_token_ids", "hidden_states", "aux_hidden_states")
 V2_ARGUMENTS: Final = ("input_batch", "last_hidden_states", "aux_hidden_states", "num_rejected", "last_sampled")
@@ -84,27 +78,39 @@ _Read = Callable[[Any, Mapping[str, Any]], Step | None]
 
 
 @dataclass(frozen=True, slots=True)
-class TapSettings:
-    """Where features go, and how many of them. Read from DRAFTALIGN_TAP_* variables."""
+class ServiceSettings:
+    """The service that an engine follows, and how much it sends there. Raises ValueError for values out of range."""
 
     url: str
     run: str = "default"
-    token: str | None = None
-    fraction: float = 0.05
+    token: str | None = field(default=None, repr=False)
+    #: Share of the requests whose rows are sent. 0: none, where a trainer's hook sends them.
+    sample_fraction: float = 0.05
     tokens_per_minute: int = 60_000
 
+    def __post_init__(self) -> None:
+        Origin.parse(self.url)
+        if not PLAIN_NAME.fullmatch(self.run):
+            raise ValueError(f"run: {self.run!r} is not a plain name of letters, digits, '.', '_' and '-'")
+        if not 0.0 <= self.sample_fraction <= 1.0 or self.tokens_per_minute < 1:
+            raise ValueError(
+                "expected a sample fraction from 0 to 1 and at least 1 token per minute, got "
+                f"{self.sample_fraction} and {self.tokens_per_minute}"
+            )
+
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> TapSettings | None:
-        """None where DRAFTALIGN_TAP_URL is unset; raises ValueError for values out of range."""
-        url = environment.get("DRAFTALIGN_TAP_URL")
+    def read(cls, environment: Mapping[str, str]) -> ServiceSettings | None:
+        """From DRAFTALIGN_* variables; None where DRAFTALIGN_URL is unset."""
+        url = environment.get("DRAFTALIGN_URL")
         if not url:
             return None
-        fraction = float(environment.get("DRAFTALIGN_TAP_FRACTION", "0.05"))
-        budget = int(environment.get("DRAFTALIGN_TAP_TOKENS_PER_MINUTE", "60000"))
-        if not 0.0 < fraction <= 1.0 or budget < 1:
-            raise ValueError("DRAFTALIGN_TAP_FRACTION must be in (0, 1], DRAFTALIGN_TAP_TOKENS_PER_MINUTE above 0")
-        run = environment.get("DRAFTALIGN_TAP_RUN", "default")
-        return cls(url, run, environment.get("DRAFTALIGN_TAP_TOKEN"), fraction, budget)
+        return cls(
+            url,
+            environment.get("DRAFTALIGN_RUN") or "default",
+            environment.get("DRAFTALIGN_TOKEN") or None,
+            float(environment.get("DRAFTALIGN_SAMPLE_FRACTION") or 0.05),
+            int(environment.get("DRAFTALIGN_TOKENS_PER_MINUTE") or 60_000),
+        )
 
 
 class Policy(nn.Module):
@@ -135,31 +141,81 @@ def policy_of(config: Any, model: nn.Module) -> Policy:
 
 
 class VllmTap:
-    """The tap of one worker: wraps its model runner, and sends what is collected."""
+    """The tap of one worker: wraps its model runner, and sends what is collected.
 
-    def __init__(self, worker: Any, settings: TapSettings, aux_layers: Sequence[int]) -> None:
+    `joined`: the run is registered already, perhaps with the head of other weights than this worker holds.
+    """
+
+    def __init__(
+        self, worker: Any, settings: ServiceSettings, aux_layers: Sequence[int], watch: PolicyWatch, *, joined: bool
+    ) -> None:
         self._check(worker)
-        runner, config = worker.model_runner, worker.vllm_config
-        policy = policy_of(config.model_config.hf_text_config, runner.get_model())
-        draft = Path(config.speculative_config.draft_model_config.model)
+        version = watch.version or 0
+        self._worker, self._weights = worker, watch
+        policy = self._policy()
         registration = RunRegistration(
-            policy, aux_layers=aux_layers, initial_drafter=draft if (draft / "model.safetensors").is_file() else None
+            policy,
+            aux_layers=aux_layers,
+            policy_version=version,
+            initial_drafter=started_with(worker),
         )
-        self.settings, self._aux_layers, self._fingerprint = settings, tuple(aux_layers), registration.fingerprint
+        self._file = functools.partial(
+            rollout_file,
+            run=settings.run,
+            target_fingerprint=registration.fingerprint,
+            aux_layers=tuple(aux_layers),
+            source=uuid.uuid4().hex,
+        )
+        self._logit_map, self._path = registration.logit_map, f"/runs/{quote(settings.run, safe='')}"
         self.sender = RolloutSender(settings.url, run=settings.run, token=settings.token)
         size = sum(tensor.data.nbytes for tensor in registration.tensors.values())
-        path = f"/runs/{quote(settings.run, safe='')}"
-        self.sender.submit_job(Job("PUT", path, registration.encode, size, keep=True))
+        self.sender.submit_job(Job("PUT", self._path, registration.encode, size, keep=True))
+        self._heads = HeadWatch(head_weight(policy), HEAD_TOLERANCE, -1 if joined else version)
         self.batcher = Batcher(self._send)
         self.tap = FeatureTap(
             Head(head_weight(policy), registration.logit_map),
             self.batcher.add,
-            fraction=settings.fraction,
+            fraction=settings.sample_fraction,
             tokens_per_minute=settings.tokens_per_minute,
-            weights=WeightSample(runner.get_model()),
+            weights=watch.weights,
+            policy_version=version,
+            moved=watch.found_moved,
         )
-        self._wrap(runner)
-        on_reload(worker, lambda what: self.tap.stop(POLICY_MOVED.format(what)))
+        self._wrap(worker.model_runner)
+        watch.changing = self.tap.cut
+        self._send_head_if_due(version)
+
+    def settled(self, *, tainted: bool) -> None:
+        """The weights are those of the watch's version now. `tainted`: they changed under requests, unannounced."""
+        version = self._weights.version or 0
+        if version == self.tap.policy_version:
+            return
+        if not tainted:
+            self.tap.cut()
+        weight = head_weight(self._policy())
+        job = self._head_job(weight, version)
+        self.tap.turn(version, Head(weight, self._logit_map), lambda: self._turned(job))
+
+    def _turned(self, head: Job | None) -> None:
+        # In the tap's thread: what older policies drew is queued before the head, which no rollout needs before that.
+        self.batcher.flush()
+        if head is not None:
+            self.sender.submit_job(head)
+
+    def _send_head_if_due(self, version: int) -> None:
+        if (job := self._head_job(head_weight(self._policy()), version)) is not None:
+            self.sender.submit_job(job)
+
+    def _head_job(self, weight: Tensor, version: int) -> Job | None:
+        if not self._heads.is_due(weight, version):
+            return None
+        self._heads.mark(weight)
+        size = weight.numel() * weight.element_size()
+        return Job("PUT", f"{self._path}/head", head_body(weight, version), size, keep=True)
+
+    def _policy(self) -> Policy:
+        config = self._worker.vllm_config.model_config.hf_text_config
+        return policy_of(config, self._worker.model_runner.get_model())
 
     @staticmethod
     def _check(worker: Any) -> None:
@@ -220,19 +276,19 @@ class VllmTap:
         return tapped
 
     def _send(self, batch: Sequence[Collected]) -> None:
-        parts, batch_id = rollout_file(
-            batch,
-            run=self.settings.run,
-            policy_version=0,
-            target_fingerprint=self._fingerprint,
-            aux_layers=self._aux_layers,
-        )
-        self.sender.submit(parts, batch_id=batch_id, policy_version=0)
+        parts, batch_id = self._file(batch)
+        self.sender.submit(parts, batch_id=batch_id, policy_version=batch[0].policy_version)
+
+    def close(self) -> None:
+        """Send what was collected, for some seconds at most."""
+        self.tap.close(_CLOSE_SECONDS)
+        self.batcher.close(_CLOSE_SECONDS)
+        self.sender.close(_CLOSE_SECONDS)
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the tap and of its sender, and why the tap has stopped, if it has."""
+        """Counters of the tap and of its sender."""
         sender = {f"sender_{name}": value for name, value in self.sender.stats().items()}
-        return {**self.tap.tally.counts(), **sender, "stopped": self.tap.stopped}
+        return {**self.tap.tally.counts(), **sender}
 
 
 def request_of(new: Any) -> Request | None:
@@ -318,13 +374,3 @@ def _weight(module: nn.Module, rows: int) -> nn.Module:
     # A view of the policy's own memory. A plain attribute: it is no parameter of this module.
     holder.weight = weight.detach()[:rows]
     return holder
-
-
-def start_tap(worker: Any, aux_layers: Sequence[int]) -> VllmTap | None:
-    """Start the tap that the environment asks for; None without DRAFTALIGN_TAP_URL, or where it cannot be."""
-    try:
-        settings = TapSettings.read(os.environ)
-        return None if settings is None else VllmTap(worker, settings, aux_layers)
-    except Exception as error:  # noqa: BLE001 - the server must start without its tap
-        log.error("draftalign: no features will be captured: %s", error)
-        return None

@@ -29,7 +29,8 @@ from rl_hooks.engines.candidate import (
     running_sizes,
     vocabulary_digest,
 )
-from rl_hooks.engines.vllm.draft import RunningDraft
+from rl_hooks.engines.policy_watch import PolicyWatch
+from rl_hooks.engines.vllm.draft import RunningDraft, started_with
 from rl_hooks.engines.vllm.modules import (
     float32_weights,
     module_elements,
@@ -38,7 +39,7 @@ from rl_hooks.engines.vllm.modules import (
     shared_modules,
     unread_weights,
 )
-from rl_hooks.engines.vllm.tap import VllmTap, start_tap
+from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
 from rl_hooks.format.drafter import MODEL_FILE, Sizes, fingerprint
 from rl_hooks.format.mtp import MtpConfig
 
@@ -85,7 +86,7 @@ class DrafterSwap:
         self._broken: str | None = None
         self._marks: str | None = None
         self.tap: VllmTap | None = None
-        self.tap_tried = False
+        self.watch: PolicyWatch | None = None
         has_draft = worker.model_runner.get_draft_model() is not None
         self.draft = RunningDraft(worker) if has_draft else None
         if self.draft is not None:
@@ -123,6 +124,8 @@ class DrafterSwap:
             raise DrafterRefusedError(staged.refused)
         if staged.failed is not None:
             raise RuntimeError(staged.failed)
+        if self._is_updated():
+            raise RuntimeError("a trainer is updating this worker's weights; ask again")
         if self.draft is not None and staged.sha256 != sha256:
             raise RuntimeError(f"this worker read {staged.sha256} for {version}, another one read {sha256}")
         previous, self._staged = self._served, None
@@ -143,7 +146,7 @@ class DrafterSwap:
             "sha256": self._served.sha256,
             "last_stall_seconds": self._stall_seconds,
             "problem": self._broken,
-            "tap": None if self.tap is None else self.tap.tap.stopped or "collecting",
+            "tap": None if self.tap is None else self.tap.stats(),
             "takes": None,
         }
         if self.draft is not None:
@@ -161,17 +164,74 @@ class DrafterSwap:
                 document["aux_layers"] = [] if isinstance(sizes, MtpConfig) else list(sizes.aux_layers)
         return document
 
-    def start_tap(self) -> None:
-        """Start feature capture, once, where the environment asks for it."""
-        self.tap_tried = True
-        if self.draft is None:
-            return
+    # --- where the engine itself follows the service
+    def settle(self, named: str | None) -> dict[str, Any]:
+        """Something may have changed weights: put a lost drafter back, and bring the policy's version up to date.
+
+        `named`: vLLM's weight version. The weights must be readable. Returns the state, with `policy_version`.
+        """
+        watch = self._watched()
+        if not self._is_updated() and not watch.asleep:
+            if not self._intact():
+                self._restore()
+            tainted = watch.settle(named)
+            if self.tap is not None:
+                self.tap.settled(tainted=tainted)
+        return {**self.state(), "policy_version": watch.version}
+
+    def _watched(self) -> PolicyWatch:
+        if self.watch is None:
+            self.watch = PolicyWatch(self._worker)
+        return self.watch
+
+    def follow(self, settings: ServiceSettings, named: str | None, newest: int | None) -> dict[str, Any]:
+        """Begin to number the policy's versions, and to send what is sampled; `newest`: None for a new run.
+
+        Without sampling, the weights are numbered only if vLLM names them: the trainer's hook has numbers of its own.
+        """
+        watch = self._watched()
+        if settings.sample_fraction > 0:
+            watch.number(named, newest or 0)
+        if self.draft is not None and self.tap is None and settings.sample_fraction > 0:
+            try:
+                layers = _captured_layers(self._worker.model_runner.get_model())
+                self.tap = VllmTap(self._worker, settings, layers, watch, joined=newest is not None)
+            except Exception as error:  # noqa: BLE001 - the engine must go on without its tap
+                log.error("draftalign: no features are captured: %s", error)
+        return {**self.state(), "policy_version": watch.version}
+
+    def end(self) -> None:
+        """The engine shuts down."""
+        if self.tap is not None:
+            self.tap.close()
+
+    def _is_updated(self) -> bool:
+        """Whether a trainer is between vLLM's `start_weight_update` and `finish_weight_update`."""
+        return bool(getattr(self._worker, "_weight_update_active", False))
+
+    def _restore(self) -> None:
+        """Load the served drafter again from host memory: a level-2 sleep discards it, and vLLM does not bring it back.
+
+        Of the drafter that vLLM started with no copy is kept; it is read from its files.
+        """
+        assert self.draft is not None  # noqa: S101 - the caller has checked
+        began = time.perf_counter()
         try:
-            layers = _captured_layers(self._worker.model_runner.get_model())
-        except DrafterRefusedError as error:  # the server must start without its tap
-            log.error("draftalign: no features are captured: %s", error)
-            return
-        self.tap = start_tap(self._worker, layers)
+            self._check_engine()
+            tensors = self._served.tensors or self._read_initial(self._sizes(), self._d2t())
+            if tensors is None:
+                return  # the state says that it is not loaded, so a version is pushed
+            self.draft.load(tensors, unread_weights(self._sizes()))
+        except Exception as error:  # noqa: BLE001 - the policy verifies every draft; its text is right in any case
+            problem = f"the drafter's weights are lost and were not restored: {error!r}"
+            if problem != self._broken:
+                self._broken = problem
+                log.warning("draftalign: %s", problem)
+        else:
+            self._broken = None
+            self._marks = self.draft.fingerprint()
+            seconds = time.perf_counter() - began
+            log.info("draftalign: restored drafter %s in %.4f s", self._served.version or "of the start", seconds)
 
     # --- staging
     def _read(self, staged: Staged) -> None:
@@ -201,6 +261,7 @@ class DrafterSwap:
         try:
             if isinstance(sizes, MtpConfig):
                 return read_own_module(directory, sizes, self._dtype())
+            directory = started_with(self._worker)
             return read_candidate(_read_bounded(directory / MODEL_FILE, sizes), sizes, d2t, self._dtype())
         except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
             log.info("draftalign: %s cannot be kept for a failed swap: %s", directory, error)
@@ -299,7 +360,10 @@ class DrafterSwap:
     # --- are its weights intact?
     def _intact(self) -> bool:
         """False when the weights have changed since they were loaded: after a sleep, a refit or a weight sync."""
-        return self.draft is None or (self._marks is not None and self._marks == self.draft.fingerprint())
+        if self.draft is None:
+            return True
+        asleep = self.watch is not None and self.watch.asleep  # then they cannot be read, and nothing drafts
+        return self._marks is not None and (asleep or self._marks == self.draft.fingerprint())
 
 
 def _captured_layers(target: nn.Module) -> tuple[int, ...]:
@@ -360,12 +424,22 @@ def draftalign_state(self: Any) -> dict[str, Any]:
     return _of(self).state()
 
 
-def draftalign_tap(self: Any) -> dict[str, Any] | None:
-    """RPC: start the feature tap once, if the environment asks for one; returns its counters."""
-    swap = _of(self)
-    if not swap.tap_tried:
-        swap.start_tap()
-    return None if swap.tap is None else swap.tap.stats()
+def draftalign_settle(self: Any, named: str | None) -> dict[str, Any]:
+    """RPC: weights may have changed; see `DrafterSwap.settle`."""
+    return _of(self).settle(named)
 
 
-RPC_METHODS = (draftalign_stage, draftalign_staged, draftalign_apply, draftalign_state, draftalign_tap)
+def draftalign_follow(self: Any, settings: dict[str, Any], named: str | None, newest: int | None) -> dict[str, Any]:
+    """RPC: the service was reached; see `DrafterSwap.follow`."""
+    return _of(self).follow(ServiceSettings(**settings), named, newest)
+
+
+def draftalign_end(self: Any) -> None:
+    """RPC: the engine shuts down; see `DrafterSwap.end`."""
+    _of(self).end()
+
+
+RPC_METHODS = (
+    *(draftalign_stage, draftalign_staged, draftalign_apply, draftalign_state),
+    *(draftalign_settle, draftalign_follow, draftalign_end),
+)

@@ -1,8 +1,7 @@
-"""A tap labels all that it sends as one policy: it notices in every way that the policy moved, and then it stops."""
+"""An engine notices in every way that its policy moved, and what it sends names the weights that drew it."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from agent_fixtures import eventually
 from tap_fixtures import HEAD, STOP, Script, step
 from torch import nn
 
-from rl_hooks.engines.policy_watch import WeightSample, on_reload
+from rl_hooks.engines.policy_watch import PolicyVersions, PolicyWatch, WeightSample, on_reload
 from rl_hooks.engines.tap import Collected, FeatureTap
 
 
@@ -165,10 +164,21 @@ def test_the_same_weights_again_are_the_same_and_experts_may_move() -> None:
     assert sample.look()()
 
 
-def collecting(model: Model) -> tuple[FeatureTap, list[Collected]]:
+def collecting(model: Model) -> tuple[PolicyWatch, FeatureTap, list[Collected]]:
     collected: list[Collected] = []
-    tap = FeatureTap(HEAD, collected.append, fraction=1.0, tokens_per_minute=10**6, weights=WeightSample(model))
-    return tap, collected
+    watch = PolicyWatch(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model)))
+    watch.number(None, 3)
+    tap = FeatureTap(
+        HEAD,
+        collected.append,
+        fraction=1.0,
+        tokens_per_minute=10**6,
+        weights=watch.weights,
+        policy_version=3,
+        moved=watch.found_moved,
+    )
+    watch.changing = tap.cut
+    return watch, tap, collected
 
 
 def run(tap: FeatureTap, name: str, *, ends: bool = True) -> Script:
@@ -183,7 +193,9 @@ def run(tap: FeatureTap, name: str, *, ends: bool = True) -> Script:
 
 def test_a_request_goes_out_only_once_the_weights_were_seen_to_be_the_same() -> None:
     model = Model()
-    tap, collected = collecting(model)
+    watch, tap, collected = collecting(model)
+    noticed: list[bool] = []
+    watch.noticed = lambda: noticed.append(True)
     run(tap, "before")
     assert tap.tally["delivered"] == 0  # the engine may sleep now: its weights are not touched
     tap.release()
@@ -191,35 +203,78 @@ def test_a_request_goes_out_only_once_the_weights_were_seen_to_be_the_same() -> 
     run(tap, "during")
     a_few_weights(model)
     tap.release()
-    eventually(lambda: tap.stopped)
+    eventually(lambda: noticed)
+    assert watch.settle(None)  # nobody had announced it
+    assert watch.version == 4
+    tap.turn(4, HEAD, lambda: None)
     run(tap, "after")
     tap.release()
-    assert [one.request.request_id for one in collected] == ["before"]
-    assert tap.stopped is not None
-    assert "not those that the tap registered" in tap.stopped
-    assert "policy version 0" in tap.stopped
-    assert "trainer's hook" in tap.stopped
+    eventually(lambda: tap.tally["delivered"] == 2)
+    assert [(c.request.request_id, c.policy_version) for c in collected] == [("before", 3), ("after", 4)]
+    assert not watch.settle(None)
+    assert watch.version == 4
 
 
-def test_a_stopped_tap_sends_what_was_drawn_before_drops_what_was_under_way_and_says_so_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_announced_update_is_one_version_however_many_buckets_bring_it() -> None:
     model = Model()
-    tap, collected = collecting(model)
-    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
-    on_reload(worker, tap.stop)
+    watch, tap, collected = collecting(model)
     run(tap, "drawn before")
-    tap.release()
     sequence = run(tap, "under way", ends=False)
-    with caplog.at_level(logging.WARNING, "draftalign.tap"):
-        for _ in range(5):  # in buckets
-            model.load_weights(iter(WEIGHTS))
+    for _ in range(5):
+        model.load_weights(iter(WEIGHTS))
+    a_few_weights(model)
+    assert not watch.settle(None)
+    assert watch.version == 4
+    tap.turn(4, HEAD, lambda: None)
     tap.step(step([(sequence, 1, [3], 0, STOP)]))
     tap.end(["under way"])
-    run(tap, "after")
-    tap.release()
-    eventually(lambda: tap.tally["delivered"] == 1)
-    assert [one.request.request_id for one in collected] == ["drawn before"]
-    assert tap.tally["begun"] == 2
-    assert caplog.text.count("nothing more is collected: load_weights") == 1
-    assert tap.tally["failures"] == 0
+    eventually(lambda: tap.tally["delivered"] == 2)
+    assert {(c.request.request_id, c.policy_version) for c in collected} == {("drawn before", 3), ("under way", 3)}
+    assert not watch.settle(None)
+    assert watch.version == 4
+
+
+@pytest.mark.parametrize(
+    ("start", "said", "numbers"),
+    [
+        ((None, 7), [(None, False), (None, True), (None, True)], [7, 8, 9]),
+        (("5", 7), [("5", False), ("6", True), ("6", False)], [5, 6, 6]),
+        (("5", 0), [("5", True), ("6", False)], [6, 6]),  # loaded first, named a step later
+        (("5", 0), [("3", True)], [3]),  # the trainer went back to a checkpoint
+        (("step-1", 2), [("step-1", False), ("step-2", True), ("step-3", False)], [2, 3, 4]),
+        ((None, 0), [("9" * 5000, False), ("٣", False), ("-1", True), ("", False)], [1, 2, 3, 4]),
+    ],
+)
+def test_a_version_is_what_vllm_was_told_or_else_a_count(
+    start: tuple[str | None, int], said: list[tuple[str | None, bool]], numbers: list[int]
+) -> None:
+    versions = PolicyVersions.start(*start)
+    assert [versions.next(named, moved=moved) for named, moved in said] == numbers
+
+
+def test_without_sampling_only_a_number_that_vllm_was_told_counts() -> None:
+    """The trainer's hook numbers policies by itself; a count of ours would be another number for the same weights."""
+    model = Model()
+    watch = PolicyWatch(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model)))
+    model.load_weights(iter(WEIGHTS))
+    watch.settle(None)
+    assert watch.version is None
+    watch.settle("12")
+    assert watch.version == 12
+
+
+def test_an_engine_that_sleeps_is_known_to_sleep_until_its_weights_are_back() -> None:
+    worker = Worker()
+    watch = PolicyWatch(worker)
+    calls: list[Callable[[], Any]] = [
+        lambda: worker.sleep(1),
+        lambda: worker.wake_up(["kv_cache"]),
+        lambda: worker.wake_up(tags=["weights"]),
+        lambda: worker.sleep(level=2),
+        worker.wake_up,
+    ]
+    asleep = []
+    for call in calls:
+        call()
+        asleep.append(watch.asleep)
+    assert asleep == [True, True, False, True, False]

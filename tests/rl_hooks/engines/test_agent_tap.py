@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ from rl_hooks.engines.tap import (
 from rl_hooks.engines.vllm.tap import (
     V1_ARGUMENTS,
     V2_ARGUMENTS,
-    TapSettings,
+    ServiceSettings,
     TapUnsupportedError,
     VllmTap,
     named_arguments,
@@ -176,7 +177,7 @@ def test_a_step_that_makes_no_sense_costs_its_requests_and_nothing_else() -> Non
 def test_a_file_of_collected_rollouts_is_a_rollout_file() -> None:
     sequences = [Script(f"r{i}", [2, 3, 4], [5 + i, 6, STOP]) for i in range(3)]
     done = decode(sequences, 1)
-    parts, batch_id = rollout_file(done, run="live", policy_version=0, target_fingerprint="f" * 32, aux_layers=(1, 3))
+    parts, batch_id = rollout_file(done, run="live", target_fingerprint="f" * 32, aux_layers=(1, 3))
     body = b"".join(bytes(part) for part in parts)
     header = wire.check_rollout_header(wire.parse_header(body))
     assert (header.rollouts, header.tokens, header.hidden_size, header.batch_id) == (3, 18, HIDDEN, batch_id)
@@ -189,7 +190,7 @@ def test_a_file_names_the_whole_prompt_whatever_the_prefix_cache_held() -> None:
     prompt = list(range(2, 12))
     done = decode([Script(f"r{cached}", list(prompt), [5, 6, STOP], cached=cached) for cached in (0, 4, 9)], 3)
     assert sorted(one.first_position for one in done) == [0, 4, 9]
-    parts, _ = rollout_file(done, run="live", policy_version=0, target_fingerprint="f" * 32, aux_layers=(1, 3))
+    parts, _ = rollout_file(done, run="live", target_fingerprint="f" * 32, aux_layers=(1, 3))
     header = wire.check_rollout_header(wire.parse_header(b"".join(bytes(part) for part in parts)))
     assert header.prompt_hashes == (wire.prompt_hash(prompt),) * 3
 
@@ -410,11 +411,72 @@ def test_a_call_that_does_not_fit_its_own_signature_is_the_engines_to_raise() ->
 
 
 def test_settings_come_from_the_environment_or_are_off() -> None:
-    assert TapSettings.read({}) is None
-    read = TapSettings.read({"DRAFTALIGN_TAP_URL": "http://s", "DRAFTALIGN_TAP_FRACTION": "0.5"})
-    assert read == TapSettings("http://s", fraction=0.5)
-    with pytest.raises(ValueError, match="FRACTION"):
-        TapSettings.read({"DRAFTALIGN_TAP_URL": "http://s", "DRAFTALIGN_TAP_FRACTION": "2"})
+    assert ServiceSettings.read({}) is None
+    assert ServiceSettings.read({"DRAFTALIGN_URL": "http://s"}) == ServiceSettings("http://s")
+    variables = {"URL": "http://s", "RUN": "math", "TOKEN": "t", "SAMPLE_FRACTION": "0", "TOKENS_PER_MINUTE": "9"}
+    read = ServiceSettings.read({f"DRAFTALIGN_{name}": value for name, value in variables.items()})
+    assert read == ServiceSettings("http://s", "math", "t", 0.0, 9)
+    assert "'t'" not in repr(read)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SAMPLE_FRACTION", "2"), ("SAMPLE_FRACTION", "nan"), ("TOKENS_PER_MINUTE", "0"), ("RUN", "../x"), ("URL", "s:1")],
+)
+def test_settings_that_make_no_sense_are_refused(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|plain name|look like"):
+        ServiceSettings.read({"DRAFTALIGN_URL": "http://s", f"DRAFTALIGN_{name}": value})
+
+
+def three_ways() -> tuple[FeatureTap, list[Collected], Script]:
+    """A tap with a request that has ended, and one under way."""
+    collected: list[Collected] = []
+    tapped = tap(collected.append, policy_version=4)
+    done, going = Script("done", [2], [3, STOP]), Script("going", [2, 3], [4, 5, 6, STOP])
+    tapped.begin(done.request())
+    tapped.begin(going.request())
+    tapped.step(step([(done, 0, [2], 0, 3), (going, 0, [2, 3], 0, 4)]))
+    tapped.step(step([(done, 1, [3, 9], 1, STOP), (going, 2, [4, 9], 1, 5)]))
+    tapped.end(["done"])
+    return tapped, collected, going
+
+
+def test_an_update_of_the_policy_ends_what_the_old_weights_drew_and_begins_nothing_before_the_new_ones() -> None:
+    tapped, collected, going = three_ways()
+    tapped.cut()
+    tapped.begin(Script("between", [2], [3]).request())
+    order: list[str] = []
+    tapped.turn(5, HEAD, lambda: order.append(f"head after {len(collected)}"))
+    tapped.step(step([(going, 3, [5, 6], 0, STOP)]))  # of the new weights
+    tapped.end(["going", "between"])
+    new = Script("new", [2], [3, STOP])
+    tapped.begin(new.request())
+    tapped.step(step([(new, 0, [2], 0, 3)]))
+    tapped.step(step([(new, 1, [3], 0, STOP)]))
+    tapped.end(["new"])
+    eventually(lambda: len(collected) == 3)
+    assert order == ["head after 2"]
+    tokens = {one.request.request_id: (one.policy_version, one.input_ids.tolist()) for one in collected}
+    assert tokens == {"done": (4, [2, 3, STOP]), "going": (4, [2, 3, 4, 5]), "new": (5, [2, 3, STOP])}
+    assert (tapped.tally["cut"], tapped.tally["skipped_update"]) == (1, 1)
+
+
+def test_an_update_that_nobody_announced_drops_what_either_weights_may_have_drawn() -> None:
+    tapped, collected, _ = three_ways()
+    eventually(lambda: collected)
+    tapped.turn(5, HEAD, lambda: None)
+    tapped.end(["going"])
+    assert [one.request.request_id for one in collected] == ["done"]
+
+
+def test_files_hold_one_policy_version() -> None:
+    sent: list[list[int]] = []
+    batcher = Batcher(lambda batch: sent.append([one.policy_version for one in batch]), seconds=1000)
+    done = decode([Script(f"r{i}", [2, 3, 4], [5, 6, STOP]) for i in range(4)], 1)
+    for number, one in enumerate(done):
+        batcher.add(replace(one, policy_version=number % 2))
+    batcher.flush()
+    assert sorted(sent) == [[0, 0], [1, 1]]
 
 
 def test_the_engines_thread_does_not_wait_for_a_slow_receiver() -> None:

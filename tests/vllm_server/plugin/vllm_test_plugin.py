@@ -15,7 +15,7 @@ import torch
 from fastapi import FastAPI, Request
 from safetensors.torch import save_file
 
-from examples.vllm_plugin import repair_sampling
+from examples.vllm_plugin import load_policy, repair_sampling
 
 
 def register() -> None:
@@ -23,7 +23,7 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     looking = (start_recording, stop_recording, policy_digest, storage, keep_collected, take_collected)
-    for method in (*looking, set_tap, resume_tap, move_policy, wipe_drafter, rot_drafter, fail_next_load):
+    for method in (*looking, load_policy, set_tap, move_policy, wipe_drafter, rot_drafter, fail_next_load):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
 
@@ -119,11 +119,6 @@ def set_tap(self: Any, fraction: float | None) -> None:
         else:
             setattr(runner, name, wrapper)
     self._draftalign_swap.tap.tap.fraction = fraction or 0.0
-
-
-def resume_tap(self: Any) -> None:
-    """Let a tap that has stopped collect again."""
-    self._draftalign_swap.tap.tap.stopped = None
 
 
 def move_policy(self: Any, how: str) -> None:

@@ -1,0 +1,132 @@
+"""The swap agent inside an engine: a thread that joins the run, then follows the service as one beside it would."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from rl_hooks.agent.agent import IN_PROCESS, AgentConfig, SwapAgent
+from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.protocol import REFUSALS, EngineState, engine_state
+from rl_hooks.engines.vllm.core import CoreLink
+from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
+from rl_hooks.engines.vllm.tap import ServiceSettings
+from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
+from rl_hooks.release import Release
+from rl_hooks.sending.exchange import Origin, exchange
+
+log = logging.getLogger("vllm.draftalign")
+
+#: The first request of an engine waits so long for the service, once.
+_FIRST_SECONDS: Final = 2.0
+_RETRY_SECONDS: Final = 5.0
+_LAST_SECONDS: Final = 3.0
+
+
+class InProcessAgent:
+    """The agent of one engine core: joins the run, starts the tap, then follows the service in a thread."""
+
+    def __init__(self, settings: ServiceSettings, directory: Path, name: str) -> None:
+        self._settings, self._name = settings, name
+        self._config = AgentConfig(
+            settings.url,
+            (f"{IN_PROCESS}{name}",),
+            run=settings.run,
+            cache_dir=directory,
+            agent_id=name,
+            token=settings.token,
+            signing_key=os.environ.get("DRAFTALIGN_SIGNING_KEY") or None,
+        )
+        self._agent: SwapAgent | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, link: CoreLink) -> None:
+        """Called once, before the engine's first step."""
+        joined = self._join(link, lambda newest: link.follow(asdict(self._settings), newest))
+        self._thread = threading.Thread(target=self._follow, args=(link, joined), name="draftalign-agent", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """The engine shuts down: report the last counts."""
+        self._stopped.set()
+        if self._agent is not None:
+            self._agent.stop()
+        if self._thread is not None:
+            self._thread.join(_LAST_SECONDS)
+
+    def _join(self, link: CoreLink, follow: Callable[[int | None], object]) -> bool:
+        def join() -> None:
+            follow(self.newest_policy(_FIRST_SECONDS))
+
+        return link.guard(f"joining run {self._settings.run!r}", join)
+
+    def _follow(self, link: CoreLink, joined: bool) -> None:
+        while not joined:
+            if self._stopped.wait(_RETRY_SECONDS):
+                return
+            joined = self._join(
+                link, lambda newest: link.call("draftalign_follow", asdict(self._settings), newest).result()
+            )
+        config = self._config
+        log.info("draftalign: this engine follows run %r of %s", config.run, config.service_url)
+        agent = self._agent = SwapAgent(config, InProcessEngine(config.engine_urls[0], link, config.cache_dir))
+        link.guard("following the service", lambda: asyncio.run(agent.run()))
+
+    def newest_policy(self, timeout_seconds: float) -> int | None:
+        """The newest policy version of the run that the service has a head of; None for a new run. Raises OSError."""
+        headers = {"Authorization": f"Bearer {self._settings.token}"} if self._settings.token else {}
+        path = f"/runs/{quote(self._settings.run, safe='')}"
+        reply = exchange(Origin.parse(self._settings.url), "GET", path, headers, (), timeout_seconds=timeout_seconds)
+        if reply.status == 404:
+            return None
+        if reply.status != 200:
+            raise OSError(f"GET {path} answered {reply.status}: {reply.detail}")
+        known = [reply.fields.get(name) for name in ("policy_version", "latest_head")]
+        return max((version for version in known if type(version) is int and version >= 0), default=0)
+
+
+class InProcessEngine:
+    """An engine core as the agent uses it: `Engine` without HTTP."""
+
+    def __init__(self, url: str, link: CoreLink, directory: Path) -> None:
+        self.url, self._link = url, link
+        self._swapper = Swapper(_Calls(link), directory)
+
+    async def state(self) -> EngineState:
+        """What is loaded now, as the last look between two steps found it."""
+        state = self._link.state
+        return replace(engine_state(self.url, state), policy_version=state["policy_version"])
+
+    async def swap(self, release: Release) -> str | None:
+        """Swap before the next step of the engine; returns once that has come."""
+        try:
+            answer = await self._swapper.swap(str(release.path), release.version)
+        except SwapProblem as problem:
+            kind = SwapRefusedError if problem.status in REFUSALS else EngineError
+            raise kind(f"{problem.title}: {problem}") from problem
+        return str(answer["sha256"])
+
+    async def snapshot(self) -> Snapshot:
+        """Its rounds by drafter and policy version."""
+        snapshot = self._link.snapshot()
+        if snapshot is None:
+            raise MetricsError("this vLLM's scheduler is not known, so its rounds are not counted")
+        return snapshot
+
+
+class _Calls:
+    """What `Swapper` needs of vLLM's engine client."""
+
+    def __init__(self, link: CoreLink) -> None:
+        self._link = link
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        return await asyncio.wrap_future(self._link.call(method, *args))

@@ -1,0 +1,247 @@
+"""The part of the vLLM plugin inside the engine core: what runs between two steps, for `LLM`, `AsyncLLM` and servers.
+
+`hook` wraps methods of vLLM's EngineCore, once per process. Before a step the wrapper looks at one flag and one clock.
+Only where there is something to do, it does it there, on the engine's own thread, as vLLM's workers must be called:
+
+* weights may have changed (any RPC, a wake-up, vLLM's weight version, every ten seconds): one RPC puts a drafter back
+  that a sleep has lost, and finds the policy's version;
+* calls of the thread that follows the service: one of them is the swap.
+
+A swap never falls between two calls of a trainer that updates weights: it runs only when a step is about to run, and
+never inside vLLM's own weight update. No failure of ours reaches the engine: it costs one line of the log.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final
+
+from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.vllm.rounds import RoundCounter
+from rl_hooks.engines.vllm.swapper import joint_state
+from rl_hooks.sending.sampling import sampling_position
+
+log = logging.getLogger("vllm.draftalign")
+
+_LOOK_SECONDS: Final = 10.0
+_END_SECONDS: Final = 10.0
+#: Calls that read files and touch no weights: they may also run while the engine is idle or asleep.
+_HARMLESS: Final = frozenset({"draftalign_stage", "draftalign_staged"})
+#: vLLM's weight version before anybody has set one.
+_UNNAMED: Final = "default"
+
+Begin = Callable[["CoreLink"], None]
+
+
+class CoreLink:
+    """One engine core, as the thread that follows the service sees it. `sample_fraction`: of requests to be tapped."""
+
+    def __init__(self, core: Any, sample_fraction: float, begin: Begin, end: Callable[[], None]) -> None:
+        self.core, self.sample_fraction, self._end = core, sample_fraction, end
+        #: The joint state of the workers; empty before the first step.
+        self.state: dict[str, Any] = {}
+        self._begin: Begin | None = begin
+        self._rounds: RoundCounter | None = None
+        self._touched = True
+        self._look_at = 0.0
+        self._calls: deque[tuple[str, tuple[Any, ...], Future[list[Any]]]] = deque()
+        self._warned: set[str] = set()
+
+    # --- called on the engine's thread
+    def admit(self, request: Any) -> None:
+        """Let a request that will be tapped compute its whole prompt: rows from the prefix cache would be missing."""
+        if sampling_position(request.request_id, "tap") < self.sample_fraction:
+            request.skip_reading_prefix_cache = True
+
+    def before_step(self) -> None:
+        """Do what there is to do between two steps."""
+        now = time.monotonic()
+        if not (self._touched or self._calls or now >= self._look_at):
+            return
+        if getattr(self.core.model_executor, "is_sleeping", False):  # a step without requests; no weights are there
+            return
+        if self._touched or now >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            self.guard("looking at the weights", self.settle)
+        while self._calls:
+            self._run(*self._calls.popleft())
+
+    def settle(self) -> None:
+        """Bring state and policy version up to date. The weights must be readable."""
+        self._touched = False
+        self._take(self._rpc("draftalign_settle", self._named()))
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            self.guard("counting rounds", self._count)
+            self.guard("watching the worker", self._watch_the_worker)
+            begin(self)
+
+    def close(self) -> None:
+        """The engine shuts down: send what there is, for some seconds at most."""
+        self._end()
+        if self.state:
+            self.core.model_executor.collective_rpc("draftalign_end", _END_SECONDS)
+
+    def touch(self) -> None:
+        """Weights may have changed. Any thread."""
+        self._touched = True
+
+    def follow(self, settings: dict[str, Any], newest: int | None) -> None:
+        """Start tap and policy versions; `newest`: the version that the service knows, None for a new run."""
+        self._take(self._rpc("draftalign_follow", settings, self._named(), newest))
+
+    def guard(self, what: str, act: Callable[[], None]) -> bool:
+        """Act; whether it worked. A failure is logged once per kind."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - the engine must not feel this
+            if what not in self._warned:
+                self._warned.add(what)
+                log.warning("draftalign: %s failed; the engine goes on without: %r", what, error)
+            return False
+        return True
+
+    def drain_harmless(self) -> None:
+        """Run the calls that touch no weights, the engine being idle."""
+        kept = deque[tuple[str, tuple[Any, ...], Future[list[Any]]]]()
+        while self._calls:
+            call = self._calls.popleft()
+            if call[0] in _HARMLESS:
+                self._run(*call)
+            else:
+                kept.append(call)
+        self._calls.extendleft(reversed(kept))
+
+    # --- called in the following thread
+    def call(self, method: str, *args: Any) -> Future[list[Any]]:
+        """Call a method of every worker between two steps; `HARMLESS` ones also while the engine is idle."""
+        future: Future[list[Any]] = Future()
+        if method in _HARMLESS and self._in_this_process():
+            self._run(method, args, future)
+            return future
+        self._calls.append((method, args, future))
+        queue, callbacks = (getattr(self.core, name, None) for name in ("input_queue", "_idle_state_callbacks"))
+        if method in _HARMLESS and queue is not None and callbacks is not None:
+            from vllm.v1.engine import EngineCoreRequestType
+
+            callbacks.append(lambda _: self.drain_harmless())
+            queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        return future
+
+    def snapshot(self) -> Snapshot | None:
+        """Rounds so far, by drafter and policy version; None where this vLLM's scheduler is unknown."""
+        return None if self._rounds is None else self._rounds.read()
+
+    # --- own
+    def _run(self, method: str, args: tuple[Any, ...], future: Future[list[Any]]) -> None:
+        try:
+            if method == "draftalign_follow":
+                self.follow(*args)
+                future.set_result([])
+                return
+            result = self._rpc(method, *args)
+            if method == "draftalign_apply":
+                self._take(self._rpc("draftalign_settle", self._named()))
+            future.set_result(result)
+        except Exception as error:  # noqa: BLE001 - it is the caller's
+            future.set_exception(error)
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return list(self.core.model_executor.collective_rpc(method, args=args))
+
+    def _take(self, states: list[dict[str, Any]]) -> None:
+        self.state = joint_state(states)
+        if self._rounds is not None:
+            self._rounds.serve(self.state["version"], self.state["policy_version"])
+
+    def _count(self) -> None:
+        self._rounds = RoundCounter(self.core.scheduler)
+        self._rounds.serve(self.state["version"], self.state["policy_version"])
+
+    def _named(self) -> str | None:
+        named = getattr(self.core, "_weight_version", None)
+        return None if named == _UNNAMED else named
+
+    def _in_this_process(self) -> bool:
+        return (
+            hasattr(self.core.model_executor, "driver_worker") and self.core.vllm_config.parallel_config.world_size == 1
+        )
+
+    def _watch_the_worker(self) -> None:
+        # TRL loads weights into the model object itself, past every call of the engine core.
+        if self._in_this_process():
+            worker = self.core.model_executor.driver_worker
+            worker = getattr(worker, "worker", None) or worker
+            worker._draftalign_swap.watch.noticed = self.touch
+
+
+def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
+    """Wrap vLLM's EngineCore, once per process. `link_of` makes a core's link at its first request or sleep."""
+    from vllm.v1.engine.core import EngineCore
+
+    if hasattr(EngineCore, "_draftalign"):
+        return
+    EngineCore._draftalign = None
+
+    def linked(core: Any) -> CoreLink | None:
+        if "_draftalign" not in vars(core):
+            core._draftalign = None
+            try:
+                core._draftalign = link_of(core)
+            except Exception as error:  # noqa: BLE001 - the engine must not feel this
+                log.warning("draftalign: this engine does not follow a service: %s", error)
+        found: CoreLink | None = core._draftalign
+        return found
+
+    def step(core: Any, *_: Any, **__: Any) -> None:
+        if (link := linked(core)) is not None:
+            link.before_step()
+
+    def add_request(core: Any, request: Any, *_: Any, **__: Any) -> None:
+        if (link := linked(core)) is not None:
+            link.admit(request)
+
+    def sleep(core: Any, *_: Any, **__: Any) -> None:
+        # The draft vocabulary must be copied to the host before a deep sleep takes it.
+        if (link := linked(core)) is not None and not link.state and not core.model_executor.is_sleeping:
+            link.guard("looking at the weights", link.settle)
+
+    def shutdown(core: Any, *_: Any, **__: Any) -> None:
+        if (link := vars(core).get("_draftalign")) is not None:
+            link.guard("ending", link.close)
+
+    def touch(core: Any, *_: Any) -> None:
+        if (link := linked(core)) is not None:
+            link.touch()
+
+    for name, before in (("step", step), ("step_with_batch_queue", step), ("add_request", add_request)):
+        _wrap(EngineCore, name, before=before)
+    _wrap(EngineCore, "sleep", before=sleep, after=touch)
+    _wrap(EngineCore, "shutdown", before=shutdown)
+    for name in ("wake_up", "collective_rpc", "set_weight_version"):
+        _wrap(EngineCore, name, after=touch)
+
+
+def _wrap(
+    owner: Any, name: str, *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+) -> None:
+    original = getattr(owner, name, None)
+    if original is None:  # an older vLLM
+        return
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(self, *args, **kwargs)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            if after is not None:
+                after(self)
+
+    setattr(owner, name, wrapped)

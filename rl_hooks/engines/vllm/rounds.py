@@ -1,0 +1,146 @@
+"""Exact counts of vLLM's speculation by drafter version and policy version, from its scheduler.
+
+A step verifies drafts that were made in the step before. After a swap, each request that was under way still has drafts
+of the old drafter once; they are counted as the old one's. The policy is the one whose step verified them.
+
+All calls come from the engine's thread, but for `read`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rl_hooks.engines.counters import Counts, Snapshot
+
+_MAX_BUCKETS: Final = 64
+#: What vLLM's scheduler tells for each request that had drafts to verify.
+_TOLD: Final = (
+    *("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"),
+)
+_Law = tuple[str | None, int | None]
+
+
+class CountingUnsupportedError(Exception):
+    """The scheduler of this vLLM is another than the one that was read; the message says what differs."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    drafted: int = 0
+    emitted: int = 0
+    #: Rounds by how many drafts they accepted.
+    accepted: Counter[int] = field(default_factory=Counter)
+
+    def counts(self) -> Counts:
+        table = dict(self.accepted)
+        deepest = max(table, default=0)
+        return Counts(
+            rounds=sum(table.values()),
+            drafted_tokens=self.drafted,
+            accepted_tokens=sum(length * rounds for length, rounds in table.items()),
+            accepted_per_position=tuple(
+                sum(rounds for length, rounds in table.items() if length > position) for position in range(deepest)
+            ),
+            emitted_tokens=self.emitted,
+        )
+
+
+class RoundCounter:
+    """Counts the rounds of one scheduler. `serving` is the drafter and the policy of the steps from now on."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.serving: _Law = (None, None)
+        self._buckets: dict[_Law, _Bucket] = {}
+        self._gone = Counts()  # of the oldest versions, beyond the bound
+        self._laws: dict[int, _Law] = {}  # of the steps under way, by their scheduler output
+        #: Request -> drafter of its drafts, while some are older than the present one; None: all are its.
+        self._makers: dict[str, str | None] | None = None
+        self._step: list[tuple[str, int, int]] = []  # request, drafts, accepted ones
+        self._law: _Law = self.serving
+        self._scheduler = scheduler
+        self._wrap(scheduler)
+
+    def serve(self, drafter: str | None, policy: int | None) -> None:
+        """The drafter and the policy from the next step on."""
+        before, self.serving = self.serving[0], (drafter, policy)
+        if before != drafter and self._makers is None:
+            self._makers = dict.fromkeys(self._scheduler.requests, before)
+
+    def read(self) -> Snapshot:
+        """Cumulative counts of each (drafter version, policy version). Any thread."""
+        exact = [(drafter, policy, bucket.counts()) for (drafter, policy), bucket in list(self._buckets.items())]
+        return Snapshot.of_exact(tuple(exact), self._gone, self.serving[1])
+
+    # --- called in the scheduler
+    def _wrap(self, scheduler: Any) -> None:
+        found = tuple(inspect.signature(scheduler.make_spec_decoding_stats).parameters)
+        if found != _TOLD:
+            raise CountingUnsupportedError(
+                f"make_spec_decoding_stats takes {', '.join(found)}; the counts know vLLM 0.32, where it takes "
+                f"{', '.join(_TOLD)}"
+            )
+        told, schedule, update = scheduler.make_spec_decoding_stats, scheduler.schedule, scheduler.update_from_output
+
+        append = self._step.append
+
+        def counted_schedule(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self._laws[id(output)] = self.serving
+            return output
+
+        def counted(
+            spec_decoding_stats: Any,
+            num_draft_tokens: int,
+            num_accepted_tokens: int,
+            num_invalid_spec_tokens: dict[str, int] | None,
+            request_id: str,
+        ) -> Any:
+            invalid = num_invalid_spec_tokens.get(request_id, 0) if num_invalid_spec_tokens else 0
+            append((request_id, num_draft_tokens - invalid, num_accepted_tokens))
+            return told(spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
+
+        def counted_update(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._law = self._laws.pop(id(scheduler_output), self.serving)
+            outputs = update(scheduler_output, *args, **kwargs)
+            self._end(scheduler_output, outputs)
+            return outputs
+
+        scheduler.make_spec_decoding_stats = counted
+        scheduler.schedule = counted_schedule
+        scheduler.update_from_output = counted_update
+
+    def _end(self, scheduler_output: Any, outputs: dict[int, Any]) -> None:
+        drafter, policy = self._law
+        if self._step:
+            emitted = {one.request_id: len(one.new_token_ids) for batch in outputs.values() for one in batch.outputs}
+            if self._makers is None:
+                self._book((drafter, policy), self._step, emitted)
+            else:
+                by_maker: dict[str | None, list[tuple[str, int, int]]] = {}
+                for round_ in self._step:
+                    by_maker.setdefault(self._makers.get(round_[0], drafter), []).append(round_)
+                for maker, rounds in by_maker.items():
+                    self._book((maker, policy), rounds, emitted)
+            self._step.clear()
+        if self._makers is not None:
+            self._makers |= dict.fromkeys(scheduler_output.num_scheduled_tokens, drafter)
+            requests = self._scheduler.requests
+            self._makers = {request: maker for request, maker in self._makers.items() if request in requests}
+            if all(maker == self.serving[0] for maker in self._makers.values()):
+                self._makers = None
+
+    def _book(self, law: _Law, rounds: Sequence[tuple[str, int, int]], emitted: Mapping[str, int]) -> None:
+        bucket = self._buckets.get(law)
+        if bucket is None:
+            while len(self._buckets) >= _MAX_BUCKETS:
+                self._gone += self._buckets.pop(next(iter(self._buckets))).counts()
+            bucket = self._buckets[law] = _Bucket()
+        requests, drafted, accepted = zip(*rounds, strict=True)
+        bucket.drafted += sum(drafted)
+        bucket.accepted.update(accepted)
+        bucket.emitted += sum(map(emitted.get, requests, itertools.repeat(0)))

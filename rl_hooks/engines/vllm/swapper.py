@@ -1,0 +1,120 @@
+"""A swap through an engine's RPC calls: stage on every worker, then apply on every worker in one call.
+
+The HTTP plugin does it through vLLM's engine client, the in-process agent through the engine core's own executor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rl_hooks.engines.vllm.worker import REFUSED
+
+_POLL_SECONDS: Final = 0.02
+_STAGE_TIMEOUT_SECONDS: Final = 600.0
+
+
+class SwapProblem(Exception):  # noqa: N818 - it becomes a problem document
+    """An answer other than 200: becomes a problem document."""
+
+    def __init__(self, status: int, title: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status, self.title, self.detail = status, title, detail
+
+
+class Swapper:
+    """Swaps through an engine client's `collective_rpc`; one swap at a time."""
+
+    def __init__(self, engine: Any, directory: Path | None) -> None:
+        self._engine = engine
+        self._directory = directory
+        self._lock = asyncio.Lock()
+        self._last_state: dict[str, Any] = {"version": None, "loaded": False, "swaps": 0}
+
+    async def state(self) -> dict[str, Any]:
+        """The state of the drafter, from a rank that has one (in a pipeline only the last has)."""
+        if await self._sleeps():
+            # Its weights may be unmapped: reading them would kill the engine. A sleeping engine drafts nothing, so the
+            # last state still tells which drafter its counts belong to. The weights are checked when it is awake.
+            return {**self._last_state, "problem": "the engine sleeps or is paused"}
+        states = await self._call("draftalign_state")
+        self._last_state = joint_state(states)
+        return self._last_state
+
+    async def swap(self, path: str, version: str) -> dict[str, Any]:
+        """Stage on every worker; when all have accepted the drafter, swap on every worker in one call."""
+        directory = self._resolve(path)
+        async with self._lock:
+            await self._check_awake()
+            await self._call("draftalign_stage", str(directory), version)
+            sha256 = await self._await_staged(version)
+            await self._check_awake()  # it may have been put to sleep while the drafter was staged
+            results = await self._call("draftalign_apply", version, sha256)
+        return {"version": version, "previous": results[0]["previous"], "sha256": sha256}
+
+    def _resolve(self, path: str) -> Path:
+        """The requested directory, if it lies under the configured one. Symbolic links are resolved first."""
+        if self._directory is None:
+            raise SwapProblem(503, "Swapping is off", "set DRAFTALIGN_DRAFTER_DIR to the directory drafters come from")
+        try:
+            resolved = (self._directory / path).resolve()
+            if not resolved.is_relative_to(self._directory) or resolved == self._directory:
+                # The same answer whether it exists or not: it must not reveal the file system.
+                raise SwapProblem(403, "Not allowed", f"path must name a directory under {self._directory}")
+            if not resolved.is_dir():
+                raise SwapProblem(404, "No such drafter", f"{resolved} is not a directory on this machine")
+        except (ValueError, OSError) as error:  # a NUL byte, a lone surrogate, too long
+            raise SwapProblem(422, "Invalid request", f"path is no path: {type(error).__name__}") from error
+        return resolved
+
+    async def _check_awake(self) -> None:
+        # A paused engine (RL's weight sync) can take a drafter; a sleeping one has given its memory away. vLLM answers
+        # "sleeping" to both, so engines that can sleep must be awake and running.
+        if await self._sleeps():
+            raise SwapProblem(503, "Engine asleep", "the engine sleeps or is paused; ask again when it runs")
+
+    async def _sleeps(self) -> bool:
+        can_sleep = getattr(getattr(self._engine, "model_config", None), "enable_sleep_mode", False)
+        return bool(can_sleep and await self._engine.is_sleeping())
+
+    async def _await_staged(self, version: str) -> str:
+        deadline = time.monotonic() + _STAGE_TIMEOUT_SECONDS
+        while True:
+            ranks = await self._call("draftalign_staged")
+            if all(rank["done"] for rank in ranks):
+                break
+            if time.monotonic() > deadline:
+                raise SwapProblem(503, "Too slow", f"reading {version} took over {_STAGE_TIMEOUT_SECONDS:.0f} s")
+            await asyncio.sleep(_POLL_SECONDS)
+        for rank in ranks:
+            if rank["refused"]:
+                raise SwapProblem(409, "Drafter refused", rank["refused"])
+            if rank["failed"]:
+                raise SwapProblem(503, "Drafter not read", rank["failed"])
+        digests = {rank["sha256"] for rank in ranks if rank["sha256"]}
+        if len(digests) != 1:
+            raise SwapProblem(503, "Drafter not read", f"workers read different files for {version}: {sorted(digests)}")
+        return str(digests.pop())
+
+    async def _call(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        try:
+            return list(await self._engine.collective_rpc(method, args=arguments))
+        except Exception as error:  # vLLM raises a bare Exception with the worker's text
+            text = str(error)
+            if REFUSED in text:
+                raise SwapProblem(409, "Drafter refused", text.partition(REFUSED)[2]) from error
+            raise SwapProblem(503, "Engine error", f"{method}: {text[:500]}") from error
+
+
+def joint_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state of an engine from those of its workers (in a pipeline only the last has a drafter)."""
+    drafting = [s for s in states if "shared_modules" in s]
+    state = dict((drafting or states)[0])
+    state["loaded"] = bool(drafting) and all(s["loaded"] for s in drafting)
+    if len({(s["version"], s["sha256"]) for s in drafting}) > 1:
+        versions = [s["version"] for s in drafting]
+        state |= {"loaded": False, "problem": f"workers hold different drafters ({versions}); push one again"}
+    return state

@@ -1,0 +1,199 @@
+"""The agent inside an engine joins a run when the service answers, and books each round as the engine counted it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from agent_fixtures import eventually
+from redis import Redis
+from service_fixtures import HEADERS, RunningService, head_file
+from storage_fixtures import Store
+
+from rl_hooks.agent import in_process
+from rl_hooks.agent.in_process import InProcessAgent
+from rl_hooks.agent.vllm import drafter_directory, link_of
+from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.engines.vllm.core import CoreLink
+from rl_hooks.engines.vllm.tap import ServiceSettings
+
+
+class Link:
+    """A link whose engine counts what the test says, and swaps nothing."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"version": "v1", "loaded": True, "swaps": 1, "policy_version": 3, "depth": 4}
+        self.exact: list[tuple[str | None, int | None, Counts]] = []
+        self.followed: list[int | None] = []
+        self.warned: list[str] = []
+        self.joined = threading.Event()
+
+    def guard(self, what: str, act: Callable[[], None]) -> bool:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - as the real one
+            self.warned.append(f"{what}: {error!r}")
+            return False
+        return True
+
+    def follow(self, _: dict[str, Any], newest: int | None) -> None:
+        self.followed.append(newest)
+        self.joined.set()
+
+    def call(self, method: str, *args: Any) -> Any:
+        assert method == "draftalign_follow"
+        self.follow(*args)
+        return SimpleNamespace(result=list)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot.of_exact(tuple(self.exact), Counts(), 3)
+
+
+def agent(url: str, tmp_path: Path, **settings: Any) -> InProcessAgent:
+    return InProcessAgent(ServiceSettings(url, **settings), tmp_path / "cache", "host 1 dp0")
+
+
+def test_a_run_is_joined_at_the_version_that_the_service_knows(service: RunningService, tmp_path: Path) -> None:
+    assert agent(service.url, tmp_path, run="new").newest_policy(5) is None
+    assert agent(service.url, tmp_path).newest_policy(5) == 0
+    service.client.put("/runs/default/head", content=head_file(7), headers=HEADERS).raise_for_status()
+    assert agent(service.url, tmp_path).newest_policy(5) == 7
+
+
+@contextmanager
+def answering(reply: bytes | None) -> Iterator[str]:
+    """A server that says this to everybody; None: nothing, while it keeps the connection open."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kept: list[socket.socket] = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                kept.append(connection)
+                if reply is not None:
+                    with contextlib.suppress(OSError):
+                        connection.recv(65536)
+                        connection.sendall(reply)
+                    connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        for connection in kept:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        None,
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n<html>",
+        b'HTTP/1.1 200 OK\r\n\r\n{"policy_version": "9"}',
+        b'HTTP/1.1 200 OK\r\n\r\n{"policy_version": -1, "latest_head": true}',
+        b"HTTP/1.1 401 no\r\n\r\n",
+        b"HTTP/1.1 500 no\r\n\r\n",
+    ],
+)
+def test_a_service_that_is_slow_or_talks_nonsense_costs_the_first_step_two_seconds_at_most(
+    reply: bytes | None, tmp_path: Path
+) -> None:
+    link: Any = Link()
+    with answering(reply) as url:
+        found, began = agent(url, tmp_path), time.monotonic()
+        found.begin(link)
+        assert time.monotonic() - began < 4
+        found.end()
+    assert link.followed in ([], [0])
+    assert len(link.warned) <= 1 or link.followed == []
+
+
+def test_a_service_that_comes_later_is_joined_then(
+    serve: Callable[..., RunningService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_process, "_RETRY_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    found, link = agent(f"http://127.0.0.1:{port}", tmp_path), Link()
+    untyped: Any = link
+    found.begin(untyped)
+    assert link.followed == []
+    assert "joining run 'default'" in link.warned[0]
+    service = serve()
+    monkeypatch.setattr(found, "_settings", ServiceSettings(service.url))
+    assert link.joined.wait(10)
+    assert link.followed == [None]
+    found.end()
+
+
+def test_counts_of_two_drafters_and_two_policies_between_two_looks_are_all_booked(
+    service: RunningService, redis_url: str, tmp_path: Path
+) -> None:
+    link: Any = Link()
+    first = ("v1", 2, Counts(10, 40, 15, (8, 4, 2, 1), 25))
+    link.exact = [(None, None, Counts(5, 20, 0, (), 5)), first]
+    found = agent(service.url, tmp_path)
+    found.begin(link)
+    with Redis.from_url(redis_url) as client:
+        store = Store(client, "default")
+
+        def booked() -> dict[tuple[str | None, int | None], tuple[int, int | None, bool]]:
+            records = [r for r in store.acceptances() if r.reporter]
+            return {(r.drafter_version, r.policy_version): (r.rounds, r.accepted_tokens, r.final) for r in records}
+
+        eventually(lambda: booked() == {("v1", 2): (10, 15, True)}, 20)
+        link.exact = [
+            link.exact[0],
+            ("v1", 2, Counts(12, 48, 17, (9, 5, 2, 1), 29)),
+            ("v1", 3, Counts(3, 12, 1, (1,), 4)),
+            ("v2", 3, Counts(7, 28, 9, (4, 3, 1, 1), 16)),
+        ]
+        link.state |= {"version": "v2", "swaps": 2}
+        found.end()  # the last counts are reported at the engine's end
+        assert booked() == {("v1", 2): (12, 17, True), ("v1", 3): (3, 1, True), ("v2", 3): (7, 9, False)}
+
+
+def core(**parallel: Any) -> Any:
+    facts = {"distributed_executor_backend": "mp", "world_size": 1, "data_parallel_index": 0} | parallel
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            speculative_config=SimpleNamespace(method="eagle3"), parallel_config=SimpleNamespace(**facts)
+        )
+    )
+
+
+def test_only_an_engine_that_could_follow_does(caplog: pytest.LogCaptureFixture) -> None:
+    settings = ServiceSettings("http://s", sample_fraction=0.5)
+    assert link_of(core(), None) is None
+    link = link_of(core(), settings)
+    assert isinstance(link, CoreLink)
+    assert link.sample_fraction == 0.5
+    plain = core()
+    plain.vllm_config.speculative_config = None
+    with caplog.at_level(logging.INFO, "vllm.draftalign"):
+        assert link_of(plain, settings) is None
+    assert "does not speculate" in caplog.text
+    with pytest.raises(ValueError, match="external launcher"):
+        link_of(core(distributed_executor_backend="external_launcher", world_size=2), settings)
+    module = core()
+    module.vllm_config.speculative_config.method = "mtp"
+    swapped = link_of(module, settings)
+    assert swapped is not None
+    assert swapped.sample_fraction == 0.0  # no rows are tapped, so no prompt is computed twice
+
+
+def test_drafters_go_where_the_variable_says_or_into_the_users_cache(tmp_path: Path) -> None:
+    assert drafter_directory({"DRAFTALIGN_DRAFTER_DIR": str(tmp_path)}) == tmp_path
+    assert drafter_directory({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "draftalign"
+    assert drafter_directory({}) == Path.home() / ".cache" / "draftalign"

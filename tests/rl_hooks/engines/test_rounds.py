@@ -1,0 +1,87 @@
+"""Every round is counted once, for the drafter that made its drafts and the policy that verified them."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rounds_fixtures import Output, Scheduler
+
+from rl_hooks.engines.counters import Counts
+from rl_hooks.engines.vllm.rounds import CountingUnsupportedError, RoundCounter
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), ahead=st.sampled_from([1, 2]))
+def test_every_round_is_its_makers_whatever_is_swapped_between_steps(seed: int, ahead: int) -> None:
+    """`ahead`: steps that are scheduled before the first one's result is in (2: asynchronous scheduling)."""
+    scheduler = Scheduler(seed)
+    counter = RoundCounter(scheduler)
+    counter.serve(None, scheduler.policy)
+    draw, under_way = random.Random(seed + 1), deque[tuple[Output, dict[str, str | None]]]()
+    for number in range(60):
+        if draw.random() < 0.25:
+            scheduler.drafter = f"v{number}"
+            counter.serve(scheduler.drafter, scheduler.policy)
+        if draw.random() < 0.1:
+            scheduler.policy = number
+            counter.serve(scheduler.drafter, scheduler.policy)
+        output = scheduler.schedule()
+        under_way.append((output, scheduler.execute(output)))
+        if len(under_way) == ahead:
+            scheduler.update_from_output(*under_way.popleft())
+    read = counter.read()
+    assert read.exact is not None
+    assert {(d, p): (c.rounds, c.accepted_tokens) for d, p, c in read.exact} == {
+        law: (rounds, scheduler.accepted[law]) for law, rounds in scheduler.truth.items()
+    }
+    assert (read.emitted_tokens, read.drafted_tokens) == (scheduler.emitted, scheduler.told)
+    assert read.policy_version == scheduler.policy
+
+
+class Told(Scheduler):
+    """One step in which these rounds are told: drafts, accepted ones, those that a grammar forbade."""
+
+    def update_from_output(self, scheduler_output: Output, rounds: Any) -> dict[int, Any]:  # noqa: ARG002
+        for number, (drafted, accepted, invalid) in enumerate(rounds):
+            self.make_spec_decoding_stats(None, drafted, accepted, invalid, f"r{number}")
+        # The last request ended at its first token of this round.
+        return {0: SimpleNamespace(outputs=[SimpleNamespace(request_id="r2", new_token_ids=[1])])}
+
+
+def test_positions_ends_and_drafts_that_a_grammar_forbade_are_counted_as_vllm_does() -> None:
+    scheduler = Told(0)
+    counter = RoundCounter(scheduler)
+    counter.serve("v1", 4)
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, [(3, 0, None), (3, 1, {"r1": 1}), (3, 3, None)])
+    assert counter.read().exact == (("v1", 4, Counts(3, 8, 4, (2, 1, 1), 1)),)
+
+
+def test_totals_never_fall_when_old_versions_leave_the_books() -> None:
+    scheduler = Scheduler(0)
+    counter = RoundCounter(scheduler)
+    before = counter.read()
+    for version in range(100):
+        counter.serve("v1", version)
+        output = scheduler.schedule()
+        output.num_scheduled_tokens = {"r": 1}
+        scheduler.requests["r"] = True
+        scheduler.update_from_output(output, {"r": "v1"})
+        assert not counter.read().has_fallen(before)
+        before = counter.read()
+    assert before.rounds == 100
+    assert before.exact is not None
+    assert len(before.exact) < 100
+
+
+def test_an_unknown_scheduler_is_not_counted_and_not_touched() -> None:
+    scheduler = SimpleNamespace(make_spec_decoding_stats=lambda stats, drafted: None, requests={})  # noqa: ARG005
+    with pytest.raises(CountingUnsupportedError, match="takes stats, drafted"):
+        RoundCounter(scheduler)
+    assert set(vars(scheduler)) == {"make_spec_decoding_stats", "requests"}

@@ -1,0 +1,234 @@
+"""What the plugin does in vLLM's engine core: between two steps, only where there is something to do."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from rounds_fixtures import Scheduler
+
+from rl_hooks.engines.vllm.core import CoreLink, hook
+
+STATE: dict[str, Any] = {"version": None, "sha256": None, "loaded": True, "shared_modules": [], "policy_version": None}
+
+
+class Executor:
+    """One worker in this process: notes what it is asked."""
+
+    is_sleeping = False
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.version: str | None = None
+        self.broken = False
+        swap = SimpleNamespace(watch=SimpleNamespace(noticed=None))
+        self.driver_worker = SimpleNamespace(worker=SimpleNamespace(_draftalign_swap=swap))
+
+    def collective_rpc(self, method: str, _timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.asked.append(method)
+        if self.broken:
+            raise RuntimeError("a worker's failure")
+        if method == "draftalign_apply":
+            self.version = args[0]
+        return [STATE | {"version": self.version}]
+
+
+class Core:
+    """The calls of vLLM's EngineCore that are wrapped."""
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+        self.model_executor = Executor()
+        self.scheduler = Scheduler(0)
+        self._weight_version = "default"
+        self.done: list[str] = []
+
+    def step(self) -> str:
+        self.done.append("step")
+        return "outputs"
+
+    def add_request(self, request: Any, _wave: int = 0) -> None:
+        self.done.append(request.request_id)
+
+    def collective_rpc(self, method: str, *_: Any) -> list[Any]:
+        self.done.append(method)
+        return []
+
+    def set_weight_version(self, version: str) -> None:
+        self._weight_version = version
+
+    def sleep(self, level: int = 1) -> None:
+        self.done.append(f"sleep {level}")
+
+    def wake_up(self) -> None:
+        self.done.append("wake_up")
+
+    def shutdown(self) -> None:
+        self.done.append("shutdown")
+
+
+Hooked = Callable[[Callable[[Any], CoreLink | None]], type[Core]]
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> Hooked:
+    """Wrap a fresh class as vLLM's, with this maker of links."""
+
+    def wrap(link_of: Callable[[Any], CoreLink | None]) -> type[Core]:
+        fresh = type("EngineCore", (Core,), dict(vars(Core)))
+        for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules["vllm.v1.engine.core"].EngineCore = fresh  # type: ignore[attr-defined]
+        hook(link_of)
+        hook(link_of)  # plugins may be loaded twice
+        return fresh
+
+    return wrap
+
+
+def linked(core: Any, begun: list[CoreLink] | None = None, fraction: float = 1.0) -> CoreLink:
+    return CoreLink(core, fraction, (begun if begun is not None else []).append, lambda: None)
+
+
+def test_a_step_asks_the_workers_only_after_something_may_have_changed_weights(hooked: Hooked) -> None:
+    begun: list[CoreLink] = []
+    core = hooked(lambda core: linked(core, begun))()
+    for _ in range(1000):
+        assert core.step() == "outputs"
+    asked = core.model_executor.asked
+    assert asked == ["draftalign_settle"]
+    assert len(begun) == 1
+    changes: list[Callable[[], Any]] = [
+        lambda: core.collective_rpc("load"),
+        core.wake_up,
+        core.sleep,
+        lambda: core.set_weight_version("3"),
+        core.model_executor.driver_worker.worker._draftalign_swap.watch.noticed,
+    ]
+    for number, change in enumerate(changes, 2):
+        change()
+        assert len(asked) == number - 1, "not before a step is about to run"
+        core.step()
+        core.step()
+        assert asked == ["draftalign_settle"] * number
+
+
+def test_a_swap_waits_for_a_step_and_reading_a_file_does_not(hooked: Hooked) -> None:
+    begun: list[CoreLink] = []
+    core = hooked(lambda core: linked(core, begun))()
+    core.step()
+    (link,) = begun
+    assert link.call("draftalign_stage", "/x", "v2").result(5)
+    applied = link.call("draftalign_apply", "v2", "digest")
+    time.sleep(0.05)
+    core.collective_rpc("load_weights")  # a trainer's update, in several calls
+    core.collective_rpc("load_weights")
+    assert not applied.done()
+    assert "draftalign_apply" not in core.model_executor.asked
+    core.step()
+    assert applied.done()
+    assert link.state["version"] == "v2"
+
+
+def test_calls_for_an_engine_core_that_waits_for_work_wake_it(hooked: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of several processes are called by the engine's thread alone, which blocks on its queue."""
+    begun: list[CoreLink] = []
+    core = hooked(lambda core: linked(core, begun))()
+    core.vllm_config.parallel_config.world_size = 2
+    core.step()
+    types = SimpleNamespace(WAKEUP="wake up")
+    monkeypatch.setattr(sys.modules["vllm.v1.engine"], "EngineCoreRequestType", types, raising=False)
+    callbacks: list[Callable[[Any], None]] = []
+    woken: list[Any] = []
+    waiting: Any = core
+    waiting._idle_state_callbacks, waiting.input_queue = callbacks, SimpleNamespace(put_nowait=woken.append)
+    applied, staged = begun[0].call("draftalign_apply", "v2", ""), begun[0].call("draftalign_stage", "/x", "v2")
+    assert not staged.done()
+    assert woken == [("wake up", None)]
+    callbacks[0](core)
+    assert staged.done()
+    assert not applied.done()
+    core.step()
+    assert applied.done()
+
+
+def test_an_engine_that_follows_nothing_is_left_as_it_is(hooked: Hooked) -> None:
+    core = hooked(lambda _: None)()
+    request = SimpleNamespace(request_id="r", skip_reading_prefix_cache=False)
+    core.add_request(request)
+    core.sleep(2)
+    core.wake_up()
+    assert core.step() == "outputs"
+    core.shutdown()
+    assert core.done == ["r", "sleep 2", "wake_up", "step", "shutdown"]
+    assert core.model_executor.asked == []
+    assert not request.skip_reading_prefix_cache
+
+
+def test_only_requests_that_will_be_tapped_compute_their_whole_prompt(hooked: Hooked) -> None:
+    core = hooked(lambda core: linked(core, fraction=0.25))()
+    requests = [SimpleNamespace(request_id=f"r{i}", skip_reading_prefix_cache=False) for i in range(400)]
+    for request in requests:
+        core.add_request(request)
+    assert 60 < sum(request.skip_reading_prefix_cache for request in requests) < 140
+
+
+def test_the_draft_vocabulary_is_kept_before_the_first_sleep_and_a_sleeping_engine_is_not_read(hooked: Hooked) -> None:
+    core = hooked(linked)()
+    core.sleep(2)
+    assert core.model_executor.asked == ["draftalign_settle"]
+    asleep = hooked(linked)()
+    asleep.model_executor.is_sleeping = True
+    asleep.sleep(2)
+    assert asleep.model_executor.asked == []
+
+
+def test_an_empty_step_of_a_sleeping_engine_reads_no_weights(hooked: Hooked) -> None:
+    core = hooked(linked)()
+    core.step()
+    core.model_executor.is_sleeping = True
+    core.collective_rpc("anything")
+    core.step()
+    assert core.model_executor.asked == ["draftalign_settle"]
+    core.model_executor.is_sleeping = False
+    core.step()
+    assert core.model_executor.asked == ["draftalign_settle"] * 2
+
+
+def test_failures_of_ours_cost_a_line_and_no_step(hooked: Hooked, caplog: pytest.LogCaptureFixture) -> None:
+    def refuses(_: Any) -> CoreLink:
+        raise ValueError("settings that make no sense")
+
+    core = hooked(refuses)()
+    with caplog.at_level(logging.WARNING, "vllm.draftalign"):
+        for _ in range(3):
+            assert core.step() == "outputs"
+    assert caplog.text.count("settings that make no sense") == 1
+    caplog.clear()
+    core = hooked(linked)()
+    core.model_executor.broken = True
+    with caplog.at_level(logging.WARNING, "vllm.draftalign"):
+        for _ in range(3):
+            core.collective_rpc("load")
+            assert core.step() == "outputs"
+        core.shutdown()
+    assert caplog.text.count("a worker's failure") == 1
+
+
+def test_a_call_that_fails_tells_its_caller(hooked: Hooked) -> None:
+    begun: list[CoreLink] = []
+    core = hooked(lambda core: linked(core, begun))()
+    core.step()
+    future = begun[0].call("draftalign_apply", "v2", "")
+    core.model_executor.broken = True
+    stepping = threading.Thread(target=core.step)
+    stepping.start()
+    stepping.join(5)
+    with pytest.raises(RuntimeError, match="a worker's failure"):
+        future.result(5)

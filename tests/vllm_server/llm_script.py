@@ -1,0 +1,89 @@
+"""A process that uses vLLM as a trainer does: `LLM`, generate, weights. It knows nothing of draftalign but `attach`.
+
+Run by vLLM's own Python. Each line on stdin is a JSON list [function, arguments...]; its answer goes to the file of the
+first argument, because vLLM writes to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def make(policy: str, drafter: str, depth: int) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        policy,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        enforce_eager=True,
+        disable_log_stats=False,
+        enable_prefix_caching=True,
+        generation_config="vllm",
+        speculative_config={"method": "eagle3", "model": drafter, "num_speculative_tokens": depth},
+    )
+
+
+class Commands:
+    """What the test asks for."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def generate(self, prompts: list[list[int]], temperature: float, max_tokens: int, stop: int) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=[stop], seed=1)
+        done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in done]
+
+    def metrics(self) -> dict[str, Any]:
+        return {
+            m.name: list(m.values) if hasattr(m, "values") else m.value
+            for m in self.llm.get_metrics()
+            if m.name.startswith("vllm:spec_decode")
+        }
+
+    def rpc(self, method: str, *args: Any) -> Any:
+        return self.llm.collective_rpc(method, args=tuple(args))[0]
+
+    def reload(self, path: str, version: str | None) -> None:
+        """What a trainer does: new weights, then the prefix cache of the old ones goes."""
+        self.llm.collective_rpc("tests_load_policy", args=(path,))
+        self.llm.reset_prefix_cache()
+        if version is not None:
+            self.llm.update_weight_version(version)
+
+    def attach(self, url: str) -> str:
+        """The explicit form; what it said where it was refused."""
+        from rl_hooks.agent.vllm import attach
+
+        try:
+            attach(self.llm, url, run="attached", sample_fraction=1.0, tokens_per_minute=10**7)
+        except Exception as error:  # noqa: BLE001 - from another process it is vLLM's own
+            return str(error)
+        return ""
+
+
+def main() -> None:
+    answers = Path(sys.argv[1])
+
+    def answer(number: int, value: Any) -> None:
+        part = answers / f"{number}.part"
+        part.write_text(json.dumps(value))
+        part.rename(answers / str(number))
+
+    commands = Commands(make(sys.argv[2], sys.argv[3], int(sys.argv[4])))
+    answer(0, None)
+    for number, line in enumerate(sys.stdin, 1):
+        name, *arguments = json.loads(line)
+        answer(number, getattr(commands, name)(*arguments))
+
+
+if __name__ == "__main__":
+    main()
