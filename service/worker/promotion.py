@@ -184,7 +184,7 @@ class Gate:
         self._settings = settings
         self._lineage = lineage
         self._target = target
-        self._served: str | None = None  # the version that all trials are against
+        self.served: str | None = None  # the version that all trials are against
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
         self._level = Level()
         self._few: list[tuple[Replay, Replay, tuple[str, ...]]] = []  # candidate, incumbent, prompts; not in `state`
@@ -197,7 +197,7 @@ class Gate:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: plain JSON values."""
         return {
-            "served": self._served,
+            "served": self.served,
             "trials": {version: trial.to_json() for version, trial in self._trials.items()},
             "level": None if math.isnan(self._level.mean) else asdict(self._level),
             "promise": None if self._promise is None else asdict(self._promise),
@@ -209,7 +209,7 @@ class Gate:
         """Go on from `state`; without one, from nothing: a checkpoint of a version before there was any."""
         if state is None:
             return
-        self._served, self._few = state["served"], []
+        self.served, self._few = state["served"], []
         self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
         self._level = Level(**state["level"] or {})
         self._promise = None if state["promise"] is None else Promise(**state["promise"])
@@ -219,6 +219,11 @@ class Gate:
     def watched(self) -> str | None:
         """The version served before, while the newest one's gain is being measured: every batch needs its score."""
         return None if self._promise is None else self._promise.before
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether nothing is known yet of what the newest version really gains."""
+        return self._promise is not None and self._promise.rollouts == 0
 
     def hungry(self, more: int = 0) -> bool:
         """Whether the candidate, since it was trained, was judged on too few rollouts, with `more` of them."""
@@ -230,10 +235,13 @@ class Gate:
         self._trial(CANDIDATE).trained()
 
     # --- looks
-    def judge(self, fresh: Fresh, served: str | None) -> list[Contest]:
-        """Look at all challengers on a claim, best first. `served`: the version that engines are offered."""
-        if served != self._served:
-            self._begin(served)
+    def judge(self, fresh: Fresh, wider: Fresh, served: str | None) -> list[Contest]:
+        """Look at all challengers on a claim, best first. `served`: the version that engines are offered.
+
+        `wider`: the part of `fresh` on which more drafters than the candidate were scored, or `fresh` itself.
+        """
+        if served != self.served:
+            self.begin(served)
         incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
         index = np.array(fresh.evidence, dtype=np.int64)
         found = []
@@ -246,7 +254,12 @@ class Gate:
                 if version == CANDIDATE and fresh.by_prompt and (self._few or len(prompts) < _FEWEST_PROMPTS):
                     look = self._pooled(look, *pair, [fresh.prompts[rollout] for rollout in fresh.evidence])
                 found.append(self._take(version, look))
-        archive = [v for v in self._lineage.archived() if v not in fresh.replays]
+        for version in wider.replays.keys() - fresh.replays.keys():
+            replays = wider.replays[version], wider.replays[str(served)]
+            part = np.array(wider.evidence, dtype=np.int64)
+            look = wider.look(replays[0].select(part), replays[1].select(part), wider.evidence)
+            found.append(self._take(version, look))
+        archive = [v for v in self._lineage.archived() if v not in wider.replays]
         _, groups = np.unique(fresh.prompts, return_inverse=True)
         if served is not None:
             self._level.take(incumbent, groups.astype(np.int64) if fresh.by_prompt else None)
@@ -279,10 +292,13 @@ class Gate:
         verdict = trial.verdict(min_gain=self._settings.gate_min_gain, confidence=self._settings.gate_confidence)
         return Contest(version, replace(verdict, reason=look.fault or verdict.reason), look)
 
-    def _begin(self, served: str | None) -> None:
-        """Begin all trials again, against `served`; how far a training moves the candidate stays known."""
+    def begin(self, served: str | None) -> None:
+        """Begin all trials again, against `served`; how far a training moves the candidate stays known.
+
+        What the version before was promised to gain is no longer measured: it does not serve.
+        """
         known = self._trials[CANDIDATE]
-        self._served, self._level, self._few = served, Level(), []
+        self.served, self._level, self._few, self._promise = served, Level(), [], None
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, rise=known.rise, step=known.step)}
 
     def _trial(self, version: str) -> Trial:
@@ -326,16 +342,16 @@ class Gate:
         return self._settled() if promise.rollouts >= _SETTLED_ROLLOUTS else None
 
     def promoted(
-        self, version: str, before: str | None, contest: Contest, *, is_candidate: bool
+        self, version: str, before: str | None, promised: float, *, is_candidate: bool
     ) -> dict[str, Any] | None:
-        """`version` is served now instead of `before`, for what `contest` says. All trials begin again.
+        """`version` is served now instead of `before`, for the gain that was `promised`. All trials begin again.
 
         `is_candidate`: training goes on from it. Returns the event of the promise that was being measured, with what is
         known of it.
         """
         event = self._settled() if self._promise is not None and self._promise.rollouts else None
-        self._promise = None if before is None else Promise(version, before, contest.verdict.gain)
-        self._begin(version)
+        self.begin(version)
+        self._promise = None if before is None else Promise(version, before, promised)
         if is_candidate:
             self._trials[CANDIDATE].variance = 0.0
         return event
