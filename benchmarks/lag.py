@@ -188,7 +188,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     recording = open_recording(chosen.recording, until=chosen.steps)
-    headings = (
+    headings: tuple[str, ...] = (
         "seconds a step",
         "published / refused",
         "first new version drafts step",

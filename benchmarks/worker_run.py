@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 import numpy as np
 import redis.asyncio
 import torch
+from pydantic import SecretStr
 from redis import Redis
 from torch import Tensor
 
@@ -76,6 +77,7 @@ class WorkerRun:
         valkey.start()
         self._closing.callback(valkey.stop)
         self._url = valkey.url
+        self.settings = self.settings.model_copy(update={"redis_url": SecretStr(valkey.url)})
         self.redis: Any = Redis.from_url(valkey.url)
         self._closing.callback(self.redis.close)
         self._spool = Spool(self.layout)
@@ -97,6 +99,12 @@ class WorkerRun:
         """The version that engines are offered."""
         manifest = self.registry.latest(NAME)
         return "" if manifest is None else manifest.version
+
+    @property
+    def sequence(self) -> int:
+        """Changes whenever engines are offered something to load."""
+        manifest = self.registry.latest(NAME)
+        return -1 if manifest is None else manifest.sequence
 
     def put_head(self, policy_version: int, head: Tensor) -> None:
         """Store the head from this policy version on, as `PUT /runs/{run}/head` does."""

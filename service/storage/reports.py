@@ -110,6 +110,10 @@ class Store:
         """Take back that the run's file was refused; by deletion, which works while Redis is full."""
         self._redis.hdel(self._keys.worker, "refused")
 
+    def forget_former(self) -> None:
+        """Delete what earlier versions wrote and none reads now: the counts that drafters were last called dead by."""
+        self._redis.delete(self._keys.prefix + "judged")
+
 
 class AsyncStore:
     """The API's side."""

@@ -444,14 +444,21 @@ class Learner:
         before = self.gate.state
         again = any(loaded.entry.deliveries > 1 for loaded, _ in scored)  # they may have judged what is measured now
         realised = None if again else self.gate.settle(wider)
-        contests = self.gate.judge(fresh, wider, served)
+        contests = self.gate.judge(fresh, served, wider)
         if contests and contests[0].verdict.promote:
-            self.gate.restore(before)  # for the checkpoint: after a crash the same batches are looked at again
+            after = self.gate.state
+
+            def secured(version: str) -> None:
+                self.gate.restore(before)  # for the checkpoint: after a crash the same batches are looked at again
+                before_publishing(version)
+                self.gate.restore(after)
+
             policy_version = max(batch.policy_version for batch in fresh.batches)
             try:
-                realised = self._promote(contests, served, policy_version, before_publishing)
+                realised = self._promote(contests, served, policy_version, secured) or realised
             except LatestMoved as moved:  # by a person or another worker: the next contest is against theirs
                 log.info("%s: %s", self.run, moved)
+                self.gate.restore(before)
                 return []
         if realised is not None:
             self.lineage.record(realised)
@@ -496,8 +503,8 @@ class Learner:
         if not keeps:
             self.lineage.train_from(winner.version)
         self.journal.totals.published += 1
-        if winner.version != CANDIDATE:
-            self.controller.curve = LearningCurve()  # its verdicts were against another drafter
+        if winner.version != CANDIDATE:  # what was measured until now was against another drafter
+            self.controller.curve, self.gate.untested = LearningCurve(), None
         is_candidate = winner.version == CANDIDATE or not keeps
         return self.gate.promoted(manifest.version, served, winner.verdict.gain, is_candidate=is_candidate)
 

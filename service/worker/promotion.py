@@ -235,11 +235,12 @@ class Gate:
         self._trial(CANDIDATE).trained()
 
     # --- looks
-    def judge(self, fresh: Fresh, wider: Fresh, served: str | None) -> list[Contest]:
+    def judge(self, fresh: Fresh, served: str | None, wider: Fresh | None = None) -> list[Contest]:
         """Look at all challengers on a claim, best first. `served`: the version that engines are offered.
 
-        `wider`: the part of `fresh` on which more drafters than the candidate were scored, or `fresh` itself.
+        `wider`: the part of `fresh` on which archived versions were scored too; all of it, without one.
         """
+        wider = wider or fresh
         if served != self.served:
             self.begin(served)
         incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
