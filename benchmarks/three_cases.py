@@ -45,9 +45,11 @@ from service.worker.recent import RecentRollouts
 DEPTH: Final = 4
 ROLLOUTS: Final = 48
 INTERVAL: Final = 4
+#: How the drafters are made that know a policy: steps and learning rates.
+RECIPE: Final = ((250, 1e-2), (150, 3e-3), (50, 1e-3))
 SETTINGS: Final[dict[str, Any]] = {
     "depth": DEPTH,
-    "learning_rate": 3e-3,
+    "learning_rate": 2e-3,
     "train_step_tokens": 1000,
     "recent_tokens": 5000,
     "worker_cost": 0.0,  # so that nothing depends on how fast this machine is
@@ -90,12 +92,13 @@ class Account:
 class World:
     """Two Markov policies, a drafter trained at length on each, and claims of rollouts."""
 
-    def __init__(self, seed: int, steps: int = 150) -> None:
+    def __init__(self, seed: int, recipe: Sequence[tuple[int, float]] = RECIPE) -> None:
         self._seed, self._markov = seed, Markov(seed)
         first, second = self._markov.corners[0], self._markov.corners[1]
         self.heads = {"A": first, "B": (0.6 * first + 0.8 * second)}
         self.embed = self._markov.embed
-        self.experts = {name: self._expert(name, steps) for name in self.heads}
+        self.experts = {"A": self._expert("A", self._markov.drafter(), recipe)}
+        self.experts["B"] = self._expert("B", self.experts["A"], recipe)
 
     def begin(self) -> None:
         """Draw the same rollouts again from here on."""
@@ -109,12 +112,13 @@ class World:
         """Rollouts of a policy."""
         return self._markov.sample_from(self.heads[name], rollouts, f"v{version}", version)
 
-    def _expert(self, name: str, steps: int) -> Eagle3Drafter:
-        drafter = self._markov.drafter()
-        trainer = DrafterTrainer(drafter, TrainConfig(DEPTH, 3e-3))
-        for step in range(steps):
-            trainer.step([(self.sample(name, step), self.policy(name))])
-        return drafter
+    def _expert(self, name: str, begun: Eagle3Drafter, recipe: Sequence[tuple[int, float]]) -> Eagle3Drafter:
+        trainer = DrafterTrainer(copy.deepcopy(begun), TrainConfig(DEPTH))
+        for steps, rate in recipe:
+            trainer.config = replace(trainer.config, learning_rate=rate)
+            for _ in range(steps):
+                trainer.step([(self.sample(name, 0), self.policy(name))])
+        return trainer.drafter
 
     def replay(self, drafter: Any, batch: RolloutBatch, name: str) -> Replay:
         """What an engine does with it."""

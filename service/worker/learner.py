@@ -262,7 +262,8 @@ class Learner:
         self._record(scored, decision, seconds)
         whole = trained and not isolated and not self._stopping()
         if trained:
-            self.gate.trained(seconds if whole else None)  # half a training says nothing about gains
+            known = seconds if whole else None  # a training that was stopped says nothing about gains
+            self.gate.trained(known, scored[-1][0].batch.policy_version)
         return Outcome(scores, decision, outcome, trained_with_recent=whole)
 
     def _decide(self, scored: Sequence[Scored], held: str | None) -> Decision:

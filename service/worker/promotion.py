@@ -92,6 +92,7 @@ class Contest:
     version: str
     verdict: Verdict
     look: Look  # the last one
+    trained_to: int | None = None  # newest policy version that the candidate was trained on, where that is known
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -107,6 +108,7 @@ class Contest:
             "prompts": look.prompts,
             "alpha_candidate": look.alpha_challenger,
             "alpha_served": look.alpha_served,
+            **({} if self.trained_to is None else {"trained_to": self.trained_to}),
         }
 
 
@@ -189,6 +191,7 @@ class Gate:
         self._level = Level()
         self._few: list[tuple[Replay, Replay, tuple[str, ...]]] = []  # candidate, incumbent, prompts; not in `state`
         self._promise: Promise | None = None
+        self.trained_to: int | None = None  # newest policy version that the candidate was trained on
         self.untested: float | None = None  # seconds of the last training, until it has been judged
         self.tested = 0  # rollouts that the candidate was judged on since then
 
@@ -201,6 +204,7 @@ class Gate:
             "trials": {version: trial.to_json() for version, trial in self._trials.items()},
             "level": None if math.isnan(self._level.mean) else asdict(self._level),
             "promise": None if self._promise is None else asdict(self._promise),
+            "trained_to": self.trained_to,
             "untested": self.untested,
             "tested": self.tested,
         }
@@ -213,6 +217,7 @@ class Gate:
         self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
         self._level = Level(**state["level"] or {})
         self._promise = None if state["promise"] is None else Promise(**state["promise"])
+        self.trained_to = state.get("trained_to")
         self.untested, self.tested = state["untested"], state["tested"]
 
     @property
@@ -229,9 +234,9 @@ class Gate:
         """Whether the candidate, since it was trained, was judged on too few rollouts, with `more` of them."""
         return self.untested is not None and self.tested + more < self._settings.gate_rollouts
 
-    def trained(self, seconds: float | None) -> None:
-        """The candidate was trained. None: nothing can be learnt from how that went."""
-        self.untested, self.tested = seconds, 0
+    def trained(self, seconds: float | None, policy_version: int) -> None:
+        """The candidate was trained on that policy's rollouts. None: nothing can be learnt from how that went."""
+        self.untested, self.tested, self.trained_to = seconds, 0, policy_version
         self._trial(CANDIDATE).trained()
 
     # --- looks
@@ -291,7 +296,8 @@ class Gate:
         trial = self._trial(version)
         trial.take(look)
         verdict = trial.verdict(min_gain=self._settings.gate_min_gain, confidence=self._settings.gate_confidence)
-        return Contest(version, replace(verdict, reason=look.fault or verdict.reason), look)
+        verdict = replace(verdict, reason=look.fault or verdict.reason)
+        return Contest(version, verdict, look, self.trained_to if version == CANDIDATE else None)
 
     def begin(self, served: str | None) -> None:
         """Begin all trials again, against `served`; how far a training moves the candidate stays known.
