@@ -40,6 +40,7 @@ from drafter.replay.acceptance import Replay
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.api.app import create_app
+from service.settings import Settings
 from service.worker.recent import RecentRollouts
 
 DEPTH: Final = 4
@@ -128,10 +129,10 @@ class World:
 class Interval:
     """Trains on every fourth claim, and publishes what comes out."""
 
-    def __init__(self, world: World, scratch: Path) -> None:
-        self._world = world
-        self._trainer = DrafterTrainer(copy.deepcopy(world.experts["A"]), TrainConfig(DEPTH, SETTINGS["learning_rate"]))
-        self._recent = RecentRollouts(scratch / "recent", capacity_tokens=SETTINGS["recent_tokens"])
+    def __init__(self, world: World, scratch: Path, settings: Settings) -> None:
+        self._world, self._settings = world, settings
+        self._trainer = DrafterTrainer(copy.deepcopy(world.experts["A"]), TrainConfig(DEPTH, settings.learning_rate))
+        self._recent = RecentRollouts(scratch / "recent", capacity_tokens=settings.recent_tokens)
         self._names: dict[int, str] = {}
         self.drafter = copy.deepcopy(world.experts["A"])
         self.account = Account(says="nothing")
@@ -143,7 +144,8 @@ class Interval:
         newest = self._recent.add(Path(f"{version}.safetensors"), batch)
         if version % INTERVAL != INTERVAL - 1:
             return
-        drawn = self._recent.train_steps([newest], passes=8.0, step_tokens=SETTINGS["train_step_tokens"], seed=version)
+        passes, step_tokens = self._settings.train_passes, self._settings.train_step_tokens
+        drawn = self._recent.train_steps([newest], passes=passes, step_tokens=step_tokens, seed=version)
         for parts in drawn:
             window = [(b, self._world.policy(self._names[b.policy_version], b.policy_version)) for b in parts]
             self.account.tokens += self._trainer.step(window).response_tokens
@@ -158,8 +160,7 @@ class Draftalign:
     def __init__(self, world: World, run: WorkerRun, api: TestClient) -> None:
         self._run, self._api, self._heads = run, api, world.heads
         self._learner = run.worker.learner
-        self._last = ""
-        self._rounds = self._accepted = 0
+        self._last, self._died = "", False
         self.account = Account()
         train = self._learner.train
 
@@ -196,18 +197,17 @@ class Draftalign:
         }
         answer = self._api.post("/acceptance", json=report).raise_for_status().json()
         if answer["dead"]:
-            self.account.says = "the engine's drafter is dead"
+            self._died, self.account.says = True, "the engine's drafter is dead"
         self._close()
 
     def _close(self) -> None:
         self.account.tokens = self._learner.journal.totals.trained_tokens
         offers = [e for e in self._run.events() if e["event"] in ("published", "rolled_back", "pushed_again")]
         self.account.offered = len(offers) - 1  # without the one that the run began with
-        again = [e for e in offers if e["event"] == "rolled_back"]
-        if again and not self.account.says:
+        if any(e["event"] == "rolled_back" for e in offers):
             self.account.says = "an archived version is better"
-        if not again and not self.account.says:
-            self.account.says = "nothing to gain" if self._learner.controller.idle else ""
+        elif not self._died:
+            self.account.says = "nothing to gain" if self._learner.controller.idle else "training gains"
 
 
 def play(world: World, case: Case, trainer: Interval | Draftalign, wake: Callable[[], int]) -> Account:
@@ -228,17 +228,18 @@ def play(world: World, case: Case, trainer: Interval | Draftalign, wake: Callabl
     return trainer.account
 
 
-def compare(case: Case, world: World) -> tuple[Account, Account]:
-    """What the one and the other trainer do."""
+def compare(case: Case, world: World, **changes: Any) -> tuple[Account, Account]:
+    """What the one and the other trainer do; `changes` of the settings of both."""
+    chosen = SETTINGS | changes
     with tempfile.TemporaryDirectory() as scratch:
         world.begin()
-        fixed = Interval(world, Path(scratch))
+        fixed = Interval(world, Path(scratch), Settings(**chosen))
         play(world, case, fixed, lambda: fixed.account.offered)
         world.begin()
         with (
             WorkerRun(
                 Path(scratch) / "state", CONFIG, LAYERS,
-                embed=world.embed, head=world.heads["A"], drafter=world.experts["A"], **SETTINGS,
+                embed=world.embed, head=world.heads["A"], drafter=world.experts["A"], **chosen,
             ) as run,
             TestClient(create_app(run.settings), base_url="http://127.0.0.1") as api,
         ):  # fmt: skip

@@ -156,8 +156,8 @@ def test_a_trainer_that_goes_back_is_judged_on_what_it_writes_now(
 
 
 # --- a training is cut into parts where newer rollouts come
-def stepped(monkeypatch: pytest.MonkeyPatch, then: Any) -> list[set[int]]:
-    """For each training, the policy versions of its newest rollouts; `then` is called at its first step."""
+def stepped(monkeypatch: pytest.MonkeyPatch, then: Any) -> list[list[int]]:
+    """For each training, the newest policy version of each step; `then` is called at its first step."""
     train, step = Learner.train, DrafterTrainer.step
     parts: list[list[int]] = []
 

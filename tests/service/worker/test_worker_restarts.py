@@ -594,6 +594,7 @@ def test_a_death_right_after_a_publish_makes_it_no_refusal_and_its_gain_is_measu
             published_by(bench, bench.worker(**EAGER), "a")
     served = registry.latest("default")
     assert served is not None
+    assert served.gate is not None
     refused = [e for e in registry.history("default") if e["event"] == "refused"]
     worker = bench.worker(**EAGER)
     bench.drain(worker)
