@@ -125,14 +125,14 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
 
         clock = Clock(len(recording.batches), arrive)
 
-        def trained(batches: Sequence[KeptBatch], *args: Any) -> float:
+        def trained(batches: Sequence[KeptBatch], *args: Any) -> tuple[float, float]:
             nonlocal newest
             newest = max(kept.policy_version for kept in batches)
             begun = clock.now
-            seconds = train(batches, *args)
+            found = train(batches, *args)
             if events:
                 print(f"step {begun:6.1f}: trains on {newest} until {clock.now:.1f}")
-            return seconds
+            return found
 
         def stepped(self: Any, window: Any) -> Any:
             clock.spend(costs.optimizer_step)

@@ -164,7 +164,7 @@ class Draftalign:
         self.account = Account()
         train = self._learner.train
 
-        def trained(*args: Any) -> float:
+        def trained(*args: Any) -> tuple[float, float]:
             self.account.trainings += 1
             return train(*args)
 

@@ -50,6 +50,8 @@ _HEADS_KEPT_VERSIONS = 64
 
 #: Of a training's steps, those that are done though rollouts of a newer policy wait: judging takes time too.
 _LEAST_PART = 0.125
+#: Parts that come to so much are a whole training: they end with whole steps.
+_WHOLE = 0.99
 #: A worker that is behind compares all drafters in one claim of so many, and the candidate alone in the others.
 _CLAIMS_PER_COMPARISON = 4
 
@@ -117,6 +119,7 @@ class Learner:
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
         self.gate = Gate(settings, self.lineage, self.target)
         self._uncompared = _CLAIMS_PER_COMPARISON  # claims since all drafters were compared
+        self._keeps_up = True  # the last training was not cut short
 
     def _empty_memory(self) -> RecentRollouts:
         return RecentRollouts(
@@ -233,7 +236,7 @@ class Learner:
             contests = self.judge([*passed_over, *scored], before_publishing=before_publishing) if judged else []
             outcome = contests[0] if contests else None
             if held is not None:
-                self.gate.untested = None  # the evidence does not describe the engines
+                self.gate.concluded()  # the evidence does not describe the engines
             elif scored or (outcome and outcome.verdict.promote):  # else more is to come before the next training
                 self._conclude(contests, version_seconds, newest_version)
             if passed_over:
@@ -243,7 +246,7 @@ class Learner:
             if self.gate.served == looked["served"]:
                 self.gate.restore(looked)
             else:  # a version was published, which the looks have ended with
-                self.gate.untested = None
+                self.gate.concluded()
             raise
         if not scored:
             return Outcome(passed_over[-1][1], DEFERRED, outcome) if passed_over else None
@@ -253,7 +256,8 @@ class Learner:
         never = isolated or decision.action is Action.PROBE  # what it gains is to be measured whole
         try:
             with self._without_recent() if isolated else contextlib.nullcontext():
-                seconds = self.train(newest, (lambda: False) if never else newer_waits) if trained else 0.0
+                ends = (lambda: False) if never else newer_waits
+                seconds, share = self.train(newest, ends) if trained else (0.0, 1.0)
         except OSError as error:
             raise TrainingStopped(
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
@@ -263,7 +267,8 @@ class Learner:
         whole = trained and not isolated and not self._stopping()
         if trained:
             known = seconds if whole else None  # a training that was stopped says nothing about gains
-            self.gate.trained(known, scored[-1][0].batch.policy_version)
+            self.gate.trained(known, scored[-1][0].batch.policy_version, share)
+        self._keeps_up = share == 1.0
         return Outcome(scores, decision, outcome, trained_with_recent=whole)
 
     def _decide(self, scored: Sequence[Scored], held: str | None) -> Decision:
@@ -301,9 +306,9 @@ class Learner:
         return [], rest
 
     def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:
-        """With what a claim's newest rollouts are scored. Time is short where it holds rollouts of several policies."""
+        """With what a claim's newest rollouts are scored. Time is short where several policies' have gathered."""
         self._uncompared += 1
-        keeps_up = len({loaded.batch.policy_version for loaded in fresh}) == 1
+        keeps_up = self._keeps_up and len({loaded.batch.policy_version for loaded in fresh}) == 1
         if keeps_up or self.gate.unmeasured or self._uncompared >= _CLAIMS_PER_COMPARISON:
             self._uncompared = 0
             return "all"
@@ -400,8 +405,8 @@ class Learner:
             "head, a wrong temperature or a shifted mask; compare logprobs[t] with last_hidden[t-1] @ lm_head"
         )
 
-    def train(self, newest: Sequence[KeptBatch], ends: Callable[[], bool] = lambda: False) -> float:
-        """Train on the newest batches mixed with recent ones; returns the seconds it took.
+    def train(self, newest: Sequence[KeptBatch], ends: Callable[[], bool] = lambda: False) -> tuple[float, float]:
+        """Train on the newest batches mixed with recent ones; returns the seconds it took, and what share was done.
 
         Once `_LEAST_PART` of it is done, it ends where `ends` says so.
         """
@@ -415,8 +420,8 @@ class Learner:
             step_tokens=self._settings.train_step_tokens,
             seed=self._settings.seed * 1_000_003 + self.journal.totals.batches,
         )
-        least = _LEAST_PART * self._settings.train_passes * sum(kept.batch.tokens for kept in newest)
-        done = 0  # tokens
+        whole = self._settings.train_passes * sum(kept.batch.tokens for kept in newest)
+        done, cut = 0, False  # tokens
         for window in ahead(([trainer.prepare(b) for b in batches] for batches in drawn), trainer.device):
             report = trainer.step([(p, self.target.at(p.batch.policy_version)) for p in window])
             if report.skipped is None:
@@ -424,11 +429,12 @@ class Learner:
             done += report.tokens
             if self._stopping():  # what is learnt so far is kept; the rest and the gate are left out
                 break
-            if done >= least and ends():
+            if _LEAST_PART * whole <= done < whole and ends():
+                cut = True
                 break
         seconds = time.perf_counter() - started
         self.journal.totals.train_seconds += seconds
-        return seconds
+        return seconds, done / whole if cut else 1.0
 
     def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[str], None]) -> list[Contest]:
         """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first."""
@@ -480,7 +486,7 @@ class Learner:
             self.gate.begin(served)
             return
         event = self.gate.promoted(published.version, self.gate.served, promised, is_candidate=True)
-        self.gate.untested = None
+        self.gate.concluded()
         self.journal.totals.published += 1
         if event is not None:
             self.lineage.record(event)
@@ -505,15 +511,21 @@ class Learner:
             self.lineage.train_from(winner.version)
         self.journal.totals.published += 1
         if winner.version != CANDIDATE:  # what was measured until now was against another drafter
-            self.controller.curve, self.gate.untested = LearningCurve(), None
+            self.controller.curve = LearningCurve()
+            self.gate.concluded()
         is_candidate = winner.version == CANDIDATE or not keeps
         return self.gate.promoted(manifest.version, served, winner.verdict.gain, is_candidate=is_candidate)
 
     def _conclude(self, contests: Sequence[Contest], version_seconds: float | None, policy_version: int) -> None:
-        """Tell history and controller, once for each training, what the gate found of it."""
+        """Tell history and controller, once for each whole training, what the gate found of it.
+
+        A part of one gains little beside the error of a look. Where that is published, it is as good as a whole one.
+        """
         candidate = next((c for c in contests if c.version == CANDIDATE), None)
         if candidate is None or self.gate.untested is None or candidate.look.prompts < 2:
             return  # where the prompts are too few, the next claims say more
+        if self.gate.done < _WHOLE and not candidate.verdict.promote:
+            return
         if not candidate.verdict.promote:
             self.lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
             self.journal.totals.refused += 1
@@ -525,7 +537,7 @@ class Learner:
             train_seconds=self.gate.untested,
             version_seconds=version_seconds,
         )
-        self.gate.untested = None
+        self.gate.concluded()
 
     # --- forgetting
     def forget_recent(self) -> None:

@@ -192,7 +192,8 @@ class Gate:
         self._few: list[tuple[Replay, Replay, tuple[str, ...]]] = []  # candidate, incumbent, prompts; not in `state`
         self._promise: Promise | None = None
         self.trained_to: int | None = None  # newest policy version that the candidate was trained on
-        self.untested: float | None = None  # seconds of the last training, until it has been judged
+        self.untested: float | None = None  # seconds of the last training, parts together, until it has been judged
+        self.done = 0.0  # share of a whole training that those are
         self.tested = 0  # rollouts that the candidate was judged on since then
 
     # --- state
@@ -206,6 +207,7 @@ class Gate:
             "promise": None if self._promise is None else asdict(self._promise),
             "trained_to": self.trained_to,
             "untested": self.untested,
+            "done": self.done,
             "tested": self.tested,
         }
 
@@ -217,7 +219,7 @@ class Gate:
         self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
         self._level = Level(**state["level"] or {})
         self._promise = None if state["promise"] is None else Promise(**state["promise"])
-        self.trained_to = state.get("trained_to")
+        self.trained_to, self.done = state.get("trained_to"), state.get("done", 1.0)
         self.untested, self.tested = state["untested"], state["tested"]
 
     @property
@@ -234,10 +236,21 @@ class Gate:
         """Whether the candidate, since it was trained, was judged on too few rollouts, with `more` of them."""
         return self.untested is not None and self.tested + more < self._settings.gate_rollouts
 
-    def trained(self, seconds: float | None, policy_version: int) -> None:
-        """The candidate was trained on that policy's rollouts. None: nothing can be learnt from how that went."""
-        self.untested, self.tested, self.trained_to = seconds, 0, policy_version
+    def trained(self, seconds: float | None, policy_version: int, share: float = 1.0) -> None:
+        """The candidate was trained on that policy's rollouts, for a share of a whole training.
+
+        None: nothing can be learnt from how that went.
+        """
+        self.tested, self.trained_to = 0, policy_version
+        if seconds is None:
+            self.concluded()
+        else:
+            self.untested, self.done = (self.untested or 0.0) + seconds, self.done + share
         self._trial(CANDIDATE).trained()
+
+    def concluded(self) -> None:
+        """What was trained until now is judged, or will not be."""
+        self.untested, self.done = None, 0.0
 
     # --- looks
     def judge(self, fresh: Fresh, served: str | None, wider: Fresh | None = None) -> list[Contest]:

@@ -30,7 +30,7 @@ def scored_and_trained(
     """Drain; by batch, the drafters it was scored with; by training, whose new rollouts it was about."""
     train, about = Learner.train, []
 
-    def watched(self: Learner, newest: Any, ends: Any) -> float:
+    def watched(self: Learner, newest: Any, ends: Any) -> tuple[float, float]:
         about.append({kept.name.partition(".")[0][:32] for kept in newest})
         return train(self, newest, ends)
 
@@ -161,7 +161,7 @@ def stepped(monkeypatch: pytest.MonkeyPatch, then: Any) -> list[list[int]]:
     train, step = Learner.train, DrafterTrainer.step
     parts: list[list[int]] = []
 
-    def trained(self: Learner, newest: Any, ends: Any) -> float:
+    def trained(self: Learner, newest: Any, ends: Any) -> tuple[float, float]:
         parts.append([])
         return train(self, newest, ends)
 
