@@ -54,6 +54,7 @@ class StoreKeys:
     scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
     acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
     live_order, unplaced, drift = _Key(), _Key(), _Key()
+    judged = _Key()  # of earlier versions
 
     def __init__(self, run: str) -> None:
         self.prefix = Keys(run).prefix
@@ -112,7 +113,7 @@ class Store:
 
     def forget_former(self) -> None:
         """Delete what earlier versions wrote and none reads now: the counts that drafters were last called dead by."""
-        self._redis.delete(self._keys.prefix + "judged")
+        self._redis.delete(self._keys.judged)
 
 
 class AsyncStore:
