@@ -176,7 +176,7 @@ def test_a_run_that_is_registered_anew_while_it_trains_gets_no_checkpoint_of_the
     again.write_bytes(bench.layout.target("zz").read_bytes())
     real = Learner.train
 
-    def replaced(self: Learner, *args: Any) -> float:
+    def replaced(self: Learner, *args: Any) -> tuple[float, float]:
         if again.exists():
             again.replace(bench.layout.target("zz"))
         return real(self, *args)
