@@ -117,6 +117,10 @@ def _rounds(drafter: Eagle3Drafter, day: Day) -> float:
 # --- the small world
 VOCAB, HIDDEN, LAYERS = 40, 16, (2, 4, 5)
 CLAIMS, JUMP, MOVES, STANDS = 60, 15, 28, 42
+CONFIG: Final[dict[str, Any]] = {
+    "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 8,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCAB,
+}  # fmt: skip
 
 
 class Markov:
@@ -141,8 +145,12 @@ class Markov:
         return Policy(version, self.embed, TargetHead(self.head(version)))
 
     def sample(self, version: int, rollouts: int, name: str) -> RolloutBatch:
+        """Rollouts of one policy version."""
+        return self.sample_from(self.head(version), rollouts, name, version)
+
+    def sample_from(self, head: Tensor, rollouts: int, name: str, version: int = 0) -> RolloutBatch:
         """Rollouts of 24 tokens after prompts of three."""
-        logits = self.states @ self.head(version).T
+        logits = self.states @ head.T
         law = torch.softmax(logits.double(), -1).numpy().cumsum(-1)
         ids = np.zeros((rollouts, 27), dtype=np.int64)
         ids[:, :3] = self.rng.integers(VOCAB, size=(rollouts, 3))
@@ -167,13 +175,9 @@ class Markov:
 
     def drafter(self) -> Eagle3Drafter:
         """A new one."""
-        config = {
-            "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 8,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCAB,
-        }  # fmt: skip
         torch.manual_seed(0)
         made = Eagle3Drafter(
-            DrafterConfig.from_target(config, LAYERS, VOCAB), DraftVocabulary(torch.arange(VOCAB), VOCAB)
+            DrafterConfig.from_target(CONFIG, LAYERS, VOCAB), DraftVocabulary(torch.arange(VOCAB), VOCAB)
         )
         made.init_from_target(self.head(0))
         return made

@@ -8,8 +8,8 @@ Every recipe sees the same rollouts in the same order, as the worker does: a pol
 (replay α of the drafter as it stands), then *trained* on through `DrafterTrainer`, in steps that the worker's own
 `RecentRollouts` draws. Gate and publication are left out: what is scored is the candidate. Run with OMP_NUM_THREADS=1.
 
-CPU seconds are of this process's training alone, without scoring. Regret is the gap in α to the best recipe of the
-same scoring mode at that version. Intervals are Student's t over blocks of consecutive versions (of which neighbours
+CPU seconds are of this process's training alone, without scoring. Gap: what the best recipe of the same scoring mode
+has more of α at that version. Intervals are Student's t over blocks of consecutive versions (of which neighbours
 resemble each other), paired with the reference recipe, over all seeds.
 """
 
@@ -206,7 +206,7 @@ class Row:
     gain: float  # to the reference, paired
     reach: float  # half the 95 % interval of it
     last_fifth: float
-    regret: float
+    gap: float  # to the best recipe, in α
     base_alpha: float
     windows: float
     cpu_seconds: float
@@ -242,7 +242,7 @@ def rows_of(tracks: Sequence[Track], against: str = REFERENCE) -> list[Row]:
                 gain=gain,
                 reach=reach,
                 last_fifth=float(alpha[:, -fifth:].mean()),
-                regret=float(np.mean([best[s][1:] - of_seed[s].alpha["probabilistic"][1:] for s in seeds])),
+                gap=float(np.mean([best[s][1:] - of_seed[s].alpha["probabilistic"][1:] for s in seeds])),
                 base_alpha=float(np.mean([of_seed[s].base_alpha for s in seeds])),
                 windows=float(np.mean([of_seed[s].windows for s in seeds])),
                 cpu_seconds=float(np.mean([of_seed[s].total_cpu_seconds for s in seeds])),
@@ -277,7 +277,7 @@ def paired(difference: npt.NDArray[np.float64]) -> tuple[float, float]:
 def markdown(rows: Sequence[Row], against: str = REFERENCE) -> str:
     """The table."""
     lines = [
-        "| recipe | seeds | α | to reference | last fifth | regret | base α | steps | CPU s | greedy α | to ref. |",
+        "| recipe | seeds | α | to reference | last fifth | gap | base α | steps | CPU s | greedy α | to ref. |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -285,14 +285,14 @@ def markdown(rows: Sequence[Row], against: str = REFERENCE) -> str:
         gain = "" if own else f"{r.gain:+.3f} ± {r.reach:.3f}"
         greedy = "" if own else f"{r.greedy_gain:+.3f} ± {r.greedy_reach:.3f}"
         lines.append(
-            f"| {r.recipe} | {r.seeds} | {r.alpha:.3f} | {gain} | {r.last_fifth:.3f} | {r.regret:.3f} | "
+            f"| {r.recipe} | {r.seeds} | {r.alpha:.3f} | {gain} | {r.last_fifth:.3f} | {r.gap:.3f} | "
             f"{r.base_alpha:.2f} | {r.windows:.0f} | {r.cpu_seconds:.1f} | {r.greedy:.3f} | {greedy} |"
         )
     return "\n".join(lines)
 
 
 def plot(tracks: Sequence[Track], rows: Sequence[Row], path: Path) -> None:
-    """α per version, regret against the CPU seconds spent by then, and each recipe's gain against its CPU seconds."""
+    """α per version, the gap against the CPU seconds spent by then, and each recipe's gain against its CPU seconds."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -314,7 +314,7 @@ def plot(tracks: Sequence[Track], rows: Sequence[Row], path: Path) -> None:
         xlabel="policy version (RL steps)", ylabel="α: tokens per verification round", title=f"Tracking (seed {first})"
     )
     middle.set(
-        xlabel="CPU seconds of training so far", ylabel="regret in α", title=f"Gap to the best recipe (seed {first})"
+        xlabel="CPU seconds of training so far", ylabel="gap in α", title=f"Gap to the best recipe (seed {first})"
     )
     right.set(
         xlabel="CPU seconds of training",

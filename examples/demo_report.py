@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -184,6 +185,8 @@ def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[st
         "alpha_frozen_last": last("alpha_frozen"),
         "alpha_ngram_last": last("alpha_ngram"),
         "publication_lag_last": last("publication_lag"),
+        "publication_lag_mean": _mean(_known(rows, "publication_lag")),
+        **reaching(rows, events),
         "live_within_interval": f"{len(agree)} of {len(pure)} steps with one drafter version",
         "drift_share_of_limit": session.drift() if len(rows) > _WARM_UP_STEPS else {},
         "versions_published": sum(e.get("event") == "published" for e in events),
@@ -192,6 +195,29 @@ def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[st
         "train_seconds": totals.get("draftalign_train_seconds_total"),
         "hook_share_of_step": session.attachment.overhead_seconds / max(session.attachment.step_seconds, 1e-9),
         "hook": stats,
+    }
+
+
+def reaching(rows: Sequence[StepRow], events: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """How soon data reach the engine, in RL steps.
+
+    `first_new_version_step`: the first step that was drafted by another version than the run began with.
+    `steps_from_data_to_engine`: from the newest rollouts that a version was trained on to the first step that it
+    drafted; median over versions, and the most.
+    """
+    first: dict[str, int] = {}
+    for row in rows:
+        first.setdefault(row.drafter_version, row.step)
+    trained = {
+        event["version"]: event["gate"]["trained_to"]
+        for event in events
+        if event.get("event") == "published" and "trained_to" in (event.get("gate") or {})
+    }
+    steps = [step - trained[version] for version, step in first.items() if version in trained]
+    return {
+        "first_new_version_step": min((step for version, step in first.items() if version in trained), default=None),
+        "steps_from_data_to_engine": statistics.median(steps) if steps else None,
+        "steps_from_data_to_engine_most": max(steps, default=None),
     }
 
 

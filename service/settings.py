@@ -101,7 +101,9 @@ class Settings(BaseSettings):
     draft_vocab_size: int = Field(32_000, ge=1, description="Draft vocabulary of a drafter that starts from scratch.")
     vocab_min_tokens: int = Field(50_000, ge=1, description="Response tokens needed to build that vocabulary.")
     claim_tokens: int = Field(65_536, gt=0, description="Token budget of one claim from the queue.")
-    train_passes: float = Field(8.0, gt=0, description="How often each new token is trained on, on average.")
+    train_passes: float = Field(
+        8.0, gt=0, description="How often each new token is trained on, on average, until newer rollouts come."
+    )
     train_step_tokens: int = Field(16_384, gt=0, description="Tokens of one optimizer step.")
     warmup_steps: int = Field(30, ge=0, description="Optimizer steps over which the learning rate rises linearly.")
     learning_rate: float = Field(3e-4, gt=0, description="Learning rate after the warm-up.")

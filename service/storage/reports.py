@@ -58,6 +58,7 @@ class StoreKeys:
     scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
     acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
     live_order, unplaced, drift, lease = _Key(), _Key(), _Key(), _Key()
+    judged = _Key()  # of earlier versions
 
     def __init__(self, run: str) -> None:
         self.prefix = Keys(run).prefix
@@ -123,6 +124,10 @@ class Store:
     def forget_refusal(self) -> None:
         """Take back that the run's file was refused; by deletion, which works while Redis is full."""
         self._redis.hdel(self._keys.worker, "refused")
+
+    def forget_former(self) -> None:
+        """Delete what earlier versions wrote and none reads now: the counts that drafters were last called dead by."""
+        self._redis.delete(self._keys.judged)
 
 
 class AsyncStore:

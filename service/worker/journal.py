@@ -147,7 +147,7 @@ class Journal:
             self._watch(scores, latest)
             self._coverage = (scores.record.draftable_tokens or 0) / max(1, scores.record.tokens or 0)
             replays = dict(scores.replays)
-            if "best" in replays and "served" in replays:
+            if "frozen" in replays and "served" in replays:
                 replays[COMPARED] = replays["served"]
             for name, found in replays.items():
                 sums = found.total()

@@ -3,6 +3,9 @@
 Invariants
 * A batch is scored before it is trained on, and the candidate is judged on it as it stands: the gate's evidence is what
   arrived after the training.
+* A training ends early where rollouts of a newer policy wait: they judge the candidate as it stands, and it is trained
+  on them next. So a long training is published in parts. Each look is on rollouts that came after what it judges was
+  trained, and the gate's budget is for all looks at one served drafter, however many there are.
 * What is served changes only through the gate, an archived version that proved better, or a person. A candidate is
   published after the checkpoint that holds it, and that checkpoint was written before it saw the batches that judged
   it: redelivered ones are not scored by what was trained on them, and no look counts twice.
@@ -15,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -24,6 +27,7 @@ from drafter.device import ahead
 from drafter.errors import BatchRejected
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
+from service.monitor.headroom import LearningCurve
 from service.monitor.live_replay import LiveRule
 from service.monitor.records import DrafterSums
 from service.settings import Settings
@@ -43,6 +47,16 @@ log = logging.getLogger("draftalign.worker")
 
 #: Heads are kept this many policy versions back where `max_policy_lag` does not say how late a batch may be.
 _HEADS_KEPT_VERSIONS = 64
+
+#: Of a training's steps, those that are done though rollouts of a newer policy wait: judging takes time too.
+_LEAST_PART = 0.125
+#: Parts that come to so much are a whole training: they end with whole steps.
+_WHOLE = 0.99
+#: A worker that is behind compares all drafters in one claim of so many, and the candidate alone in the others.
+_CLAIMS_PER_COMPARISON = 4
+
+#: What a batch is scored with; each includes those before.
+Comparison = Literal["served", "candidate", "all"]
 
 #: A batch that was scored.
 Scored = tuple[Loaded, Scores]
@@ -104,6 +118,8 @@ class Learner:
         self.controller = Controller()
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
         self.gate = Gate(settings, self.lineage, self.target)
+        self._uncompared = _CLAIMS_PER_COMPARISON  # claims since all drafters were compared
+        self._keeps_up = True  # the last training was not cut short
 
     def _empty_memory(self) -> RecentRollouts:
         return RecentRollouts(
@@ -192,7 +208,7 @@ class Learner:
         fates: Fates,
         *,
         before_publishing: Callable[[str], None],
-        newest_waiting: int | None = None,
+        newest_waiting: Callable[[], int | None] = lambda: None,
         version_seconds: float | None = None,
         isolated: bool = False,
     ) -> Outcome | None:
@@ -201,34 +217,47 @@ class Learner:
         The rest joins the mix. A worker that is behind spends its time where it counts: not on updates towards policies
         that are gone. What it passes over still judges the candidate, up to `gate_rollouts` of each training.
         `before_publishing` gets the version that won. It must checkpoint a candidate, and raise where nothing may be
-        published. `newest_waiting`: newest policy version in the queue. `version_seconds`: between two of them.
+        published. `newest_waiting`: newest policy version in the queue now. `version_seconds`: between two of them.
         `isolated`: no recent rollouts are mixed in, and nothing is judged, so what is raised is the fault of `fresh`.
         """
         newest_version = max(loaded.batch.policy_version for loaded in fresh[-RECENT_BATCHES:])
-        behind = self.controller.defers(newer_waits=newest_waiting is not None and newest_waiting > newest_version)
+
+        def newer_waits() -> bool:
+            waiting = newest_waiting()
+            return waiting is not None and waiting > newest_version
+
+        behind = self.controller.defers(newer_waits=newer_waits())
         scored, rest = ([], fresh) if behind else self._score_newest(fresh, fates)
         passed_over = self._score_passed_over(rest, fates, tested=sum(loaded.batch.rollouts for loaded, _ in scored))
+        held = self.journal.hold(LiveRule.of(self._settings))
         looked = self.gate.state
         try:
-            contests = [] if isolated else self.judge([*passed_over, *scored], before_publishing=before_publishing)
+            judged = not isolated and held is None
+            contests = self.judge([*passed_over, *scored], before_publishing=before_publishing) if judged else []
             outcome = contests[0] if contests else None
-            if scored or (outcome and outcome.verdict.promote):  # else more is to come before the next training
+            if held is not None:
+                self.gate.concluded()  # the evidence does not describe the engines
+            elif scored or (outcome and outcome.verdict.promote):  # else more is to come before the next training
                 self._conclude(contests, version_seconds, newest_version)
             if passed_over:
                 self._keep(passed_over, fates)
                 self._record(passed_over, DEFERRED)
         except Exception:  # a full disk, say: the same batches come again, and must not count twice
-            self.gate.restore(looked)
+            if self.gate.served == looked["served"]:
+                self.gate.restore(looked)
+            else:  # a version was published, which the looks have ended with
+                self.gate.concluded()
             raise
         if not scored:
             return Outcome(passed_over[-1][1], DEFERRED, outcome) if passed_over else None
         newest, scores = [self._remember(loaded) for loaded, _ in scored], scored[-1][1]
-        economy = Economy(worker_cost=self._settings.worker_cost)
-        decision = self.controller.decide(economy, _served_alpha(scored), warming_up=self.lineage.warming_up)
+        decision = self._decide(scored, held)
         trained = decision.action is not Action.IDLE
+        never = isolated or decision.action is Action.PROBE  # what it gains is to be measured whole
         try:
             with self._without_recent() if isolated else contextlib.nullcontext():
-                seconds = self.train(newest) if trained else 0.0
+                ends = (lambda: False) if never else newer_waits
+                seconds, share = self.train(newest, ends) if trained else (0.0, 1.0)
         except OSError as error:
             raise TrainingStopped(
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
@@ -237,8 +266,17 @@ class Learner:
         self._record(scored, decision, seconds)
         whole = trained and not isolated and not self._stopping()
         if trained:
-            self.gate.trained(seconds if whole else None)  # half a training says nothing about gains
+            known = seconds if whole else None  # a training that was stopped says nothing about gains
+            self.gate.trained(known, scored[-1][0].batch.policy_version, share)
+        self._keeps_up = share == 1.0
         return Outcome(scores, decision, outcome, trained_with_recent=whole)
+
+    def _decide(self, scored: Sequence[Scored], held: str | None) -> Decision:
+        """Decide about the newest rollouts. `held`: why nothing may be published."""
+        if held is not None:  # the gains are not known, and what is learnt from such features may have to be unlearnt
+            return Decision(Action.IDLE, f"nothing is trained while nothing may be published: {held}")
+        economy = Economy(worker_cost=self._settings.worker_cost)
+        return self.controller.decide(economy, _served_alpha(scored), warming_up=self.lineage.warming_up)
 
     def report(self, outcome: Outcome) -> None:
         """Say in one line what was done, and set the gauges."""
@@ -254,21 +292,30 @@ class Learner:
             self.recent = recent
 
     def _score_newest(self, fresh: Sequence[Loaded], fates: Fates) -> tuple[list[Scored], Sequence[Loaded]]:
-        """Score what the newest policy wrote with all drafters; also returns what other policies wrote.
+        """Score what the newest policy wrote; also returns what other policies wrote.
 
         The newest of the last batches: a trainer that went back counts on from there. And of those that can be used: a
         trainer whose batches are all rejected must not keep the worker from the others'.
         """
-        rest = fresh
+        rest, comparison = fresh, self._comparison(fresh)
         for version in sorted({loaded.batch.policy_version for loaded in fresh[-RECENT_BATCHES:]}, reverse=True):
-            scored = self._score_all([p for p in rest if p.batch.policy_version == version], fates, compare=True)
+            scored = self._score_all([p for p in rest if p.batch.policy_version == version], fates, comparison)
             rest = [p for p in rest if p.batch.policy_version != version]
             if scored:
                 return scored, rest
         return [], rest
 
-    def _score_all(self, fresh: Sequence[Loaded], fates: Fates, *, compare: bool) -> list[Scored]:
-        scored = ((loaded, self.score(loaded, fates, compare=compare)) for loaded in fresh)
+    def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:
+        """With what a claim's newest rollouts are scored. Time is short where several policies' have gathered."""
+        self._uncompared += 1
+        keeps_up = self._keeps_up and len({loaded.batch.policy_version for loaded in fresh}) == 1
+        if keeps_up or self.gate.unmeasured or self._uncompared >= _CLAIMS_PER_COMPARISON:
+            self._uncompared = 0
+            return "all"
+        return "candidate"
+
+    def _score_all(self, fresh: Sequence[Loaded], fates: Fates, comparison: Comparison) -> list[Scored]:
+        scored = ((loaded, self.score(loaded, fates, comparison)) for loaded in fresh)
         return [(loaded, scores) for loaded, scores in scored if scores is not None]
 
     def _score_passed_over(self, rest: Sequence[Loaded], fates: Fates, *, tested: int) -> list[Scored]:
@@ -282,7 +329,7 @@ class Learner:
                 compared.add(loaded)
                 tested += loaded.batch.rollouts
         for loaded in rest:
-            found += self._score_all([loaded], fates, compare=loaded in compared)
+            found += self._score_all([loaded], fates, "candidate" if loaded in compared else "served")
         return found
 
     def _remember(self, loaded: Loaded) -> KeptBatch:
@@ -301,10 +348,11 @@ class Learner:
         latest = self._latest()
         self.journal.record([(loaded.entry, scores) for loaded, scores in scored], decision, seconds, latest=latest)
 
-    def score(self, loaded: Loaded, fates: Fates, *, compare: bool) -> Scores | None:
+    def score(self, loaded: Loaded, fates: Fates, comparison: Comparison) -> Scores | None:
         """Score a batch and check its features against its log-probabilities; None when it was rejected.
 
-        `compare`: with all drafters of the lineage, not only with the one that served it.
+        `comparison`: with the drafter that served it alone, with the candidate and the one that is served now as well,
+        or with the first one and the one served before too.
         """
         batch = loaded.batch
         policy = self.target.at(batch.policy_version, batch=loaded.path)
@@ -318,10 +366,13 @@ class Learner:
             return None
         current = self._latest()
         by = self.lineage.existing(batch.drafter_version) or current
-        roles = self.lineage.roles(by, current) if compare else self.lineage.served_only(by)
+        if comparison == "served":
+            roles = self.lineage.served_only(by)
+        else:
+            roles = self.lineage.roles(by, current, frozen=comparison == "all")
         if by is not None and (watched := self.lineage.existing(self.journal.watched or "")) is not None:
             roles.setdefault("watched", (watched, self.lineage.version(watched)))
-        if compare and (before := self.lineage.existing(self.gate.watched or "")) is not None:
+        if comparison == "all" and (before := self.lineage.existing(self.gate.watched or "")) is not None:
             roles.setdefault("before", (before, self.lineage.version(before)))
         try:
             return score(
@@ -354,8 +405,11 @@ class Learner:
             "head, a wrong temperature or a shifted mask; compare logprobs[t] with last_hidden[t-1] @ lm_head"
         )
 
-    def train(self, newest: Sequence[KeptBatch]) -> float:
-        """Train on the newest batches mixed with recent ones; returns the seconds it took."""
+    def train(self, newest: Sequence[KeptBatch], ends: Callable[[], bool] = lambda: False) -> tuple[float, float]:
+        """Train on the newest batches mixed with recent ones; returns the seconds it took, and what share was done.
+
+        Once `_LEAST_PART` of it is done, it ends where `ends` says so.
+        """
         trainer = self.lineage.trainer
         if trainer is None:
             raise RuntimeError("the lineage has not begun")
@@ -366,15 +420,21 @@ class Learner:
             step_tokens=self._settings.train_step_tokens,
             seed=self._settings.seed * 1_000_003 + self.journal.totals.batches,
         )
+        whole = self._settings.train_passes * sum(kept.batch.tokens for kept in newest)
+        done, cut = 0, False  # tokens
         for window in ahead(([trainer.prepare(b) for b in batches] for batches in drawn), trainer.device):
             report = trainer.step([(p, self.target.at(p.batch.policy_version)) for p in window])
             if report.skipped is None:
                 self.journal.totals.trained_tokens += report.response_tokens
+            done += report.tokens
             if self._stopping():  # what is learnt so far is kept; the rest and the gate are left out
+                break
+            if _LEAST_PART * whole <= done < whole and ends():
+                cut = True
                 break
         seconds = time.perf_counter() - started
         self.journal.totals.train_seconds += seconds
-        return seconds
+        return seconds, done / whole if cut else 1.0
 
     def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[str], None]) -> list[Contest]:
         """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first."""
@@ -382,26 +442,54 @@ class Learner:
         served = self._latest()
         if not compared:
             return []
-        if self.journal.hold(LiveRule.of(self._settings)) is not None:
-            self.gate.untested = None  # the evidence does not describe the engines
-            return []
         fresh = Fresh.of(compared, self.recent.prompts)
         if served is not None and served not in fresh.replays:  # somebody changed it while the claim was scored
             return []
+        with_all = [(batch, scores) for batch, scores in compared if "frozen" in scores.replays]
+        wider = Fresh.of(with_all, self.recent.prompts) if with_all else fresh
+        self._follow(served)
         before = self.gate.state
-        realised = self.gate.settle(fresh)
-        contests = self.gate.judge(fresh, served)
+        again = any(loaded.entry.deliveries > 1 for loaded, _ in scored)  # they may have judged what is measured now
+        realised = None if again else self.gate.settle(wider)
+        contests = self.gate.judge(fresh, served, wider)
         if contests and contests[0].verdict.promote:
-            self.gate.restore(before)  # for the checkpoint: after a crash the same batches are looked at again
+            after = self.gate.state
+
+            def secured(version: str) -> None:
+                self.gate.restore(before)  # for the checkpoint: after a crash the same batches are looked at again
+                before_publishing(version)
+                self.gate.restore(after)
+
             policy_version = max(batch.policy_version for batch in fresh.batches)
             try:
-                realised = self._promote(contests, served, policy_version, before_publishing)
+                realised = self._promote(contests, served, policy_version, secured) or realised
             except LatestMoved as moved:  # by a person or another worker: the next contest is against theirs
                 log.info("%s: %s", self.run, moved)
+                self.gate.restore(before)
                 return []
         if realised is not None:
             self.lineage.record(realised)
         return contests
+
+    def _follow(self, served: str | None) -> None:
+        """Take note where another version is served than the gate knows of.
+
+        Either this worker published it and ended before that was in a checkpoint, or a person chose it.
+        """
+        if served == self.gate.served:
+            return
+        published = self.lineage.published_after(self.gate.served)
+        promised = None if published is None else (published.gate or {}).get("gain")
+        if published is None or promised is None:
+            if self.gate.served is not None:
+                self.controller.curve = LearningCurve()  # its verdicts were against another drafter
+            self.gate.begin(served)
+            return
+        event = self.gate.promoted(published.version, self.gate.served, promised, is_candidate=True)
+        self.gate.concluded()
+        self.journal.totals.published += 1
+        if event is not None:
+            self.lineage.record(event)
 
     def _promote(
         self,
@@ -422,14 +510,22 @@ class Learner:
         if not keeps:
             self.lineage.train_from(winner.version)
         self.journal.totals.published += 1
+        if winner.version != CANDIDATE:  # what was measured until now was against another drafter
+            self.controller.curve = LearningCurve()
+            self.gate.concluded()
         is_candidate = winner.version == CANDIDATE or not keeps
-        return self.gate.promoted(manifest.version, served, winner, is_candidate=is_candidate)
+        return self.gate.promoted(manifest.version, served, winner.verdict.gain, is_candidate=is_candidate)
 
     def _conclude(self, contests: Sequence[Contest], version_seconds: float | None, policy_version: int) -> None:
-        """Tell history and controller, once for each training, what the gate found of it."""
+        """Tell history and controller, once for each whole training, what the gate found of it.
+
+        A part of one gains little beside the error of a look. Where that is published, it is as good as a whole one.
+        """
         candidate = next((c for c in contests if c.version == CANDIDATE), None)
         if candidate is None or self.gate.untested is None or candidate.look.prompts < 2:
             return  # where the prompts are too few, the next claims say more
+        if self.gate.done < _WHOLE and not candidate.verdict.promote:
+            return
         if not candidate.verdict.promote:
             self.lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
             self.journal.totals.refused += 1
@@ -441,7 +537,7 @@ class Learner:
             train_seconds=self.gate.untested,
             version_seconds=version_seconds,
         )
-        self.gate.untested = None
+        self.gate.concluded()
 
     # --- forgetting
     def forget_recent(self) -> None:

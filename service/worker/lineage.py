@@ -136,6 +136,14 @@ class Lineage:
         """What `GET /drafter/latest` offers now."""
         return self._registry.latest(self._run)
 
+    def published_after(self, before: str | None) -> Manifest | None:
+        """What is served now, where it is a candidate that won against `before` and that nobody repointed since."""
+        latest = self.served()
+        if latest is None or latest.gate is None or latest.parent != before:
+            return None
+        own = self._registry.get(self._run, latest.version)
+        return latest if own.sequence == latest.sequence else None
+
     def existing(self, version: str) -> str | None:
         """The version if it is still on disk, else None."""
         return version if version in self._registry.versions(self._run) else None
@@ -148,13 +156,13 @@ class Lineage:
         """All versions on disk, oldest first."""
         return self._registry.versions(self._run)
 
-    def roles(self, served: str | None, latest: str | None) -> dict[str, tuple[str, DraftModel]]:
+    def roles(self, served: str | None, latest: str | None, *, frozen: bool) -> dict[str, tuple[str, DraftModel]]:
         """Everything worth scoring on a batch: role -> (version, drafter).
 
-        `served` drafted the batch's rollouts; `latest` is what the registry offers now.
+        `served` drafted the batch's rollouts; `latest` is what the registry offers now. `frozen`: with the first one.
         """
         roles = {CANDIDATE: (CANDIDATE, self.candidate)}
-        versions = self._registry.versions(self._run)
+        versions = self._registry.versions(self._run) if frozen else []
         for role, version in (("served", served), ("latest", latest), ("frozen", versions[0] if versions else None)):
             if version is not None:
                 roles[role] = (version, self.version(version))

@@ -155,7 +155,7 @@ class RunWorker:
                 group,
                 self.inbox,
                 before_publishing=self._secure,
-                newest_waiting=self.inbox.newest_waiting(after=group[-1]),
+                newest_waiting=lambda: self.inbox.newest_waiting(after=group[-1]),
                 version_seconds=self.inbox.versions.seconds_per_version,
                 isolated=isolated,
             )

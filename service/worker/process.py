@@ -215,7 +215,9 @@ class Worker:
                 stopping=lambda: self._stopping,
                 recent_suspected=self._recent_suspected,
             )
-            Store(self._redis, run).forget_refusal()
+            store = Store(self._redis, run)
+            store.forget_refusal()
+            store.forget_former()
             state.worker, state.proven = opened, False
             log.info("serving run %s", run)
         except RedisError:

@@ -92,6 +92,7 @@ class Contest:
     version: str
     verdict: Verdict
     look: Look  # the last one
+    trained_to: int | None = None  # newest policy version that the candidate was trained on, where that is known
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -107,6 +108,7 @@ class Contest:
             "prompts": look.prompts,
             "alpha_candidate": look.alpha_challenger,
             "alpha_served": look.alpha_served,
+            **({} if self.trained_to is None else {"trained_to": self.trained_to}),
         }
 
 
@@ -184,12 +186,14 @@ class Gate:
         self._settings = settings
         self._lineage = lineage
         self._target = target
-        self._served: str | None = None  # the version that all trials are against
+        self.served: str | None = None  # the version that all trials are against
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
         self._level = Level()
         self._few: list[tuple[Replay, Replay, tuple[str, ...]]] = []  # candidate, incumbent, prompts; not in `state`
         self._promise: Promise | None = None
-        self.untested: float | None = None  # seconds of the last training, until it has been judged
+        self.trained_to: int | None = None  # newest policy version that the candidate was trained on
+        self.untested: float | None = None  # seconds of the last training, parts together, until it has been judged
+        self.done = 0.0  # share of a whole training that those are
         self.tested = 0  # rollouts that the candidate was judged on since then
 
     # --- state
@@ -197,11 +201,13 @@ class Gate:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: plain JSON values."""
         return {
-            "served": self._served,
+            "served": self.served,
             "trials": {version: trial.to_json() for version, trial in self._trials.items()},
             "level": None if math.isnan(self._level.mean) else asdict(self._level),
             "promise": None if self._promise is None else asdict(self._promise),
+            "trained_to": self.trained_to,
             "untested": self.untested,
+            "done": self.done,
             "tested": self.tested,
         }
 
@@ -209,10 +215,11 @@ class Gate:
         """Go on from `state`; without one, from nothing: a checkpoint of a version before there was any."""
         if state is None:
             return
-        self._served, self._few = state["served"], []
+        self.served, self._few = state["served"], []
         self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
         self._level = Level(**state["level"] or {})
         self._promise = None if state["promise"] is None else Promise(**state["promise"])
+        self.trained_to, self.done = state.get("trained_to"), state.get("done", 1.0)
         self.untested, self.tested = state["untested"], state["tested"]
 
     @property
@@ -220,20 +227,40 @@ class Gate:
         """The version served before, while the newest one's gain is being measured: every batch needs its score."""
         return None if self._promise is None else self._promise.before
 
+    @property
+    def unmeasured(self) -> bool:
+        """Whether nothing is known yet of what the newest version really gains."""
+        return self._promise is not None and self._promise.rollouts == 0
+
     def hungry(self, more: int = 0) -> bool:
         """Whether the candidate, since it was trained, was judged on too few rollouts, with `more` of them."""
         return self.untested is not None and self.tested + more < self._settings.gate_rollouts
 
-    def trained(self, seconds: float | None) -> None:
-        """The candidate was trained. None: nothing can be learnt from how that went."""
-        self.untested, self.tested = seconds, 0
+    def trained(self, seconds: float | None, policy_version: int, share: float = 1.0) -> None:
+        """The candidate was trained on that policy's rollouts, for a share of a whole training.
+
+        None: nothing can be learnt from how that went.
+        """
+        self.tested, self.trained_to = 0, policy_version
+        if seconds is None:
+            self.concluded()
+        else:
+            self.untested, self.done = (self.untested or 0.0) + seconds, self.done + share
         self._trial(CANDIDATE).trained()
 
+    def concluded(self) -> None:
+        """What was trained until now is judged, or will not be."""
+        self.untested, self.done = None, 0.0
+
     # --- looks
-    def judge(self, fresh: Fresh, served: str | None) -> list[Contest]:
-        """Look at all challengers on a claim, best first. `served`: the version that engines are offered."""
-        if served != self._served:
-            self._begin(served)
+    def judge(self, fresh: Fresh, served: str | None, wider: Fresh | None = None) -> list[Contest]:
+        """Look at all challengers on a claim, best first. `served`: the version that engines are offered.
+
+        `wider`: the part of `fresh` on which archived versions were scored too; all of it, without one.
+        """
+        wider = wider or fresh
+        if served != self.served:
+            self.begin(served)
         incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
         index = np.array(fresh.evidence, dtype=np.int64)
         found = []
@@ -246,7 +273,12 @@ class Gate:
                 if version == CANDIDATE and fresh.by_prompt and (self._few or len(prompts) < _FEWEST_PROMPTS):
                     look = self._pooled(look, *pair, [fresh.prompts[rollout] for rollout in fresh.evidence])
                 found.append(self._take(version, look))
-        archive = [v for v in self._lineage.archived() if v not in fresh.replays]
+        for version in wider.replays.keys() - fresh.replays.keys():
+            replays = wider.replays[version], wider.replays[str(served)]
+            part = np.array(wider.evidence, dtype=np.int64)
+            look = wider.look(replays[0].select(part), replays[1].select(part), wider.evidence)
+            found.append(self._take(version, look))
+        archive = [v for v in self._lineage.archived() if v not in wider.replays]
         _, groups = np.unique(fresh.prompts, return_inverse=True)
         if served is not None:
             self._level.take(incumbent, groups.astype(np.int64) if fresh.by_prompt else None)
@@ -277,12 +309,16 @@ class Gate:
         trial = self._trial(version)
         trial.take(look)
         verdict = trial.verdict(min_gain=self._settings.gate_min_gain, confidence=self._settings.gate_confidence)
-        return Contest(version, replace(verdict, reason=look.fault or verdict.reason), look)
+        verdict = replace(verdict, reason=look.fault or verdict.reason)
+        return Contest(version, verdict, look, self.trained_to if version == CANDIDATE else None)
 
-    def _begin(self, served: str | None) -> None:
-        """Begin all trials again, against `served`; how far a training moves the candidate stays known."""
+    def begin(self, served: str | None) -> None:
+        """Begin all trials again, against `served`; how far a training moves the candidate stays known.
+
+        What the version before was promised to gain is no longer measured: it does not serve.
+        """
         known = self._trials[CANDIDATE]
-        self._served, self._level, self._few = served, Level(), []
+        self.served, self._level, self._few, self._promise = served, Level(), [], None
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, rise=known.rise, step=known.step)}
 
     def _trial(self, version: str) -> Trial:
@@ -326,16 +362,16 @@ class Gate:
         return self._settled() if promise.rollouts >= _SETTLED_ROLLOUTS else None
 
     def promoted(
-        self, version: str, before: str | None, contest: Contest, *, is_candidate: bool
+        self, version: str, before: str | None, promised: float, *, is_candidate: bool
     ) -> dict[str, Any] | None:
-        """`version` is served now instead of `before`, for what `contest` says. All trials begin again.
+        """`version` is served now instead of `before`, for the gain that was `promised`. All trials begin again.
 
         `is_candidate`: training goes on from it. Returns the event of the promise that was being measured, with what is
         known of it.
         """
         event = self._settled() if self._promise is not None and self._promise.rollouts else None
-        self._promise = None if before is None else Promise(version, before, contest.verdict.gain)
-        self._begin(version)
+        self.begin(version)
+        self._promise = None if before is None else Promise(version, before, promised)
         if is_candidate:
             self._trials[CANDIDATE].variance = 0.0
         return event

@@ -12,6 +12,7 @@ from worker_fixtures import Bench
 
 from drafter.training.trainer import DrafterTrainer
 from service.errors import WorkerError
+from service.monitor.controller import Action, Controller, Decision
 from service.storage.queue import RolloutQueue
 from service.worker.learner import Learner
 from service.worker.loop import RunWorker
@@ -29,9 +30,9 @@ def scored_and_trained(
     """Drain; by batch, the drafters it was scored with; by training, whose new rollouts it was about."""
     train, about = Learner.train, []
 
-    def watched(self: Learner, newest: Any) -> float:
+    def watched(self: Learner, newest: Any, ends: Any) -> tuple[float, float]:
         about.append({kept.name.partition(".")[0][:32] for kept in newest})
-        return train(self, newest)
+        return train(self, newest, ends)
 
     monkeypatch.setattr(Learner, "train", watched)
     bench.drain(worker)
@@ -143,15 +144,87 @@ def test_a_trainer_that_goes_back_is_judged_on_what_it_writes_now(
     judged: list[list[int]] = []
     judge = Gate.judge
 
-    def watched(self: Gate, fresh: Fresh, served: str | None) -> Any:
+    def watched(self: Gate, fresh: Fresh, served: str | None, wider: Fresh) -> Any:
         judged.append([batch.policy_version for batch in fresh.batches])
-        return judge(self, fresh, served)
+        return judge(self, fresh, served, wider)
 
     monkeypatch.setattr(Gate, "judge", watched)
     for version in range(100, 112):
         bench.post(f"after{version}", policy_version=version, rollouts=32)
         bench.drain(worker)
     assert judged == [[version] for version in range(100, 112)]
+
+
+# --- a training is cut into parts where newer rollouts come
+def stepped(monkeypatch: pytest.MonkeyPatch, then: Any) -> list[list[int]]:
+    """For each training, the newest policy version of each step; `then` is called at its first step."""
+    train, step = Learner.train, DrafterTrainer.step
+    parts: list[list[int]] = []
+
+    def trained(self: Learner, newest: Any, ends: Any) -> tuple[float, float]:
+        parts.append([])
+        return train(self, newest, ends)
+
+    def counted(self: DrafterTrainer, window: Any) -> Any:
+        if not parts[-1]:
+            then(len(parts))
+        parts[-1].append(max(prepared.batch.policy_version for prepared, _ in window))
+        return step(self, window)
+
+    monkeypatch.setattr(Learner, "train", trained)
+    monkeypatch.setattr(DrafterTrainer, "step", counted)
+    return parts
+
+
+def test_a_training_ends_where_newer_rollouts_come_and_they_judge_what_it_made(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    worker = bench.worker(train_passes=16.0)
+    parts = stepped(monkeypatch, lambda n: bench.post("newer", policy_version=1) if n == 1 else None)
+    bench.post("first", policy_version=0)
+    bench.drain(worker)
+    assert len(parts) == 2
+    cut, whole = (len(part) for part in parts)
+    assert 1 <= cut <= whole // 6, "an eighth is done in any case, and all of it where nothing newer comes"
+    newer = bench.store.scores()[bench.posted[0]]
+    assert newer.candidate is not None, "judged on"
+    assert [bench.state(b) for b in bench.posted] == ["trained"] * 2
+
+
+def test_rollouts_of_the_same_policy_cut_no_training(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.begin()
+    worker = bench.worker(train_passes=16.0)
+    parts = stepped(monkeypatch, lambda n: bench.post("sibling", policy_version=0) if n == 1 else None)
+    bench.post("first", policy_version=0)
+    bench.drain(worker)
+    assert len(parts) == 2
+    assert len(parts[0]) > 0.6 * len(parts[1])
+
+
+def test_a_look_of_an_idle_worker_is_not_cut(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a training gains is asked of a whole one."""
+    bench.begin()
+    worker = bench.worker(train_passes=16.0)
+    monkeypatch.setattr(Controller, "decide", lambda *_, **__: Decision(Action.PROBE, "to see"))
+    parts = stepped(monkeypatch, lambda n: bench.post("newer", policy_version=1) if n == 1 else None)
+    bench.post("first", policy_version=0)
+    bench.drain(worker)
+    assert len(parts[0]) > 0.6 * len(parts[1])
+
+
+def test_a_worker_that_is_behind_compares_all_drafters_now_and_then(bench: Bench) -> None:
+    bench.begin()
+    worker = bench.worker(claim_tokens=100_000)
+    for claim in range(9):
+        for version in (2 * claim, 2 * claim + 1):
+            bench.post(f"v{version}", policy_version=version)
+        bench.drain(worker)
+    scores = bench.store.scores().values()
+    newest = [one for one in scores if (one.policy_version or 0) % 2]
+    assert len(newest) == 9
+    assert all(one.candidate is not None and one.best is not None for one in newest)
+    assert sum(one.frozen is not None for one in newest) == 3, "of the first claim, and of every fourth"
 
 
 # --- nothing is acknowledged that was not scored and trained on

@@ -176,7 +176,7 @@ def test_a_run_that_is_registered_anew_while_it_trains_gets_no_checkpoint_of_the
     again.write_bytes(bench.layout.target("zz").read_bytes())
     real = Learner.train
 
-    def replaced(self: Learner, *args: Any) -> float:
+    def replaced(self: Learner, *args: Any) -> tuple[float, float]:
         if again.exists():
             again.replace(bench.layout.target("zz"))
         return real(self, *args)
@@ -309,7 +309,7 @@ def test_a_batch_that_fails_every_training_is_dead_after_three_tries_and_holds_n
     other = bench.post_file(bench.world.rollout_file("x", run=FIRST))
     tried: list[int] = []
 
-    def trains(self: Learner, newest: Any) -> bool:
+    def trains(self: Learner, newest: Any, *_: Any) -> bool:
         if any(kept.batch.rollout_ids[0].startswith("b/") for kept in newest):
             tried.append(len(newest))
             return True
@@ -453,7 +453,7 @@ def test_the_recent_rollouts_stay_where_a_batch_was_found_guilty(
     turns(worker, bench, [first])
     posted = [bench.post(name) for name in "bcd"]
 
-    def trains(self: Learner, newest: Any) -> bool:
+    def trains(self: Learner, newest: Any, *_: Any) -> bool:
         return any(kept.name.startswith(posted[1]) for kept in newest)
 
     monkeypatch.setattr(Learner, "train", broken(RuntimeError("mat1 and mat2"), trains, Learner.train))

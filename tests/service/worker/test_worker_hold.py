@@ -1,4 +1,4 @@
-"""While engines count otherwise than replay says, the worker scores, trains and checkpoints, and publishes nothing."""
+"""While engines count otherwise than replay says, the worker scores. It trains and publishes nothing."""
 
 from __future__ import annotations
 
@@ -59,12 +59,18 @@ def test_nothing_is_published_while_engines_and_replay_disagree_and_it_ends_by_i
     for n in range(2):
         bench.post(f"scored {n}", rollouts=64)
     bench.drain(worker)  # before it was replayed nothing can be said of it
-    versions = registry.versions("default")
+    versions, trainer = registry.versions("default"), worker.learner.lineage.trainer
+    assert trainer is not None
+    windows, known = trainer.windows, worker.learner.controller.trainings
     with caplog.at_level(logging.WARNING, "draftalign.worker"):
         for n in range(3):
             batch = bench.post(f"held {n}", rollouts=64)
             bench.drain(worker)
-            assert bench.state(batch) == "trained", "it goes on learning"
+            assert bench.state(batch) == "trained", "scored, and kept for later"
+            assert bench.store.scores()[batch].action == "idle"
+    assert trainer.windows == windows, "such rollouts may teach what has to be unlearnt"
+    assert worker.learner.controller.trainings == known
+    assert "nothing is trained while nothing may be published" in str(bench.store.worker().action_reason)
     assert registry.versions("default") == versions
     said = [record.message for record in caplog.records if "nothing is published" in record.message]
     assert len(said) == 1, "said once"

@@ -235,10 +235,10 @@ def test_a_run_whose_worker_fails_later_is_dropped_and_the_others_go_on(
         bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=run)
     real = Lineage.roles
 
-    def failing(self: Lineage, *args: Any) -> Any:
+    def failing(self: Lineage, *args: Any, **more: Any) -> Any:
         if self._run == "aa":
             raise error
-        return real(self, *args)
+        return real(self, *args, **more)
 
     monkeypatch.setattr(Lineage, "roles", failing)
     lost = bench.post("x", run="aa")

@@ -30,6 +30,7 @@ from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.inbox import Inbox, Loaded
 from service.worker.learner import Learner, TrainingStopped
 from service.worker.lease import Leases
+from service.worker.lineage import Lineage
 from service.worker.loop import LeaseLost, RunWorker
 from service.worker.process import Worker
 from service.worker.recent import RecentRollouts
@@ -565,3 +566,73 @@ def test_a_full_redis_keeps_nothing_from_being_worked_on_and_acknowledged(bench:
     second._turn()
     assert states(bench) == ["trained"] * 5
     assert set(bench.posted[2:]) <= set(bench.store.scores()), "those of the worker that lives were kept"
+
+
+#: Gains that show at once.
+EAGER: dict[str, Any] = {"gate_min_gain": 0.005, "recent_tokens": 100_000, "learning_rate": 5e-3}
+
+
+def published_by(bench: Bench, worker: RunWorker, name: str) -> int:
+    """Post batches until another version is published; returns how many it took."""
+    before = Registry(bench.layout).versions("default")
+    for n in range(16):
+        bench.post(f"{name} {n}", rollouts=64)
+        bench.drain(worker)
+        if Registry(bench.layout).versions("default") != before:
+            return n + 1
+    raise AssertionError("nothing was published")
+
+
+def test_a_death_right_after_a_publish_makes_it_no_refusal_and_its_gain_is_measured(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    registry = Registry(bench.layout)
+    with monkeypatch.context() as patch:
+        die_in(patch, Lineage, "promote", after=True)
+        with pytest.raises(Stopped):
+            published_by(bench, bench.worker(**EAGER), "a")
+    served = registry.latest("default")
+    assert served is not None
+    assert served.gate is not None
+    refused = [e for e in registry.history("default") if e["event"] == "refused"]
+    worker = bench.worker(**EAGER)
+    bench.drain(worker)
+    assert worker.learner.journal.totals.published == 1
+    assert worker.learner.gate.served == served.version
+    assert worker.learner.gate.unmeasured, "those that judged it do not measure it"
+    after = [e for e in registry.history("default") if e["event"] == "refused"]
+    assert after == refused, "the candidate is what is served: that is no refusal"
+    for n in range(8):
+        bench.post(f"b {n}", rollouts=64)
+        bench.drain(worker)
+    realised = [e for e in registry.history("default") if e["event"] == "realised"]
+    assert realised[0]["version"] == served.version
+    assert realised[0]["promised"] == served.gate["gain"]
+
+
+def test_a_rollback_by_a_person_ends_what_was_being_measured(bench: Bench) -> None:
+    bench.begin()
+    worker, registry = bench.worker(**EAGER), Registry(bench.layout)
+    published_by(bench, worker, "a")
+    first = registry.versions("default")[0]
+    assert worker.learner.gate.watched == first
+    worker.save()
+    registry.rollback("default", first, "by hand")
+    strict = bench.worker(**EAGER | {"gate_min_gain": 1e6})
+    strict.learner.controller.curve.learn(0.2, 0.01, promoted=False)
+    assert strict.learner.gate.watched == first
+    bench.post("after", rollouts=64)
+    bench.drain(strict)
+    assert strict.learner.gate.served == first
+    assert strict.learner.gate.watched is None, "the other one does not serve"
+    assert all(m.gain != 0.2 for m in strict.learner.controller.curve.measured), "that was against another drafter"
+
+
+def test_what_earlier_versions_kept_in_redis_is_deleted(bench: Bench) -> None:
+    bench.begin()
+    bench.redis.hset("da:{default}:judged", "engine/v000001", "[1, 2]")
+    worker = Worker(bench.settings, bench.redis)
+    worker._turn()
+    assert set(worker.served) == {"default"}
+    assert bench.redis.exists("da:{default}:judged") == 0

@@ -1,0 +1,205 @@
+"""How long from data to engine? Play a recorded RL run to the shipped worker at a given pace; seeded, prints a table.
+
+    python -m benchmarks.tracking record --out DIR --seeds 0 --steps 90      # the demo's RL run; two minutes
+    python -m benchmarks.lag --recording DIR/seed-0 [--pace 1 0.5] [--steps 60] [--events]
+
+The clock counts RL steps and is not the machine's: each optimizer step, replay and publish takes what it took beside RL
+in the demo on two busy cores (`Costs`), times `--pace`, so the table does not depend on what else runs. With each RL
+step the next policy version's rollouts arrive, whatever the worker does. The engine takes what is published when its
+next RL step begins. `--events` prints what was done when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.recording import Recording, open_recording
+from benchmarks.tracking import initial_drafter
+from benchmarks.worker_run import WorkerRun
+from drafter.training.trainer import DrafterTrainer
+from examples.demo import SERVICE_SETTINGS
+from examples.policy import AUX_LAYERS, load
+from service.settings import Settings
+from service.worker.recent import KeptBatch
+
+
+@dataclass(frozen=True)
+class Costs:
+    """In RL steps."""
+
+    optimizer_step: float = 0.39
+    batch: float = 0.07  # to load one and to replay n-grams
+    replay: float = 0.1  # of one drafter on one batch
+    publish: float = 0.2  # checkpoint, files, and the agent's swap
+
+    def at(self, pace: float) -> Costs:
+        """Of a machine that needs so many times as long."""
+        return Costs(*(pace * getattr(self, one.name) for one in fields(self)))
+
+
+@dataclass
+class Played:
+    """What came of a run, by RL step and by version."""
+
+    served: list[str] = field(default_factory=list)  # version that drafted each RL step
+    trained_to: dict[str, int] = field(default_factory=dict)  # version -> newest policy version that it was trained on
+    lags: list[float] = field(default_factory=list)  # publication lag where all drafters were compared
+    alphas: list[float] = field(default_factory=list)  # of the served drafter, one for each batch
+    train_seconds: float = 0.0
+    refused: int = 0
+
+    @property
+    def to_engine(self) -> list[int]:
+        """For each version that served: RL steps from its newest data to the first step that it drafts."""
+        first = {version: step for step, version in reversed(list(enumerate(self.served)))}
+        return [step - self.trained_to[v] for v, step in sorted(first.items()) if v in self.trained_to]
+
+    @property
+    def first_step(self) -> int | None:
+        """The first RL step that a new version drafted."""
+        return next((step for step, version in enumerate(self.served) if version in self.trained_to), None)
+
+
+class Clock:
+    """RL steps since the first rollouts arrived; `arrive` is called for each that has begun."""
+
+    def __init__(self, steps: int, arrive: Callable[[int], None]) -> None:
+        self.now = 0.0
+        self.arrived = 0
+        self._steps, self._arrive = steps, arrive
+
+    def spend(self, steps: float) -> None:
+        """Let time pass."""
+        self.now += steps
+        while self.arrived < self._steps and self.arrived <= self.now:
+            self.arrived += 1
+            self._arrive(self.arrived - 1)
+
+    def wait(self) -> bool:
+        """Let time pass until the next rollouts arrive; False where none will."""
+        if self.arrived == self._steps:
+            return False
+        self.spend(max(0.0, self.arrived - self.now))
+        return True
+
+
+def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = False) -> Played:
+    """Play a recording."""
+    policy, _ = load(recording.task.base_policy)
+    drafter = copy.deepcopy(initial_drafter(recording.directory, "kl", False, "kl", 0))
+    played = Played()
+    chosen: dict[str, Any] = {name.removeprefix("DRAFTALIGN_").lower(): v for name, v in SERVICE_SETTINGS.items()}
+    with WorkerRun(
+        directory,
+        policy.config.to_dict(),
+        AUX_LAYERS,
+        embed=policy.get_input_embeddings().weight.detach().float(),
+        head=None,
+        drafter=drafter,
+        **Settings(**chosen).model_dump(include=set(chosen)),
+    ) as run:
+        learner = run.worker.learner
+        train, score, promote = learner.train, learner.score, learner.lineage.promote
+        step_of = DrafterTrainer.step
+        offered = run.served
+        newest = 0
+
+        def arrive(step: int) -> None:
+            nonlocal offered
+            if step:
+                run.put_head(step, recording.heads[step])
+            run.post(recording.batches[step], drafter_version=offered)
+            played.served.append(offered)
+            offered = run.served  # the next step's rollouts begin now
+
+        clock = Clock(len(recording.batches), arrive)
+
+        def trained(batches: Sequence[KeptBatch], *args: Any) -> tuple[float, float]:
+            nonlocal newest
+            newest = max(kept.policy_version for kept in batches)
+            begun = clock.now
+            found = train(batches, *args)
+            if events:
+                print(f"step {begun:6.1f}: trains on {newest} until {clock.now:.1f}")
+            return found
+
+        def stepped(self: Any, window: Any) -> Any:
+            clock.spend(costs.optimizer_step)
+            return step_of(self, window)
+
+        def scored(*args: Any) -> Any:
+            found = score(*args)
+            clock.spend(costs.batch + costs.replay * (0 if found is None else len(found.versions)))
+            return found
+
+        def promoted(*args: Any) -> Any:
+            clock.spend(costs.publish)
+            manifest = promote(*args)
+            played.trained_to[manifest.version] = newest
+            if events:
+                print(f"step {clock.now:6.1f}: serves {manifest.version}, trained to {newest}")
+            return manifest
+
+        learner.train, learner.score, learner.lineage.promote = trained, scored, promoted  # type: ignore[method-assign, assignment]
+        with mock.patch.object(DrafterTrainer, "step", stepped):
+            clock.spend(0.0)
+            while run.worker.cycle() or clock.wait():
+                pass
+        for record in sorted(run.store.scores().values(), key=lambda r: r.policy_version or 0):
+            if record.best is not None and record.served is not None and record.frozen is not None:
+                played.lags.append(record.best.alpha - record.served.alpha)
+            if record.served is not None:
+                played.alphas.append(record.served.alpha)
+        played.train_seconds = learner.journal.totals.train_seconds
+        played.refused = learner.journal.totals.refused
+    return played
+
+
+def row(name: str, played: Played) -> str:
+    """One line of the table."""
+    found = played.to_engine
+    thirds = [fmean(played.alphas[i * len(played.alphas) // 3 : (i + 1) * len(played.alphas) // 3]) for i in range(3)]
+    return (
+        f"| {name} | {len(played.trained_to)} / {played.refused} | {played.first_step} | "
+        f"{median(found) if found else '–'} ({max(found, default='–')}) | {fmean(played.lags):.3f} | "
+        f"{fmean(played.alphas):.3f} ({', '.join(f'{t:.2f}' for t in thirds)}) | {played.train_seconds:.0f} |"
+    )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recording", type=Path, required=True)
+    parser.add_argument("--pace", type=float, nargs="+", default=[1.0, 0.5])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--events", action="store_true")
+    chosen = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    recording = open_recording(chosen.recording, until=chosen.steps)
+    headings: tuple[str, ...] = (
+        "seconds a step",
+        "published / refused",
+        "first new version drafts step",
+        "data to engine, steps (most)",
+    )
+    headings += ("mean publication lag", "mean α (by thirds)", "training s")
+    print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
+    for pace in chosen.pace:
+        with tempfile.TemporaryDirectory() as scratch:
+            print(row(f"{pace:g}", play(recording, Path(scratch), Costs().at(pace), events=chosen.events)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
