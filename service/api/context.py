@@ -23,7 +23,7 @@ from service.storage.layout import FileId, Layout, file_id
 from service.storage.queue import AsyncRolloutQueue
 from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
-from service.storage.runs import RunRecord, load_run
+from service.storage.runs import RunRecord, load_run, sweep_deleted
 from service.storage.spool import Spool
 
 log = logging.getLogger("draftalign.api")
@@ -153,6 +153,7 @@ class ServiceContext:
         """
         age = self.settings.orphan_age_seconds
         gone = await asyncio.to_thread(self.spool.reap_uploads, age)
+        await asyncio.to_thread(sweep_deleted, self.layout)
         for run in self.layout.run_names():
             for blob in await asyncio.to_thread(self.spool.old_blobs, run, age):
                 # One atomic step: a paused API process may enqueue this file now (docs/guide/operating.md).

@@ -40,9 +40,10 @@ _UNUSABLE: Final = (
     redis_errors.ClusterDownError,
     redis_errors.MasterDownError,
     redis_errors.NoPermissionError,
+    redis_errors.TryAgainError,
 )
 #: What a script's error says for the last, and what a Sentinel answers.
-_NO_WRITES: Final = ("ACL failure", "unknown command")
+_NO_WRITES: Final = ("ACL failure", "unknown command", "MISCONF", "NOREPLICAS")
 _LINGER_SECONDS: Final = 10.0
 _LINGER_IDLE_SECONDS: Final = 1.0
 
@@ -145,7 +146,8 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
         case redis_errors.OutOfMemoryError():
             return Problem(503, "redis-full", "Redis is out of memory; nothing was queued", headers=retry)
         case redis_errors.ResponseError() if isinstance(error, _UNUSABLE) or any(t in str(error) for t in _NO_WRITES):
-            detail = f"Redis does not take writes, so nothing was queued: {error}. Give redis_url of a primary"
+            wanted = "it must be a primary with room on its disk, and its user must be allowed to write"
+            detail = f"Redis does not take writes, so nothing was queued: {error}; {wanted}"
             return Problem(503, "redis-unusable", detail, headers=retry)
         case redis_errors.ConnectionError() | redis_errors.TimeoutError():  # loading its data counts as away
             return Problem(503, "redis-away", "Redis does not answer; nothing was queued", headers=retry)

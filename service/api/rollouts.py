@@ -28,6 +28,7 @@ from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem
 from service.api.runs import check_room
 from service.api.uploads import check_announcement, receive_file
+from service.errors import RunNotFound
 from service.storage.layout import BATCH_ID
 from service.storage.queue import Batch, Enqueued
 from service.storage.runs import RunRecord
@@ -160,6 +161,11 @@ async def _enqueue(context: ServiceContext, upload: Upload, header: RolloutHeade
     if settings.spool_fsync:
         await asyncio.to_thread(upload.sync)
     upload.keep(spool.path(run, blob))
+    try:
+        context.run(run)
+    except RunNotFound:  # it was deleted while this came
+        spool.delete(run, blob)
+        raise
     batch = Batch(
         batch_id=header.batch_id,
         blob=blob,

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from service.storage.layout import RUN_NAME, FileId, file_id
 from service.storage.nearness import check_finite, check_head, join_run
 from service.storage.runs import (
     RunRecord,
+    check_not_withdrawn,
     check_same,
     commit_run,
     delete_run,
@@ -59,6 +61,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     if not RUN_NAME.fullmatch(run):
         raise Problem(422, "bad-run-name", "a run is named by 1 to 64 of A-Z a-z 0-9 . _ -", field="run")
     length = check_announcement(request, context.settings.max_run_bytes)
+    check_not_withdrawn(context.layout, run)
     refused = await _refused_file(context, run)
     records: list[RunRecord] = []
 
@@ -77,12 +80,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         await asyncio.to_thread(check_finite, upload.path)
         created = refused is not None or not context.layout.run_json(run).exists()
         if created:
-            loop = asyncio.get_running_loop()
-
-            def forget() -> None:
-                """Delete an earlier run's keys of this name; in the event loop, which owns the Redis client."""
-                asyncio.run_coroutine_threadsafe(context.store(run).forget(), loop).result()
-
+            forget = _forgetting(context, run)  # the keys of an earlier run of this name
             created = await context.locking(commit_run, context.layout, records[0], upload, forget, refused=refused)
             if created and refused is not None:
                 await context.store(run).forget_refusal()  # the refusal was of the file that was replaced
@@ -91,6 +89,12 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
     response.status_code = 201 if created else 200
     return await describe(context, run) | ({} if warning is None else {"warning": warning})
+
+
+def _forgetting(context: ServiceContext, run: str) -> Callable[[], object]:
+    """For a thread: delete a run's keys, in the event loop, which owns the Redis client."""
+    loop = asyncio.get_running_loop()
+    return lambda: asyncio.run_coroutine_threadsafe(context.store(run).forget(), loop).result()
 
 
 async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> str | None:
@@ -163,6 +167,8 @@ async def delete(run: str, context: Context) -> None:
     store = context.store(run)
     deadline = time.monotonic() + _LET_GO_SECONDS
     while not await store.take_from_workers():
+        if not context.layout.withdrawn(run).exists():
+            return  # another request was faster
         if time.monotonic() > deadline:
             raise Problem(
                 409,
@@ -171,8 +177,10 @@ async def delete(run: str, context: Context) -> None:
                 headers={"Retry-After": str(context.settings.retry_after_seconds)},
             )
         await asyncio.sleep(_POLL_SECONDS)
-    await asyncio.to_thread(delete_run, context.layout, run)
-    await store.forget()
+    if not context.layout.withdrawn(run).exists():
+        await store.give_back()  # the lease is of another run of that name
+        return
+    await context.locking(delete_run, context.layout, run, _forgetting(context, run))
     context.drop(run)
     log.warning("run %s was deleted", run)
 

@@ -228,6 +228,11 @@ class AsyncStore:
             await self._redis.get(self._keys.lease) == _DELETING
         )
 
+    async def give_back(self) -> None:
+        """Undo `take_from_workers`."""
+        if await self._redis.get(self._keys.lease) == _DELETING:
+            await self._redis.delete(self._keys.lease)
+
     async def latest_head(self) -> int | None:
         """Highest policy version whose head was received."""
         value = await self._redis.get(self._keys.latest_head)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -36,6 +37,8 @@ from service.storage.registry import locked
 from service.storage.spool import Upload
 
 _FLOATS: Final = ("F32", "BF16", "F16")
+#: Prefix of what is being deleted; no run's name begins so.
+_DELETED: Final = ".deleted-"
 _CONFIG_INTS: Final = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
@@ -215,8 +218,7 @@ def commit_run(
     layout.make_run(record.run)
     upload.sync()
     with locked(layout, record.run):
-        if layout.withdrawn(record.run).exists():
-            raise RunConflict(f"run {record.run!r} is being deleted; ask DELETE /runs/{record.run} again to end that")
+        check_not_withdrawn(layout, record.run)
         if not layout.run_json(record.run).exists():
             forget()
         elif refused is not None and refused == file_id(layout.target(record.run)) and untouched(layout, record.run):
@@ -232,6 +234,12 @@ def commit_run(
     return True
 
 
+def check_not_withdrawn(layout: Layout, run: str) -> None:
+    """Raise RunConflict while a run of this name is being deleted: a new one would go on from its files."""
+    if layout.withdrawn(run).exists():
+        raise RunConflict(f"run {run!r} is being deleted; ask DELETE /runs/{run} again to end that")
+
+
 def withdraw_run(layout: Layout, run: str) -> None:
     """Unregister a run: nobody finds it any more, and no other may take its name. Raises RunNotFound. Blocks."""
     if not layout.run_json(run).exists() and not layout.withdrawn(run).exists():
@@ -240,18 +248,31 @@ def withdraw_run(layout: Layout, run: str) -> None:
         layout.run_json(run).rename(layout.withdrawn(run))
 
 
-def delete_run(layout: Layout, run: str) -> None:
-    """Delete the files of a withdrawn run, its record last. Nothing may work on it. Blocks."""
-    for part in (layout.spool(run), layout.worker(run), layout.drafters(run), layout.heads(run)):
+def delete_run(layout: Layout, run: str, forget: Callable[[], object] = lambda: None) -> None:
+    """Delete the files of a withdrawn run. Nothing may work on it. Blocks.
+
+    `forget` deletes its keys in Redis, under the lock and before the name is free: a new run's keys would go too. Two
+    renames come first among the files: half a run is never found, and another one of its name is never touched. What is
+    left by a death between them and the end is swept by `sweep_deleted`.
+    """
+    name = f"{_DELETED}{uuid.uuid4().hex}"
+    spool, files = layout.spool(run).with_name(name), layout.run(run).with_name(name)
+    with locked(layout, run):
+        if not layout.withdrawn(run).exists():
+            return  # another request was faster; the name may be another run's by now
+        forget()
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(part)
-    withdrawn = layout.withdrawn(run)
-    for path in layout.run(run).iterdir():
-        if path != withdrawn:
-            path.unlink(missing_ok=True)
-    withdrawn.unlink()
-    with contextlib.suppress(OSError):  # somebody registers a run of this name already
-        layout.run(run).rmdir()
+            layout.spool(run).rename(spool)
+        layout.run(run).rename(files)
+    for path in (spool, files):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep_deleted(layout: Layout) -> None:
+    """Delete what deletions left that were cut short. Blocks."""
+    for top in (layout.runs, layout.root / "spool" / "runs"):
+        for path in top.glob(f"{_DELETED}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _json_object(text: str | None, key: str) -> dict[str, Any]:

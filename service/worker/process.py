@@ -192,6 +192,9 @@ class Worker:
                 log.warning("run %s was registered anew", run)
             refused = state.retry_at > now and state.file == file
             if state.worker is None and not refused and self._leases.hold(run):
+                if not self._layout.run_json(run).exists():  # it was deleted meanwhile
+                    self._let_go(run)
+                    continue
                 self._open(run, state, file)
 
     def _let_go(self, run: str) -> None:
@@ -200,6 +203,7 @@ class Worker:
             held = self._runs.pop(run).worker is not None
         if held:
             log.warning("run %s was deleted", run)
+        self._recent_suspected.discard(run)
         self._leases.give_back(run)
 
     def _open(self, run: str, state: _Run, file: FileId) -> None:

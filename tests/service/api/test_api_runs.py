@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -43,8 +42,8 @@ from rl_hooks.sending.features import as_wire
 from service.storage.layout import file_id
 from service.storage.queue import Keys
 from service.storage.reports import AsyncStore
-from service.storage.runs import commit_run, read_run_header
-from service.storage.spool import Spool
+from service.storage.runs import commit_run, delete_run, read_run_header, sweep_deleted, withdraw_run
+from service.storage.spool import Spool, Upload
 from service.worker.lease import Leases
 from service.worker.target import Target
 
@@ -593,17 +592,52 @@ def test_a_deletion_that_was_cut_short_is_finished_by_the_next(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.publish()
-    real = shutil.rmtree
+    real = Path.rename
 
-    def broken(path: Path, **more: Any) -> None:
-        if path.name == "drafters":
+    def broken(self: Path, target: Path) -> Path:
+        if self == service.layout.run("default"):
             raise OSError("killed")
-        real(path, **more)
+        return real(self, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", broken)
+        patch.setattr(Path, "rename", broken)
         assert httpx.delete(f"{service.url}/runs/default").status_code >= 500  # and its connection is closed
     assert service.client.get("/runs").json() == []
     assert service.register().status_code == 409
     assert service.client.delete("/runs/default").status_code == 204
     assert files_of(service, "default") == []
+
+
+def test_a_second_deletion_leaves_a_new_run_of_that_name_alone(service: RunningService, redis_client: Redis) -> None:
+    """A client that lost patience asks again while the first deletion ends and a trainer registers anew."""
+    withdraw_run(service.layout, "default")
+    delete_run(service.layout, "default")
+    assert service.register().status_code == 201
+    assert service.post(rollout_file()).status_code == 202
+    delete_run(service.layout, "default", lambda: pytest.fail("the new run's keys would go"))
+    assert service.client.get("/runs/default").status_code == 200
+    assert len(service.spooled()) == 1
+    assert list(service.layout.runs.glob(".deleted-*")) == []
+
+
+def test_what_a_cut_deletion_left_is_swept(service: RunningService) -> None:
+    left = service.layout.runs / ".deleted-abc" / "drafters"
+    left.mkdir(parents=True)
+    sweep_deleted(service.layout)
+    assert not left.parent.exists()
+    assert service.client.get("/runs/default").status_code == 200
+
+
+def test_rollouts_that_were_on_their_way_leave_nothing_behind(
+    service: RunningService, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = Upload.keep
+
+    def slow(self: Upload, path: Path) -> None:
+        keep(self, path)
+        withdraw_run(service.layout, "default")
+
+    monkeypatch.setattr(Upload, "keep", slow)
+    assert service.post(rollout_file()).status_code == 404
+    assert service.spooled() == []
+    assert redis_client.xlen("da:{default}:queue") == 0
