@@ -52,6 +52,7 @@ class RolloutBatch:
     aux_layers: tuple[int, ...] = ()  # that `aux_hidden` enters; empty: not known
     prompt_hashes: tuple[str, ...] = ()  # `wire.prompt_hash` of each rollout's full prompt; empty: of the rows here
     strata: tuple[str, ...] = ()  # the kind of each rollout's prompt; empty: not known
+    normalised: bool = True  # False: the sender never held the whole head, and `logsumexp` is all NaN
 
     def __post_init__(self) -> None:
         """Raise `DrafterError` where the tensors do not belong together. Shapes only: no device is asked."""
@@ -127,7 +128,7 @@ class RolloutBatch:
         """What batches must have in common to be packed together."""
         tensors = [getattr(self, name) for name in _PER_TOKEN]
         shapes = [(t.shape[1:], t.dtype) for t in tensors]
-        return self.temperature, self.warped, self.aux_layers, *shapes
+        return self.temperature, self.warped, self.aux_layers, self.normalised, *shapes
 
     @staticmethod
     def concat(batches: Sequence[RolloutBatch]) -> RolloutBatch:
@@ -212,6 +213,7 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         aux_layers=header.aux_layers,
         prompt_hashes=header.prompt_hashes or _prompt_hashes(ids, starts, mask),
         strata=header.strata or (),
+        normalised="logsumexp" in file,
     )
 
 
@@ -231,8 +233,8 @@ def screen(batch: RolloutBatch) -> None:
     No log-probability of a response token may be above 0.
     """
     for name in _FLOATS:
-        if name == "logsumexp" and bool(batch.logsumexp.isnan().all()):
-            continue  # the policy's head gives it (`TargetHead.normalisers`)
+        if name == "logsumexp" and not batch.normalised:
+            continue  # the policy's head gives it (`TargetHead.normalise`)
         largest = getattr(batch, name).reshape(batch.tokens, -1).abs().amax(dim=1)  # NaN if any is; faster than isnan
         _refuse(batch, ~torch.isfinite(largest), f"{name} holds NaN or infinity", "or its capture is broken")
     said = torch.where(batch.loss_mask, batch.logprobs, 0.0)

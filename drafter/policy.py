@@ -9,7 +9,7 @@ Legend: T tokens, V target vocabulary, D draft vocabulary, H drafter hidden size
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -80,8 +80,8 @@ class TargetHead:
     def token_logprobs(self, batch: RolloutBatch, rows: Tensor | None = None) -> Tensor:
         """Recomputed log p of every token, f32[T]: f(W[x[t]].last_hidden[t-1]) / tau - logsumexp[t-1].
 
-        nan where a token is the first of its rollout, its row is not held, or `rows` bool[T] is not true. Compare with
-        `batch.logprobs`.
+        nan where a token is the first of its rollout, its row is not held, or `rows` bool[T] is not true.
+        Infinite where features overflow. Compare with `batch.logprobs`.
         """
         if batch.last_hidden.shape[1] != self.hidden_size:
             raise TargetHeadError(f"last_hidden is {batch.last_hidden.shape[1]} wide, the head {self.hidden_size}")
@@ -94,26 +94,29 @@ class TargetHead:
             weight = self.lm_head[places[t].to(self.lm_head.device)].to(batch.last_hidden.device, torch.float32)
             t = t.to(batch.last_hidden.device)
             logits = self.logit_map.apply(torch.linalg.vecdot(weight, batch.last_hidden[t - 1].float()))
-            out[t] = logits / batch.divisor - self.normalisers(batch, t - 1).float()
+            found = logits / batch.divisor - batch.logsumexp[t - 1].float()
+            out[t] = torch.where(found.isfinite(), found, math.inf)  # not nan, which is nobody's fault
         return out
 
     @torch.no_grad()
-    def normalisers(self, batch: RolloutBatch, rows: Tensor) -> Tensor:
-        """The batch's logsumexp at `rows` int64[N], [N]; from this head where the sender did not know them (NaN).
+    def normalise(self, batch: RolloutBatch) -> RolloutBatch:
+        """The batch with the logsumexp that its sender did not know, where it says something of a response token.
 
-        Raises `TargetHeadError` where that needs rows of the head that are not held.
+        That multiplies its rows by the whole head: done once, before a batch is scored and kept. Raises
+        `TargetHeadError` where only some rows of the head are held.
         """
-        known: Tensor = batch.logsumexp[rows]
-        if not bool(known.isnan().any()):
-            return known
+        if batch.normalised:
+            return batch
         if not self.whole:
             raise TargetHeadError("these rollouts came without normalisers, which takes the whole lm_head; send it")
+        found = torch.ones_like(batch.logsumexp)  # of rows that nothing reads: any finite number
+        rows = torch.nonzero(batch.loss_mask).flatten() - 1
         step = max(1, _LOGITS_AT_ONCE // len(self.lm_head))
-        for part in (slice(begin, begin + step) for begin in range(0, len(rows), step)):
-            hidden = batch.last_hidden[rows[part]].to(self.lm_head.device, self.lm_head.dtype)
+        for part in torch.split(rows, step):
+            hidden = batch.last_hidden[part].to(self.lm_head.device, self.lm_head.dtype)
             logits = self.logit_map.apply((hidden @ self.lm_head.T).float())
-            known[part] = (logits / batch.divisor).logsumexp(-1).to(known)
-        return known
+            found[part] = (logits / batch.divisor).logsumexp(-1).to(found)
+        return replace(batch, logsumexp=found, normalised=True)
 
     def logprob_gap(self, batch: RolloutBatch) -> tuple[float, int]:
         """Mean |recomputed - logged| log p in nats over the response tokens whose row is held, and their number.

@@ -63,6 +63,6 @@ def draft_target(
         batch.divisor,
         hidden=batch.last_hidden.index_select(0, rows),
         head_rows=head.rows(vocabulary, device, dtype),
-        logsumexp=head.normalisers(batch, rows).to(torch.promote_types(dtype, torch.float32)),
+        logsumexp=batch.logsumexp.index_select(0, rows).to(torch.promote_types(dtype, torch.float32)),
         logit_map=head.logit_map,
     )

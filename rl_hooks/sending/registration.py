@@ -142,9 +142,9 @@ def head_weight(model: nn.Module) -> Tensor:
         raise UnsupportedModelError(f"{type(inner).__name__} has no output embedding (lm_head)")
     if hasattr(head, "lora_A") and len(head.lora_A):
         raise UnsupportedModelError("lm_head carries LoRA factors; leave it out of the adapter's target modules")
-    if getattr(head, "bias", None) is not None:
+    if _parameter(head, "bias") is not None:
         raise UnsupportedModelError("lm_head has a bias, which the rollout file cannot describe")
-    weight = head.weight
+    weight = _weight(head)
     if not isinstance(weight, Tensor):
         raise UnsupportedModelError(f"lm_head.weight must be a [V, H] tensor, got {type(weight).__name__}")
     return weight if is_sharded(weight) else weight.detach()
@@ -153,16 +153,51 @@ def head_weight(model: nn.Module) -> Tensor:
 def embedding_weight(model: nn.Module) -> Tensor:
     """The policy's embedding [V, H], detached; where `is_sharded`, what this rank holds of it."""
     inner: Any = unwrap(model)
-    weight: Tensor = inner.get_input_embeddings().weight
+    weight: Tensor = _weight(inner.get_input_embeddings())
     return weight if is_sharded(weight) else weight.detach()
 
 
 def tied(model: nn.Module) -> bool:
     """Whether head and embedding are one matrix."""
     inner: Any = unwrap(model)
-    head, embedding = head_weight(model), inner.get_input_embeddings().weight
+    head, embedding = head_weight(model), _weight(inner.get_input_embeddings())
     same_memory = not is_sharded(head) and not is_sharded(embedding) and head.data_ptr() == embedding.data_ptr()
-    return same_memory or inner.get_output_embeddings().weight is embedding
+    return same_memory or _weight(inner.get_output_embeddings()) is embedding
+
+
+def _weight(module: Any) -> Any:
+    return _parameter(module, "weight")
+
+
+def _parameter(module: Any, name: str) -> Any:
+    """A module's parameter as it is, without DeepSpeed's attention.
+
+    Inside a forward, ZeRO-3 gathers a partitioned parameter when it is read from `_parameters` by `[]`, as attribute
+    access does: a collective, for which the other ranks may never come. `dict.get` is not overridden.
+    """
+    inner = getattr(module, "base_layer", None) if isinstance(module, nn.Module) else None  # PEFT's wrapper of a layer
+    if isinstance(inner, nn.Module):
+        module = inner
+    if isinstance(module, nn.Module) and name in module._parameters.keys():  # noqa: SIM118 - what `in` calls is theirs
+        return dict.get(module._parameters, name)
+    return getattr(module, name, None)
+
+
+#: Names of mesh dimensions over which ranks hold the same rollouts: each of them would send all.
+_MODEL_PARALLEL: Final = frozenset({"tp", "tensor", "tensor_parallel", "cp", "context", "sp", "sequence", "pp", "pipe"})
+
+
+def refuse_model_parallel(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` where the model is split over ranks that see the same rollouts."""
+    for name, parameter in unwrap(model).named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        shared = _MODEL_PARALLEL & set(getattr(mesh, "mesh_dim_names", None) or ())
+        if shared:
+            raise UnsupportedModelError(
+                f"{name} is split over the mesh dimension {', '.join(sorted(shared))}: its ranks hold the same "
+                "rollouts, and each would send them. Data parallelism and its sharded forms (FSDP2, ZeRO-3) are supported; here "
+                "let the engine's tap send the features"
+            )
 
 
 def is_sharded(weight: Tensor) -> bool:
@@ -230,6 +265,11 @@ class RunRegistration:
     def complete(self) -> bool:
         """Whether embedding and head are in it."""
         return "embed_tokens" in self.tensors and (self._tied or "lm_head" in self.tensors)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the head is in it."""
+        return ("embed_tokens" if self._tied else "lm_head") in self.tensors
 
     def add_embedding(self, whole_VH: Tensor) -> None:
         """Copy the embedding to the host."""

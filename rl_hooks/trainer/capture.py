@@ -142,8 +142,7 @@ class FeatureCapture:
             self._armed = False
             self._rows = None
 
-    @property
-    def past_norm(self) -> bool:
+    def is_past_norm(self) -> bool:
         """Whether the armed forward has come to its last state."""
         return "norm" in self._states
 

@@ -25,12 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import torch
 from torch import Tensor, nn
 
 from rl_hooks import wire
 from rl_hooks.sending.features import FeatureDtype
-from rl_hooks.sending.registration import RunRegistration, head_weight, is_sharded, unwrap
+from rl_hooks.sending.registration import RunRegistration, head_weight, is_sharded, refuse_model_parallel, unwrap
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.capture import FeatureCapture
@@ -38,7 +37,7 @@ from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.packing import check_forward
 from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
 from rl_hooks.trainer.registrar import Registrar
-from rl_hooks.trainer.staging import RolloutStaging
+from rl_hooks.trainer.staging import RolloutStaging, Targets
 from rl_hooks.trainer.whole import WholeWeight
 
 _COUNTERS: Final = (
@@ -99,7 +98,9 @@ class DrafterHook:
         self._attention = str(getattr(getattr(unwrap(model), "config", None), "_attn_implementation", ""))
         self.run = run
         # Made before the hooks are registered: a refused model is left as it was found.
+        refuse_model_parallel(model)
         sharded = is_sharded(head_weight(model))
+        self._model = model
         wait_for_run = frozenset({404}) if rank or sharded else frozenset()
         self.sender = RolloutSender(
             url,
@@ -137,7 +138,7 @@ class DrafterHook:
         self._head: WholeWeight[tuple[Tensor, Tensor]] = WholeWeight(
             partial(head_weight, model),
             [self._features.norm, head.get_output_embeddings()],
-            ready=lambda: self._features.past_norm,
+            ready=self._features.is_past_norm,
         )
         # Rank 0 registers the run, and sends the head for all.
         self._registrar = None if rank else Registrar(model, registration, self.sender, self.tally, head_tolerance)
@@ -202,16 +203,16 @@ class DrafterHook:
             top_p=top_p,
             top_k=top_k,
         )
-        if plan is None:
+        # Copied before the forward: a copy inside would make the device wait.
+        targets = None if plan is None else self.guard(self._staging.targets, plan, input_ids.device)
+        if plan is None or targets is None:
             yield
             return
         with ExitStack() as armed:
             armed.enter_context(
-                self._features.armed(
-                    rows=torch.from_numpy(plan.rows), shape=plan.layout.shape, packed=plan.layout.packed
-                )
+                self._features.armed(rows=targets.rows, shape=plan.layout.shape, packed=plan.layout.packed)
             )
-            armed.enter_context(self._head.armed(partial(self._at_head, plan)))
+            armed.enter_context(self._head.armed(partial(self._at_head, plan, targets)))
             if self._registrar is not None:
                 armed.enter_context(self._registrar.armed())
             yield
@@ -240,16 +241,19 @@ class DrafterHook:
 
     # --- in the forward: score; after it: stage, queue --------------------------------------------------------------
 
-    def _at_head(self, plan: BatchPlan, head_VH: Tensor) -> tuple[Tensor, Tensor]:
+    def _at_head(self, plan: BatchPlan, targets: Targets, head_VH: Tensor) -> tuple[Tensor, Tensor]:
         """The head is whole: tell the service of it, and score."""
         if self._registrar is not None:
             self._registrar.saw(head_VH, plan.policy_version)
-        return self._staging.score(plan, self._features.normed(), head_VH)
+        return self._staging.score(plan, targets, self._features.normed(), head_VH)
 
     def _submit(self, plan: BatchPlan) -> None:
+        if self._registrar is not None:
+            self._registrar.check()
         captured, scored = self._features.pop(), self._head.pop()
         check_forward(captured.boundaries, plan.layout, self._attention)
         if scored is None:
+            refuse_model_parallel(self._model)  # it may have been split after the hook was attached
             self.tally.warn("sharded", NEVER_WHOLE)
         staged, metadata = self._staging.stage(plan, captured, scored), self._staging.metadata(plan)
         self.tally.add("captured_rollouts", len(plan.rollout_ids))

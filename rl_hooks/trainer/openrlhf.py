@@ -37,13 +37,14 @@ def experience_rollouts(sequences: Tensor, action_mask: Tensor, attention_mask: 
 def attach(actor: Any, url: str, *, rank: int, world_size: int, **options: Any) -> DrafterHook:
     """Send what this Actor's passes for experience see to the service at `url`; returns the hook.
 
-    `options` are those of `DrafterHook`. Raises `UnsupportedTrainerError` for another kind of object.
+    `options` are those of `DrafterHook`; after a resume, `policy_version` is what versions go on from. Raises
+    `UnsupportedTrainerError` for another kind of object.
     """
     missing = [name for name in ("model", "packing_samples", "temperature") if not hasattr(actor, name)]
     if missing:
         raise UnsupportedTrainerError(f"{type(actor).__name__} lacks {missing}: it is no Actor of OpenRLHF 0.11.2")
     hook = DrafterHook(actor.model, url, rank=rank, world_size=world_size, **options)
-    forward, state = actor.forward, {"version": 0, "trained": False}
+    forward, state = actor.forward, {"version": int(options.get("policy_version", 0)), "trained": False}
 
     def captured(
         sequences: Tensor, action_mask: Any = None, attention_mask: Any = None, *args: Any, **more: Any

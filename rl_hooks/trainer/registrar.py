@@ -53,12 +53,17 @@ class Registrar:
             return
         with self._embedding.armed(self._registration.add_embedding):
             yield
-        self._embedding.pop()
+
+    def check(self) -> None:
+        """Raise what went wrong in the forward; called where no failure of ours reaches the trainer."""
+        if self._embedding is not None:
+            self._embedding.pop()
 
     def saw(self, head_VH: Tensor, policy_version: int) -> None:
         """The whole head of the forward that is captured: register the run with it, or send it if it has moved."""
         if self._watch is None:
-            self._registration.add_head(head_VH)
+            if not self._registration.has_head:
+                self._registration.add_head(head_VH)
             if self._registration.complete:
                 self._registration.metadata["policy_version"] = str(policy_version)
                 self._register(head_VH, policy_version)

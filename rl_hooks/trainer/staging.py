@@ -17,6 +17,15 @@ from rl_hooks.trainer.plan import BatchPlan
 
 
 @dataclass(frozen=True, slots=True)
+class Targets:
+    """Where a forward is read, on its device."""
+
+    rows: Tensor  # int64 [N], of the flattened [B * S] token axis
+    scored: Tensor  # int64 [M], rows among these N whose next token the policy generated
+    next_ids: Tensor  # int64 [M], that token
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutStaging:
     """The facts that all files of one hook share."""
 
@@ -50,16 +59,21 @@ class RolloutStaging:
             },
         )
 
-    def score(self, plan: BatchPlan, last_NH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor]:
-        """Normaliser and log p, [N] each, of the tokens that the policy generated; with the head as it is now."""
+    def targets(self, plan: BatchPlan, device: torch.device) -> Targets:
+        """What the forward is to be read at, on its device."""
         scored = np.flatnonzero(plan.index.loss_mask) - 1
+        next_ids = plan.index.input_ids[scored + 1].astype(np.int64)
+        rows = plan.rows.astype(np.int64)
+        return Targets(to_device(rows, device), to_device(scored, device), to_device(next_ids, device))
+
+    def score(self, plan: BatchPlan, targets: Targets, last_NH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """Normaliser and log p, [N] each, of the tokens that the policy generated; with the head as it is now."""
         device = last_NH.device
-        at = to_device(scored, device)
-        next_ids = to_device(plan.index.input_ids[scored + 1].astype(np.int64), device)
+        at = targets.scored.to(device)
         lse, logp = score_rows(
             last_NH.index_select(0, at),
             head_VH,
-            next_ids,
+            targets.next_ids.to(device),
             temperature=plan.temperature,
             logit_map=self.logit_map,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,16 +222,25 @@ def test_rollouts_without_normalisers_are_normalised_with_the_whole_head(tempera
     w = world(SHAPES["packed, half response"], temperature=temperature)
     batch, head = w.batch, TargetHead(w.head)
     rows = torch.nonzero(batch.loss_mask).flatten() - 1
-    assert torch.equal(head.normalisers(batch, rows), batch.logsumexp[rows])
-    unknown = replace(batch, logsumexp=torch.full_like(batch.logsumexp, torch.nan))
+    assert head.normalise(batch) is batch
+    nan = torch.full_like(batch.logsumexp, torch.nan)
+    with pytest.raises(BatchRejected, match="logsumexp holds NaN"):
+        screen(replace(batch, logsumexp=nan))  # a sender that knows them, and is broken
+    unknown = replace(batch, logsumexp=nan, normalised=False)
     screen(unknown)
-    assert torch.allclose(head.normalisers(unknown, rows), batch.logsumexp[rows], atol=1e-4)
-    gap, checked = head.logprob_gap(unknown)
+    found = head.normalise(unknown)
+    screen(found)
+    assert found.normalised
+    assert torch.allclose(found.logsumexp[rows], batch.logsumexp[rows], atol=1e-4)
+    gap, checked = head.logprob_gap(found)
     assert checked
     assert gap < 1e-4
+    huge = batch.last_hidden.clone()
+    huge[rows[:2]] = 3e38
+    assert head.logprob_gap(head.normalise(replace(unknown, last_hidden=huge)))[0] == math.inf
     part = TargetHead(w.head[:9], torch.arange(9))
     with pytest.raises(TargetHeadError, match=r"without normalisers.*whole lm_head"):
-        part.normalisers(unknown, rows)
+        part.normalise(unknown)
     tensors, _, _ = file_tensors("BF16")
     del tensors["logsumexp"]
-    assert load_batch(write(tmp_path / "r.safetensors", tensors)).logsumexp.isnan().all()
+    assert not load_batch(write(tmp_path / "r.safetensors", tensors)).normalised
