@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 def wait_until_ready(port: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90  # three senders hammer it while it starts
     while True:
         try:
             if httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 200:

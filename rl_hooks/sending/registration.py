@@ -195,8 +195,8 @@ def refuse_model_parallel(model: nn.Module) -> None:
         if shared:
             raise UnsupportedModelError(
                 f"{name} is split over the mesh dimension {', '.join(sorted(shared))}: its ranks hold the same "
-                "rollouts, and each would send them. Data parallelism and its sharded forms (FSDP2, ZeRO-3) are supported; here "
-                "let the engine's tap send the features"
+                "rollouts, and each would send them. Data parallelism and its sharded forms (FSDP2, ZeRO-3) are "
+                "supported; here let the engine's tap send the features"
             )
 
 

@@ -204,7 +204,7 @@ class DrafterHook:
             top_k=top_k,
         )
         # Copied before the forward: a copy inside would make the device wait.
-        targets = None if plan is None else self.guard(self._staging.targets, plan, input_ids.device)
+        targets = None if plan is None else self.guard(self._targets, plan, input_ids)
         if plan is None or targets is None:
             yield
             return
@@ -240,6 +240,9 @@ class DrafterHook:
         return self._ids.of(policy_version, number)
 
     # --- in the forward: score; after it: stage, queue --------------------------------------------------------------
+
+    def _targets(self, plan: BatchPlan, input_ids: Tensor) -> Targets:
+        return self._staging.targets(plan, input_ids.device)
 
     def _at_head(self, plan: BatchPlan, targets: Targets, head_VH: Tensor) -> tuple[Tensor, Tensor]:
         """The head is whole: tell the service of it, and score."""

@@ -17,10 +17,13 @@ from rl_hooks.sending.features import score_rows, to_e4m3
 from rl_hooks.sending.registration import (
     HeadWatch,
     RunRegistration,
+    embedding_weight,
     head_weight,
     is_sharded,
+    refuse_model_parallel,
     snapshot,
     target_config,
+    tied,
 )
 from rl_hooks.wire import LogitMap
 
@@ -154,3 +157,29 @@ def test_a_missing_initial_drafter_is_named() -> None:
 def test_impossible_limits_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="sample_fraction"):
         DrafterHook(tiny_qwen3(), "http://127.0.0.1:9", aux_layers=(1, 2), **bad)
+
+
+def test_a_model_whose_ranks_hold_the_same_rollouts_is_refused_by_name() -> None:
+    """Tensor parallelism: each rank would send all. FSDP2's mesh is of ranks that hold their own."""
+    model = tiny_qwen3()
+    parameter = next(model.parameters())
+    for names in (("fsdp",), ("dp_replicate", "dp_shard"), None):
+        parameter.device_mesh = types.SimpleNamespace(mesh_dim_names=names)
+        refuse_model_parallel(model)
+    parameter.device_mesh = types.SimpleNamespace(mesh_dim_names=("dp", "tp"))
+    with pytest.raises(UnsupportedModelError, match=r"mesh dimension tp.*same rollouts"):
+        refuse_model_parallel(model)
+
+
+def test_a_weight_is_read_past_the_container_that_gathers_it() -> None:
+    """As DeepSpeed's, whose `[]` starts a collective inside a forward."""
+
+    class Gathering(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            raise AssertionError(f"{name} would be gathered")
+
+    model = tiny_qwen3()
+    for module in (model.get_output_embeddings(), model.get_input_embeddings()):
+        module._parameters = Gathering(module._parameters)
+    assert head_weight(model).shape == embedding_weight(model).shape
+    assert not tied(model)
