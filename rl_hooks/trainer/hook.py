@@ -34,7 +34,7 @@ from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.capture import FeatureCapture
 from rl_hooks.trainer.guard import TrainerGuard
-from rl_hooks.trainer.packing import check_forward
+from rl_hooks.trainer.packing import check_forward, how_it_reads
 from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
 from rl_hooks.trainer.registrar import Registrar
 from rl_hooks.trainer.staging import RolloutStaging, Targets
@@ -95,7 +95,7 @@ class DrafterHook:
         self.guard = TrainerGuard(self.tally, strict=strict)
         self._choice = RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
         self._ids = RolloutIds(rank)
-        self._attention = str(getattr(getattr(unwrap(model), "config", None), "_attn_implementation", ""))
+        self._model = model
         self.run = run
         # Made before the hooks are registered: a refused model is left as it was found.
         refuse_model_parallel(model)
@@ -254,7 +254,8 @@ class DrafterHook:
         if self._registrar is not None:
             self._registrar.check()
         captured, scored = self._features.pop(), self._head.pop()
-        check_forward(captured.boundaries, plan.layout, self._attention)
+        attention, recurrent = how_it_reads(self._model)
+        check_forward(captured.boundaries, plan.layout, attention, recurrent=recurrent)
         if scored is None:
             refuse_model_parallel(self._model)  # it may have been split after the hook was attached
             self.tally.warn("sharded", NEVER_WHOLE)

@@ -21,9 +21,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_hooks.errors import RolloutError
+from rl_hooks.sending.registration import unwrap
 
 UNPACK: Final = (
     "Say where the rollouts of a packed row begin: cu_seqlens= or position_ids= of `capture`, or nested tensors. Or "
@@ -31,6 +32,10 @@ UNPACK: Final = (
 )
 #: Arguments that hold the number of its sequence for each token.
 _NUMBERS: Final = ("seq_idx", "attention_mask")
+#: transformers' flash attention goes by boundaries only where it has all of these, and by positions otherwise.
+_VARLEN: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+#: Kinds of layers, in a config, that carry a state from token to token.
+_RECURRENT: Final = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 #: An additive mask hides what is below.
 _HIDDEN: Final = -1e4
 
@@ -44,6 +49,8 @@ class Layout:
     shape: tuple[int, int]
     rollouts: tuple[Ints, ...]
     packed: bool
+    #: Tokens of each sequence, where lengths told them apart: other nested tensors must have the same.
+    lengths: tuple[int, ...] | None = None
 
     def owners(self) -> Ints:
         """The number of the rollout that each token belongs to, [B, S]; -1: padding."""
@@ -52,17 +59,39 @@ class Layout:
             owner[places] = number
         return owner.reshape(self.shape)
 
-    def flat(self, name: str, tensor: Tensor, dtype: type) -> npt.NDArray[Any]:
+    def flat(self, name: str, tensor: Tensor | None, dtype: type) -> npt.NDArray[Any]:
         """A tensor of one value a token, on the host, along the flattened axis.
 
         Raises RolloutError if it is not of these tokens.
         """
-        values = torch.cat(list(tensor.unbind())) if tensor.is_nested else tensor
+        if not isinstance(tensor, Tensor):
+            raise RolloutError(f"{name} must be a tensor {list(self.shape)} like input_ids, got {tensor!r}")
+        values = tensor
+        if tensor.is_nested:
+            lengths = tuple(len(one) for one in tensor.unbind())
+            if lengths != self.lengths:
+                raise RolloutError(
+                    f"{name} is nested with {list(lengths)} tokens, but the rollouts have {list(self.lengths or ())}: "
+                    "each tensor must have as many tokens for a rollout as input_ids or cu_seqlens say"
+                )
+            values = torch.cat(list(tensor.unbind()))
         if self.packed and self.shape[0] == 1 and values.ndim == 1:
             values = values[None]
         if tuple(values.shape) != self.shape:
             raise RolloutError(f"{name} must be {list(self.shape)} like input_ids, got {list(values.shape)}")
         return host(values, dtype).reshape(-1)
+
+    def generated(self, loss_mask: Tensor | None) -> npt.NDArray[np.bool_]:
+        """Whether the policy generated each token, [T]. Raises where one of a packed row is in no rollout."""
+        generated_T = self.flat("loss_mask", loss_mask, np.bool_)
+        lost = np.flatnonzero(generated_T & (self.owners().reshape(-1) < 0)) if self.packed else np.array([])
+        if lost.size:
+            raise RolloutError(
+                f"loss_mask is 1 at {lost.size} tokens of no rollout, the first at token {lost[0] % self.shape[1]} of "
+                f"row {lost[0] // self.shape[1]}: cu_seqlens must hold the end of the last rollout too, and an "
+                "attention_mask must not hide what was generated"
+            )
+        return generated_T
 
 
 def lay_out(
@@ -71,8 +100,8 @@ def lay_out(
     """Find the rollouts by what the caller says of them. Raises RolloutError for what cannot be told apart."""
     packed = input_ids.is_nested or cu_seqlens is not None or position_ids is not None
     if input_ids.is_nested:
-        lengths = [len(one) for one in input_ids.unbind()]
-        bounds, shape = np.cumsum([0, *lengths]), (1, sum(lengths))
+        nested = [len(one) for one in input_ids.unbind()]
+        bounds, shape = np.cumsum([0, *nested]), (1, sum(nested))
     elif input_ids.ndim == 1 and packed:
         shape = (1, len(input_ids))
     elif input_ids.ndim != 2:
@@ -81,7 +110,16 @@ def lay_out(
         shape = (int(input_ids.shape[0]), int(input_ids.shape[1]))
     if attention_mask is None and not packed:
         raise RolloutError(f"attention_mask is None; where nothing is padded it is all ones. {UNPACK}")
-    everything = Layout(shape, (), packed)
+    if cu_seqlens is not None:
+        told = _checked_bounds(cu_seqlens, shape)
+        if input_ids.is_nested and told.tolist() != bounds.tolist():
+            raise RolloutError(
+                f"cu_seqlens are {told.tolist()[:8]}, but nested input_ids begin at {bounds.tolist()[:8]}"
+            )
+        bounds = told
+    by_length = input_ids.is_nested or cu_seqlens is not None
+    lengths = tuple(np.diff(bounds).tolist()) if by_length else None
+    everything = Layout(shape, (), packed, lengths)
     real_BS = np.ones(shape, np.bool_)
     if attention_mask is not None:
         numbers_BS = everything.flat("attention_mask", attention_mask, np.int64).reshape(shape)
@@ -91,13 +129,20 @@ def lay_out(
         layout = Layout(shape, rollouts, packed=False)
         check_forward({"attention_mask": attention_mask}, layout, "")
         return layout
-    if cu_seqlens is not None:
-        bounds = _checked_bounds(cu_seqlens, shape)
-    if position_ids is None or cu_seqlens is not None or input_ids.is_nested:
+    said: dict[str, Tensor] = {}
+    if attention_mask is not None:
+        said["attention_mask"] = torch.from_numpy(numbers_BS)
+    if position_ids is not None:
+        positions_BS = everything.flat("position_ids", position_ids, np.int64).reshape(shape)
+        said["position_ids"] = torch.from_numpy(positions_BS)
+    if by_length:
         whole = [np.arange(a, b) for a, b in pairwise(bounds.tolist())]
-        return Layout(shape, tuple(places[real_BS.reshape(-1)[places]] for places in whole), packed=True)
-    positions_BS = everything.flat("position_ids", position_ids, np.int64).reshape(shape)
-    return Layout(shape, tuple(_by_position(positions_BS, real_BS)), packed=True)
+        found = [places[real_BS.reshape(-1)[places]] for places in whole]
+    else:
+        found = _by_position(positions_BS, real_BS)
+    layout = Layout(shape, tuple(found), packed, lengths)
+    _told(said, layout.owners())
+    return layout
 
 
 def _checked_bounds(cu_seqlens: Tensor, shape: tuple[int, int]) -> Ints:
@@ -143,31 +188,74 @@ def boundaries_among(kwargs: Mapping[str, Any]) -> dict[str, Tensor | None]:
         for name, value in kwargs.items()
         if isinstance(value, Tensor) and (name in ("position_ids", "seq_idx") or name.startswith("cu_seq"))
     }
+    longest = {name: kwargs[name] for name in _VARLEN[2:] if kwargs.get(name) is not None}
+    said |= {name: torch.as_tensor(value) for name, value in longest.items()}
     mask = kwargs.get("attention_mask", "absent")
     return said | {"mask": mask} if mask is None or isinstance(mask, Tensor) else said
 
 
-def check_forward(said: Mapping[str, Tensor | None], layout: Layout, attention: str) -> None:
+def how_it_reads(model: nn.Module) -> tuple[str, bool]:
+    """The model's attention as it is now ("" where unknown), and whether layers carry a state from token to token."""
+    inner: Any = unwrap(model)
+    config: Any = getattr(inner, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
+    recurrent = bool(kinds & _RECURRENT) or bool(getattr(inner, "_is_stateful", False))
+    return str(getattr(text, "_attn_implementation", "")), recurrent
+
+
+def check_forward(
+    said: Mapping[str, Tensor | None], layout: Layout, attention: str = "", *, recurrent: bool = False
+) -> None:
     """Raise RolloutError where the forward and the layout disagree. Padding may have any position.
 
-    `attention`: the model's `_attn_implementation`; flash attention goes by positions and boundaries where it has no
-    mask, and others attend to every token before.
+    `attention`, `recurrent`: see `how_it_reads`. Flash attention goes by boundaries and positions where it has no mask,
+    and others attend to every token before.
     """
-    owner_BS = layout.owners()
+    told = _told(said, layout.owners())
+    if layout.packed:
+        _refuse_cut(said, layout)
+        _refuse_leak(said, told, layout, attention, recurrent=recurrent)
+
+
+def _told(said: Mapping[str, Tensor | None], owner_BS: Ints) -> dict[str, npt.NDArray[np.bool_]]:
+    """Where each argument says that a sequence begins, [B, S]. Raises where that is inside a rollout."""
+    before_BS = _owner_before(owner_BS)
     told: dict[str, npt.NDArray[np.bool_]] = {}
     for name, tensor in said.items():
-        if tensor is None or name == "mask" or (begins_BS := _begins(name, tensor, owner_BS)) is None:
+        if tensor is None or name in ("mask", *_VARLEN[2:]) or (begins_BS := _begins(name, tensor, owner_BS)) is None:
             continue
         told[name] = begins_BS
-        before_BS = _owner_before(owner_BS)
         inside = np.argwhere(begins_BS & (owner_BS == before_BS) & (owner_BS >= 0))
         if inside.size:
             happens = (
                 "restart" if name == "position_ids" else "changes" if name in _NUMBERS else "begins another sequence"
             )
             raise RolloutError(f"{name} {happens} at token {inside[0][1]} of row {inside[0][0]}. {UNPACK}")
-    if layout.packed:
-        _refuse_leak(said, told, layout, attention)
+    return told
+
+
+def _refuse_cut(said: Mapping[str, Tensor | None], layout: Layout) -> None:
+    """Raise where a forward is longer than the row and has no seam at the row's end: it is of other tokens."""
+    S = layout.shape[1]
+    if layout.owners()[-1, -1] < 0:
+        return  # the row ends in padding: no rollout is cut
+    seams: list[bool] = []
+    for name in said:
+        tensor = said[name]
+        if tensor is None or name in ("mask", *_VARLEN[2:]):
+            continue
+        values = host(tensor, np.int64)
+        if name != "position_ids" and name not in _NUMBERS:
+            seams += [S in values] if values.max(initial=0) >= S else []
+        elif values.shape[-1] > S:
+            last, following = values.reshape(-1, values.shape[-1])[0, S - 1 : S + 1]
+            seams.append(bool(following != last + (name == "position_ids")))
+    if seams and not any(seams):
+        raise RolloutError(
+            f"the forward is longer than the {S} tokens that it was told to hold, and goes on after them without a "
+            "boundary: it is of other tokens. Where it is padding, let its position_ids begin again at 0"
+        )
 
 
 def _owner_before(owner_BS: Ints) -> Ints:
@@ -207,9 +295,14 @@ def _begins(name: str, tensor: Tensor, owner_BS: Ints) -> npt.NDArray[np.bool_] 
 
 
 def _refuse_leak(
-    said: Mapping[str, Tensor | None], told: Mapping[str, npt.NDArray[np.bool_]], layout: Layout, attention: str
+    said: Mapping[str, Tensor | None],
+    told: Mapping[str, npt.NDArray[np.bool_]],
+    layout: Layout,
+    attention: str,
+    *,
+    recurrent: bool,
 ) -> None:
-    """Raise where the first token of a rollout attended to the rollout before it in its row."""
+    """Raise where the first token of a rollout saw the rollout before it in its row."""
     owner_BS = layout.owners()
     before_BS = _owner_before(owner_BS)
     starts = np.argwhere((before_BS >= 0) & (owner_BS >= 0) & (before_BS != owner_BS))
@@ -217,25 +310,51 @@ def _refuse_leak(
         return
     ends = np.array([layout.rollouts[before_BS[row, token]][-1] % layout.shape[1] for row, token in starts])
     rows, tokens = starts[:, 0], starts[:, 1]
+
+    def begins(name: str) -> npt.NDArray[np.bool_]:
+        return told[name][rows, tokens] if name in told else np.zeros(len(starts), np.bool_)
+
     mask = said.get("mask")
     if isinstance(mask, Tensor) and mask.ndim == 4:
         at = mask[
             torch.from_numpy(rows if len(mask) > 1 else 0 * rows), 0, torch.from_numpy(tokens), torch.from_numpy(ends)
         ]
-        joined = host(at if at.dtype == torch.bool else at > _HIDDEN, np.bool_)
-    elif "mask" in said and (mask is not None or "flash" not in attention):
-        joined = np.ones(len(starts), np.bool_)  # each row is one sequence to this attention
-    else:
-        joined = ~np.logical_or.reduce(
-            [begins[rows, tokens] for begins in told.values()] or [np.zeros(len(starts), bool)]
-        )
-    if joined.any():
-        row, token = starts[np.flatnonzero(joined)[0]]
+        apart = ~host(at if at.dtype == torch.bool else at > _HIDDEN, np.bool_)
+    elif mask is not None or ("mask" in said and "flash" not in attention):
+        apart = np.zeros(len(starts), np.bool_)  # each row is one sequence to this attention
+    elif "flash" in attention:
+        # All that it may go by must agree. Positions are looked at in a row alone, and where boundaries are not whole.
+        apart = np.ones(len(starts), np.bool_)
+        for name in _VARLEN[:2]:
+            apart &= begins(name) if name in told else True
+        if not all(said.get(name) is not None for name in _VARLEN):
+            apart &= _lowest(said.get("position_ids"), rows, tokens, layout)
+    else:  # a mask that cannot be read
+        bounds = [begins(name) for name in told if name.startswith("cu_seq")]
+        apart = np.logical_and.reduce(bounds) if bounds else begins("position_ids")
+    if not apart.all():
+        row, token = starts[np.flatnonzero(~apart)[0]]
         raise RolloutError(
             f"the rollout that begins at token {token} of row {row} attended to the one before it: this forward was "
-            "not told of the packing. Pass it position_ids that begin again, use_cache=False and no attention_mask, or "
-            "send one rollout a row"
+            "not told of the packing. Pass it one row with position_ids that begin again, use_cache=False and no "
+            "attention_mask, or send one rollout a row"
         )
+    if recurrent and not (apart := begins("seq_idx") & begins("cu_seq_lens_q")).all():
+        row, token = starts[np.flatnonzero(~apart)[0]]
+        raise RolloutError(
+            f"the recurrent layers carry their state into the rollout that begins at token {token} of row {row}: they "
+            "do not look at positions. Pass the forward seq_idx and cu_seq_lens_q, or send one rollout a row"
+        )
+
+
+def _lowest(positions: Tensor | None, rows: Ints, tokens: Ints, layout: Layout) -> npt.NDArray[np.bool_]:
+    """Whether these tokens have the lowest position of the forward: flash attention splits there, in a row alone."""
+    if positions is None or layout.shape[0] != 1:
+        return np.zeros(len(tokens), np.bool_)
+    values = host(positions, np.int64)
+    values = (values[0] if values.ndim == 3 else values).reshape(-1, values.shape[-1])
+    lowest: npt.NDArray[np.bool_] = values[rows, tokens] == values.min()
+    return lowest
 
 
 def host(tensor: Tensor, dtype: type) -> npt.NDArray[Any]:

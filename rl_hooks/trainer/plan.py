@@ -127,7 +127,7 @@ def plan_batch(
     """
     layout = lay_out(input_ids, attention_mask, cu_seqlens, position_ids)
     tokens_T = layout.flat("input_ids", input_ids, np.int32)
-    generated_T = layout.flat("loss_mask", loss_mask, np.bool_)
+    generated_T = layout.generated(loss_mask)
     logprobs_T = None if logprobs is None else layout.flat("logprobs", logprobs.float(), np.float32)
     places = list(layout.rollouts)
     values = None if rewards is None else [float(value) for value in rewards]

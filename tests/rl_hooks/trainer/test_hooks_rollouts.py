@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from rl_hooks import wire
 from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.sampling import sampling_position
-from rl_hooks.trainer.packing import check_forward, lay_out
 
 LENGTHS = [(3, 9), (7, 4), (1, 12), (5, 1)]
 TEMPERATURE = 0.7
@@ -735,24 +733,6 @@ def test_a_packed_forward_that_attends_across_its_rollouts_is_refused(
     assert hook.flush(20)
     assert service.rollouts() == []
     hook.close()
-
-
-@pytest.mark.parametrize(
-    ("said", "refused"),
-    [
-        ({"mask": None, "position_ids": torch.tensor([[0, 1, 0, 1]])}, False),
-        ({"mask": None, "cu_seq_lens_q": torch.tensor([0, 2, 4])}, False),
-        ({"mask": None, "position_ids": torch.arange(4)[None]}, True),
-        ({"mask": None}, True),
-        # Flash attention takes a mask of padding before anything else: each row is then one sequence.
-        ({"mask": torch.ones(1, 4), "position_ids": torch.tensor([[0, 1, 0, 1]])}, True),
-    ],
-    ids=["positions", "boundaries", "positions that go on", "nothing", "a mask of padding"],
-)
-def test_flash_attention_goes_by_positions_and_boundaries(said: dict[str, torch.Tensor | None], refused: bool) -> None:
-    layout = lay_out(torch.zeros(1, 4), None, torch.tensor([0, 2, 4]), None)
-    with pytest.raises(RolloutError, match="attended") if refused else nullcontext():
-        check_forward(said, layout, "flash_attention_2")
 
 
 def test_a_boundary_inside_what_was_called_one_rollout_is_refused(service: Receiver) -> None:
