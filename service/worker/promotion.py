@@ -246,7 +246,7 @@ class Gate:
             self.concluded()
         else:
             self.untested, self.done = (self.untested or 0.0) + seconds, self.done + share
-        self._trial(CANDIDATE).trained()
+        self._trial(CANDIDATE).trained(share)
 
     def concluded(self) -> None:
         """What was trained until now is judged, or will not be."""
