@@ -224,7 +224,12 @@ def test_a_worker_that_is_behind_compares_all_drafters_now_and_then(bench: Bench
     newest = [one for one in scores if (one.policy_version or 0) % 2]
     assert len(newest) == 9
     assert all(one.candidate is not None and one.best is not None for one in newest)
-    assert sum(one.frozen is not None for one in newest) == 3, "of the first claim, and of every fourth"
+    compared = [one for one in newest if one.frozen is not None]
+    assert len(compared) == 3, "of the first claim, and of every fourth"
+    rounds = worker.learner.journal.totals.rounds
+    for counted, role in (("served_compared", "served"), ("best", "best"), ("frozen", "frozen")):
+        sums = (getattr(one, role) for one in compared)
+        assert rounds[counted] == pytest.approx(sum(one.rounds for one in sums)), "of the same rollouts"
 
 
 # --- nothing is acknowledged that was not scored and trained on
