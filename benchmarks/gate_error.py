@@ -7,8 +7,8 @@ default settings. In each world the true gain is set; the table says in how many
 after how many looks (the median, of those published), and the mean gain promised to those that were, beside the gain
 that they then have.
 
-Two more tables, of 8 prompts of 4 siblings: the promises over four publishes where trainings are cut into parts, after four
-publishes of whole ones; and how many looks a gain of 5 % needs after so many looks at an equal challenger.
+Two more tables, of 8 prompts of 4 siblings: the promises over four publishes where trainings are cut into parts, after
+four publishes of whole ones; and how many looks a gain of 5 % needs after so many looks at an equal challenger.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def parts(runs: int, show: Callable[[str], None] = print) -> None:
             promised, true = (float(np.mean([getattr(one, of) for one in done])) for of in ("promised", "gain"))
             looks = np.mean([one.looks for one in done])
             show(f"| {share:g} | {gain:.0%} | {looks:.1f} | {promised:+.2%} | {true:+.2%} | {promised / true:.2f} |")
-    show("\n| looks at an equal challenger before | looks until +5 % is published, median | 90 % quantile |\n|---|---|---|")
+    show("\n| looks at an equal challenger before | looks until +5 % is published, median | 90 % quantile |")
+    show("|---|---|---|")
     for number, before in enumerate((0, 10, 30, 100)):
         rng = np.random.default_rng(200 + number)
         needed = [100 if (found := late(before, 0.05, rng)) is None else found for _ in range(runs)]

@@ -232,6 +232,23 @@ def test_a_worker_that_is_behind_compares_all_drafters_now_and_then(bench: Bench
         assert rounds[counted] == pytest.approx(sum(one.rounds for one in sums)), "of the same rollouts"
 
 
+def test_who_trains_in_one_claim_of_nine_does_all_of_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer rollouts wait then by definition."""
+    bench.begin()
+    train, shares = Learner.train, []
+
+    def watched(self: Learner, newest: Any, ends: Any) -> tuple[float, float]:
+        seconds, share = train(self, newest, ends)
+        shares.append(share)
+        return seconds, share
+
+    monkeypatch.setattr(Learner, "train", watched)
+    for version in range(10):
+        bench.post(f"v{version}", policy_version=version)
+    bench.drain(bench.worker(train_passes=16.0))
+    assert shares == [1.0, 1.0]
+
+
 # --- nothing is acknowledged that was not scored and trained on
 def test_a_redis_that_goes_away_between_two_batches_of_a_claim_loses_neither(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
