@@ -6,13 +6,16 @@ A run looks at one challenger up to 100 times, each time on new rollouts, with t
 default settings. In each world the true gain is set; the table says in how many runs the challenger was ever published,
 after how many looks (the median, of those published), and the mean gain promised to those that were, beside the gain
 that they then have.
+
+Two more tables, of 8 prompts of 4 siblings: the promises over four publishes where trainings are cut into parts, after
+four publishes of whole ones; and how many looks a gain of 5 % needs after so many looks at an equal challenger.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -56,6 +59,8 @@ WORLDS: Final = (
     World("each training brings 0.2 %", 32, 1, per_training=0.002),
 )
 
+FEW: Final = World("8 prompts of 4 siblings", 8, 4, prompt_sd=0.06)
+
 
 def batch(world: World, gain: float, rng: np.random.Generator) -> tuple[Replay, Replay, npt.NDArray[np.int64]]:
     """Replays of challenger and served drafter on one claim's rollouts, and the prompt of each.
@@ -91,17 +96,44 @@ class Run:
     gain: float | None = None  # true, of what was published
 
 
-def run(world: World, gain: float, rng: np.random.Generator, looks: int = 100) -> Run:
-    """Look until the challenger is published, at most `looks` times."""
-    trial = Trial(variance=0.0)
+def run(
+    world: World,
+    gain: float,
+    rng: np.random.Generator,
+    looks: int = 100,
+    *,
+    trial: Trial | None = None,
+    share: float = 1.0,
+) -> Run:
+    """Look until the challenger is published, at most `looks` times, each time after that share of a training."""
+    trial = trial or Trial(variance=0.0)
     for look in range(looks):
-        true = gain + look * world.per_training + world.claim_sd * float(rng.standard_normal())
-        trial.trained()
+        true = gain + look * share * world.per_training + world.claim_sd * float(rng.standard_normal())
+        trial.trained(share)
         trial.take(compare(*batch(world, true, rng)))
         verdict = trial.verdict()
         if verdict.promote:
             return Run(look + 1, verdict.gain, true)
     return Run()
+
+
+def publishes(share: float, per_training: float, rng: np.random.Generator) -> list[Run]:
+    """Four publishes of a challenger to which whole trainings bring so much, then four in parts: those are returned."""
+    world, rise, step, found = replace(FEW, per_training=per_training), 0.0, Trial().step, []
+    for part in [1.0] * 4 + [share] * 4:
+        trial = Trial(rise=rise, step=step, variance=0.0)
+        found.append(run(world, part * per_training, rng, trial=trial, share=part))
+        rise, step = trial.rise, trial.step
+    return [one for one in found[4:] if one.looks is not None]
+
+
+def late(before: int, gain: float, rng: np.random.Generator) -> int | None:
+    """Looks that a gain needs to be published after so many looks at an equal challenger; None: not in 100."""
+    trial = Trial(variance=0.0)
+    for _ in range(before):
+        trial.trained()
+        trial.take(compare(*batch(FEW, 0.0, rng)))
+    return run(FEW, gain, rng, trial=trial).looks
 
 
 def per_look(world: World, rng: np.random.Generator, looks: int) -> float:
@@ -130,6 +162,25 @@ def table(worlds: Sequence[World], runs: int, looks: int, show: Callable[[str], 
             show(f"| {world.name} | {gain:+.1%} | {len(done) / runs:.3f} | {after} | {promised} | {true} | {mark} |")
 
 
+def parts(runs: int, show: Callable[[str], None] = print) -> None:
+    """Print what is promised where trainings are cut, and how soon a late gain is seen."""
+    show("\n| part of a training | it gains, whole | looks, mean | promised | true then | promised / true |")
+    show("|---|---|---|---|---|---|")
+    for number, share in enumerate((1.0, 0.25, 0.125)):
+        for place, gain in enumerate((0.02, 0.05, 0.1)):
+            rng = np.random.default_rng([100 + number, place])
+            done = [one for _ in range(runs) for one in publishes(share, gain, rng)]
+            promised, true = (float(np.mean([getattr(one, of) for one in done])) for of in ("promised", "gain"))
+            looks = np.mean([one.looks for one in done])
+            show(f"| {share:g} | {gain:.0%} | {looks:.1f} | {promised:+.2%} | {true:+.2%} | {promised / true:.2f} |")
+    show("\n| looks at an equal challenger before | looks until +5 % is published, median | 90 % quantile |")
+    show("|---|---|---|")
+    for number, before in enumerate((0, 10, 30, 100)):
+        rng = np.random.default_rng(200 + number)
+        needed = [100 if (found := late(before, 0.05, rng)) is None else found for _ in range(runs)]
+        show(f"| {before} | {np.median(needed):g} | {np.quantile(needed, 0.9):g} |")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--worlds", nargs="*", default=[], help="names; all where none is given")
     options = parser.parse_args(argv)
     table([w for w in WORLDS if not options.worlds or w.name in options.worlds], options.runs, options.looks)
+    parts(options.runs)
 
 
 if __name__ == "__main__":

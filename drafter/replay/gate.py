@@ -12,7 +12,7 @@ it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.090
 what mostly gains. After a publish it begins again, with its own budget.
 
 The promised gain is a posterior mean, so it is shrunk by as much as the looks are unsure: a gain is 0 at the publish
-and moves with each training; how far, is learnt from the looks.
+and moves with each training, or part of one; how far, is learnt from the looks.
 
 No clock, no randomness; the state is plain JSON.
 """
@@ -122,17 +122,17 @@ class Trial:
     looks: int = 0
     mean: float = 0.0  # posterior of log(1 + gain) as it is now
     variance: float = _UNKNOWN_SD**2  # 0 where the challenger is the served drafter itself, before its first training
-    moved: bool = False  # whether it was trained since the last look
-    rise: float = 0.0  # by which one training moves it on average
+    moved: float = 0.0  # trainings since the last look; one that was cut short counts for the share that was done
+    rise: float = 0.0  # by which one whole training moves it on average
     step: float = _STEP_SD**2  # and the variance of that
     single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
     starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
 
-    def trained(self) -> None:
-        """The challenger was trained: what it showed before says less about it now."""
-        self.mean += self.rise
-        self.variance += self.step
-        self.moved = True
+    def trained(self, share: float = 1.0) -> None:
+        """The challenger had that share of a whole training: what it showed before says less about it now."""
+        self.mean += share * self.rise
+        self.variance += share * self.step
+        self.moved += share
 
     def take(self, look: Look) -> None:
         """Pool a look; one with a fault teaches nothing. The rollouts must be new: never looked at or trained on."""
@@ -151,11 +151,12 @@ class Trial:
         surprise = look.log_gain - self.mean
         kept = self.variance / (self.variance + noise)
         if self.moved:  # surprise² is of the training, of what was not known before it, and of the noise
-            found = surprise**2 - (self.variance - self.step) - noise
-            rate = _STEP_RATE * self.step / self.variance
+            step = self.moved * self.step
+            found = (surprise**2 - (self.variance - step) - noise) / self.moved
+            rate = _STEP_RATE * step / self.variance
             self.step = min(max(self.step + rate * (found - self.step), _LEAST_STEP_SD**2), _LARGEST_STEP_SD**2)
-            self.rise += rate * min(max(kept * surprise, -_LARGEST_STEP_SD), _LARGEST_STEP_SD)
-        self.moved = False
+            self.rise += rate * min(max(kept * surprise / self.moved, -_LARGEST_STEP_SD), _LARGEST_STEP_SD)
+        self.moved = 0.0
         self.mean += kept * surprise
         self.variance *= 1.0 - kept
 

@@ -7,7 +7,8 @@ Rules:
 * Sums are pooled before they are divided (α = tokens / rounds). A mean of ratios is another quantity, 4 % off on the
   same data.
 * What has no data is None, never 0: an α of 0 does not exist, and a chart would draw it.
-* Publication lag is formed only from records that carry both the best and the served drafter, so the prompts cancel.
+* The best drafter and publication lag are formed only from records of batches that all drafters were scored on, those
+  with `frozen`: on others the best is the better of two, on other prompts.
 * Confidence half-widths appear where the records carry second moments (`DrafterSums`): the linearised ratio
   estimator, clustered by rollout, Var α = n/(n-1) · Σ(t - αr)² / (Σr)², whose parts add up over records.
 """
@@ -132,10 +133,11 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
     """Pool one policy version's records."""
     ours = [record for record in acceptances if record.ours]
     live = live_sums(ours)
-    sums = {drafter: _pool(scores, drafter) for drafter in DRAFTERS}
+    with_all = [record for record in scores if record.sums("frozen") is not None]
+    sums = {drafter: _pool(with_all if drafter == "best" else scores, drafter) for drafter in DRAFTERS}
     alpha = {drafter: None if found is None else found.alpha for drafter, found in sums.items()}
     width = {drafter: None if found is None else found.half_width for drafter, found in sums.items()}
-    compared = _pool([r for r in scores if r.sums("frozen") is not None], "served")
+    compared = _pool(with_all, "served")
     served_most = _heaviest((r.drafter_version, _tokens(r, "served")) for r in scores)
     return Point(
         policy_version=policy,
@@ -153,8 +155,8 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
         alpha_best=alpha["best"],
         alpha_best_half_width=width["best"],
         alpha_served_compared=None if compared is None else compared.alpha,
-        best_version=_heaviest((r.best_version, _tokens(r, "best")) for r in scores),
-        publication_lag=_publication_lag(scores),
+        best_version=_heaviest((r.best_version, _tokens(r, "best")) for r in with_all),
+        publication_lag=_publication_lag(with_all),
         entropy=_ratio((None if r.logprob_sum is None else -r.logprob_sum, r.logprob_tokens) for r in scores),
         reward=_ratio((r.reward_sum, r.reward_count) for r in scores),
         alpha_live=None if live is None else live[0] / live[1],

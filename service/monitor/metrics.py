@@ -170,6 +170,8 @@ def _add_engines(families: _Families, run: str, snapshot: RunSnapshot) -> None:
 
 def advice_of(snapshot: RunSnapshot) -> Advice:
     """Say what a run's headroom means."""
+    if snapshot.watch.hold is not None:
+        return Advice("unknown", "nothing is trained while publishing is held")
     recent = sorted(snapshot.scores, key=lambda score: score.arrival)[-_RECENT_BATCHES:]
     silent = trainer_silent(snapshot.last_arrival, snapshot.now, longest_pause(recent))
     starved = silent and not snapshot.counters.get("items")

@@ -33,7 +33,7 @@ from service.worker.scoring import Scores
 log = logging.getLogger("draftalign.worker")
 
 _QUIET_TICKS = 50
-#: `served` counted on the batches alone on which all drafters were scored: what the others may be compared with.
+#: `served` counted on the batches alone on which all drafters were scored: what `frozen` and `best` are compared with.
 COMPARED: Final = "served_compared"
 
 
@@ -147,7 +147,9 @@ class Journal:
             self._watch(scores, latest)
             self._coverage = (scores.record.draftable_tokens or 0) / max(1, scores.record.tokens or 0)
             replays = dict(scores.replays)
-            if "frozen" in replays and "served" in replays:
+            if "frozen" not in replays:
+                replays.pop("best", None)  # the better of two, not the best of all
+            elif "served" in replays:
                 replays[COMPARED] = replays["served"]
             for name, found in replays.items():
                 sums = found.total()

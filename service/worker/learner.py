@@ -29,7 +29,7 @@ from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
 from service.monitor.headroom import LearningCurve
 from service.monitor.live_replay import LiveRule
-from service.monitor.records import DrafterSums
+from service.monitor.records import DrafterSums, arrival
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.queue import EndState
@@ -226,13 +226,17 @@ class Learner:
             waiting = newest_waiting()
             return waiting is not None and waiting > newest_version
 
-        behind = self.controller.defers(newer_waits=newer_waits())
+        waits, idle = newer_waits(), self.controller.idle
+        behind = self.controller.defers(newer_waits=waits)
+        passed_over_enough = waits and not (behind or idle)
         scored, rest = ([], fresh) if behind else self._score_newest(fresh, fates)
         passed_over = self._score_passed_over(rest, fates, tested=sum(loaded.batch.rollouts for loaded, _ in scored))
         held = self.journal.hold(LiveRule.of(self._settings))
+        judged = not isolated and held is None
+        if judged:
+            self._follow(self._latest())
         looked = self.gate.state
         try:
-            judged = not isolated and held is None
             contests = self.judge([*passed_over, *scored], before_publishing=before_publishing) if judged else []
             outcome = contests[0] if contests else None
             if held is not None:
@@ -253,7 +257,8 @@ class Learner:
         newest, scores = [self._remember(loaded) for loaded, _ in scored], scored[-1][1]
         decision = self._decide(scored, held)
         trained = decision.action is not Action.IDLE
-        never = isolated or decision.action is Action.PROBE  # what it gains is to be measured whole
+        # What a probe gains is to be measured whole, and who comes to train in one claim of nine does all of it.
+        never = isolated or passed_over_enough or decision.action is Action.PROBE
         try:
             with self._without_recent() if isolated else contextlib.nullcontext():
                 ends = (lambda: False) if never else newer_waits
@@ -274,6 +279,7 @@ class Learner:
     def _decide(self, scored: Sequence[Scored], held: str | None) -> Decision:
         """Decide about the newest rollouts. `held`: why nothing may be published."""
         if held is not None:  # the gains are not known, and what is learnt from such features may have to be unlearnt
+            self.controller.deferred = 0
             return Decision(Action.IDLE, f"nothing is trained while nothing may be published: {held}")
         economy = Economy(worker_cost=self._settings.worker_cost)
         return self.controller.decide(economy, _served_alpha(scored), warming_up=self.lineage.warming_up)
@@ -449,8 +455,8 @@ class Learner:
         wider = Fresh.of(with_all, self.recent.prompts) if with_all else fresh
         self._follow(served)
         before = self.gate.state
-        again = any(loaded.entry.deliveries > 1 for loaded, _ in scored)  # they may have judged what is measured now
-        realised = None if again else self.gate.settle(wider)
+        entries = sorted((loaded.entry.entry_id for loaded, _ in scored), key=arrival)
+        realised = self.gate.settle(wider) if self.gate.measures(entries[0]) else None
         contests = self.gate.judge(fresh, served, wider)
         if contests and contests[0].verdict.promote:
             after = self.gate.state
@@ -462,13 +468,13 @@ class Learner:
 
             policy_version = max(batch.policy_version for batch in fresh.batches)
             try:
-                realised = self._promote(contests, served, policy_version, secured) or realised
+                realised = self._promote(contests, served, policy_version, entries[-1], secured) or realised
             except LatestMoved as moved:  # by a person or another worker: the next contest is against theirs
                 log.info("%s: %s", self.run, moved)
                 self.gate.restore(before)
                 return []
         if realised is not None:
-            self.lineage.record(realised)
+            self.lineage.record_gain(realised)
         return contests
 
     def _follow(self, served: str | None) -> None:
@@ -479,32 +485,37 @@ class Learner:
         if served == self.gate.served:
             return
         published = self.lineage.published_after(self.gate.served)
-        promised = None if published is None else (published.gate or {}).get("gain")
-        if published is None or promised is None:
+        facts = {} if published is None else published.gate or {}
+        if published is None or "gain" not in facts:
             if self.gate.served is not None:
                 self.controller.curve = LearningCurve()  # its verdicts were against another drafter
-            self.gate.begin(served)
-            return
-        event = self.gate.promoted(published.version, self.gate.served, promised, is_candidate=True)
-        self.gate.concluded()
-        self.journal.totals.published += 1
+            event = self.gate.begin(served)
+        else:
+            event = self.gate.promoted(
+                published.version, self.gate.served, facts["gain"], after=facts.get("judged_to"), is_candidate=True
+            )
+            self.gate.concluded()
+            self.journal.totals.published += 1
         if event is not None:
-            self.lineage.record(event)
+            self.lineage.record_gain(event)
 
     def _promote(
         self,
         contests: Sequence[Contest],
         served: str | None,
         policy_version: int,
+        judged_to: str,
         before_publishing: Callable[[str], None],
     ) -> dict[str, Any] | None:
         """Serve the winner, and train on from it where it is an archived version and better than the candidate.
 
-        Returns the event that the gate has of the version before. Raises `LatestMoved` where another one is served.
+        `judged_to`: the newest queue entry of those that chose it. Returns the event that the gate has of the version
+        before. Raises `LatestMoved` where another one is served.
         """
         winner = contests[0]
         before_publishing(winner.version)
-        manifest = self.lineage.promote(winner.version, served, policy_version, winner.verdict.reason, winner.facts)
+        facts = winner.facts | {"judged_to": judged_to}
+        manifest = self.lineage.promote(winner.version, served, policy_version, winner.verdict.reason, facts)
         candidate = next((c for c in contests if c.version == CANDIDATE), None)
         keeps = candidate is not None and candidate.verdict.gain >= winner.verdict.gain
         if not keeps:
@@ -514,7 +525,8 @@ class Learner:
             self.controller.curve = LearningCurve()
             self.gate.concluded()
         is_candidate = winner.version == CANDIDATE or not keeps
-        return self.gate.promoted(manifest.version, served, winner.verdict.gain, is_candidate=is_candidate)
+        gain = winner.verdict.gain
+        return self.gate.promoted(manifest.version, served, gain, after=judged_to, is_candidate=is_candidate)
 
     def _conclude(self, contests: Sequence[Contest], version_seconds: float | None, policy_version: int) -> None:
         """Tell history and controller, once for each whole training, what the gate found of it.

@@ -36,6 +36,8 @@ log = logging.getLogger("draftalign.worker")
 CANDIDATE: Final = "candidate"
 
 _CACHED_VERSIONS = 4
+#: Events with which a version begins to be served.
+_OFFERS: Final = ("published", "rolled_back")
 
 
 class Lineage:
@@ -137,12 +139,15 @@ class Lineage:
         return self._registry.latest(self._run)
 
     def published_after(self, before: str | None) -> Manifest | None:
-        """What is served now, where it is a candidate that won against `before` and that nobody repointed since."""
+        """What is served now, where it is a candidate that won against `before` and from which nobody moved since."""
         latest = self.served()
         if latest is None or latest.gate is None or latest.parent != before:
             return None
-        own = self._registry.get(self._run, latest.version)
-        return latest if own.sequence == latest.sequence else None
+        if self._registry.get(self._run, latest.version).sequence == latest.sequence:
+            return latest
+        offers = [event for event in self._registry.history(self._run) if event["event"] in _OFFERS]
+        newest = [(event["event"], event.get("version")) for event in offers[-1:]]
+        return latest if newest == [("published", latest.version)] else None  # pushed again since: the same drafter
 
     def existing(self, version: str) -> str | None:
         """The version if it is still on disk, else None."""
@@ -241,6 +246,18 @@ class Lineage:
     def refuse(self, policy_version: int, reason: str, evidence: dict[str, Any]) -> None:
         """Record that the gate refused the candidate."""
         self.record({"event": "refused", "policy_version": policy_version, "reason": reason, "gate": evidence})
+
+    def record_gain(self, event: Mapping[str, Any]) -> None:
+        """Write what a version was found to gain, once for each time that it was served.
+
+        A worker that dies after that and before its checkpoint finds it again.
+        """
+        for past in reversed(self._registry.history(self._run)):
+            if past.get("version") == event["version"] and past["event"] in (*_OFFERS, event["event"]):
+                if past["event"] == event["event"]:
+                    return
+                break
+        self.record(event)
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Write an event into the run's history."""

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from drafter.batch import RolloutBatch
 from drafter.replay.acceptance import Replay, log_ratio
 from drafter.replay.gate import Look, Trial, Verdict, compare
+from service.monitor.records import arrival
 from service.settings import Settings
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.scoring import Scores, replay_each
@@ -124,6 +125,7 @@ class Promise:
     variance: float = 0.0  # Σ (rounds_before · standard error of the log ratio)² over claims
     rollouts: int = 0
     policy_version: int | None = None  # newest of the rollouts
+    after: str | None = None  # newest queue entry of those that chose it; None: not known
 
     def add(self, new: Replay, old: Replay, fresh: Fresh) -> None:
         """Count a claim's rollouts."""
@@ -229,8 +231,9 @@ class Gate:
 
     @property
     def unmeasured(self) -> bool:
-        """Whether nothing is known yet of what the newest version really gains."""
-        return self._promise is not None and self._promise.rollouts == 0
+        """Whether nothing is known yet of what the newest version really gains, and it can be measured."""
+        promise = self._promise
+        return promise is not None and promise.rollouts == 0 and self._lineage.existing(promise.before) is not None
 
     def hungry(self, more: int = 0) -> bool:
         """Whether the candidate, since it was trained, was judged on too few rollouts, with `more` of them."""
@@ -246,7 +249,7 @@ class Gate:
             self.concluded()
         else:
             self.untested, self.done = (self.untested or 0.0) + seconds, self.done + share
-        self._trial(CANDIDATE).trained()
+        self._trial(CANDIDATE).trained(share)
 
     def concluded(self) -> None:
         """What was trained until now is judged, or will not be."""
@@ -312,14 +315,17 @@ class Gate:
         verdict = replace(verdict, reason=look.fault or verdict.reason)
         return Contest(version, verdict, look, self.trained_to if version == CANDIDATE else None)
 
-    def begin(self, served: str | None) -> None:
+    def begin(self, served: str | None) -> dict[str, Any] | None:
         """Begin all trials again, against `served`; how far a training moves the candidate stays known.
 
-        What the version before was promised to gain is no longer measured: it does not serve.
+        What the version before was promised to gain is no longer measured: it does not serve. Returns the event of that
+        promise, with what is known of it; None where nothing is.
         """
+        event = self._settled() if self._promise is not None and self._promise.rollouts else None
         known = self._trials[CANDIDATE]
         self.served, self._level, self._few, self._promise = served, Level(), [], None
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, rise=known.rise, step=known.step)}
+        return event
 
     def _trial(self, version: str) -> Trial:
         if version not in self._trials:
@@ -353,6 +359,11 @@ class Gate:
         return Replay.concat(parts)
 
     # --- what became of it
+    def measures(self, entry_id: str) -> bool:
+        """Whether the rollouts of a queue entry may measure the version published last: they did not choose it."""
+        after = None if self._promise is None else self._promise.after
+        return after is None or arrival(entry_id) > arrival(after)
+
     def settle(self, fresh: Fresh) -> dict[str, Any] | None:
         """Measure the gain of the version published last; its event once that is known well enough."""
         promise = self._promise
@@ -362,16 +373,15 @@ class Gate:
         return self._settled() if promise.rollouts >= _SETTLED_ROLLOUTS else None
 
     def promoted(
-        self, version: str, before: str | None, promised: float, *, is_candidate: bool
+        self, version: str, before: str | None, promised: float, *, after: str | None, is_candidate: bool
     ) -> dict[str, Any] | None:
         """`version` is served now instead of `before`, for the gain that was `promised`. All trials begin again.
 
-        `is_candidate`: training goes on from it. Returns the event of the promise that was being measured, with what is
-        known of it.
+        `after`: the newest queue entry of those that chose it. `is_candidate`: training goes on from it. Returns what
+        `begin` does.
         """
-        event = self._settled() if self._promise is not None and self._promise.rollouts else None
-        self.begin(version)
-        self._promise = None if before is None else Promise(version, before, promised)
+        event = self.begin(version)
+        self._promise = None if before is None else Promise(version, before, promised, after=after)
         if is_candidate:
             self._trials[CANDIDATE].variance = 0.0
         return event

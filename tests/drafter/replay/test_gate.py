@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.gate_error import WORLDS, World, batch, run
+from benchmarks.gate_error import WORLDS, World, batch, publishes, run
 from drafter.replay.acceptance import Replay
 from drafter.replay.gate import Look, Trial, compare
 
@@ -88,6 +88,22 @@ def test_how_far_a_training_moves_the_gain_is_learnt() -> None:
     trial.trained()
     trial.take(Look(0.03, 0.025, 30, 240, 2.06, 2.0))
     assert trial.verdict().gain < 0.02
+
+
+@pytest.mark.parametrize("share", [1.0, 0.125])
+def test_the_promise_is_kept_where_trainings_are_cut_into_parts(share: float) -> None:
+    """A part counted as a whole training promised a third too much."""
+    rng = np.random.default_rng(5)
+    found = [one for _ in range(25) for one in publishes(share, 0.05, rng)]
+    assert len(found) == 100
+    promised, true = (sum(getattr(one, of) or 0.0 for one in found) for of in ("promised", "gain"))
+    assert promised / true == pytest.approx(1.0, abs=0.12)
+
+
+def test_a_checkpoint_from_before_parts_were_counted_is_read() -> None:
+    trial = Trial()
+    trial.trained()
+    assert Trial.from_json(trial.to_json() | {"moved": True}) == trial
 
 
 def test_looks_pool() -> None:

@@ -64,19 +64,25 @@ def test_what_frozen_is_compared_with_is_of_the_same_rollouts() -> None:
     assert points([score(1, served=counts(100, 100))])[0]["alpha_served_compared"] is None
 
 
-def test_publication_lag_is_formed_only_where_best_and_served_are_both_known() -> None:
+def test_publication_lag_is_formed_only_where_all_drafters_were_scored() -> None:
+    three = {"served": counts(300, 100), "frozen": counts(290, 100), "best": counts(300, 90)}
+    two = {"served": counts(100, 100), "best": counts(100, 99), "best_version": "candidate"}
     [point] = points(
         [
-            score(1, served=counts(300, 100), best=counts(300, 90), best_version="v000002-bbbbbbbb"),
-            score(1, served=counts(100, 100)),  # hard prompts, archive not scored: must not appear as publication_lag
+            score(1, **three, best_version="v000002-bbbbbbbb"),
+            score(1, **two, tokens=900),  # hard prompts, and the better of two is not the best of all
+            score(1, served=counts(100, 100)),
         ]
     )
     assert point["publication_lag"] == pytest.approx(300 / 90 - 3)
     assert point["best_version"] == "v000002-bbbbbbbb"
+    assert point["alpha_best"] == pytest.approx(300 / 90)
+    assert points([score(1, **two)])[0]["publication_lag"] is None
 
 
 def test_a_best_below_the_served_drafter_is_reported_as_it_is() -> None:
-    [point] = points([score(1, served=counts(300, 100), best=counts(290, 100))])
+    found = {"served": counts(300, 100), "frozen": counts(280, 100), "best": counts(290, 100)}
+    [point] = points([score(1, **found)])
     assert point["publication_lag"] == pytest.approx(-0.1)
 
 

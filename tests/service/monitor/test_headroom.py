@@ -10,6 +10,7 @@ import pytest
 from record_fixtures import stored
 
 from service.monitor.headroom import STATES, Advice, LearningCurve, advise, trainer_silent
+from service.monitor.live_replay import Watch
 from service.monitor.metrics import advice_of
 from service.monitor.records import Headroom
 
@@ -149,4 +150,9 @@ def test_a_run_without_new_rollouts_is_starved_but_not_while_some_wait() -> None
 
     assert said().state == "starved"
     assert said(counters={"items": 1}).state == "unknown"
+    held = Watch(hold="all engines count otherwise")
+    learning = {"headroom": {"gain": 0.1, "low": 0.05, "high": 0.2, "each": 0.02, "each_error": 0.005, "busy": 0.1}}
+    going = {"worker": learning, "counters": {"items": 1}}
+    assert said(**going).state == "learning"
+    assert said(**going, watch=held) == Advice("unknown", "nothing is trained while publishing is held")
     assert said(scores=[{"policy_version": 1, "entry_id": f"{n}000000-0"} for n in (8, 9)]).state == "unknown"

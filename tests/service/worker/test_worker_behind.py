@@ -224,7 +224,29 @@ def test_a_worker_that_is_behind_compares_all_drafters_now_and_then(bench: Bench
     newest = [one for one in scores if (one.policy_version or 0) % 2]
     assert len(newest) == 9
     assert all(one.candidate is not None and one.best is not None for one in newest)
-    assert sum(one.frozen is not None for one in newest) == 3, "of the first claim, and of every fourth"
+    compared = [one for one in newest if one.frozen is not None]
+    assert len(compared) == 3, "of the first claim, and of every fourth"
+    rounds = worker.learner.journal.totals.rounds
+    for counted, role in (("served_compared", "served"), ("best", "best"), ("frozen", "frozen")):
+        sums = (getattr(one, role) for one in compared)
+        assert rounds[counted] == pytest.approx(sum(one.rounds for one in sums)), "of the same rollouts"
+
+
+def test_who_trains_in_one_claim_of_nine_does_all_of_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer rollouts wait then by definition."""
+    bench.begin()
+    train, shares = Learner.train, []
+
+    def watched(self: Learner, newest: Any, ends: Any) -> tuple[float, float]:
+        seconds, share = train(self, newest, ends)
+        shares.append(share)
+        return seconds, share
+
+    monkeypatch.setattr(Learner, "train", watched)
+    for version in range(10):
+        bench.post(f"v{version}", policy_version=version)
+    bench.drain(bench.worker(train_passes=16.0))
+    assert shares == [1.0, 1.0]
 
 
 # --- nothing is acknowledged that was not scored and trained on

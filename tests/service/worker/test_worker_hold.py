@@ -62,6 +62,7 @@ def test_nothing_is_published_while_engines_and_replay_disagree_and_it_ends_by_i
     versions, trainer = registry.versions("default"), worker.learner.lineage.trainer
     assert trainer is not None
     windows, known = trainer.windows, worker.learner.controller.trainings
+    worker.learner.controller.deferred = 3
     with caplog.at_level(logging.WARNING, "draftalign.worker"):
         for n in range(3):
             batch = bench.post(f"held {n}", rollouts=64)
@@ -70,6 +71,7 @@ def test_nothing_is_published_while_engines_and_replay_disagree_and_it_ends_by_i
             assert bench.store.scores()[batch].action == "idle"
     assert trainer.windows == windows, "such rollouts may teach what has to be unlearnt"
     assert worker.learner.controller.trainings == known
+    assert worker.learner.controller.deferred == 0, "what was passed over before is over"
     assert "nothing is trained while nothing may be published" in str(bench.store.worker().action_reason)
     assert registry.versions("default") == versions
     said = [record.message for record in caplog.records if "nothing is published" in record.message]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import service.storage.queue
 import service.worker.inbox
 import service.worker.lease
 import service.worker.process
+import service.worker.promotion
 from drafter.batch import load_batch
 from drafter.training.trainer import DrafterTrainer
 from service.storage.queue import MAX_DELIVERIES
@@ -583,8 +585,9 @@ def published_by(bench: Bench, worker: RunWorker, name: str) -> int:
     raise AssertionError("nothing was published")
 
 
+@pytest.mark.parametrize("pushed", [False, True])
 def test_a_death_right_after_a_publish_makes_it_no_refusal_and_its_gain_is_measured(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, *, pushed: bool
 ) -> None:
     bench.begin()
     registry = Registry(bench.layout)
@@ -595,6 +598,8 @@ def test_a_death_right_after_a_publish_makes_it_no_refusal_and_its_gain_is_measu
     served = registry.latest("default")
     assert served is not None
     assert served.gate is not None
+    if pushed:
+        registry.push_again("default", "the engine lost it")
     refused = [e for e in registry.history("default") if e["event"] == "refused"]
     worker = bench.worker(**EAGER)
     bench.drain(worker)
@@ -617,16 +622,122 @@ def test_a_rollback_by_a_person_ends_what_was_being_measured(bench: Bench) -> No
     published_by(bench, worker, "a")
     first = registry.versions("default")[0]
     assert worker.learner.gate.watched == first
+    measured = worker.learner.gate.served
     worker.save()
-    registry.rollback("default", first, "by hand")
     strict = bench.worker(**EAGER | {"gate_min_gain": 1e6})
+    bench.post("before", rollouts=64)
+    bench.drain(strict)
+    registry.rollback("default", first, "by hand")
     strict.learner.controller.curve.learn(0.2, 0.01, promoted=False)
     assert strict.learner.gate.watched == first
     bench.post("after", rollouts=64)
     bench.drain(strict)
     assert strict.learner.gate.served == first
     assert strict.learner.gate.watched is None, "the other one does not serve"
+    assert gains(bench) == [measured], "what is known of it is written"
     assert all(m.gain != 0.2 for m in strict.learner.controller.curve.measured), "that was against another drafter"
+
+
+def gains(bench: Bench) -> list[str]:
+    return [e["version"] for e in Registry(bench.layout).history("default") if e["event"] == "realised"]
+
+
+def test_a_gain_that_is_known_half_is_written_once_whoever_dies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next publish ends the measurement; the checkpoint is from before it, so the next life finds it again."""
+    monkeypatch.setattr(service.worker.promotion, "_SETTLED_ROLLOUTS", 1_000_000)
+    bench.begin()
+    worker = bench.worker(**EAGER)
+    published_by(bench, worker, "a")
+    measured = Registry(bench.layout).versions("default")[-1]
+    worker.save()
+    strict = bench.worker(**EAGER | {"gate_min_gain": 1e6})
+    bench.post("half", rollouts=64)
+    bench.drain(strict)
+    strict.save()
+    assert not gains(bench)
+    with monkeypatch.context() as patch:
+        die_in(patch, Lineage, "promote", after=True)
+        with pytest.raises(Stopped):
+            published_by(bench, bench.worker(**EAGER), "b")
+    with monkeypatch.context() as patch:
+        die_in(patch, Learner, "_decide")
+        with pytest.raises(Stopped):
+            bench.drain(bench.worker(**EAGER))
+    bench.drain(bench.worker(**EAGER))
+    event = {"event": "realised", "version": measured}
+    worker.learner.lineage.record_gain(event)  # and a third time, from whoever finds it
+    assert gains(bench) == [measured]
+    Registry(bench.layout).rollback("default", measured, "by hand")
+    worker.learner.lineage.record_gain(event)
+    assert gains(bench) == [measured, measured], "served again, measured again"
+
+
+def test_a_death_between_a_gain_that_is_written_and_the_checkpoint_writes_it_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    worker = bench.worker(**EAGER)
+    published_by(bench, worker, "a")
+    monkeypatch.setattr(service.worker.promotion, "_SETTLED_ROLLOUTS", 1)
+    bench.post("after", rollouts=64)
+    with monkeypatch.context() as patch:
+        die_in(patch, Lineage, "record_gain", after=True)
+        with pytest.raises(Stopped):
+            bench.drain(worker)
+    assert gains(bench)
+    strict = bench.worker(**EAGER | {"gate_min_gain": 1e6})
+    bench.drain(strict)
+    bench.post("more", rollouts=64)
+    bench.drain(strict)
+    assert len(gains(bench)) == len(set(gains(bench)))
+
+
+def test_rollouts_that_chose_a_version_do_not_measure_it_when_they_come_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails is not the batches' doing, so their delivery is not counted: it does not tell."""
+    bench.begin()
+    worker = bench.worker(**EAGER)
+    promote = Lineage.promote
+
+    def then_the_disk_fails(self: Lineage, *arguments: Any) -> Any:
+        patch.setattr(Learner, "_conclude", fails_with(OSError(5, "Input/output error")))
+        return promote(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lineage, "promote", then_the_disk_fails)
+        with pytest.raises(OSError, match="Input/output"):
+            published_by(bench, worker, "a")
+    versions = Registry(bench.layout).versions("default")
+    bench.drain(worker)
+    assert Registry(bench.layout).versions("default") == versions
+    assert worker.learner.gate.unmeasured
+
+
+def test_a_claim_that_fails_after_a_rollback_is_looked_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.begin()
+    worker, registry = bench.worker(**EAGER), Registry(bench.layout)
+    published_by(bench, worker, "a")
+    worker.save()
+    registry.rollback("default", registry.versions("default")[0], "by hand")
+    strict = bench.worker(**EAGER | {"gate_min_gain": 1e6})
+    monkeypatch.setattr(Lineage, "refuse", fails_with(OSError(28, "no space left on device")))
+    bench.post("after", rollouts=64)
+    with pytest.raises(OSError, match="no space"):
+        bench.drain(strict)
+    state = strict.learner.gate.state
+    assert state["served"] == registry.versions("default")[0]
+    assert (state["trials"]["candidate"]["looks"], state["tested"]) == (0, 0), "it comes again, and counts then"
+
+
+def test_a_version_whose_predecessor_is_gone_is_not_waited_for(bench: Bench) -> None:
+    """All drafters would be compared with every claim, for a gain that nobody can measure."""
+    bench.begin()
+    worker = bench.worker(**EAGER)
+    published_by(bench, worker, "a")
+    assert worker.learner.gate.unmeasured
+    shutil.rmtree(bench.layout.drafter("default", str(worker.learner.gate.watched)))
+    assert not worker.learner.gate.unmeasured
 
 
 def test_what_earlier_versions_kept_in_redis_is_deleted(bench: Bench) -> None:
