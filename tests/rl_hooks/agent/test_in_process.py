@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +53,9 @@ class Link:
     def call(self, method: str, *args: Any) -> Any:
         assert method == "draftalign_follow"
         self.follow(*args)
-        return SimpleNamespace(result=list)
+        future: Future[list[Any]] = Future()
+        future.set_result([])
+        return future
 
     def snapshot(self) -> Snapshot:
         return Snapshot.of_exact(tuple(self.exact), Counts(), 3)
