@@ -183,9 +183,10 @@ class SwapAgent:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 if server is not None:
                     server.close()
-            with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
-                if self._engine is not None:  # it ends with this process: nobody else will read its last counts
+            if self._engine is not None:  # it ends with this process: nobody else will read its last counts
+                with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
                     await asyncio.wait_for(self.followers[config.engine_urls[0]].tick(None), timeout=1.0)
+            with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
                 await asyncio.wait_for(self._report_all(service), timeout=2.0)
 
     def _loops(self, service: httpx.AsyncClient, engines: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
