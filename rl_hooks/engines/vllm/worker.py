@@ -82,10 +82,10 @@ class DrafterSwap:
         self._initial: dict[str, Tensor] | None = None
         self._swaps = 0
         self._stall_seconds = 0.0
+        #: Why the weights are not those of what is served; None where they are, unless they differ from `_marks`.
         self._broken: str | None = None
+        #: Fingerprint of the weights when they were last loaded, or found to be broken.
         self._marks: str | None = None
-        #: Fingerprint of weights that are lost and could not be restored; a try again would fail again.
-        self._unmended: str | None = None
         #: What `follow` was told, while the weights are not yet the run's.
         self._waiting: tuple[ServiceSettings, int | None] | None = None
         self.tap: VllmTap | None = None
@@ -243,15 +243,17 @@ class DrafterSwap:
         """Restore the drafter if it is lost. What somebody else has loaded into it stays, and is not called ours."""
         lost, watch.lost = watch.lost, False
         now = None if self.draft is None else self.draft.fingerprint()
-        if self.draft is None or now == self._marks or (now == self._unmended and not lost):
-            return
+        if self.draft is None or (now == self._marks and not (lost and self._broken)):
+            return  # as it was; broken weights are not tried again until they are lost again
         if lost or self.draft.is_wiped():
             self._restore()
         elif self._served.version is None:  # the policy's own module, say, which the trainer refits
             self._marks, self._broken = now, None
-        elif self._broken is None:
+        else:
+            if self._broken is None:
+                log.warning("draftalign: somebody has loaded other weights over %s", self._served.version)
+            self._marks = now
             self._broken = f"other weights than those of {self._served.version} were loaded; push a drafter again"
-            log.warning("draftalign: %s", self._broken)
 
     def _restore(self) -> None:
         """Load the served drafter again from host memory: a level-2 sleep discards it, and vLLM does not bring it back.
@@ -269,10 +271,10 @@ class DrafterSwap:
         except Exception as error:  # noqa: BLE001 - the policy verifies every draft; its text is right in any case
             # The state says that it is not loaded, so a version is pushed.
             self._broken = f"the drafter's weights are lost and were not restored: {error!r}"
-            self._marks, self._unmended = None, self.draft.fingerprint()
             log.warning("draftalign: %s", self._broken)
+            self._marks = self.draft.fingerprint()
         else:
-            self._broken = self._unmended = None
+            self._broken = None
             self._marks = self.draft.fingerprint()
             seconds = time.perf_counter() - began
             log.info("draftalign: restored drafter %s in %.4f s", self._served.version or "of the start", seconds)
@@ -382,7 +384,7 @@ class DrafterSwap:
         except Exception as error:
             self._put_back(before, error)
             raise
-        self._served, self._broken, self._initial, self._unmended = wanted, None, None, None
+        self._served, self._broken, self._initial = wanted, None, None
         self._swaps += 1
         self._marks = self.draft.fingerprint()
         self._stall_seconds = time.perf_counter() - began
@@ -396,16 +398,19 @@ class DrafterSwap:
             if tensors is None:
                 raise RuntimeError("no copy of it was kept")  # noqa: TRY301 - one way out for both
             self.draft.load(tensors, unread_weights(self._sizes()))
-            self._marks = self.draft.fingerprint()
+            self._broken, self._marks = None, self.draft.fingerprint()
         except Exception as second:  # noqa: BLE001 - reported in the state; the engine must go on
             self._broken = f"loading failed ({error}), putting back failed ({second}); push a drafter again"
-            self._served, self._marks, self._unmended = Served(None, None, None), None, self.draft.fingerprint()
+            self._served = Served(None, None, None)
+            self._marks = self.draft.fingerprint()
 
     # --- are its weights intact?
     def _intact(self) -> bool:
         """False when the weights have changed since they were loaded: after a sleep, a refit or a weight sync."""
         if self.draft is None:
             return True
+        if self._broken is not None:
+            return False
         asleep = self.watch is not None and self.watch.asleep  # then they cannot be read, and nothing drafts
         return self._marks is not None and (asleep or self._marks == self.draft.fingerprint())
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
-from rl_hooks.engines.vllm.tap import ServiceSettings
+from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
 from rl_hooks.engines.vllm.worker import DrafterSwap, Served
 
 OURS = {"weight": torch.full((4, 4), 2.0)}
@@ -162,6 +162,22 @@ def test_a_drafter_that_cannot_be_restored_is_tried_once_for_each_loss(
     worker.draft.layer.weight.data.fill_(3.0)
     assert swap.settle(None)["loaded"] is True  # somebody brought one
     assert loads == []
+
+
+def test_a_run_that_is_another_policys_gets_nothing_more(loads: list[Any]) -> None:
+    del loads
+    swap = DrafterSwap(Worker())
+    swap.follow(SETTINGS, None, None)
+    tap: Any = swap.tap
+    assert swap.state()["tap"] == {}
+    tap.refused = True
+    assert swap.state()["tap"] is None
+    ended: list[bool] = []
+    real = VllmTap.__new__(VllmTap)
+    parts: Any = {"sender": SimpleNamespace(refused=True), "tap": SimpleNamespace(cut=lambda: ended.append(True))}
+    vars(real).update(parts)
+    real.settled(tainted=False)
+    assert ended == [True]
 
 
 SETTINGS = ServiceSettings("http://s")
