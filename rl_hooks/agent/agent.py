@@ -27,7 +27,7 @@ from typing import Any, Final, get_args
 import httpx
 
 from rl_hooks.agent.canary import CanaryRule
-from rl_hooks.agent.download import fetch_release, prune_cache
+from rl_hooks.agent.download import fetch_release, in_thread, prune_cache
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics, MetricsServer
 from rl_hooks.engines.counters import Bucket
@@ -183,9 +183,10 @@ class SwapAgent:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 if server is not None:
                     server.close()
+            if self._engine is not None:  # it ends with this process: nobody else will read its last counts
+                with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
+                    await asyncio.wait_for(self.followers[config.engine_urls[0]].tick(None), timeout=1.0)
             with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
-                if self._engine is not None:  # it ends with this process: nobody else will read its last counts
-                    await self.followers[config.engine_urls[0]].tick(None)
                 await asyncio.wait_for(self._report_all(service), timeout=2.0)
 
     def _loops(self, service: httpx.AsyncClient, engines: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
@@ -285,7 +286,7 @@ class SwapAgent:
                 f"sequence went from {self.offer.sequence} to {manifest.sequence}; latest never goes back "
                 "(was the service's state directory replaced? then restart the agent with an empty cache)"
             )
-        release = await asyncio.to_thread(self._download, manifest)
+        release = await in_thread(self._download, manifest)
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
         version = release.version
         self._recent = [*(v for v in self._recent if v != version), version][-max(self.config.keep_versions, 1) :]
@@ -310,7 +311,7 @@ class SwapAgent:
             return
         # Asked here and not in the thread: the engines' tasks change what they use.
         in_use = set(self._recent).union(*(f.versions_in_use() for f in self.followers.values()))
-        await asyncio.to_thread(prune_cache, self.config.cache_dir, self.config.run, in_use)
+        await in_thread(prune_cache, self.config.cache_dir, self.config.run, in_use)
 
     # --- the engines
     async def _follow_engine(self, follower: EngineFollower, offered: asyncio.Event) -> None:

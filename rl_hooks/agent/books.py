@@ -34,13 +34,22 @@ class EngineBooks:
         self.ledger.book(version, policy_version, counts)
         return self.canary.count(version, counts, now)
 
-    def book_exact(self, before: Snapshot | None, after: Snapshot, seconds: float, now: float) -> Verdict | None:
-        """Credit the counts of an engine that knows whose each round is; a drafter without a name gets none."""
+    def book_exact(
+        self, before: Snapshot | None, after: Snapshot, state: EngineState, seconds: float, now: float
+    ) -> Verdict | None:
+        """Credit the counts of an engine that knows whose each round is; a drafter without a name gets none.
+
+        The policy's own MTP module goes by its method. N-grams get none: their rounds without drafts are not counted.
+        """
+        method = None if state.takes is None else state.method
         earlier = {(version, policy): counts for version, policy, counts in (before and before.exact) or ()}
         verdict = None
         for version, policy, counts in after.exact or ():
             new = counts.since(earlier.get((version, policy), Counts()), seconds)
             if new.rounds <= 0:
+                continue
+            if version is None and method is not None:
+                self.ledger.book(method, policy, new, method=method)
                 continue
             if version is None:
                 self.ledger.set_aside(new.rounds)

@@ -9,14 +9,17 @@ Synchronous on purpose: it runs in a thread, where hashing and writing do not de
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
 import httpx
 
@@ -39,6 +42,27 @@ from rl_hooks.release import Manifest, OfferedFile, Release
 LOCK_SECONDS: Final = 120.0
 #: Written last into a complete directory: what was verified, and the digests after stripping.
 RECEIPT: Final = "draftalign-receipt.json"
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+async def in_thread(act: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """`asyncio.to_thread` in a daemon thread: a trainer's process that ends does not wait for a download."""
+    future: Future[_T] = Future()
+
+    def work() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = act(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, name="draftalign-files", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def fetch_release(

@@ -14,7 +14,6 @@ that differ from the download are deleted and downloaded again, and the engine g
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -25,7 +24,7 @@ from typing import Any
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule, Verdict
 from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
-from rl_hooks.agent.download import cached_release, is_intact
+from rl_hooks.agent.download import cached_release, in_thread, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.agent.process import EngineProcess, Known, Seen
 from rl_hooks.durable import replace_file
@@ -134,7 +133,7 @@ class EngineFollower:
         exact = snapshot is not None and snapshot.exact is not None
         if snapshot is not None and exact:
             earlier = None if since.restarted else before
-            verdict = self.books.book_exact(earlier, snapshot, since.seconds, self._clock())
+            verdict = self.books.book_exact(earlier, snapshot, state, since.seconds, self._clock())
         pending = self._process.pending
         if pending is not None and since.known != self.seen.known and state.serving == pending.version:
             # The swap was done, but its answer was lost, or the agent that asked died before it came.
@@ -213,7 +212,7 @@ class EngineFollower:
             raise
         since = self.seen.look(after, confirmed, self._clock())
         if after is not None and after.exact is not None:
-            verdict = self.books.book_exact(before, after, since.seconds, self._clock())
+            verdict = self.books.book_exact(before, after, state, since.seconds, self._clock())
             if verdict is not None:
                 self._judge(verdict)
         else:
@@ -257,10 +256,10 @@ class EngineFollower:
     async def _verify(self, release: Release, *, again: bool) -> Release:
         """Make sure that the release's files are as downloaded; `again`: download them in any case."""
         if not again:
-            if await asyncio.to_thread(is_intact, release):
+            if await in_thread(is_intact, release):
                 return cached_release(release.manifest, release.path)
             self._note_mismatch(f"{release.version} in the cache is not what was downloaded; downloading it again")
-        return await asyncio.to_thread(self._fetch, release.manifest, again)
+        return await in_thread(self._fetch, release.manifest, again)
 
     def _note_mismatch(self, fault: str) -> None:
         self._metrics.error(self.url, "digest")

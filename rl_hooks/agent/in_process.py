@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,8 +25,10 @@ from rl_hooks.sending.exchange import Origin, exchange
 
 log = logging.getLogger("vllm.draftalign")
 
-#: The first request of an engine waits so long for the service, once.
+#: The first step of an engine waits so long for the service, once.
 _FIRST_SECONDS: Final = 2.0
+#: Bounds each wait for the service's next bytes.
+_ASK_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 5.0
 _LAST_SECONDS: Final = 3.0
 
@@ -45,36 +48,41 @@ class InProcessAgent:
             signing_key=os.environ.get("DRAFTALIGN_SIGNING_KEY") or None,
         )
         self._agent: SwapAgent | None = None
-        self._stopped = threading.Event()
+        self._stopped, self._asked = threading.Event(), threading.Event()
+        self._joining: Future[list[Any]] | None = None
         self._thread: threading.Thread | None = None
 
     def begin(self, link: CoreLink) -> None:
-        """Called once, before the engine's first step."""
-        joined = self._join(link, lambda newest: link.follow(asdict(self._settings), newest))
-        self._thread = threading.Thread(target=self._follow, args=(link, joined), name="draftalign-agent", daemon=True)
+        """Called once, before the engine's first step, which waits for the service's first answer, but not for long."""
+        self._thread = threading.Thread(target=self._follow, args=(link,), name="draftalign-agent", daemon=True)
         self._thread.start()
+        self._asked.wait(_FIRST_SECONDS)
 
     def end(self) -> None:
         """The engine shuts down: report the last counts."""
         self._stopped.set()
         if self._agent is not None:
             self._agent.stop()
+        if self._joining is not None:
+            self._joining.cancel()  # no further step will run it
         if self._thread is not None:
             self._thread.join(_LAST_SECONDS)
 
-    def _join(self, link: CoreLink, follow: Callable[[int | None], object]) -> bool:
+    def _follow(self, link: CoreLink) -> None:
         def join() -> None:
-            follow(self.newest_policy(_FIRST_SECONDS))
+            try:
+                newest = self.newest_policy(_ASK_SECONDS)
+                joining = self._joining = link.call("draftalign_follow", asdict(self._settings), newest)
+            finally:
+                self._asked.set()
+            with contextlib.suppress(CancelledError):  # the engine has ended
+                joining.result()
 
-        return link.guard(f"joining run {self._settings.run!r}", join)
-
-    def _follow(self, link: CoreLink, joined: bool) -> None:
-        while not joined:
+        while not link.guard(f"joining run {self._settings.run!r}", join):
             if self._stopped.wait(_RETRY_SECONDS):
                 return
-            joined = self._join(
-                link, lambda newest: link.call("draftalign_follow", asdict(self._settings), newest).result()
-            )
+        if self._stopped.is_set():
+            return
         config = self._config
         log.info("draftalign: this engine follows run %r of %s", config.run, config.service_url)
         agent = self._agent = SwapAgent(config, InProcessEngine(config.engine_urls[0], link, config.cache_dir))
@@ -108,7 +116,7 @@ class InProcessEngine:
     async def swap(self, release: Release) -> str | None:
         """Swap before the next step of the engine; returns once that has come."""
         try:
-            answer = await self._swapper.swap(str(release.path), release.version)
+            answer = await self._swapper.swap(str(release.path), release.version, release.sha256)
         except SwapProblem as problem:
             kind = SwapRefusedError if problem.status in REFUSALS else EngineError
             raise kind(f"{problem.title}: {problem}") from problem

@@ -50,7 +50,8 @@ class Seen:
         if snapshot is not None and snapshot.policy_version is None:
             snapshot = replace(snapshot, policy_version=state.policy_version)
         known, before = self.known, self.snapshot
-        fallen = before is not None and snapshot is not None and snapshot.has_fallen(before)
+        # Exact counts are of an engine in the agent's own process: they end together.
+        fallen = before is not None and snapshot is not None and snapshot.exact is None and snapshot.has_fallen(before)
         since = Since(known, before, now - self.at, fallen or (known is not None and state.swaps < known.swaps))
         self.at, self.known, self.snapshot = now, Known(state.serving, state.swaps), snapshot
         self.depth, self.drafting = state.depth, state.drafting

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -101,4 +102,5 @@ def drafter_directory(environment: Mapping[str, str]) -> Path:
 
 def _name(core: Any) -> str:
     rank = core.vllm_config.parallel_config.data_parallel_index
-    return f"{socket.gethostname()[:60]} {os.getpid()} dp{rank}"
+    # A container that starts again has the same host name and process number, and another engine's counts.
+    return f"{socket.gethostname()[:60]} {os.getpid()} dp{rank} {uuid.uuid4().hex[:8]}"

@@ -26,6 +26,9 @@ from rl_hooks.sending.copies import HostCopies
 
 log = logging.getLogger("draftalign.tap")
 
+#: Events after which weights are gone, and none have come.
+_DEEP_SLEEP: Final = "sleep of level 2"
+_DISCARD: Final = "discard of the weights"
 #: A weight version with more digits is no count of updates.
 _MAX_DIGITS: Final = 15
 
@@ -76,15 +79,20 @@ class PolicyWatch:
     def __init__(self, worker: Any) -> None:
         #: The worker's weights are not in its memory: they must not be read.
         self.asleep = False
+        #: They were taken away, the drafter's with them. Who loads the drafter again sets it back.
+        self.lost = False
+        #: Somebody has brought or named weights: they are more than what vLLM started with.
+        self.updated = False
         self.weights = WeightSample(worker.model_runner.get_model())
         self.changing: Callable[[], None] = lambda: None
         self.noticed: Callable[[], None] = lambda: None
         self._versions: PolicyVersions | None = None
         self._moved = False
         self._found = False
+        self._named: str | None = None
         on_reload(worker, self._announced)
-        _before(worker, "sleep", self._sleeps)
-        _before(worker, "wake_up", self._wakes)
+        before_call(worker, "sleep", self._sleeps)
+        before_call(worker, "wake_up", self._wakes)
 
     @property
     def version(self) -> int | None:
@@ -110,6 +118,8 @@ class PolicyWatch:
         moved, self._moved, self._found = self._moved or found, False, False
         if moved:
             self.weights.retake()
+        self.updated |= found or named not in (None, self._named)
+        self._named = named
         if self._versions is not None:
             self._versions.next(named, moved=moved)
         elif _number(named) is not None:
@@ -125,6 +135,10 @@ class PolicyWatch:
     def _announced(self, what: str) -> None:
         log.debug("draftalign: the policy changes: %s", what)
         self._moved = True
+        if what in (_DEEP_SLEEP, _DISCARD):
+            self.lost = True
+        else:
+            self.updated = True
         self.changing()
         self.noticed()
 
@@ -187,20 +201,20 @@ def on_reload(worker: Any, changes: Callable[[str], None]) -> None:
 
     def sleep(level: int = 1, *_: Any, **__: Any) -> None:
         if level >= 2:  # level 1 brings back the same weights
-            changes("sleep of level 2")
+            changes(_DEEP_SLEEP)
 
     def discard(tags: Collection[str] = (), *_: Any, **__: Any) -> None:
         if "weights" in tags:
-            changes("discard of the weights")
+            changes(_DISCARD)
 
-    _before(runner.get_model(), "load_weights", teller("load_weights"))
-    _before(runner, "reload_weights", teller("reload_weights"))
-    _before(worker, "start_weight_update", teller("start_weight_update"))
-    _before(worker, "sleep", sleep)
-    _before(worker, "discard", discard)
+    before_call(runner.get_model(), "load_weights", teller("load_weights"))
+    before_call(runner, "reload_weights", teller("reload_weights"))
+    before_call(worker, "start_weight_update", teller("start_weight_update"))
+    before_call(worker, "sleep", sleep)
+    before_call(worker, "discard", discard)
 
 
-def _before(owner: Any, method: str, happens: Callable[..., None]) -> None:
+def before_call(owner: Any, method: str, happens: Callable[..., None]) -> None:
     """Call `happens` before each call of this object's method, with its arguments, if this vLLM has the method."""
     original = getattr(owner, method, None)
     if original is None:

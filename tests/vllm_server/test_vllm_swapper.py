@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import torch
 from rl_hooks.engines.vllm.draft import RunningDraft, started_with
 from rl_hooks.engines.vllm.plugin import DrafterEndpoints
 from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
-from rl_hooks.engines.vllm.worker import DrafterSwap, Staged
+from rl_hooks.engines.vllm.worker import RPC_METHODS, DrafterSwap, Staged
 
 
 class Client:
@@ -30,6 +31,7 @@ class Client:
         self.asleep = False
         self.broken = False
         self.calls: list[str] = []
+        self.failures: dict[str, dict[str, Any]] = {}  # method -> what the last worker answers
 
     async def is_sleeping(self) -> bool:
         return self.asleep
@@ -48,7 +50,8 @@ class Client:
                 {"version": v, "sha256": v, "loaded": True, "swaps": 3, "shared_modules": [], "problem": None}
                 for v in self.versions
             ]
-        return [{"previous": v} for v in self.versions]
+        answers = [{"previous": v} for v in self.versions]
+        return [*answers[:-1], self.failures.get(method, answers[-1])]
 
 
 def test_a_sleeping_engine_is_not_looked_into(tmp_path: Path) -> None:
@@ -71,6 +74,44 @@ def test_an_engine_that_falls_asleep_while_the_file_is_read_is_not_touched(tmp_p
     with pytest.raises(SwapProblem, match="sleeps"):
         asyncio.run(Swapper(client, tmp_path).swap("v2", "v2"))
     assert "draftalign_apply" not in client.calls
+
+
+def test_other_bytes_than_were_downloaded_are_not_swapped_in(tmp_path: Path) -> None:
+    (tmp_path / "v2").mkdir()
+    client = Client("v1")
+    with pytest.raises(SwapProblem, match="read aa for v2, bb was downloaded"):
+        asyncio.run(Swapper(client, tmp_path).swap("v2", "v2", "bb"))
+    assert "draftalign_apply" not in client.calls
+    assert asyncio.run(Swapper(client, tmp_path).swap("v2", "v2", "aa"))["sha256"] == "aa"
+
+
+@pytest.mark.parametrize(
+    ("worker", "status", "detail"),
+    [
+        ({"error": "its shapes differ", "refused": True}, 409, "its shapes differ"),
+        ({"error": "OSError: no disk", "refused": False}, 503, "draftalign_apply: OSError: no disk"),
+    ],
+)
+def test_a_workers_failure_is_an_answer_and_becomes_a_problem(
+    tmp_path: Path, worker: dict[str, Any], status: int, detail: str
+) -> None:
+    (tmp_path / "v2").mkdir()
+    client = Client("v1", "v1")
+    client.failures["draftalign_apply"] = worker
+    with pytest.raises(SwapProblem) as caught:
+        asyncio.run(Swapper(client, tmp_path).swap("v2", "v2"))
+    assert (caught.value.status, caught.value.detail) == (status, detail)
+
+
+def test_no_call_of_a_worker_raises() -> None:
+    """The answers of the other ranks would be left unread in vLLM, and be taken for answers to later calls."""
+    worker = SimpleNamespace()  # every call fails: it has no model
+    for method in RPC_METHODS:
+        required = [p for p in inspect.signature(method).parameters.values() if p.default is p.empty]
+        answer = method(worker, *("x" for _ in required[1:]))
+        assert answer["refused"] is False
+        assert "AttributeError" in answer["error"]
+    assert method(worker, "one argument too many")["error"].startswith("TypeError")
 
 
 def worker_of(drafter: str) -> Any:

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.vllm.rounds import RoundCounter
-from rl_hooks.engines.vllm.swapper import joint_state
+from rl_hooks.engines.vllm.swapper import answered, joint_state
 from rl_hooks.sending.sampling import sampling_position
 
 log = logging.getLogger("vllm.draftalign")
@@ -32,6 +32,8 @@ _LOOK_SECONDS: Final = 10.0
 _END_SECONDS: Final = 10.0
 #: Calls that read files and touch no weights: they may also run while the engine is idle or asleep.
 _HARMLESS: Final = frozenset({"draftalign_stage", "draftalign_staged"})
+#: Calls of the workers that take weights away.
+_DISCARDING: Final = ("sleep", "discard")
 #: vLLM's weight version before anybody has set one.
 _UNNAMED: Final = "default"
 
@@ -55,6 +57,9 @@ class CoreLink:
     # --- called on the engine's thread
     def admit(self, request: Any) -> None:
         """Let a request that will be tapped compute its whole prompt: rows from the prefix cache would be missing."""
+        begun = self._begin is None  # before that nobody knows whether there will be a tap
+        if (begun and self.state.get("tap") is None) or getattr(self.core.scheduler, "connector", None) is not None:
+            return  # a KV connector's tokens come without rows, whatever the prefix cache does
         if sampling_position(request.request_id, "tap") < self.sample_fraction:
             request.skip_reading_prefix_cache = True
 
@@ -71,10 +76,14 @@ class CoreLink:
         while self._calls:
             self._run(*self._calls.popleft())
 
-    def settle(self) -> None:
+    def look(self) -> None:
         """Bring state and policy version up to date. The weights must be readable."""
         self._touched = False
         self._take(self._rpc("draftalign_settle", self._named()))
+
+    def settle(self) -> None:
+        """`look`, and begin to follow at the first time: a step is about to run, so the weights are worth reading."""
+        self.look()
         if self._begin is not None:
             begin, self._begin = self._begin, None
             self.guard("counting rounds", self._count)
@@ -139,20 +148,27 @@ class CoreLink:
 
     # --- own
     def _run(self, method: str, args: tuple[Any, ...], future: Future[list[Any]]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
+        result: list[Any] = []
+        failure: Exception | None = None
         try:
             if method == "draftalign_follow":
                 self.follow(*args)
-                future.set_result([])
-                return
-            result = self._rpc(method, *args)
-            if method == "draftalign_apply":
-                self._take(self._rpc("draftalign_settle", self._named()))
-            future.set_result(result)
+            else:
+                result = self._rpc(method, *args)
         except Exception as error:  # noqa: BLE001 - it is the caller's
-            future.set_exception(error)
+            failure = error
+        # Whether it worked or not: a swap that failed half-way may have left another drafter.
+        if method == "draftalign_apply" and not self.guard("looking at a swapped drafter", self.look):
+            self.touch()
+        if failure is None:
+            future.set_result(result)
+        else:
+            future.set_exception(failure)
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        return list(self.core.model_executor.collective_rpc(method, args=args))
+        return answered(method, self.core.model_executor.collective_rpc(method, args=args))
 
     def _take(self, states: list[dict[str, Any]]) -> None:
         self.state = joint_state(states)
@@ -207,9 +223,14 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
             link.admit(request)
 
     def sleep(core: Any, *_: Any, **__: Any) -> None:
-        # The draft vocabulary must be copied to the host before a deep sleep takes it.
+        # The draft vocabulary must be copied to the host before a deep sleep takes it. Nothing else is read: an engine
+        # that sleeps before its first step may not have got any weights yet.
         if (link := linked(core)) is not None and not link.state and not core.model_executor.is_sleeping:
-            link.guard("looking at the weights", link.settle)
+            link.guard("looking at the weights", link.look)
+
+    def collective_rpc(core: Any, method: Any, *_: Any, **__: Any) -> None:
+        if method in _DISCARDING:  # past the engine core's own call
+            sleep(core)
 
     def shutdown(core: Any, *_: Any, **__: Any) -> None:
         if (link := vars(core).get("_draftalign")) is not None:
@@ -223,7 +244,8 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
         _wrap(EngineCore, name, before=before)
     _wrap(EngineCore, "sleep", before=sleep, after=touch)
     _wrap(EngineCore, "shutdown", before=shutdown)
-    for name in ("wake_up", "collective_rpc", "set_weight_version"):
+    _wrap(EngineCore, "collective_rpc", before=collective_rpc, after=touch)
+    for name in ("wake_up", "set_weight_version"):
         _wrap(EngineCore, name, after=touch)
 
 
@@ -237,11 +259,20 @@ def _wrap(
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if before is not None:
-            before(self, *args, **kwargs)
+            guarded(before, self, *args, **kwargs)
         try:
             return original(self, *args, **kwargs)
         finally:
             if after is not None:
-                after(self)
+                guarded(after, self)
 
+    def guarded(act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        try:
+            act(*args, **kwargs)
+        except Exception as error:
+            if not failed:
+                failed.append(error)
+                log.exception("draftalign: a failure of ours around %s; the engine goes on", name)
+
+    failed: list[Exception] = []
     setattr(owner, name, wrapped)

@@ -96,13 +96,21 @@ class RunningDraft:
     def fingerprint(self) -> str:
         """Digest of up to 1024 elements of each of the drafter's own parameters (on a CPU some are packed away)."""
         digest = hashlib.sha256()
+        for name, sample in self._samples():
+            digest.update(name.encode() + sample.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def is_wiped(self) -> bool:
+        """Whether no parameter has a finite value other than zero: nobody has loaded that, memory was lost."""
+        samples = [sample.float() for _, sample in self._samples() if sample.is_floating_point()]
+        return bool(samples) and not any((sample.isfinite() & (sample != 0)).any() for sample in samples)
+
+    def _samples(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.module.named_parameters():
             if any(name.startswith(shared + ".") for shared in self.shared) or not parameter.numel():
                 continue
             flat = parameter.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)][:_SAMPLED_ELEMENTS]
-            digest.update(name.encode() + sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+            yield name, flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)][:_SAMPLED_ELEMENTS].cpu().contiguous()
 
 
 def started_with(worker: Any) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +57,8 @@ class RoundCounter:
     def __init__(self, scheduler: Any) -> None:
         self.serving: _Law = (None, None)
         self._buckets: dict[_Law, _Bucket] = {}
-        self._gone = Counts()  # of the oldest versions, beyond the bound
+        self._gone = Counts()  # of those that were not counted for longest, beyond the bound
+        self._reading = threading.Lock()  # of both: `read` must not see a bucket twice, or not at all
         self._laws: dict[int, _Law] = {}  # of the steps under way, by their scheduler output
         #: Request -> drafter of its drafts, while some are older than the present one; None: all are its.
         self._makers: dict[str, str | None] | None = None
@@ -73,8 +75,9 @@ class RoundCounter:
 
     def read(self) -> Snapshot:
         """Cumulative counts of each (drafter version, policy version). Any thread."""
-        exact = [(drafter, policy, bucket.counts()) for (drafter, policy), bucket in list(self._buckets.items())]
-        return Snapshot.of_exact(tuple(exact), self._gone, self.serving[1])
+        with self._reading:
+            exact = [(drafter, policy, bucket.counts()) for (drafter, policy), bucket in self._buckets.items()]
+            return Snapshot.of_exact(tuple(exact), self._gone, self.serving[1])
 
     # --- called in the scheduler
     def _wrap(self, scheduler: Any) -> None:
@@ -135,12 +138,14 @@ class RoundCounter:
                 self._makers = None
 
     def _book(self, law: _Law, rounds: Sequence[tuple[str, int, int]], emitted: Mapping[str, int]) -> None:
-        bucket = self._buckets.get(law)
-        if bucket is None:
-            while len(self._buckets) >= _MAX_BUCKETS:
-                self._gone += self._buckets.pop(next(iter(self._buckets))).counts()
-            bucket = self._buckets[law] = _Bucket()
         requests, drafted, accepted = zip(*rounds, strict=True)
-        bucket.drafted += sum(drafted)
-        bucket.accepted.update(accepted)
-        bucket.emitted += sum(map(emitted.get, requests, itertools.repeat(0)))
+        with self._reading:
+            bucket = self._buckets.pop(law, None)
+            if bucket is None:
+                while len(self._buckets) >= _MAX_BUCKETS:
+                    self._gone += self._buckets.pop(next(iter(self._buckets))).counts()
+                bucket = _Bucket()
+            self._buckets[law] = bucket  # the last one counted stands last
+            bucket.drafted += sum(drafted)
+            bucket.accepted.update(accepted)
+            bucket.emitted += sum(map(emitted.get, requests, itertools.repeat(0)))

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rl_hooks.engines.vllm.worker import REFUSED
-
 _POLL_SECONDS: Final = 0.02
 _STAGE_TIMEOUT_SECONDS: Final = 600.0
 
@@ -23,6 +21,22 @@ class SwapProblem(Exception):  # noqa: N818 - it becomes a problem document
     def __init__(self, status: int, title: str, detail: str) -> None:
         super().__init__(detail)
         self.status, self.title, self.detail = status, title, detail
+
+
+class WorkerError(Exception):
+    """A worker failed at a call, or refused a drafter."""
+
+    def __init__(self, method: str, answer: dict[str, Any]) -> None:
+        super().__init__(f"{method}: {answer['error']}")
+        self.text, self.refused = str(answer["error"]), bool(answer["refused"])
+
+
+def answered(method: str, answers: Sequence[Any]) -> list[Any]:
+    """The answers of all ranks to a call; raises WorkerError where one of them failed, a refusal first."""
+    failed = [answer for answer in answers if isinstance(answer, dict) and "error" in answer]
+    if failed:
+        raise WorkerError(method, max(failed, key=lambda answer: bool(answer["refused"])))
+    return list(answers)
 
 
 class Swapper:
@@ -44,13 +58,19 @@ class Swapper:
         self._last_state = joint_state(states)
         return self._last_state
 
-    async def swap(self, path: str, version: str) -> dict[str, Any]:
-        """Stage on every worker; when all have accepted the drafter, swap on every worker in one call."""
+    async def swap(self, path: str, version: str, expected_sha256: str | None = None) -> dict[str, Any]:
+        """Stage on every worker; when all have accepted the drafter, swap on every worker in one call.
+
+        `expected_sha256`: of the model file, where it is known; other bytes are not swapped in.
+        """
         directory = self._resolve(path)
         async with self._lock:
             await self._check_awake()
             await self._call("draftalign_stage", str(directory), version)
             sha256 = await self._await_staged(version)
+            if expected_sha256 not in (None, sha256):
+                detail = f"the workers read {sha256} for {version}, {expected_sha256} was downloaded"
+                raise SwapProblem(503, "Other bytes", detail)
             await self._check_awake()  # it may have been put to sleep while the drafter was staged
             results = await self._call("draftalign_apply", version, sha256)
         return {"version": version, "previous": results[0]["previous"], "sha256": sha256}
@@ -101,12 +121,13 @@ class Swapper:
 
     async def _call(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         try:
-            return list(await self._engine.collective_rpc(method, args=arguments))
-        except Exception as error:  # vLLM raises a bare Exception with the worker's text
-            text = str(error)
-            if REFUSED in text:
-                raise SwapProblem(409, "Drafter refused", text.partition(REFUSED)[2]) from error
-            raise SwapProblem(503, "Engine error", f"{method}: {text[:500]}") from error
+            return answered(method, await self._engine.collective_rpc(method, args=arguments))
+        except WorkerError as error:
+            if error.refused:
+                raise SwapProblem(409, "Drafter refused", error.text) from error
+            raise SwapProblem(503, "Engine error", str(error)[:600]) from error
+        except Exception as error:  # vLLM's own, of any kind
+            raise SwapProblem(503, "Engine error", f"{method}: {str(error)[:500]}") from error
 
 
 def joint_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

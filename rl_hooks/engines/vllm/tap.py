@@ -100,15 +100,22 @@ class ServiceSettings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> ServiceSettings | None:
-        """From DRAFTALIGN_* variables; None where DRAFTALIGN_URL is unset."""
+        """From DRAFTALIGN_* variables; None where DRAFTALIGN_URL is unset.
+
+        Nothing is sampled by default where the trainer is verl with our hook in it (VERL_ENGINE_VENDOR).
+        """
         url = environment.get("DRAFTALIGN_URL")
         if not url:
             return None
+        fraction = environment.get("DRAFTALIGN_SAMPLE_FRACTION")
+        if not fraction and environment.get("VERL_ENGINE_VENDOR") == "draftalign":
+            log.info("draftalign: verl's own hook sends rollouts, so this engine sends none")
+            fraction = "0"
         return cls(
             url,
             environment.get("DRAFTALIGN_RUN") or "default",
             environment.get("DRAFTALIGN_TOKEN") or None,
-            float(environment.get("DRAFTALIGN_SAMPLE_FRACTION") or 0.05),
+            float(fraction or 0.05),
             int(environment.get("DRAFTALIGN_TOKENS_PER_MINUTE") or 60_000),
         )
 
@@ -185,8 +192,16 @@ class VllmTap:
         watch.changing = self.tap.cut
         self._send_head_if_due(version)
 
+    @property
+    def refused(self) -> bool:
+        """Whether the service has said that the run is another policy's."""
+        return self.sender.refused
+
     def settled(self, *, tainted: bool) -> None:
         """The weights are those of the watch's version now. `tainted`: they changed under requests, unannounced."""
+        if self.refused:
+            self.tap.cut()  # for good
+            return
         version = self._weights.version or 0
         if version == self.tap.policy_version:
             return

@@ -10,10 +10,12 @@ Uses only methods that V1 and V2 model runners both have (`get_model`, `get_draf
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from rl_hooks.engines.candidate import (
     running_sizes,
     vocabulary_digest,
 )
-from rl_hooks.engines.policy_watch import PolicyWatch
+from rl_hooks.engines.policy_watch import PolicyWatch, before_call
 from rl_hooks.engines.vllm.draft import RunningDraft, started_with
 from rl_hooks.engines.vllm.modules import (
     float32_weights,
@@ -44,9 +46,6 @@ from rl_hooks.format.drafter import MODEL_FILE, Sizes, fingerprint
 from rl_hooks.format.mtp import MtpConfig
 
 log = logging.getLogger("vllm.draftalign")
-
-#: Prefix of an exception's text by which the API process, which only sees texts, knows a refusal.
-REFUSED = "draftalign refused: "
 
 
 @dataclass(slots=True)
@@ -83,8 +82,12 @@ class DrafterSwap:
         self._initial: dict[str, Tensor] | None = None
         self._swaps = 0
         self._stall_seconds = 0.0
+        #: Why the weights are not those of what is served; None where they are, unless they differ from `_marks`.
         self._broken: str | None = None
+        #: Fingerprint of the weights when they were last loaded, or found to be broken.
         self._marks: str | None = None
+        #: What `follow` was told, while the weights are not yet the run's.
+        self._waiting: tuple[ServiceSettings, int | None] | None = None
         self.tap: VllmTap | None = None
         self.watch: PolicyWatch | None = None
         has_draft = worker.model_runner.get_draft_model() is not None
@@ -146,7 +149,7 @@ class DrafterSwap:
             "sha256": self._served.sha256,
             "last_stall_seconds": self._stall_seconds,
             "problem": self._broken,
-            "tap": None if self.tap is None else self.tap.stats(),
+            "tap": None if self.tap is None or self.tap.refused else self.tap.stats(),
             "takes": None,
         }
         if self.draft is not None:
@@ -172,16 +175,23 @@ class DrafterSwap:
         """
         watch = self._watched()
         if not self._is_updated() and not watch.asleep:
-            if not self._intact():
-                self._restore()
+            self._mend(watch)
             tainted = watch.settle(named)
-            if self.tap is not None:
+            if self._waiting is not None:
+                self._begin(*self._waiting, named, later=True)
+            elif self.tap is not None:
                 self.tap.settled(tainted=tainted)
         return {**self.state(), "policy_version": watch.version}
 
     def _watched(self) -> PolicyWatch:
         if self.watch is None:
-            self.watch = PolicyWatch(self._worker)
+            watch = self.watch = PolicyWatch(self._worker)
+            if self.draft is not None:  # a trainer that loads the drafter after a sleep has brought what was lost
+
+                def found(*_: Any, **__: Any) -> None:
+                    watch.lost = False
+
+                before_call(self.draft.module, "load_weights", found)
         return self.watch
 
     def follow(self, settings: ServiceSettings, named: str | None, newest: int | None) -> dict[str, Any]:
@@ -191,14 +201,34 @@ class DrafterSwap:
         """
         watch = self._watched()
         if settings.sample_fraction > 0:
-            watch.number(named, newest or 0)
-        if self.draft is not None and self.tap is None and settings.sample_fraction > 0:
+            self._begin(settings, newest, named, later=False)
+        return {**self.state(), "policy_version": watch.version}
+
+    def _begin(self, settings: ServiceSettings, newest: int | None, named: str | None, *, later: bool) -> None:
+        """Number the versions and start the tap, unless the weights are not the run's yet.
+
+        That is so where vLLM made them up (`load_format="dummy"`), and in an engine that joins a run whose policy has
+        moved on from what it started with, until somebody brings or names others. `later`: they have come since.
+        """
+        watch, made_up = self._watched(), self._made_up()
+        if not watch.updated and (made_up or newest):
+            if not later:
+                why = "made up" if made_up else f"not version {newest}, which the run has come to"
+                log.warning("draftalign: the policy's weights are %s; features wait for others, or a number", why)
+            self._waiting = (settings, newest)
+            return
+        self._waiting = None
+        watch.number(named, newest + later if newest else 0)
+        if self.draft is not None and self.tap is None:
             try:
                 layers = _captured_layers(self._worker.model_runner.get_model())
                 self.tap = VllmTap(self._worker, settings, layers, watch, joined=newest is not None)
             except Exception as error:  # noqa: BLE001 - the engine must go on without its tap
                 log.error("draftalign: no features are captured: %s", error)
-        return {**self.state(), "policy_version": watch.version}
+
+    def _made_up(self) -> bool:
+        load = getattr(self._worker.vllm_config, "load_config", None)
+        return getattr(load, "load_format", None) == "dummy"
 
     def end(self) -> None:
         """The engine shuts down."""
@@ -208,6 +238,22 @@ class DrafterSwap:
     def _is_updated(self) -> bool:
         """Whether a trainer is between vLLM's `start_weight_update` and `finish_weight_update`."""
         return bool(getattr(self._worker, "_weight_update_active", False))
+
+    def _mend(self, watch: PolicyWatch) -> None:
+        """Restore the drafter if it is lost. What somebody else has loaded into it stays, and is not called ours."""
+        lost, watch.lost = watch.lost, False
+        now = None if self.draft is None else self.draft.fingerprint()
+        if self.draft is None or (now == self._marks and not (lost and self._broken)):
+            return  # as it was; broken weights are not tried again until they are lost again
+        if lost or self.draft.is_wiped():
+            self._restore()
+        elif self._served.version is None:  # the policy's own module, say, which the trainer refits
+            self._marks, self._broken = now, None
+        else:
+            if self._broken is None:
+                log.warning("draftalign: somebody has loaded other weights over %s", self._served.version)
+            self._marks = now
+            self._broken = f"other weights than those of {self._served.version} were loaded; push a drafter again"
 
     def _restore(self) -> None:
         """Load the served drafter again from host memory: a level-2 sleep discards it, and vLLM does not bring it back.
@@ -220,13 +266,13 @@ class DrafterSwap:
             self._check_engine()
             tensors = self._served.tensors or self._read_initial(self._sizes(), self._d2t())
             if tensors is None:
-                return  # the state says that it is not loaded, so a version is pushed
+                raise RuntimeError("its files could not be read")  # noqa: TRY301 - one way out for both
             self.draft.load(tensors, unread_weights(self._sizes()))
         except Exception as error:  # noqa: BLE001 - the policy verifies every draft; its text is right in any case
-            problem = f"the drafter's weights are lost and were not restored: {error!r}"
-            if problem != self._broken:
-                self._broken = problem
-                log.warning("draftalign: %s", problem)
+            # The state says that it is not loaded, so a version is pushed.
+            self._broken = f"the drafter's weights are lost and were not restored: {error!r}"
+            log.warning("draftalign: %s", self._broken)
+            self._marks = self.draft.fingerprint()
         else:
             self._broken = None
             self._marks = self.draft.fingerprint()
@@ -352,16 +398,19 @@ class DrafterSwap:
             if tensors is None:
                 raise RuntimeError("no copy of it was kept")  # noqa: TRY301 - one way out for both
             self.draft.load(tensors, unread_weights(self._sizes()))
-            self._marks = self.draft.fingerprint()
+            self._broken, self._marks = None, self.draft.fingerprint()
         except Exception as second:  # noqa: BLE001 - reported in the state; the engine must go on
             self._broken = f"loading failed ({error}), putting back failed ({second}); push a drafter again"
-            self._served, self._marks = Served(None, None, None), None
+            self._served = Served(None, None, None)
+            self._marks = self.draft.fingerprint()
 
     # --- are its weights intact?
     def _intact(self) -> bool:
         """False when the weights have changed since they were loaded: after a sleep, a refit or a weight sync."""
         if self.draft is None:
             return True
+        if self._broken is not None:
+            return False
         asleep = self.watch is not None and self.watch.asleep  # then they cannot be read, and nothing drafts
         return self._marks is not None and (asleep or self._marks == self.draft.fingerprint())
 
@@ -394,6 +443,24 @@ def _read_bounded(path: Path, sizes: Sizes) -> bytes:
 # --- RPC methods, set on vLLM's WorkerBase by the general plugin
 
 
+def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, whose failure is an answer too: {"error", "refused"}, an exception by `swapper.answered`.
+
+    vLLM raises at the first rank that failed and leaves the answers of the ranks after it unread (0.32). Every later
+    call, the engine's own steps too, would then read the answer to the call before it.
+    """
+
+    @functools.wraps(method)
+    def answering(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - `answered` raises it once all ranks have answered
+            refused = isinstance(error, DrafterRefusedError)
+            return {"error": str(error) if refused else f"{type(error).__name__}: {error}", "refused": refused}
+
+    return answering
+
+
 def _of(worker: Any) -> DrafterSwap:
     swap = getattr(worker, "_draftalign_swap", None)
     if swap is None:
@@ -401,39 +468,43 @@ def _of(worker: Any) -> DrafterSwap:
     return swap
 
 
+@_answering
 def draftalign_stage(self: Any, path: str, version: str) -> None:
     """RPC: begin to read the drafter in `path`."""
     _of(self).stage(path, version)
 
 
+@_answering
 def draftalign_staged(self: Any) -> dict[str, Any]:
     """RPC: the progress of `draftalign_stage`."""
     return _of(self).staged()
 
 
+@_answering
 def draftalign_apply(self: Any, version: str, sha256: str) -> dict[str, Any]:
     """RPC: the swap, between two steps."""
-    try:
-        return _of(self).apply(version, sha256)
-    except DrafterRefusedError as error:
-        raise RuntimeError(REFUSED + str(error)) from error
+    return _of(self).apply(version, sha256)
 
 
+@_answering
 def draftalign_state(self: Any) -> dict[str, Any]:
     """RPC: the state of the drafter."""
     return _of(self).state()
 
 
+@_answering
 def draftalign_settle(self: Any, named: str | None) -> dict[str, Any]:
     """RPC: weights may have changed; see `DrafterSwap.settle`."""
     return _of(self).settle(named)
 
 
+@_answering
 def draftalign_follow(self: Any, settings: dict[str, Any], named: str | None, newest: int | None) -> dict[str, Any]:
     """RPC: the service was reached; see `DrafterSwap.follow`."""
     return _of(self).follow(ServiceSettings(**settings), named, newest)
 
 
+@_answering
 def draftalign_end(self: Any) -> None:
     """RPC: the engine shuts down; see `DrafterSwap.end`."""
     _of(self).end()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +23,13 @@ from service_fixtures import HEADERS, RunningService, head_file
 from storage_fixtures import Store
 
 from rl_hooks.agent import in_process
+from rl_hooks.agent.books import EngineBooks
+from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.in_process import InProcessAgent
-from rl_hooks.agent.vllm import drafter_directory, link_of
+from rl_hooks.agent.process import Seen
+from rl_hooks.agent.vllm import _name, drafter_directory, link_of
 from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.tap import ServiceSettings
 
@@ -52,7 +59,9 @@ class Link:
     def call(self, method: str, *args: Any) -> Any:
         assert method == "draftalign_follow"
         self.follow(*args)
-        return SimpleNamespace(result=list)
+        future: Future[list[Any]] = Future()
+        future.set_result([])
+        return future
 
     def snapshot(self) -> Snapshot:
         return Snapshot.of_exact(tuple(self.exact), Counts(), 3)
@@ -119,6 +128,47 @@ def test_a_service_that_is_slow_or_talks_nonsense_costs_the_first_step_two_secon
     assert len(link.warned) <= 1 or link.followed == []
 
 
+def test_a_service_that_answers_a_byte_at_a_time_holds_the_first_step_no_longer(tmp_path: Path) -> None:
+    """No wait of the request is long, and all of them together have no end."""
+    link: Any = Link()
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                for byte in b"HTTP/1.1 200 OK\r\nX-Pad: " + b"a" * 1000:
+                    connection.send(bytes([byte]))
+                    if ended.wait(0.2):
+                        return
+
+        threading.Thread(target=drip, daemon=True).start()
+        found = agent(f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path)
+        began = time.monotonic()
+        found.begin(link)
+        assert time.monotonic() - began < 4
+        assert link.followed == []
+        ended.set()
+        found.end()
+
+
+def test_a_trainer_that_ends_waits_for_no_download() -> None:
+    script = """
+import asyncio, threading, time
+from rl_hooks.agent.download import in_thread
+started = threading.Event()
+def download():
+    started.set()
+    time.sleep(60)
+async def follow():
+    assert await in_thread(max, 3, 5) == 5
+    await in_thread(download)
+threading.Thread(target=lambda: asyncio.run(follow()), daemon=True).start()
+assert started.wait(30)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=45, check=False).returncode == 0
+
+
 def test_a_service_that_comes_later_is_joined_then(
     serve: Callable[..., RunningService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +221,31 @@ def core(**parallel: Any) -> Any:
             speculative_config=SimpleNamespace(method="eagle3"), parallel_config=SimpleNamespace(**facts)
         )
     )
+
+
+def test_the_policys_own_module_is_counted_under_its_method_and_n_grams_are_not() -> None:
+    """Rounds in which n-grams proposed nothing are not told to the engine's own counter."""
+    counts = Counts(10, 30, 12, (8, 4), 22)
+    after = Snapshot.of_exact(((None, 4, counts),), Counts(), 4)
+    for method, takes, booked in (("mtp", "mtp", [("mtp", "mtp", 4, 10)]), ("ngram", None, [])):
+        books = EngineBooks(CanaryRule())
+        books.book_exact(None, after, EngineState(None, True, 0, takes=takes, method=method), 1.0, 0.0)
+        found = [(b.drafter_version, b.method, b.policy_version, b.counts.rounds) for b in books.ledger.buckets()]
+        assert found == booked
+        assert books.ledger.unattributed_rounds == (0 if booked else 10)
+
+
+def test_counts_that_an_engine_tells_exactly_are_never_taken_for_a_restart() -> None:
+    state, counts = EngineState("v1", True, 1), Counts(10, 40, 15, (8,), 25)
+    seen = Seen(0.0)
+    for exact in ((("v1", 2, counts),), (("v1", 3, Counts(3, 12, 1, (1,), 4)),)):
+        assert not seen.look(Snapshot.of_exact(exact, Counts(), 2), state, 1.0).restarted
+
+
+def test_no_two_engines_go_by_one_name() -> None:
+    """A container that starts again has the same host name and process number."""
+    assert _name(core()) != _name(core())
+    assert len(_name(core())) <= 90  # twice in a reporter's name, which the service takes up to 200 of
 
 
 def test_only_an_engine_that_could_follow_does(caplog: pytest.LogCaptureFixture) -> None:

@@ -416,6 +416,11 @@ def test_settings_come_from_the_environment_or_are_off() -> None:
     variables = {"URL": "http://s", "RUN": "math", "TOKEN": "t", "SAMPLE_FRACTION": "0", "TOKENS_PER_MINUTE": "9"}
     read = ServiceSettings.read({f"DRAFTALIGN_{name}": value for name, value in variables.items()})
     assert read == ServiceSettings("http://s", "math", "t", 0.0, 9)
+    verl = {"DRAFTALIGN_URL": "http://s", "VERL_ENGINE_VENDOR": "draftalign"}  # its own hook sends rollouts
+    assert ServiceSettings.read(verl) == ServiceSettings("http://s", sample_fraction=0.0)
+    assert ServiceSettings.read(verl | {"DRAFTALIGN_SAMPLE_FRACTION": "0.1"}) == ServiceSettings(
+        "http://s", sample_fraction=0.1
+    )
     assert "'t'" not in repr(read)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from rounds_fixtures import Output, Scheduler
 
 from rl_hooks.engines.counters import Counts
-from rl_hooks.engines.vllm.rounds import CountingUnsupportedError, RoundCounter
+from rl_hooks.engines.vllm.rounds import CountingUnsupportedError, RoundCounter, _Bucket
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,3 +87,35 @@ def test_an_unknown_scheduler_is_not_counted_and_not_touched() -> None:
     with pytest.raises(CountingUnsupportedError, match="takes stats, drafted"):
         RoundCounter(scheduler)
     assert set(vars(scheduler)) == {"make_spec_decoding_stats", "requests"}
+
+
+def test_an_old_version_that_leaves_the_books_during_a_read_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = RoundCounter(Scheduler(0))
+    for version in range(64):
+        counter._book(("v1", version), [("r", 4, 2)] * 1000, {"r": 3})
+    counts, booked, called = _Bucket.counts, threading.Event(), itertools.count(1)
+
+    def book() -> None:
+        counter._book(("v1", 64), [("r", 4, 2)], {"r": 3})
+        booked.set()
+
+    def interrupted(bucket: _Bucket) -> Counts:
+        if next(called) == 64:  # the last one of this read: the engine's thread goes on here
+            threading.Thread(target=book, daemon=True).start()
+            booked.wait(0.2)
+        return counts(bucket)
+
+    monkeypatch.setattr(_Bucket, "counts", interrupted)
+    assert counter.read().rounds == 64_000
+    assert booked.wait(5)
+    assert counter.read().rounds == 64_001
+
+
+def test_the_version_that_is_counted_most_stays_in_the_books() -> None:
+    counter = RoundCounter(Scheduler(0))
+    for version in range(200):
+        counter._book(("v1", 0), [("r", 4, 2)], {"r": 3})
+        counter._book(("v1", version + 1), [("r", 4, 2)], {"r": 3})
+    exact = counter.read().exact
+    assert exact is not None
+    assert {policy: counts.rounds for _, policy, counts in exact}[0] == 200

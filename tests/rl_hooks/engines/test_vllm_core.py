@@ -14,6 +14,7 @@ import pytest
 from rounds_fixtures import Scheduler
 
 from rl_hooks.engines.vllm.core import CoreLink, hook
+from rl_hooks.engines.vllm.swapper import WorkerError
 
 STATE: dict[str, Any] = {"version": None, "sha256": None, "loaded": True, "shared_modules": [], "policy_version": None}
 
@@ -27,6 +28,7 @@ class Executor:
         self.asked: list[str] = []
         self.version: str | None = None
         self.broken = False
+        self.answers: dict[str, list[Any]] = {}
         swap = SimpleNamespace(watch=SimpleNamespace(noticed=None))
         self.driver_worker = SimpleNamespace(worker=SimpleNamespace(_draftalign_swap=swap))
 
@@ -36,6 +38,8 @@ class Executor:
             raise RuntimeError("a worker's failure")
         if method == "draftalign_apply":
             self.version = args[0]
+        if method in self.answers:
+            return self.answers[method]
         return [STATE | {"version": self.version}]
 
 
@@ -179,14 +183,42 @@ def test_only_requests_that_will_be_tapped_compute_their_whole_prompt(hooked: Ho
     assert 60 < sum(request.skip_reading_prefix_cache for request in requests) < 140
 
 
+@pytest.mark.parametrize(("tap", "connector", "skips"), [({}, None, True), (None, None, False), ({}, object(), False)])
+def test_an_engine_without_a_tap_or_with_a_kv_connector_keeps_its_prefix_cache(
+    hooked: Hooked, tap: Any, connector: Any, skips: bool
+) -> None:
+    core = hooked(linked)()
+    scheduler: Any = core.scheduler
+    scheduler.connector = connector
+    core.model_executor.answers["draftalign_settle"] = [STATE | {"tap": tap}]
+    core.step()
+    request = SimpleNamespace(request_id="r", skip_reading_prefix_cache=False)
+    core.add_request(request)
+    assert request.skip_reading_prefix_cache is skips
+
+
 def test_the_draft_vocabulary_is_kept_before_the_first_sleep_and_a_sleeping_engine_is_not_read(hooked: Hooked) -> None:
     core = hooked(linked)()
     core.sleep(2)
     assert core.model_executor.asked == ["draftalign_settle"]
+    past = hooked(linked)()
+    past.collective_rpc("sleep", None, (2,))  # past the engine core's own call
+    assert (past.done, past.model_executor.asked) == (["sleep"], ["draftalign_settle"])
     asleep = hooked(linked)()
     asleep.model_executor.is_sleeping = True
     asleep.sleep(2)
     assert asleep.model_executor.asked == []
+
+
+def test_an_engine_that_sleeps_before_its_first_step_joins_nothing_yet(hooked: Hooked) -> None:
+    """Its weights may be made up: verl starts vLLM with dummy weights, lets it sleep, and brings the policy then."""
+    begun: list[CoreLink] = []
+    core = hooked(lambda core: linked(core, begun))()
+    core.sleep(2)
+    assert begun == []
+    core.wake_up()
+    core.step()
+    assert len(begun) == 1
 
 
 def test_an_empty_step_of_a_sleeping_engine_reads_no_weights(hooked: Hooked) -> None:
@@ -232,3 +264,50 @@ def test_a_call_that_fails_tells_its_caller(hooked: Hooked) -> None:
     stepping.join(5)
     with pytest.raises(RuntimeError, match="a worker's failure"):
         future.result(5)
+
+
+def test_a_call_that_nobody_waits_for_any_more_costs_the_engine_no_step(hooked: Hooked) -> None:
+    begun: list[CoreLink] = []
+    core = hooked(lambda core: linked(core, begun))()
+    core.step()
+    future = begun[0].call("draftalign_apply", "v2", "")
+    assert future.cancel()
+    assert core.step() == "outputs"
+    assert "draftalign_apply" not in core.model_executor.asked
+
+
+def test_a_bug_of_ours_around_a_step_costs_one_line(
+    hooked: Hooked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = hooked(linked)()
+
+    def broken(_: CoreLink) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(CoreLink, "before_step", broken)
+    monkeypatch.setattr(CoreLink, "touch", broken)
+    with caplog.at_level(logging.ERROR, "vllm.draftalign"):
+        for _ in range(3):
+            assert core.step() == "outputs"
+            core.wake_up()
+    assert caplog.text.count("a failure of ours around step;") == 1
+    assert caplog.text.count("a failure of ours around wake_up;") == 1
+
+
+def test_a_rank_that_fails_is_told_after_all_have_answered_and_the_counts_get_what_is_loaded_then(
+    hooked: Hooked,
+) -> None:
+    begun: list[CoreLink] = []
+    core = hooked(lambda core: linked(core, begun))()
+    core.step()
+    (link,) = begun
+    answers = core.model_executor.answers
+    answers["draftalign_apply"] = [{"error": "RuntimeError: no room", "refused": False}, {"previous": None}]
+    answers["draftalign_settle"] = [STATE | {"version": "half"}]
+    future = link.call("draftalign_apply", "v2", "")
+    assert core.step() == "outputs"
+    with pytest.raises(WorkerError, match="draftalign_apply: RuntimeError: no room"):
+        future.result(5)
+    assert link.state["version"] == "half"
+    assert link._rounds is not None
+    assert link._rounds.serving[0] == "half"

@@ -1,0 +1,227 @@
+"""What a vLLM worker does when weights may have changed: a lost drafter comes back, and foreign weights stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rl_hooks.engines.candidate import DrafterRefusedError
+from rl_hooks.engines.vllm import worker as module
+from rl_hooks.engines.vllm.draft import RunningDraft
+from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
+from rl_hooks.engines.vllm.worker import DrafterSwap, Served
+
+OURS = {"weight": torch.full((4, 4), 2.0)}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.layer.weight.data.copy_(tensor)
+
+
+class Worker:
+    """A vLLM worker of which memory can be lost."""
+
+    def __init__(self, load_format: str = "auto") -> None:
+        self.target, self.draft = Model(), Model()
+        self.model_runner = SimpleNamespace(get_model=lambda: self.target, get_draft_model=lambda: self.draft)
+        self.vllm_config = SimpleNamespace(
+            speculative_config=SimpleNamespace(method="eagle3"), load_config=SimpleNamespace(load_format=load_format)
+        )
+
+    def sleep(self, level: int = 1) -> None:
+        if level == 2:
+            for model in (self.target, self.draft):
+                model.layer.weight.data.uniform_()  # whatever the next tenant of the memory left there
+
+    def wake_up(self, tags: Any = None) -> None:
+        pass
+
+
+class Tap:
+    """Notes when it began."""
+
+    refused = False
+
+    def __init__(self, _worker: Any, _settings: Any, _layers: Any, watch: Any, *, joined: bool) -> None:
+        self.begun = (watch.version, joined)
+
+    def settled(self, *, tainted: bool) -> None:
+        pass
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Tensor]]:
+    """The drafters that we loaded; loading, checking and the tap are as if vLLM were there."""
+    loaded: list[Mapping[str, Tensor]] = []
+
+    def load(self: RunningDraft, tensors: Mapping[str, Tensor], _unread: Any) -> None:
+        loaded.append(tensors)
+        self.module.load_weights(tensors.items())  # type: ignore[operator]
+
+    def unknown(_: DrafterSwap) -> None:
+        raise DrafterRefusedError("no vLLM here")
+
+    monkeypatch.setattr(RunningDraft, "load", load)
+    monkeypatch.setattr(DrafterSwap, "_check_engine", lambda _: None)
+    monkeypatch.setattr(DrafterSwap, "_check_method", unknown)
+    monkeypatch.setattr(DrafterSwap, "_sizes", lambda _: None)
+    monkeypatch.setattr(module, "unread_weights", lambda _: {})
+    monkeypatch.setattr(module, "VllmTap", Tap)
+    monkeypatch.setattr(module, "_captured_layers", lambda _: (1,))
+    return loaded
+
+
+def serving(worker: Worker) -> DrafterSwap:
+    """With a drafter of ours in it."""
+    swap = DrafterSwap(worker)
+    assert swap.draft is not None
+    swap.settle(None)
+    worker.draft.load_weights(OURS.items())
+    swap._served, swap._marks = Served("v1", "digest", OURS), swap.draft.fingerprint()
+    return swap
+
+
+def test_a_drafter_that_a_deep_sleep_took_comes_back_once(loads: list[Any]) -> None:
+    worker = Worker()
+    swap = serving(worker)
+    worker.sleep(level=2)
+    worker.wake_up()
+    assert swap.settle(None)["loaded"] is True
+    assert torch.equal(worker.draft.layer.weight, OURS["weight"])
+    assert swap.settle(None)["loaded"] is True
+    assert len(loads) == 1
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_drafter_without_any_value_comes_back_though_nobody_has_told(loads: list[Any], value: float) -> None:
+    worker = Worker()
+    swap = serving(worker)
+    worker.draft.layer.weight.data.fill_(value)
+    assert swap.settle(None)["loaded"] is True
+    assert len(loads) == 1
+
+
+def test_what_a_trainer_loads_over_ours_stays_and_is_not_called_ours(loads: list[Any]) -> None:
+    worker = Worker()
+    swap = serving(worker)
+    theirs = torch.full((4, 4), 5.0)
+    worker.draft.layer.weight.data.copy_(theirs)
+    state = swap.settle(None)
+    assert (state["loaded"], "other weights" in state["problem"]) == (False, True)
+    worker.sleep(level=2)  # and the trainer brings it again itself
+    worker.wake_up()
+    worker.draft.load_weights([("weight", theirs)])
+    assert swap.settle(None)["loaded"] is False
+    assert torch.equal(worker.draft.layer.weight, theirs)
+    assert loads == []
+
+
+def test_a_module_that_the_trainer_refits_with_the_policy_is_the_policys(loads: list[Any]) -> None:
+    worker = Worker()
+    swap = DrafterSwap(worker)
+    for step in range(3):
+        worker.draft.load_weights([("weight", torch.full((4, 4), 1.0 + step))])
+        assert swap.settle(None)["loaded"] is True
+    assert loads == []
+
+
+def test_a_drafter_that_cannot_be_restored_is_tried_once_for_each_loss(
+    loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[bool] = []
+
+    def unreadable(_: DrafterSwap, *_args: Any) -> None:
+        tried.append(True)
+
+    monkeypatch.setattr(DrafterSwap, "_read_initial", unreadable)
+    monkeypatch.setattr(DrafterSwap, "_d2t", lambda _: None)
+    worker = Worker()
+    swap = DrafterSwap(worker)
+    swap.settle(None)
+    for losses in (1, 2):
+        worker.sleep(level=2)
+        for _ in range(3):
+            state = swap.settle(None) if not (swap.watch and swap.watch.asleep) else {}
+            worker.wake_up()
+        assert (state["loaded"], len(tried)) == (False, losses)
+        assert "could not be read" in state["problem"]
+    worker.draft.layer.weight.data.fill_(3.0)
+    assert swap.settle(None)["loaded"] is True  # somebody brought one
+    assert loads == []
+
+
+def test_a_run_that_is_another_policys_gets_nothing_more(loads: list[Any]) -> None:
+    del loads
+    swap = DrafterSwap(Worker())
+    swap.follow(SETTINGS, None, None)
+    tap: Any = swap.tap
+    assert swap.state()["tap"] == {}
+    tap.refused = True
+    assert swap.state()["tap"] is None
+    ended: list[bool] = []
+    real = VllmTap.__new__(VllmTap)
+    parts: Any = {"sender": SimpleNamespace(refused=True), "tap": SimpleNamespace(cut=lambda: ended.append(True))}
+    vars(real).update(parts)
+    real.settled(tainted=False)
+    assert ended == [True]
+
+
+SETTINGS = ServiceSettings("http://s")
+
+
+@pytest.mark.parametrize(
+    ("load_format", "newest", "at_once", "later"),
+    [
+        ("auto", None, 0, 1),  # a new run
+        ("auto", 0, 0, 1),  # another engine of a run that has just begun
+        ("auto", 7, None, 8),  # an engine that was started again: it holds the policy of the beginning
+        ("dummy", None, None, 0),  # weights that vLLM made up
+        ("dummy", 7, None, 8),
+    ],
+)
+def test_features_wait_for_weights_that_are_the_runs(
+    load_format: str, newest: int | None, at_once: int | None, later: int, loads: list[Any]
+) -> None:
+    del loads
+    worker = Worker(load_format)
+    swap = DrafterSwap(worker)
+    swap.settle(None)
+    assert swap.follow(SETTINGS, None, newest)["policy_version"] == at_once
+    assert (swap.tap is None) == (at_once is None)
+    worker.sleep(level=2)  # takes weights, and brings none
+    worker.wake_up()
+    if at_once is None:
+        assert swap.settle(None)["policy_version"] is None
+        assert swap.tap is None
+    worker.target.load_weights([("weight", torch.ones(4, 4))])
+    assert swap.settle(None)["policy_version"] == later
+    tap: Any = swap.tap
+    assert tap.begun == (at_once if at_once is not None else later, newest is not None)
+
+
+@pytest.mark.parametrize("named", ["9", "step-9"])
+def test_weights_that_have_a_name_or_were_brought_before_are_the_runs(named: str, loads: list[Any]) -> None:
+    del loads
+    swap = DrafterSwap(Worker())
+    swap.settle(named)
+    assert swap.follow(SETTINGS, named, 7)["policy_version"] == (9 if named == "9" else 7)
+    worker = Worker("dummy")
+    swap = DrafterSwap(worker)
+    swap.settle(None)
+    worker.target.load_weights([("weight", torch.ones(4, 4))])
+    swap.settle(None)
+    assert swap.follow(SETTINGS, None, None)["policy_version"] == 0
