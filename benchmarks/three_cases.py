@@ -10,8 +10,9 @@
 The policy is the small Markov one of `benchmarks/headroom.py`. Drafters are real ones, trained and replayed with the
 shipped code. `draftalign` is the shipped worker (scores, gate, archive, controller) with an embedded Valkey, and the
 API's `POST /acceptance` for what the engine counts. The other trainer has the same optimizer, passes and memory of
-recent rollouts, trains on every fourth claim (or second), without a rise of the learning rate, and publishes what comes out. An engine takes a claim to load what is
-offered. α lost: what a drafter trained at length on the policy of the day would have more, in mean over all claims.
+recent rollouts, trains on every fourth claim (or second), without a rise of the learning rate, and publishes what comes
+out. An engine takes a claim to load what is offered. α lost: what a drafter trained at length on the policy of the day
+would have more, in mean over all claims.
 The last column names what the service did, in this script's words: an engine called dead in the answer to its counts, a
 version served again in the history, an idle controller. Training at a fixed interval does none of that.
 """

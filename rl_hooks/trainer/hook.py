@@ -100,7 +100,6 @@ class DrafterHook:
         # Made before the hooks are registered: a refused model is left as it was found.
         refuse_model_parallel(model)
         sharded = is_sharded(head_weight(model))
-        self._model = model
         wait_for_run = frozenset({404}) if rank or sharded else frozenset()
         self.sender = RolloutSender(
             url,

@@ -17,14 +17,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 
 from drafter.batch import RolloutBatch
 from drafter.device import ahead
-from drafter.errors import BatchRejected
+from drafter.errors import BatchRejected, TargetHeadError
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
 from service.monitor.headroom import LearningCurve
@@ -152,7 +153,7 @@ class Learner:
         self.lineage.check_vocabulary()
         self._require_head_rows()
         self.gate.restore(state.get("gate"))
-        self.recent.restore(state["recent"], self._layout.spool(self.run))
+        self.recent.restore(state["recent"], self._layout.spool(self.run), self._complete)
         self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self.journal.totals.batches,
                  self.journal.totals.trained_tokens)  # fmt: skip
@@ -321,8 +322,24 @@ class Learner:
         return "candidate"
 
     def _score_all(self, fresh: Sequence[Loaded], fates: Fates, comparison: Comparison) -> list[Scored]:
-        scored = ((loaded, self.score(loaded, fates, comparison)) for loaded in fresh)
+        known = [one for loaded in fresh if (one := self._normalised(loaded, fates)) is not None]
+        scored = ((loaded, self.score(loaded, fates, comparison)) for loaded in known)
         return [(loaded, scores) for loaded, scores in scored if scores is not None]
+
+    def _normalised(self, loaded: Loaded, fates: Fates) -> Loaded | None:
+        """The batch with what its sender could not compute; None when it was rejected."""
+        if loaded.batch.normalised:
+            return loaded
+        try:
+            return replace(loaded, batch=self._complete(loaded.batch, loaded.path))
+        except TargetHeadError as error:
+            fates.reject(loaded, str(error))
+        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
+            fates.fail(loaded, error, "cannot be normalised with the policy's head")
+        return None
+
+    def _complete(self, batch: RolloutBatch, path: Path | None = None) -> RolloutBatch:
+        return self.target.at(batch.policy_version, batch=path).needed_head().normalise(batch)
 
     def _score_passed_over(self, rest: Sequence[Loaded], fates: Fates, *, tested: int) -> list[Scored]:
         """Score what will not be trained on now: with the candidate, from the newest on, until it was judged enough.

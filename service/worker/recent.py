@@ -9,13 +9,14 @@ Batches are kept as the files they came in (`runs/<run>/worker/recent/`); the ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes
+from drafter.errors import TargetHeadError
 from rl_hooks.wire import WireError
 
 log = logging.getLogger("draftalign.worker")
@@ -86,15 +87,21 @@ class RecentRollouts:
             (self._directory / name).unlink(missing_ok=True)
         self._dropped.clear()
 
-    def restore(self, names: Sequence[str], spool: Path) -> None:
-        """Load what a checkpoint listed, from here or, if the crash came before `settle`, from the spool."""
+    def restore(
+        self, names: Sequence[str], spool: Path, complete: Callable[[RolloutBatch], RolloutBatch] = lambda batch: batch
+    ) -> None:
+        """Load what a checkpoint listed, from here or, if the crash came before `settle`, from the spool.
+
+        `complete` adds what the sender could not compute.
+        """
         for name in names:
             path = next((p for p in (self._directory / name, spool / name) if p.exists()), None)
             if path is None:
                 continue
             try:
-                self._keep(name, load_batch(path))
-            except WireError as error:  # torn by loss of power; what was learnt from it is in the checkpoint
+                self._keep(name, complete(load_batch(path)))
+            # Torn by loss of power, or without a head; what was learnt from it is in the checkpoint.
+            except (WireError, TargetHeadError) as error:
                 log.warning("%s is left out of the recent rollouts: %s", name, error)
                 continue
             if path.parent == spool:

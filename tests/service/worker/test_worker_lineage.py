@@ -14,6 +14,7 @@ import pytest
 import redis.asyncio
 import torch
 from redis import Redis
+from service_fixtures import joined
 from service_fixtures import run_file as plain_run_file
 from worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World, recorded_windows
 
@@ -27,6 +28,7 @@ from drafter.files.checkpoint import (
 )
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from rl_hooks import wire
+from rl_hooks.sending.features import as_wire
 from service.storage.registry import Manifest, Registry
 from service.storage.reports import AsyncStore
 from service.storage.runs import delete_run, withdraw_run
@@ -578,3 +580,42 @@ def test_a_person_acknowledges_or_resets_the_alarm_once_and_a_restart_does_not_r
     assert again.learner.journal._drift.state.ticks == 0
     gauges = bench.store.worker()
     assert (gauges.drift, gauges.drift_level, gauges.drift_change) == ({}, None, None)
+
+
+def without_normalisers(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["logsumexp"]
+
+
+def test_rollouts_without_normalisers_are_scored_trained_and_trained_again_after_a_restart(bench: Bench) -> None:
+    """Of a trainer that never holds the whole head: the worker normalises them once, with the run's."""
+    bench.register(bench.world.run_file(drafter=bench.world.drafter()))
+    worker = bench.worker(recent_tokens=10_000)
+    twin = bench.post("with")
+    bench.drain(worker)
+    own = bench.post("without", change=without_normalisers)
+    bench.drain(worker)
+    assert (bench.state(twin), bench.state(own)) == ("trained", "trained")
+    score = bench.store.scores()[own]
+    assert score.logprob_gap is not None
+    assert score.logprob_gap < 0.01
+    worker.close()
+    heir = bench.worker(recent_tokens=10_000)
+    assert all(kept.batch.normalised for kept in heir.learner.recent._kept)
+    assert len(heir.learner.recent._kept) == 2
+    more = bench.post("more")
+    bench.drain(heir)
+    assert bench.state(more) == "trained"
+
+
+def test_rollouts_without_normalisers_need_a_whole_head(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    world = bench.world
+    bench.register(world.run_file(drafter=world.drafter()))
+    world.move_head(3, seed=1)
+    ids = torch.arange(DRAFT)
+    meta = {"format": wire.HEAD_FORMAT, "policy_version": "3"}
+    part = {"lm_head": as_wire(world.heads[3][ids]), "ids": as_wire(ids.int())}
+    bench.layout.head("default", 3).write_bytes(joined(wire.encode(part, meta)))
+    lost, kept = bench.post("x", policy_version=3, change=without_normalisers), bench.post("y", policy_version=3)
+    bench.drain(bench.worker())
+    assert (bench.state(lost), bench.state(kept)) == ("dead", "trained")
+    assert "without normalisers" in caplog.text
