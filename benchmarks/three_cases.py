@@ -10,11 +10,11 @@
 The policy is the small Markov one of `benchmarks/headroom.py`. Drafters are real ones, trained and replayed with the
 shipped code. `draftalign` is the shipped worker (scores, gate, archive, controller) with an embedded Valkey, and the
 API's `POST /acceptance` for what the engine counts. The other trainer has the same optimizer, passes and memory of
-recent rollouts, trains on every fourth claim (or second), without a rise of the learning rate, and publishes what comes
-out. An engine takes a claim to load what is offered. α lost: what a drafter trained at length on the policy of the day
-would have more, in mean over all claims.
-The last column names what the service did, in this script's words: an engine called dead in the answer to its counts, a
-version served again in the history, an idle controller. Training at a fixed interval does none of that.
+recent rollouts, but no rise of the learning rate; it trains on every fourth claim, or on every second, and publishes
+what comes out. An engine takes a claim to load what is offered. α lost: what a drafter trained at length on the policy
+of the day would have more, in mean over all claims. The last column names what the service did, in this script's words:
+an engine called dead in the answer to its counts, a version served again in the history, an idle controller. Training
+at a fixed interval does none of that.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class World:
 
 
 class Interval:
-    """Trains on every fourth claim, and publishes what comes out."""
+    """Trains on one claim of `every`, and publishes what comes out."""
 
     def __init__(self, world: World, scratch: Path, settings: Settings, every: int) -> None:
         self._world, self._settings, self._every = world, settings, every

@@ -17,11 +17,14 @@ from record_fixtures import stored
 from service.monitor.headroom import STATES
 from service.monitor.live_replay import EngineVerdict, Stretch, Watch
 from service.monitor.metrics import RunSnapshot, render
+from service.monitor.worth import AtBatch, Worth
 
 NAMES = {
     "draftalign_alpha": {"run", "drafter"},
     "draftalign_publication_lag": {"run"},
     "draftalign_headroom_ratio": {"run"},
+    "draftalign_speculation_speedup_ratio": {"run", "batch"},
+    "draftalign_speculation_best_depth": {"run", "batch"},
     "draftalign_headroom_bound_ratio": {"run", "bound"},
     "draftalign_headroom_state": {"run", "state"},
     "draftalign_training_busy_ratio": {"run"},
@@ -126,6 +129,7 @@ def full_snapshot() -> RunSnapshot:
         last_arrival=990.0,
         watch=Watch((EngineVerdict("engine-0", "dead", "", None, Stretch(300, 1.0, 3.0, -1.1, 0.1), since=50.0),)),
         pushes=(40.0, 60.0, 90.0),
+        worth=Worth(None, 4, (AtBatch(8, 4, 2.5, 2.25),)),
     )
 
 
@@ -158,6 +162,8 @@ def test_values_come_through() -> None:
     assert alpha == {"served": 3.5, "frozen": 1.75, "best": 3.625, "live": 138 / 40}
     assert value(text, "draftalign_publication_lag", run="default") == pytest.approx(0.125)
     assert value(text, "draftalign_headroom_ratio", run="default") == 0.07
+    assert value(text, "draftalign_speculation_speedup_ratio", run="default", batch="8") == 2.25
+    assert value(text, "draftalign_speculation_best_depth", run="default", batch="8") == 4
     assert value(text, "draftalign_headroom_bound_ratio", run="default", bound="low") == 0.03
     states = {s: value(text, "draftalign_headroom_state", run="default", state=s) for s in STATES}
     assert [state for state, on in states.items() if on] == ["training_bound"]
