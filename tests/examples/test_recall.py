@@ -56,7 +56,7 @@ def test_real_text_mostly_follows_habit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_drafter_needs_right_features() -> None:
     table = quick_table()
     right = table["three layers"]["both"]
