@@ -175,6 +175,8 @@ def _check_service(service: RunningService, redis_url: str, counters: tuple[Any,
     (point,) = scores["points"]
     assert point["rollouts"] >= requests
     before, after = counters
-    live = (after.emitted_tokens - before.emitted_tokens) / (after.rounds - before.rounds)
+    rounds = after.rounds - before.rounds
+    live = (after.emitted_tokens - before.emitted_tokens) / rounds
     print(f"live α {live:.4f}, replay α of the served drafter {point['alpha_served']:.4f}")
-    assert math.isclose(point["alpha_served"], live, rel_tol=0.03)
+    # Replay is the mean over coin flips that the engine threw once: their variance of log α is at most 0.45 a round.
+    assert math.isclose(point["alpha_served"], live, rel_tol=3 * math.sqrt(0.45 / rounds))
