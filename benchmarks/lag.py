@@ -110,7 +110,7 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
         **Settings(**chosen).model_dump(include=set(chosen)),
     ) as run:
         learner = run.worker.learner
-        train, score, promote = learner.train, learner.score, learner.lineage.promote
+        train, score, promote = learner.train, learner.scorer.score, learner.lineage.promote
         step_of = DrafterTrainer.step
         offered = run.served
         newest = 0
@@ -151,7 +151,8 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
                 print(f"step {clock.now:6.1f}: serves {manifest.version}, trained to {newest}")
             return manifest
 
-        learner.train, learner.score, learner.lineage.promote = trained, scored, promoted  # type: ignore[method-assign, assignment]
+        learner.train, learner.scorer.score = trained, scored  # type: ignore[method-assign, assignment]
+        learner.lineage.promote = promoted  # type: ignore[method-assign, assignment]
         with mock.patch.object(DrafterTrainer, "step", stepped):
             clock.spend(0.0)
             while run.worker.cycle() or clock.wait():

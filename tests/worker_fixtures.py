@@ -494,15 +494,15 @@ def _become_worker(
     import resource
 
     import drafter.batch
+    import service.storage.lease
     import service.worker.inbox
-    import service.worker.lease
     import service.worker.process
 
     logging.basicConfig(
         level="INFO", stream=sys.stderr, format=f"{os.getpid()} %(levelname)s %(message)s (%(asctime)s)", force=True
     )
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    service.worker.lease.LEASE_SECONDS = lease_seconds
+    service.storage.lease.LEASE_SECONDS = lease_seconds
     service.worker.process._BEAT_SECONDS = beat_seconds
     service.worker.process._LOOK_FOR_RUNS_SECONDS = 0.05
     service.worker.process._RETRY_SECONDS = 0.05

@@ -17,15 +17,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from drafter.batch import RolloutBatch
 from drafter.device import ahead
-from drafter.errors import BatchRejected, TargetHeadError
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
 from service.monitor.headroom import LearningCurve
@@ -33,15 +31,15 @@ from service.monitor.live_replay import LiveRule
 from service.monitor.records import DrafterSums, arrival
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.queue import EndState
 from service.storage.reports import Store
 from service.worker.checkpoint import WorkerCheckpoint
+from service.worker.claim import ClaimScorer, Fates, Scored
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion import Contest, Fresh, Gate
 from service.worker.recent import KeptBatch, RecentRollouts
-from service.worker.scoring import Scores, score
+from service.worker.scoring import Scores
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
@@ -53,14 +51,6 @@ _HEADS_KEPT_VERSIONS = 64
 _LEAST_PART = 0.125
 #: Parts that come to so much are a whole training: they end with whole steps.
 _WHOLE = 0.99
-#: A worker that is behind compares all drafters in one claim of so many, and the candidate alone in the others.
-_CLAIMS_PER_COMPARISON = 4
-
-#: What a batch is scored with; each includes those before.
-Comparison = Literal["served", "candidate", "all"]
-
-#: A batch that was scored.
-Scored = tuple[Loaded, Scores]
 
 
 def _served_alpha(scored: Sequence[Scored]) -> float | None:
@@ -71,19 +61,6 @@ def _served_alpha(scored: Sequence[Scored]) -> float | None:
 
 class TrainingStopped(WorkerError):  # noqa: N818 - reads as what happened
     """Training failed half way, so part of it is in the candidate: reload the last checkpoint."""
-
-
-class Fates(Protocol):
-    """Where the learner says what became of a batch; `service.worker.inbox.Inbox` is one."""
-
-    def finish(self, loaded: Loaded, end: EndState) -> None:
-        """All that was to be done with it is done."""
-
-    def reject(self, loaded: Loaded, reason: str) -> None:
-        """It cannot be used."""
-
-    def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
-        """An unforeseen exception ends it; raised again where the batch cannot be to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +96,7 @@ class Learner:
         self.controller = Controller()
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
         self.gate = Gate(settings, self.lineage, self.target)
-        self._uncompared = _CLAIMS_PER_COMPARISON  # claims since all drafters were compared
-        self._keeps_up = True  # the last training was not cut short
+        self.scorer = ClaimScorer(settings, self.target, self.lineage, self.journal, self.gate)
 
     def _empty_memory(self) -> RecentRollouts:
         return RecentRollouts(
@@ -153,7 +129,7 @@ class Learner:
         self.lineage.check_vocabulary()
         self._require_head_rows()
         self.gate.restore(state.get("gate"))
-        self.recent.restore(state["recent"], self._layout.spool(self.run), self._complete)
+        self.recent.restore(state["recent"], self._layout.spool(self.run), self.target.normalised)
         self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self.journal.totals.batches,
                  self.journal.totals.trained_tokens)  # fmt: skip
@@ -230,12 +206,14 @@ class Learner:
         waits, idle = newer_waits(), self.controller.idle
         behind = self.controller.defers(newer_waits=waits)
         passed_over_enough = waits and not (behind or idle)
-        scored, rest = ([], fresh) if behind else self._score_newest(fresh, fates)
-        passed_over = self._score_passed_over(rest, fates, tested=sum(loaded.batch.rollouts for loaded, _ in scored))
+        scored, rest = ([], fresh) if behind else self.scorer.score_newest(fresh, fates)
+        passed_over = self.scorer.score_passed_over(
+            rest, fates, tested=sum(loaded.batch.rollouts for loaded, _ in scored)
+        )
         held = self.journal.hold(LiveRule.of(self._settings))
         judged = not isolated and held is None
         if judged:
-            self._follow(self._latest())
+            self._follow(self.lineage.served_version())
         looked = self.gate.state
         try:
             contests = self.judge([*passed_over, *scored], before_publishing=before_publishing) if judged else []
@@ -274,7 +252,7 @@ class Learner:
         if trained:
             known = seconds if whole else None  # a training that was stopped says nothing about gains
             self.gate.trained(known, scored[-1][0].batch.policy_version, share)
-        self._keeps_up = share == 1.0
+        self.scorer.keeps_up = share == 1.0
         return Outcome(scores, decision, outcome, trained_with_recent=whole)
 
     def _decide(self, scored: Sequence[Scored], held: str | None) -> Decision:
@@ -298,63 +276,6 @@ class Learner:
         finally:
             self.recent = recent
 
-    def _score_newest(self, fresh: Sequence[Loaded], fates: Fates) -> tuple[list[Scored], Sequence[Loaded]]:
-        """Score what the newest policy wrote; also returns what other policies wrote.
-
-        The newest of the last batches: a trainer that went back counts on from there. And of those that can be used: a
-        trainer whose batches are all rejected must not keep the worker from the others'.
-        """
-        rest, comparison = fresh, self._comparison(fresh)
-        for version in sorted({loaded.batch.policy_version for loaded in fresh[-RECENT_BATCHES:]}, reverse=True):
-            scored = self._score_all([p for p in rest if p.batch.policy_version == version], fates, comparison)
-            rest = [p for p in rest if p.batch.policy_version != version]
-            if scored:
-                return scored, rest
-        return [], rest
-
-    def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:
-        """With what a claim's newest rollouts are scored. Time is short where several policies' have gathered."""
-        self._uncompared += 1
-        keeps_up = self._keeps_up and len({loaded.batch.policy_version for loaded in fresh}) == 1
-        if keeps_up or self.gate.unmeasured or self._uncompared >= _CLAIMS_PER_COMPARISON:
-            self._uncompared = 0
-            return "all"
-        return "candidate"
-
-    def _score_all(self, fresh: Sequence[Loaded], fates: Fates, comparison: Comparison) -> list[Scored]:
-        known = [one for loaded in fresh if (one := self._normalised(loaded, fates)) is not None]
-        scored = ((loaded, self.score(loaded, fates, comparison)) for loaded in known)
-        return [(loaded, scores) for loaded, scores in scored if scores is not None]
-
-    def _normalised(self, loaded: Loaded, fates: Fates) -> Loaded | None:
-        """The batch with what its sender could not compute; None when it was rejected."""
-        if loaded.batch.normalised:
-            return loaded
-        try:
-            return replace(loaded, batch=self._complete(loaded.batch, loaded.path))
-        except TargetHeadError as error:
-            fates.reject(loaded, str(error))
-        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded, error, "cannot be normalised with the policy's head")
-        return None
-
-    def _complete(self, batch: RolloutBatch, path: Path | None = None) -> RolloutBatch:
-        return self.target.at(batch.policy_version, batch=path).needed_head().normalise(batch)
-
-    def _score_passed_over(self, rest: Sequence[Loaded], fates: Fates, *, tested: int) -> list[Scored]:
-        """Score what will not be trained on now: with the candidate, from the newest on, until it was judged enough.
-
-        `tested`: rollouts of this claim that it is judged on already.
-        """
-        compared, found = set(), []
-        for loaded in reversed(rest):
-            if self.gate.hungry(tested):
-                compared.add(loaded)
-                tested += loaded.batch.rollouts
-        for loaded in rest:
-            found += self._score_all([loaded], fates, "candidate" if loaded in compared else "served")
-        return found
-
     def _remember(self, loaded: Loaded) -> KeptBatch:
         return self.recent.add(loaded.path, loaded.batch)
 
@@ -368,65 +289,8 @@ class Learner:
             fates.finish(loaded, "trained")
 
     def _record(self, scored: Sequence[Scored], decision: Decision, seconds: float = 0.0) -> None:
-        latest = self._latest()
+        latest = self.lineage.served_version()
         self.journal.record([(loaded.entry, scores) for loaded, scores in scored], decision, seconds, latest=latest)
-
-    def score(self, loaded: Loaded, fates: Fates, comparison: Comparison) -> Scores | None:
-        """Score a batch and check its features against its log-probabilities; None when it was rejected.
-
-        `comparison`: with the drafter that served it alone, with the candidate and the one that is served now as well,
-        or with the first one and the one served before too.
-        """
-        batch = loaded.batch
-        policy = self.target.at(batch.policy_version, batch=loaded.path)
-        try:
-            gap, checked = policy.needed_head().logprob_gap(batch)
-        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded, error, "cannot be compared with the policy's head")
-            return None
-        if checked and not gap <= self._settings.logprob_gap_nats:
-            fates.reject(loaded, self._gap_reason(gap))
-            return None
-        current = self._latest()
-        by = self.lineage.existing(batch.drafter_version) or current
-        if comparison == "served":
-            roles = self.lineage.served_only(by)
-        else:
-            roles = self.lineage.roles(by, current, frozen=comparison == "all")
-        if by is not None and (watched := self.lineage.existing(self.journal.watched or "")) is not None:
-            roles.setdefault("watched", (watched, self.lineage.version(watched)))
-        if comparison == "all" and (before := self.lineage.existing(self.gate.watched or "")) is not None:
-            roles.setdefault("before", (before, self.lineage.version(before)))
-        try:
-            return score(
-                batch,
-                roles,
-                policy,
-                depth=self._settings.depth,
-                drafting=self._settings.drafting,
-                batch_id=loaded.entry.batch_id,
-                entry_id=loaded.entry.entry_id,
-                drafter_version=by,
-                logprob_gap=gap if checked else None,
-            )
-        except BatchRejected as error:
-            fates.reject(loaded, str(error))
-            return None
-        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded, error, "cannot be scored")
-            return None
-
-    def _latest(self) -> str | None:
-        """The version that engines are offered now."""
-        manifest = self.lineage.served()
-        return None if manifest is None else manifest.version
-
-    def _gap_reason(self, gap: float) -> str:
-        return (
-            f"log-probabilities disagree with the features by {gap:.3g} nats on average (limit "
-            f"{self._settings.logprob_gap_nats:g}): a state taken before the final norm, a stale "
-            "head, a wrong temperature or a shifted mask; compare logprobs[t] with last_hidden[t-1] @ lm_head"
-        )
 
     def train(self, newest: Sequence[KeptBatch], ends: Callable[[], bool] = lambda: False) -> tuple[float, float]:
         """Train on the newest batches mixed with recent ones; returns the seconds it took, and what share was done.
@@ -462,7 +326,7 @@ class Learner:
     def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[str], None]) -> list[Contest]:
         """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first."""
         compared = [(loaded.batch, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
-        served = self._latest()
+        served = self.lineage.served_version()
         if not compared:
             return []
         fresh = Fresh.of(compared, self.recent.prompts)

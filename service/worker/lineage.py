@@ -138,6 +138,11 @@ class Lineage:
         """What `GET /drafter/latest` offers now."""
         return self._registry.latest(self._run)
 
+    def served_version(self) -> str | None:
+        """The version that engines are offered now."""
+        manifest = self.served()
+        return None if manifest is None else manifest.version
+
     def published_after(self, before: str | None) -> Manifest | None:
         """What is served now, where it is a candidate that won against `before` and from which nobody moved since."""
         latest = self.served()

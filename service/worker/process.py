@@ -27,11 +27,11 @@ from drafter.errors import DrafterError
 from service.errors import ConfigurationError, ServiceError, WorkerError
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
+from service.storage.lease import Leases
 from service.storage.queue import RolloutQueue
 from service.storage.reports import Store
 from service.worker.checkpoint import CheckpointSuperseded
 from service.worker.inbox import CONSUMER
-from service.worker.lease import Leases
 from service.worker.loop import LeaseLost, RegisteredAnew, RunWorker
 
 log = logging.getLogger("draftalign.worker")

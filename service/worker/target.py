@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafter.batch import RolloutBatch
 from drafter.errors import TargetHeadError
 from drafter.policy import Policy, TargetHead
 from rl_hooks.wire import LogitMap, MappedFile, WireError
@@ -203,6 +204,13 @@ class Target:
                 log.warning("run %s: the head of policy version %d is not used: %s", run, version, error)
                 self._received.refuse(version, file)
         return self.registered
+
+    def normalised(self, batch: RolloutBatch, path: Path | None = None) -> RolloutBatch:
+        """The batch with the normalisers that its sender could not compute. `path`: its file.
+
+        Raises `TargetHeadError` where the policy's head is not there.
+        """
+        return self.at(batch.policy_version, batch=path).needed_head().normalise(batch)
 
     def _cached(self, version: int, file: Upload | None) -> Policy:
         key = (version, file)

@@ -117,7 +117,6 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
 
 @pytest.mark.demo
 @pytest.mark.timeout(900)
-@pytest.mark.xfail(strict=False, reason="not yet run to its end with the policy that the task has now")
 def test_a_hook_that_sends_garbage_fails_the_demo(tmp_path: Path) -> None:
     arguments = ["demo", "--task", "recall", "--steps", "20", "--seed", "1", "--out", str(tmp_path / "out")]
     script = [sys.executable, str(Path(__file__).with_name("broken_hook.py")), "zeros"]

@@ -92,9 +92,9 @@ def judged(bench: Bench, worker: RunWorker, name: str, prompts: Sequence[int], p
     path.write_bytes(bench.world.rollout_file(name, prompts=prompts, policy_version=policy_version))
     batch, learner = load_batch(path), worker.learner
     loaded = Loaded(Entry("1-1", name, path.name, 1, 1, batch.rollouts, policy_version, policy_version, 1), path, batch)
-    scores = learner.score(loaded, worker.inbox, "all")
+    scores = learner.scorer.score(loaded, worker.inbox, "all")
     assert scores is not None
-    found = learner.gate.judge(Fresh.of([(batch, scores)], learner.recent.prompts), learner._latest())
+    found = learner.gate.judge(Fresh.of([(batch, scores)], learner.recent.prompts), learner.lineage.served_version())
     return next(c for c in found if c.version == CANDIDATE)
 
 

@@ -16,19 +16,19 @@ from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
 import service.storage.queue
+import service.worker.claim
 import service.worker.inbox
-import service.worker.learner
 import service.worker.process
 from drafter.errors import BatchRejected, CheckpointError, DrafterError
 from drafter.files.checkpoint import export_config
 from drafter.training.trainer import DrafterTrainer
 from service.errors import WorkerError
 from service.storage.layout import file_id
+from service.storage.lease import Leases
 from service.storage.queue import MAX_DELIVERIES
 from service.storage.queue import RolloutQueue as WorkersQueue
 from service.storage.runs import untouched
 from service.worker.learner import Learner
-from service.worker.lease import Leases
 from service.worker.lineage import Lineage
 from service.worker.loop import LeaseLost, RunWorker
 from service.worker.process import Worker
@@ -273,7 +273,7 @@ def test_a_batch_that_cannot_be_scored_is_dead_of_it_and_the_others_are_trained(
             raise IndexError("index 50 is out of bounds")
         return learners_score(batch, *args, **named)
 
-    monkeypatch.setattr(service.worker.learner, "score", score)
+    monkeypatch.setattr(service.worker.claim, "score", score)
     turns(worker, bench, posted)
     assert [bench.state(b) for b in posted] == ["trained", "dead", "trained"]
     assert bench.reason(posted[1]) == "cannot be scored: IndexError: index 50 is out of bounds"
@@ -365,7 +365,7 @@ def test_memory_that_runs_out_is_not_laid_to_the_batch_at_once(
             raise error
         return learners_score(*args, **named)
 
-    monkeypatch.setattr(service.worker.learner, "score", score)
+    monkeypatch.setattr(service.worker.claim, "score", score)
     for _ in range(MAX_DELIVERIES):
         a_minute_later(worker)  # a minute later
         worker._turn()

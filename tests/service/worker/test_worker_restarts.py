@@ -17,21 +17,22 @@ from storage_fixtures import Store
 from worker_fixtures import Bench, final_state, states
 
 import rl_hooks.durable
+import service.storage.lease
 import service.storage.queue
 import service.worker.inbox
-import service.worker.lease
 import service.worker.process
 import service.worker.promotion
 from drafter.batch import load_batch
 from drafter.training.trainer import DrafterTrainer
+from service.storage.lease import Leases
 from service.storage.queue import MAX_DELIVERIES
 from service.storage.queue import RolloutQueue as WorkersQueue
 from service.storage.registry import Registry
 from service.storage.reports import Store as WorkersStore
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
+from service.worker.claim import ClaimScorer
 from service.worker.inbox import Inbox, Loaded
 from service.worker.learner import Learner, TrainingStopped
-from service.worker.lease import Leases
 from service.worker.lineage import Lineage
 from service.worker.loop import LeaseLost, RunWorker
 from service.worker.process import Worker
@@ -60,7 +61,7 @@ def die_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: boo
 
 
 MOMENTS = [
-    (Learner, "score", False),
+    (ClaimScorer, "score", False),
     (Learner, "train", False),
     (Learner, "train", True),
     (Learner, "judge", False),
@@ -153,14 +154,14 @@ def test_a_batch_that_kills_its_worker_once_gathering_ends_is_dead_and_the_other
 ) -> None:
     bench.register()
     batches = [bench.post(name, rollouts=4) for name in "abc"]
-    real = Learner.score
+    real = ClaimScorer.score
 
-    def deadly(self: Learner, loaded: Loaded, *args: Any, **more: Any) -> Any:
+    def deadly(self: ClaimScorer, loaded: Loaded, *args: Any, **more: Any) -> Any:
         if loaded.entry.batch_id == batches[1]:
             raise Stopped
         return real(self, loaded, *args, **more)
 
-    monkeypatch.setattr(Learner, "score", deadly)
+    monkeypatch.setattr(ClaimScorer, "score", deadly)
     for _ in range(8):
         try:
             bench.drain(bench.worker(vocab_min_tokens=50, claim_tokens=10_000))
@@ -430,7 +431,7 @@ def test_a_worker_that_was_asked_to_stop_keeps_its_lease_until_its_last_checkpoi
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a standby would take over while it still writes, and its last training would be for nothing."""
-    monkeypatch.setattr(service.worker.lease, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(service.storage.lease, "LEASE_SECONDS", 2.0)
     monkeypatch.setattr(service.worker.process, "_BEAT_SECONDS", 0.1)
     bench.begin()
     bench.post("a")
@@ -494,7 +495,7 @@ def test_what_fails_again_and_again_after_a_death_is_not_laid_to_the_batch(
     bench.worker().inbox.claim()  # and dies
     worker = bench.worker()
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "score", fails_with(error))
+        patch.setattr(ClaimScorer, "score", fails_with(error))
         for _ in range(2 * MAX_DELIVERIES):
             with pytest.raises(type(error)):
                 worker.cycle()

@@ -1,0 +1,158 @@
+"""What a claim's batches are scored with, and which of them cannot be used. Nothing is learnt here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, Protocol
+
+from drafter.errors import BatchRejected, TargetHeadError
+from service.settings import Settings
+from service.storage.queue import EndState
+from service.worker.inbox import RECENT_BATCHES, Loaded
+from service.worker.journal import Journal
+from service.worker.lineage import Lineage
+from service.worker.promotion import Gate
+from service.worker.scoring import Scores, score
+from service.worker.target import Target
+
+#: A worker that is behind compares all drafters in one claim of so many, and the candidate alone in the others.
+_CLAIMS_PER_COMPARISON = 4
+
+#: What a batch is scored with; each includes those before.
+Comparison = Literal["served", "candidate", "all"]
+
+#: A batch that was scored.
+Scored = tuple[Loaded, Scores]
+
+
+class Fates(Protocol):
+    """Where the learner says what became of a batch; `service.worker.inbox.Inbox` is one."""
+
+    def finish(self, loaded: Loaded, end: EndState) -> None:
+        """All that was to be done with it is done."""
+
+    def reject(self, loaded: Loaded, reason: str) -> None:
+        """It cannot be used."""
+
+    def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
+        """An unforeseen exception ends it; raised again where the batch cannot be to blame."""
+
+
+class ClaimScorer:
+    """Scores the batches of one run's claims. `keeps_up`: the last training was not cut short for newer rollouts."""
+
+    def __init__(self, settings: Settings, target: Target, lineage: Lineage, journal: Journal, gate: Gate) -> None:
+        self._settings = settings
+        self._target = target
+        self._lineage = lineage
+        self._journal = journal
+        self._gate = gate
+        self._uncompared = _CLAIMS_PER_COMPARISON  # claims since all drafters were compared
+        self.keeps_up = True
+
+    def score_newest(self, fresh: Sequence[Loaded], fates: Fates) -> tuple[list[Scored], Sequence[Loaded]]:
+        """Score what the newest policy wrote; also returns what other policies wrote.
+
+        The newest of the last batches: a trainer that went back counts on from there. And of those that can be used: a
+        trainer whose batches are all rejected must not keep the worker from the others'.
+        """
+        rest, comparison = fresh, self._comparison(fresh)
+        for version in sorted({loaded.batch.policy_version for loaded in fresh[-RECENT_BATCHES:]}, reverse=True):
+            scored = self._score_all([p for p in rest if p.batch.policy_version == version], fates, comparison)
+            rest = [p for p in rest if p.batch.policy_version != version]
+            if scored:
+                return scored, rest
+        return [], rest
+
+    def score_passed_over(self, rest: Sequence[Loaded], fates: Fates, *, tested: int) -> list[Scored]:
+        """Score what will not be trained on now: with the candidate, from the newest on, until it was judged enough.
+
+        `tested`: rollouts of this claim that it is judged on already.
+        """
+        compared, found = set(), []
+        for loaded in reversed(rest):
+            if self._gate.hungry(tested):
+                compared.add(loaded)
+                tested += loaded.batch.rollouts
+        for loaded in rest:
+            found += self._score_all([loaded], fates, "candidate" if loaded in compared else "served")
+        return found
+
+    def score(self, loaded: Loaded, fates: Fates, comparison: Comparison) -> Scores | None:
+        """Score a batch and check its features against its log-probabilities; None when it was rejected.
+
+        `comparison`: with the drafter that served it alone, with the candidate and the one that is served now as well,
+        or with the first one and the one served before too.
+        """
+        batch = loaded.batch
+        policy = self._target.at(batch.policy_version, batch=loaded.path)
+        try:
+            gap, checked = policy.needed_head().logprob_gap(batch)
+        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
+            fates.fail(loaded, error, "cannot be compared with the policy's head")
+            return None
+        if checked and not gap <= self._settings.logprob_gap_nats:
+            fates.reject(loaded, self._gap_reason(gap))
+            return None
+        current = self._lineage.served_version()
+        by = self._lineage.existing(batch.drafter_version) or current
+        if comparison == "served":
+            roles = self._lineage.served_only(by)
+        else:
+            roles = self._lineage.roles(by, current, frozen=comparison == "all")
+        if by is not None and (watched := self._lineage.existing(self._journal.watched or "")) is not None:
+            roles.setdefault("watched", (watched, self._lineage.version(watched)))
+        if comparison == "all" and (before := self._lineage.existing(self._gate.watched or "")) is not None:
+            roles.setdefault("before", (before, self._lineage.version(before)))
+        try:
+            return score(
+                batch,
+                roles,
+                policy,
+                depth=self._settings.depth,
+                drafting=self._settings.drafting,
+                batch_id=loaded.entry.batch_id,
+                entry_id=loaded.entry.entry_id,
+                drafter_version=by,
+                logprob_gap=gap if checked else None,
+            )
+        except BatchRejected as error:
+            fates.reject(loaded, str(error))
+            return None
+        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
+            fates.fail(loaded, error, "cannot be scored")
+            return None
+
+    def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:
+        """With what a claim's newest rollouts are scored. Time is short where several policies' have gathered."""
+        self._uncompared += 1
+        keeps_up = self.keeps_up and len({loaded.batch.policy_version for loaded in fresh}) == 1
+        if keeps_up or self._gate.unmeasured or self._uncompared >= _CLAIMS_PER_COMPARISON:
+            self._uncompared = 0
+            return "all"
+        return "candidate"
+
+    def _score_all(self, fresh: Sequence[Loaded], fates: Fates, comparison: Comparison) -> list[Scored]:
+        known = [one for loaded in fresh if (one := self._normalised(loaded, fates)) is not None]
+        scored = ((loaded, self.score(loaded, fates, comparison)) for loaded in known)
+        return [(loaded, scores) for loaded, scores in scored if scores is not None]
+
+    def _normalised(self, loaded: Loaded, fates: Fates) -> Loaded | None:
+        """The batch with what its sender could not compute; None when it was rejected."""
+        if loaded.batch.normalised:
+            return loaded
+        try:
+            return replace(loaded, batch=self._target.normalised(loaded.batch, loaded.path))
+        except TargetHeadError as error:
+            fates.reject(loaded, str(error))
+        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
+            fates.fail(loaded, error, "cannot be normalised with the policy's head")
+        return None
+
+    def _gap_reason(self, gap: float) -> str:
+        return (
+            f"log-probabilities disagree with the features by {gap:.3g} nats on average (limit "
+            f"{self._settings.logprob_gap_nats:g}): a state taken before the final norm, a stale "
+            "head, a wrong temperature or a shifted mask; compare logprobs[t] with last_hidden[t-1] @ lm_head"
+        )
