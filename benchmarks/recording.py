@@ -179,11 +179,9 @@ class _Recorder(demo.Session):
             self.logged[step - 1] = logs
 
 
-def write_rollouts(path: Path, batch: RolloutBatch, *, prefix: str) -> None:
-    """Write a batch as a rollout file, features in bfloat16."""
-    batch = replace(batch, rollout_ids=tuple(f"{prefix}-{i}" for i in range(batch.rollouts)))
-    hidden_size = batch.last_hidden.shape[1]
-    tensors = {
+def rollout_tensors(batch: RolloutBatch) -> dict[str, wire.Tensor]:
+    """The tensors of a batch's rollout file, features in bfloat16."""
+    return {
         "input_ids": wire.Tensor.of(batch.input_ids.numpy().astype(np.int32), "I32"),
         "cu_seqlens": wire.Tensor.of(batch.cu_seqlens.numpy().astype(np.int32), "I32"),
         "loss_mask": wire.Tensor.of(batch.loss_mask.numpy().astype(np.uint8), "U8"),
@@ -192,6 +190,12 @@ def write_rollouts(path: Path, batch: RolloutBatch, *, prefix: str) -> None:
         "aux_hidden": as_wire(batch.aux_hidden.to(torch.bfloat16)),
         "last_hidden": as_wire(batch.last_hidden.to(torch.bfloat16)),
     }
+
+
+def write_rollouts(path: Path, batch: RolloutBatch, *, prefix: str) -> None:
+    """Write a batch as a rollout file, features in bfloat16."""
+    batch = replace(batch, rollout_ids=tuple(f"{prefix}-{i}" for i in range(batch.rollouts)))
+    hidden_size = batch.last_hidden.shape[1]
     config = {"model_type": "qwen3", "hidden_size": hidden_size, "num_hidden_layers": len(AUX_LAYERS) + 1}
     metadata = wire.rollout_metadata(
         run=_RUN,
@@ -200,4 +204,4 @@ def write_rollouts(path: Path, batch: RolloutBatch, *, prefix: str) -> None:
         target_fingerprint=wire.target_fingerprint(config, AUX_LAYERS),
         aux_layers=AUX_LAYERS,
     )
-    path.write_bytes(b"".join(bytes(part) for part in wire.encode(tensors, metadata)))
+    path.write_bytes(b"".join(bytes(part) for part in wire.encode(rollout_tensors(batch), metadata)))

@@ -13,13 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-import numpy as np
 import redis.asyncio
-import torch
 from pydantic import SecretStr
 from redis import Redis
 from torch import Tensor
 
+from benchmarks.recording import rollout_tensors
 from drafter.batch import RolloutBatch
 from drafter.files.checkpoint import export_config
 from drafter.model.eagle3 import Eagle3Drafter
@@ -121,16 +120,7 @@ class WorkerRun:
             aux_layers=self._aux_layers,
             drafter_version=self.served if drafter_version is None else drafter_version,
         )
-        tensors = {
-            "input_ids": wire.Tensor.of(batch.input_ids.numpy().astype(np.int32), "I32"),
-            "cu_seqlens": wire.Tensor.of(batch.cu_seqlens.numpy().astype(np.int32), "I32"),
-            "loss_mask": wire.Tensor.of(batch.loss_mask.numpy().astype(np.uint8), "U8"),
-            "logprobs": as_wire(batch.logprobs.float()),
-            "logsumexp": as_wire(batch.logsumexp.float()),
-            "aux_hidden": as_wire(batch.aux_hidden.to(torch.bfloat16)),
-            "last_hidden": as_wire(batch.last_hidden.to(torch.bfloat16)),
-        }
-        body = _joined(wire.encode(tensors, facts))
+        body = _joined(wire.encode(rollout_tensors(batch), facts))
         header = wire.check_rollout_header(wire.parse_header(body))
         blob = self._spool.new_blob(header.batch_id)
         path = self.layout.blob(NAME, blob)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import hashlib
@@ -126,7 +127,7 @@ class _Server(ThreadingHTTPServer):
         """Connections that break are part of these tests."""
 
 
-class Peer:
+class Peer(abc.ABC):
     """A server on a port of its own that can go down and come back."""
 
     def __init__(self) -> None:
@@ -188,8 +189,9 @@ class Peer:
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         self.answer(handler, parts.path, query, body)
 
+    @abc.abstractmethod
     def answer(self, handler: BaseHTTPRequestHandler, path: str, query: dict[str, str], body: Any) -> None:
-        raise NotImplementedError
+        """Answer one request."""
 
     @staticmethod
     def send(

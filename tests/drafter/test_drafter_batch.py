@@ -181,6 +181,9 @@ def test_what_a_prompts_tokens_are_given_for_log_probabilities_is_not_looked_at(
     prompt = int(torch.nonzero(~batch.loss_mask)[1])
     batch.logprobs[prompt] = 1.0
     screen(batch)
+    batch.loss_mask[prompt] = True
+    with pytest.raises(BatchRejected, match="log-probabilities above 0"):
+        screen(batch)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,6 @@ A case is words: how the model is wrapped (`root`, `keep`, `group`, `head`, `emb
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import socket
 import sys
 import tempfile
 import types
@@ -29,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from hooks_fixtures import as_float, mapped, padded_batch, receiver, tiny_qwen3
+from rank_fixtures import run_two_ranks
 
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import score_rows
@@ -204,32 +202,18 @@ def compare(
         return result
 
 
-def work(rank: int, world: int, port: int, out: Path, cases: list[str]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def work(rank: int, out: Path, cases: list[str]) -> None:
     report: dict[str, Any] = {}
     for case in cases:
         found: dict[str, Any] = {}
         words = case.split()
-        with_us = train(rank, world, words, attached=True, found=found)
-        without = train(rank, world, words, attached=False, found={})
+        with_us = train(rank, 2, words, attached=True, found=found)
+        without = train(rank, 2, words, attached=False, found={})
         found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
         report[case] = found
         (out / f"{rank}.json").write_text(json.dumps(report))
         dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    # Forked, so that torch and transformers are imported once.
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(rank, 2, port, Path(sys.argv[1]), sys.argv[2:])) for rank in range(2)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
-    sys.exit(any(one.exitcode for one in ranks))
+    sys.exit(run_two_ranks(partial(work, out=Path(sys.argv[1]), cases=sys.argv[2:])))

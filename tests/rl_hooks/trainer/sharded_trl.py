@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
-import os
-import socket
 import sys
 from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from hooks_fixtures import as_float, mapped, receiver, tiny_qwen3
+from rank_fixtures import run_two_ranks
 from torch.distributed.tensor import DTensor
 from trl_fixtures import make_trainer
 
@@ -99,12 +97,7 @@ def compare(file: Any, whole: Any) -> dict[str, Any]:
     return {"rollouts": len(cu) - 1, "features": worst, "lse": lse_gap, "logp": logp_gap}
 
 
-def work(rank: int, port: int, out: Path) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    torch.set_num_threads(1)
-    _call_the_cpu_an_accelerator()
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def work(rank: int, out: Path) -> None:
     logging.disable(logging.WARNING)
     found: dict[str, Any] = {}
     directory = out / str(rank)
@@ -116,18 +109,7 @@ def work(rank: int, port: int, out: Path) -> None:
     found["same losses"] = found["losses"] == without_us["losses"]
     found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
     (out / f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        PORT = int(probe.getsockname()[1])
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(rank, PORT, Path(sys.argv[1]))) for rank in range(2)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
-    sys.exit(any(one.exitcode for one in ranks))
+    sys.exit(run_two_ranks(partial(work, out=Path(sys.argv[1])), before=_call_the_cpu_an_accelerator))

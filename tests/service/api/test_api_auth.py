@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from pydantic import ValidationError
 from service_fixtures import CONFIG, HEADERS, RunningService, rollout_file, run_file
 
@@ -139,12 +140,17 @@ def test_what_is_not_listed_needs_admin() -> None:
 def test_without_tokens_only_loopback_is_bound(host: str, redis_url: str, tmp_path: Any) -> None:
     with pytest.raises(ConfigurationError, match="DRAFTALIGN_TOKENS"):
         create_app(settings_of(state_dir=tmp_path, redis_url=redis_url, host=host))
-    create_app(settings_of(state_dir=tmp_path, redis_url=redis_url, host=host, tokens="s:read"))
+    app = create_app(settings_of(state_dir=tmp_path, redis_url=redis_url, host=host, tokens="s:read"))
+    assert TestClient(app).get("/runs").status_code == 401
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
 def test_loopback_may_be_bound_without_tokens(host: str, redis_url: str, tmp_path: Any) -> None:
-    create_app(settings_of(state_dir=tmp_path, redis_url=redis_url, host=host))
+    app = create_app(settings_of(state_dir=tmp_path, redis_url=redis_url, host=host))
+    assert (
+        TestClient(app, base_url=f"http://{f'[{host}]' if ':' in host else host}:8400").get("/healthz").status_code
+        == 200
+    )
 
 
 def test_without_tokens_a_foreign_host_name_is_not_answered(service: RunningService) -> None:

@@ -194,8 +194,11 @@ def test_nothing_to_supervise_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     supervisor._on_signal(signal.SIGTERM, None)
     supervisor._on_signal(signal.SIGTERM, None)
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
     try:
         supervisor.run()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    assert slept == []

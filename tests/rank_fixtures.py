@@ -1,0 +1,35 @@
+"""Two ranks of a trainer on this machine, as forked processes, so that torch and transformers are imported once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+def run_two_ranks(work: Callable[[int], None], before: Callable[[], None] = lambda: None) -> int:
+    """Call `work(rank)` on both, in a gloo group; `before` the group begins, in each process. Not 0: one failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+
+    def one(rank: int) -> None:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        torch.set_num_threads(1)
+        before()
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        work(rank)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    ranks = [multiprocessing.get_context("fork").Process(target=one, args=(rank,)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return int(any(process.exitcode for process in ranks))
