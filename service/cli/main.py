@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from service.cli.checks import checked_redis, unknown_variables
 from service.cli.commands import add_commands
+from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings
 
@@ -240,6 +241,7 @@ def demo(
 
 
 add_commands(app)
+app.command()(warmup)
 
 
 def main() -> None:

@@ -150,7 +150,7 @@ def advise(found: Headroom | None, *, action: str | None, starved: bool) -> Advi
     if starved:
         return Advice("starved", "no new rollouts: there is nothing to learn from")
     if found is None or found.gain is None or found.low is None or found.high is None:
-        return Advice("unknown", "no training has been judged yet")
+        return Advice("unknown", "no training was judged since the learning rate stopped rising")
     each, error = found.each or 0.0, found.each_error or 0.0
     if each + Z_95 * error < 0.0:
         return Advice(

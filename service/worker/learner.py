@@ -266,7 +266,9 @@ class Learner:
     def report(self, outcome: Outcome) -> None:
         """Say in one line what was done, and set the gauges."""
         size = len(self.lineage.candidate.vocabulary)
-        self.journal.report(outcome.scores, outcome.decision, size, self.controller.curve, outcome.contest)
+        # While the learning rate rises, small gains do not say that little is left to gain.
+        curve = LearningCurve() if self.lineage.warming_up else self.controller.curve
+        self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.contest)
 
     @contextlib.contextmanager
     def _without_recent(self) -> Iterator[None]:

@@ -106,7 +106,7 @@ def known(
 @pytest.mark.parametrize(
     ("found", "action", "starved", "state", "words"),
     [
-        (None, "train", False, "unknown", "no training has been judged"),
+        (None, "train", False, "unknown", "no training was judged"),
         (None, None, True, "starved", "no new rollouts"),
         (known(0.07, 0.03, 0.1), "train", True, "starved", "no new rollouts"),
         (

@@ -1,0 +1,196 @@
+"""`draftalign warmup`: a run's first drafter, from the policy's own answers, before RL begins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import typer
+
+from service.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from rl_hooks.trainer.warmup import Sent
+
+_POLL_SECONDS: Final = 0.5
+#: The policy does not answer more prompts than so many batches ahead of the worker: a training is judged on rollouts
+#: that came after it.
+_BATCHES_AHEAD: Final = 2
+
+
+def warmup(
+    policy: Annotated[str, typer.Argument(help="The policy that RL is to train: a directory, or a hub's name.")],
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help="The RL run's prompts: .jsonl lines with `prompt` or `messages`, or a text file, one in each line."
+        ),
+    ],
+    rollouts: Annotated[
+        int, typer.Option(min=2, help="Answers to draw at most; it ends sooner once converged.")
+    ] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer at most.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of sampling, as in the RL run.")] = 1.0,
+    batch: Annotated[int, typer.Option(min=1, help="Answers drawn at once.")] = 16,
+    aux_layers: Annotated[
+        str | None, typer.Option(help="Layers whose input the drafter reads, e.g. 2,18,33; else EAGLE-3's three.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the policy runs: cpu, cuda, ...")] = "cpu",
+    drafter: Annotated[
+        Path | None, typer.Option(help="Directory of a drafter to begin with; else one is made from scratch.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory to write the drafter to, for the engine's start.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts' order and the answers.")] = 0,
+    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+    run: Annotated[str, typer.Option(help="Name that the RL run will have.")] = "default",
+) -> None:
+    """Train a run's first drafter on the policy's own answers, before RL begins.
+
+    The service must be running (`draftalign up`). The RL run then goes on under the same name. DRAFTALIGN_TOKEN: token
+    for the service, of scopes write and read.
+    """
+    import httpx
+
+    from rl_hooks.errors import HookError
+    from rl_hooks.hook import DrafterHook
+    from rl_hooks.trainer.warmup import Sampling, read_prompts, send_rollouts
+
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise ConfigurationError(f"{out} holds files already; name a directory that does not")
+    token = os.environ.get("DRAFTALIGN_TOKEN")
+    with httpx.Client(
+        base_url=service.rstrip("/"),
+        headers={} if token is None else {"Authorization": f"Bearer {token}"},
+        timeout=60.0,
+    ) as client:
+        _ask(client, "/healthz")  # before a large policy is loaded
+        model, tokenizer = _load(policy, device)
+        texts = read_prompts(prompts, tokenizer)
+        typer.echo(f"{len(texts):,} prompts, {rollouts:,} answers at most; the page: {service}")
+        try:
+            hook = DrafterHook(
+                model, service, run=run, token=token, initial_drafter=drafter, aux_layers=_layers(aux_layers)
+            )
+        except (HookError, ValueError) as error:
+            raise ConfigurationError(f"{policy}: {error}") from error
+        try:
+            watch = _Watch(client, run, rollouts, typer.echo)
+            for sent in send_rollouts(
+                model, hook, texts, rollouts, Sampling(batch, max_new_tokens, temperature), seed=seed
+            ):
+                if not hook.flush(120.0) or hook.stats()["failures"]:
+                    raise ConfigurationError(f"the rollouts do not reach the service: {hook.stats()['last_failure']}")
+                if watch.add(sent):
+                    break
+            watch.settle()
+        finally:
+            hook.close()
+        version = _ask(client, f"/runs/{run}")["drafter"]
+        if version is None:
+            raise ConfigurationError(
+                f"no drafter yet: {watch.said or 'nothing was heard of the run'}; raise --rollouts"
+            )
+        if out is not None:
+            _save(client, run, out)
+            version = f"{version}, written to {out}"
+        typer.echo(f"run {run} begins with {version}")
+
+
+class _Watch:
+    """Follows what the worker does with the rollouts, and says what is new of it."""
+
+    def __init__(self, client: httpx.Client, run: str, rollouts: int, say: Callable[[str], None]) -> None:
+        self.said = ""
+        self._client = client
+        self._run = run
+        self._rollouts = rollouts
+        self._say = say
+        self._waiting: list[str] = []  # one rollout of each batch that the worker has not done with
+        self._answered = 0
+
+    def add(self, sent: Sent) -> bool:
+        """Wait until the worker is near; True once it has nothing left to learn from this policy."""
+        self._waiting.append(sent.rollout_id)
+        self._answered += sent.rollouts
+        self._wait(_BATCHES_AHEAD)
+        return self._report() == "converged"
+
+    def settle(self) -> None:
+        """Wait until the worker is done with all of it."""
+        self._wait(0)
+        self._report()
+
+    def _wait(self, ahead: int) -> None:
+        while len(self._waiting) > ahead:
+            fate = _ask(self._client, f"/rollouts/{self._waiting[0]}", run=self._run)
+            if fate["state"] == "dead":
+                raise ConfigurationError(f"the worker refused the rollouts: {fate['reason']}")
+            if fate["state"] == "queued":
+                said = _ask(self._client, f"/runs/{self._run}")["headline"]
+                if said["state"] == "gathering":  # these wait for others
+                    return
+                time.sleep(_POLL_SECONDS)
+            else:
+                self._waiting.pop(0)
+
+    def _report(self) -> str:
+        """Say the run's headline where it is another than before; returns what the headroom's state is."""
+        found = _ask(self._client, "/alpha", run=self._run)
+        state: str = found["headroom"]["state"]
+        if found["headline"]["text"] != self.said:
+            self.said = found["headline"]["text"]
+            self._say(f"{self._answered:>7,} of {self._rollouts:,} answers: {self.said}")
+        return state
+
+
+def _layers(named: str | None) -> Sequence[int] | Literal["eagle3"]:
+    if named is None:
+        return "eagle3"
+    try:
+        return [int(one) for one in named.split(",")]
+    except ValueError:
+        raise ConfigurationError(f"--aux-layers must be layer numbers like 2,18,33, got {named!r}") from None
+
+
+def _load(policy: str, device: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(policy)
+        return AutoModelForCausalLM.from_pretrained(policy, dtype="auto").to(device).eval(), tokenizer
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"the policy {policy} cannot be loaded: {error}") from error
+
+
+def _ask(client: httpx.Client, path: str, **query: str) -> Any:
+    import httpx
+
+    try:
+        answer = client.get(path, params=query)
+    except httpx.HTTPError as error:
+        raise ConfigurationError(f"{client.base_url} does not answer: {error}; is `draftalign up` running?") from error
+    if not answer.is_success:
+        raise ConfigurationError(f"{client.base_url} answered {answer.status_code} to {path}: {answer.text[:300]}")
+    return answer.json()
+
+
+def _save(client: httpx.Client, run: str, out: Path) -> None:
+    """Write the served drafter to `out`, verified as an agent does."""
+    from rl_hooks.agent.download import RECEIPT, fetch_release
+    from rl_hooks.errors import AgentError
+    from rl_hooks.release import parse_manifest
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as cache:
+        try:
+            found = fetch_release(client, parse_manifest(_ask(client, "/drafter/latest", run=run), run), Path(cache))
+        except AgentError as error:
+            raise ConfigurationError(f"the drafter could not be fetched: {error}") from error
+        shutil.copytree(found.path, out, ignore=shutil.ignore_patterns(RECEIPT), dirs_exist_ok=True)

@@ -1,0 +1,194 @@
+"""A run's first drafter from the policy's own answers, before RL begins."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hooks_fixtures import as_float, mapped, receiver, tiny_qwen3
+from transformers import AutoTokenizer, GenerationConfig
+
+from drafter.batch import load_batch
+from drafter.files.checkpoint import read_drafter
+from drafter.policy import Policy, TargetHead
+from drafter.replay.replay import replay
+from examples import recall
+from examples.demo import SERVICE_SETTINGS, child, free_port
+from examples.policy import load
+from rl_hooks.errors import HookError
+from rl_hooks.hook import DrafterHook
+from rl_hooks.trainer.warmup import Sampling, read_prompts, send_rollouts
+
+POLICY = Path(recall.TASK.base_policy)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(POLICY)
+
+
+def test_prompts_are_texts_objects_or_chats(tokenizer: Any, tmp_path: Path) -> None:
+    text = recall.sample_prompts(1, 0)[0]
+    plain, rows = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    plain.write_text(f"{text}\n\n{text}\n")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    chat = [{"role": "user", "content": text}]
+    rows.write_text("\n".join(json.dumps(row) for row in ({"prompt": text}, {"prompt": chat}, {"messages": chat})))
+    ids = tokenizer.encode(text)
+    assert read_prompts(plain, tokenizer) == [ids, ids]
+    assert read_prompts(rows, tokenizer) == [ids, ids, ids]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("[1, 2]", "line 2: expected an object with a prompt"),
+        ('{"text": "a"}', "line 2: expected an object with a prompt"),
+        ("{", "line 2: expected an object with a prompt"),
+        ('{"prompt": ""}', "line 2: the prompt has no tokens"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(line: str, says: str, tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'\n{line}\n{{"prompt": "a"}}')
+    with pytest.raises(HookError, match=re.escape(says)):
+        read_prompts(file, tokenizer)
+    file.write_text("\n")
+    with pytest.raises(HookError, match="holds no prompts"):
+        read_prompts(file, tokenizer)
+
+
+def test_what_is_sent_is_what_a_plain_forward_has_of_the_answers(tmp_path: Path) -> None:
+    model = tiny_qwen3()
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14]]
+    with receiver() as service:
+        hook = DrafterHook(model, service.url, aux_layers=(0, 1, 3), strict=True)
+        sent = list(send_rollouts(model, hook, prompts, 7, Sampling(batch=3, max_new_tokens=5), seed=0))
+        assert hook.close(30.0)
+        files = [mapped(request, tmp_path) for request in service.rollouts()]
+    assert [one.rollouts for one in sent] == [3, 3, 1]
+    asked: Counter[tuple[int, ...]] = Counter()
+    answered = 0
+    for file in files:
+        cu = file.array("cu_seqlens").tolist()
+        for begin, end in pairwise(cu):
+            ids = torch.from_numpy(file.array("input_ids")[begin:end].copy()).long()
+            mask = torch.from_numpy(file.array("loss_mask")[begin:end].copy()).bool()
+            asked[tuple(ids[~mask].tolist())] += 1
+            answer = ids[mask].tolist()
+            answered += len(answer)
+            assert mask.tolist() == sorted(mask.tolist())
+            assert 1 not in answer[:-1]
+            assert len(answer) == 5 or answer[-1] == 1
+            with torch.no_grad():
+                out = model(ids[None], output_hidden_states=True)
+            states = torch.cat([out.hidden_states[i][0] for i in (0, 1, 3, -1)], 1)
+            got = torch.cat([as_float(file, n)[begin:end] for n in ("aux_hidden", "last_hidden")], 1)
+            torch.testing.assert_close(got, states, rtol=1e-2, atol=1e-2)
+            expected = out.logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            logprobs = torch.from_numpy(file.array("logprobs")[begin:end].copy())
+            torch.testing.assert_close(logprobs[mask], expected[mask[1:]], rtol=1e-3, atol=1e-3)
+    assert answered == sum(one.response_tokens for one in sent)
+    assert sum(asked.values()) == 7
+    assert set(asked) == {tuple(prompt) for prompt in prompts}
+    assert max(asked.values()) - min(asked.values()) <= 1, "each prompt is asked before one is asked again"
+
+
+def test_answers_follow_the_policys_own_law_whatever_its_generation_settings_say(tmp_path: Path) -> None:
+    """A penalty or a top-k of the model would draw from another distribution than the one that replay supposes."""
+    model = tiny_qwen3()
+    model.generation_config = GenerationConfig(top_k=2, repetition_penalty=5.0, eos_token_id=1, pad_token_id=0)
+    prompt, count, temperature = [5, 6, 7], 4000, 0.7
+    with receiver() as service:
+        hook = DrafterHook(model, service.url, aux_layers=(0, 1, 3), strict=True)
+        list(send_rollouts(model, hook, [prompt], count, Sampling(2000, 2, temperature), seed=0))
+        assert hook.close(30.0)
+        files = [mapped(request, tmp_path) for request in service.rollouts()]
+    firsts = torch.cat([torch.from_numpy(f.array("input_ids")[f.array("cu_seqlens")[:-1] + 3].copy()) for f in files])
+    drawn = torch.bincount(firsts.long(), minlength=model.config.vocab_size)
+    assert int(drawn.sum()) == count
+    with torch.no_grad():
+        law = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
+    likely = law > 5 / count
+    expected = law[likely] * count
+    chi2 = float(((drawn[likely] - expected) ** 2 / expected).sum())
+    freedom = int(likely.sum()) - 1
+    assert chi2 < freedom + 5 * (2 * freedom) ** 0.5
+    assert model.generation_config.top_k == 2, "the caller's model is left as it was"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if condition():
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def warm_up(*options: str, url: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "service.cli", "warmup", *options, "--service", url]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=500, check=False)
+
+
+def test_what_cannot_work_ends_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    for options, says in (
+        (("--out", "full"), "full holds files already"),
+        ((), "does not answer"),
+    ):
+        done = warm_up(
+            "nowhere", "--prompts", "prompts.txt", *options, url=f"http://127.0.0.1:{free_port()}", cwd=tmp_path
+        )
+        assert done.returncode == 1
+        assert done.stderr.strip().splitlines()[-1].startswith("draftalign: ")
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_begins_with_a_drafter_that_knows_the_policy(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in recall.sample_prompts(800, 5)))
+    port, out = free_port(), tmp_path / "out"
+    settings = {**SERVICE_SETTINGS, "DRAFTALIGN_VOCAB_MIN_TOKENS": "2000", "DRAFTALIGN_DRAFT_VOCAB_SIZE": "64"}
+    up = ["service.cli", "up", "--port", str(port), "--state-dir", str(tmp_path / "state")]
+    options = ("--rollouts", "800", "--batch", "32", "--max-new-tokens", "40", "--aux-layers", "0,2,3")
+    with child("up", up, settings):
+        wait_for(lambda: httpx.get(f"http://127.0.0.1:{port}/readyz").is_success)
+        done = warm_up(
+            *(str(POLICY), "--prompts", str(prompts), *options, "--out", str(out)),
+            url=f"http://127.0.0.1:{port}",
+            cwd=tmp_path,
+        )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"run default begins with v\d{6}-\w+, written to ", done.stdout), done.stdout
+    policy, to_ids = load(POLICY)
+    others = [to_ids.encode(text) for text in recall.sample_prompts(64, 99)]
+    with receiver() as service:
+        hook = DrafterHook(policy, service.url, aux_layers=(0, 2, 3), strict=True)
+        list(send_rollouts(policy, hook, others, 64, Sampling(64, 40), seed=1))
+        assert hook.close(30.0)
+        (tmp_path / "batch").write_bytes(service.rollouts()[0].body)
+    head = policy.lm_head.weight.detach().float()
+    batch = load_batch(tmp_path / "batch")
+    found = replay(read_drafter(out), batch, Policy(0, head, TargetHead(head)), depth=4, drafting="probabilistic")
+    assert found.alpha > 1.4, found.alpha
