@@ -22,14 +22,43 @@ from typing import Final
 
 from service.monitor.alpha import Compared, Point, pool_point
 from service.monitor.counts import LiveAlpha, live_sums
-from service.monitor.records import DRAFTERS, AcceptanceRecord, ScoreRecord
+from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, ScoreRecord
 
 #: Fewer live rounds than this say little: the page shows no live α that rests on fewer, and no engine is called dead.
 ENOUGH_ROUNDS: Final = 200
 #: Batches among which a figure that the newest lack is looked for.
 LOOK_BACK: Final = 256
+#: A tilt is called a bias beyond so many standard errors and beyond that much: 10 % in odds, where features in bfloat16
+#: make a few per cent of one.
+_SURE: Final = 4.5
+_LEAST_TILT: Final = 0.1
 #: Two machines' clocks may differ by so much; a report from further ahead was made before the clock was set back.
 _CLOCKS_DIFFER_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tilt:
+    """How far the engines' tokens lean towards what the drafter proposes (`Favour.tilt`), over the newest batches.
+
+    `low`, `high`: its 95 % interval. `biased`: it leans beyond chance and beyond what rounding does.
+    """
+
+    value: float
+    low: float
+    high: float
+    tokens: int
+    biased: bool
+
+    @classmethod
+    def of(cls, records: Sequence[ScoreRecord]) -> Tilt | None:
+        """Pool the batches whose law is known; None where there is none, or all was certain."""
+        known = [record.favour for record in records if record.favour is not None]
+        pooled = sum(known, Favour(0.0, 0.0, 0))
+        found = pooled.tilt
+        if found is None:
+            return None
+        beyond = abs(found.value) - _SURE * math.sqrt(found.variance)
+        return cls(found.value, found.low, found.high, pooled.tokens, biased=beyond > _LEAST_TILT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +66,7 @@ class Current:
     """What is true now. Names are those of a point of `GET /alpha`.
 
     `compared`: on the newest batches that were scored with both. `live`: the engines' last reports, of as many policy
-    versions as it takes to have `ENOUGH_ROUNDS`; None below that.
+    versions as it takes to have `ENOUGH_ROUNDS`; None below that. `tilt`: whether speculation is lossless.
     """
 
     drafter_version: str | None = None
@@ -64,6 +93,7 @@ class Current:
     live_rounds: int | None = None
     live: LiveAlpha | None = None
     policy_version: int | None = None
+    tilt: Tilt | None = None
 
 
 _ALPHAS: Final = tuple(f"alpha_{drafter}" for drafter in DRAFTERS)
@@ -99,6 +129,7 @@ def current(
         live_rounds=None if live is None else int(live[1]),
         live=_enough_live([group for _, group in reports]),
         policy_version=spells[-1].policy_version if spells else reports[-1][0],
+        tilt=Tilt.of(records),
     )
 
 

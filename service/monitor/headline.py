@@ -8,12 +8,13 @@ That the API itself is gone only the page can say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from service.monitor.cause import Cause, as_fraction
-from service.monitor.current import Current
+from service.monitor.current import Current, Tilt
 from service.monitor.headroom import Advice, trainer_silent
 from service.monitor.live_replay import UNREVIVED_PUSHES, EngineVerdict, Watch
 
@@ -249,10 +250,21 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
             break
     if facts.current is None:
         return
+    if facts.current.tilt is not None and facts.current.tilt.biased:
+        yield _found("bad", "not_lossless", "Not lossless", _of_tilt(facts.current.tilt))
     if facts.last_engine_report is None:
         yield _found("note", "no_engine", "No engine", " reports what it accepts.")
     elif (age := facts.now - facts.last_engine_report) > ENGINE_SILENT_SECONDS:
         yield _found("note", "no_engine", "No engine", f" has reported for {duration(age)}.")
+
+
+def _of_tilt(tilt: Tilt) -> str:
+    times, low, high = (math.exp(x) for x in (tilt.value, tilt.low, tilt.high))
+    much = f"{times:.2f} times the odds that the policy gives it ({low:.2f} to {high:.2f}, {tilt.tokens:,} tokens)"
+    why = "the engines accept drafts too freely, or sample otherwise than the rollouts say"
+    if tilt.value < 0:
+        why = "the engines sample otherwise than the rollouts say, or the features are of other weights"
+    return f": what the drafter proposes comes at {much}: {why}."
 
 
 def _of_sick(found: Sequence[EngineVerdict], failed_pushes: int) -> str:

@@ -144,6 +144,11 @@ def _add_alpha(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         families.gauge("draftalign_alpha", text, getattr(found, f"alpha_{drafter}"), run=run, drafter=drafter)
     text = "Alpha of the best drafter that could be served minus alpha of the served one, same rollouts."
     families.gauge("draftalign_publication_lag", text, found.publication_lag, run=run)
+    if found.tilt is not None:
+        text = "Logarithm of the odds of tokens that the drafter proposes, over those that the policy gives them."
+        families.gauge("draftalign_sampling_tilt", text, found.tilt.value, run=run)
+        text = "1 where that is beyond chance and rounding: speculation is not lossless."
+        families.gauge("draftalign_sampling_biased", text, int(found.tilt.biased), run=run)
     text = "Mean negated log-probability of the sampled tokens."
     families.gauge("draftalign_policy_entropy_nats", text, found.entropy, run=run)
     text = "Policy version of the scored batch that arrived last; before the first, of the engines' last report."

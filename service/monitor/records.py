@@ -95,12 +95,36 @@ class Replayed:
     reached: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Favour:
+    """How often a batch's tokens were what the drafter proposes (`drafter.replay.lossless`); sums over `tokens`.
+
+    `excess`: of q(x) over its mean under the policy. `variance`: of `excess`, were the tokens drawn from the policy.
+    """
+
+    __pydantic_config__: ClassVar = _CHECKED
+    excess: float
+    variance: Annotated[float, Field(ge=0)]
+    tokens: int
+
+    def __add__(self, other: Favour) -> Favour:
+        return Favour(self.excess + other.excess, self.variance + other.variance, self.tokens + other.tokens)
+
+    @property
+    def tilt(self) -> Estimate | None:
+        """The λ for which tokens look drawn from p(v)·exp(λ·q(v)), by one score step; 0 where speculation is lossless.
+
+        The odds of a token that the drafter is sure of are then e^λ times what the policy gives it. None: unknown.
+        """
+        return Estimate(self.excess / self.variance, 1.0 / self.variance) if self.variance > 0 else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRecord:
     """What every drafter would have had on one batch, and what was done with it."""
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({*DRAFTERS, "replayed"})
+    absent: ClassVar = frozenset({*DRAFTERS, "replayed", "favour"})
     ngram: DrafterSums | None = None
     served: DrafterSums | None = None
     candidate: DrafterSums | None = None
@@ -121,6 +145,7 @@ class ScoreRecord:
     entry_id: str | None = None
     drafter_version: str | None = None
     logprob_gap: float | None = None
+    favour: Favour | None = None
     action: str | None = None
     train_seconds: float | None = None
     published_total: int | None = None

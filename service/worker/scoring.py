@@ -17,9 +17,10 @@ from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
+from drafter.replay.lossless import drafters_favour
 from drafter.replay.ngram import ngram_replay
 from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
-from service.monitor.records import DrafterSums, Replayed, ScoreRecord
+from service.monitor.records import DrafterSums, Favour, Replayed, ScoreRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ def score(
     prompts = prompt_hashes(batch)
     unpublished = drafters["candidate"][0] if "candidate" in drafters else None
     sums = {name: DrafterSums.of(found.tokens, found.rounds) for name, found in replays.items()}
+    favour = drafters_favour(drafters["served"][1], batch, policy) if "served" in drafters else None
     record = ScoreRecord(
         served=sums.get("served"),
         candidate=sums.get("candidate"),
@@ -114,6 +116,7 @@ def score(
         entry_id=entry_id,
         drafter_version=drafter_version,
         logprob_gap=logprob_gap,
+        favour=None if favour is None else Favour(*favour),
     )
     return Scores(replays, record, by_version, prompts, batch.strata, _entropies(batch))
 

@@ -26,11 +26,12 @@ from service_fixtures import RunningService
 from storage_fixtures import Store
 from torch import Tensor
 
+import examples.engine
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import Eagle3Drafter
 from examples.elicit import MAX_ANSWER_TOKENS
 from examples.engine import Engine
-from examples.engine_drafting import Drafting
+from examples.engine_drafting import Draft, Drafting, verify
 from examples.engine_sequences import Counters, Sampling
 from examples.features import batch_of
 from service.worker.scoring import score
@@ -85,10 +86,15 @@ def weak_drafter() -> Eagle3Drafter:
 
 
 def generate(
-    directory: Path, *, fault: Any = None, break_it: Callable[[Engine], None] = lambda _: None, depth: int = 4
+    directory: Path,
+    *,
+    fault: Any = None,
+    break_it: Callable[[Engine], None] = lambda _: None,
+    depth: int = 4,
+    seed: int = 3,
 ) -> tuple[Counters, RolloutBatch]:
     model, _ = base_policy()
-    with fault or nullcontext(), engine(model, directory, seed=3, depth=depth) as served:
+    with fault or nullcontext(), engine(model, directory, seed=seed, depth=depth) as served:
         break_it(served)
         done = served.submit(PROMPTS, Sampling(MAX_ANSWER_TOKENS, 1.0, EOS_ID)).result(timeout=100)
         return served.counters(), batch_of(model, rollouts(PROMPTS, done))
@@ -137,6 +143,31 @@ class Bench:
 @pytest.fixture
 def bench(service: RunningService, redis_client: Redis) -> Bench:
     return Bench(service, redis_client)
+
+
+def lax(p: Tensor, draft: Draft | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Verification that accepts whatever the policy gives a tenth to."""
+    if draft is None:
+        return verify(p, draft, generator)
+    likely = p[:, :-1].exp().gather(2, draft.tokens[:, :, None])[:, :, 0] > 0.1
+    accepted = likely.long().cumprod(1).sum(1)
+    follow = torch.multinomial(p[torch.arange(len(p)), accepted].exp(), 1, generator=generator)
+    return accepted, torch.cat([draft.tokens, follow], 1).scatter(1, accepted[:, None], follow)
+
+
+@pytest.mark.parametrize(("rule", "biased"), [(verify, False), (lax, True)], ids=["lossless", "lax"])
+def test_an_engine_that_accepts_too_freely_is_named_by_its_tokens(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Any, biased: bool
+) -> None:
+    monkeypatch.setattr(examples.engine, "verify", rule)
+    directory = write(trained_drafter(), tmp_path / "served")
+    for policy in range(3):
+        bench.scored(generate(directory, seed=policy)[1], policy)
+    found = bench.alpha()
+    assert found["current"]["tilt"]["tokens"] > 3000
+    assert found["current"]["tilt"]["biased"] == biased, found["current"]["tilt"]
+    texts = [found["headline"]["text"], *found["headline"]["also"]]
+    assert any(text.startswith("Not lossless: what the drafter proposes comes at") for text in texts) == biased
 
 
 def test_each_engine_that_is_wrong_is_named_beside_sound_ones(bench: Bench, tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from record_fixtures import score
 from service_fixtures import RunningService
 from worker_fixtures import Bench
 
 from service.monitor.alpha import Compared
-from service.monitor.current import ENOUGH_ROUNDS, current
-from service.monitor.records import AcceptanceRecord, ScoreRecord
+from service.monitor.current import ENOUGH_ROUNDS, Tilt, current
+from service.monitor.records import AcceptanceRecord, Favour, ScoreRecord
 
 
 def scored(entry: str, policy_version: int, **drafters: float) -> ScoreRecord:
@@ -91,3 +93,66 @@ def test_the_service_follows_a_trainer_that_resumed(bench: Bench, serve: Callabl
             assert float(gauge) == policy
     versions = [p["policy_version"] for p in service.client.get("/alpha").json()["points"]]
     assert versions == [3, 4, 6, 7, 999_999_999_999_999]
+
+
+def test_the_tilt_is_pooled_over_the_batches_whose_law_is_known() -> None:
+    records = [
+        ScoreRecord(policy_version=0, entry_id="1-0", favour=Favour(30.0, 20.0, 1000)),
+        ScoreRecord(policy_version=1, entry_id="2-0"),
+        ScoreRecord(policy_version=1, entry_id="3-0", favour=Favour(10.0, 30.0, 500)),
+    ]
+    now = current(records, ())
+    assert now is not None
+    assert now.tilt is not None
+    half = 1.959963984540054 / math.sqrt(50.0)
+    assert (now.tilt.value, now.tilt.tokens, now.tilt.biased) == (0.8, 1500, True)
+    assert [now.tilt.low, now.tilt.high] == pytest.approx([0.8 - half, 0.8 + half])
+    unknown = current(records[1:2], ())
+    assert unknown is not None
+    assert unknown.tilt is None
+    certain = current([ScoreRecord(policy_version=0, favour=Favour(0.0, 0.0, 10))], ())
+    assert certain is not None
+    assert certain.tilt is None
+
+
+@pytest.mark.parametrize(
+    ("tilt", "variance", "biased"),
+    [
+        (0.8, 10.0, False),  # 2.5 standard errors
+        (0.8, 60.0, True),
+        (-0.8, 60.0, True),
+        (0.09, 1e6, False),  # sure, and no more than what rounding does
+        (0.2, 4000.0, True),
+    ],
+)
+def test_a_bias_is_beyond_chance_and_beyond_rounding(tilt: float, variance: float, biased: bool) -> None:
+    found = Tilt.of([ScoreRecord(policy_version=0, favour=Favour(tilt * variance, variance, 1000))])
+    assert found is not None
+    assert found.biased == biased
+
+
+def test_lossless_engines_are_called_biased_in_fewer_than_one_run_of_a_hundred() -> None:
+    """1,000 runs of 600 batches, looked at after each one over the newest 256; tokens as the policy draws them."""
+    rng = np.random.default_rng(0)
+    runs, batches, tokens, kinds = 1000, 600, 40, 50
+    q = rng.dirichlet(np.full(6, 0.3), kinds)  # the drafter's laws, and the policy's
+    p = 0.6 * q + 0.4 * rng.dirichlet(np.full(6, 0.3), kinds)
+    mean, variance = (p * q).sum(1), (p * q * q).sum(1) - (p * q).sum(1) ** 2
+    excess, spread = np.zeros((runs, batches)), np.zeros((runs, batches))
+    for _ in range(tokens):
+        kind = rng.integers(kinds, size=(runs, batches))
+        drawn = (p.cumsum(1)[kind] < rng.random((runs, batches, 1))).sum(-1).clip(max=5)
+        excess += q[kind, drawn] - mean[kind]
+        spread += variance[kind]
+    ends = range(0, batches, 10)
+    alarms = 0
+    for run in range(runs):
+        pooled = [
+            Favour(
+                float(excess[run, max(0, n - 255) : n + 1].sum()), float(spread[run, max(0, n - 255) : n + 1].sum()), 1
+            )
+            for n in ends
+        ]
+        verdicts = [Tilt.of([ScoreRecord(policy_version=0, favour=one)]) for one in pooled]
+        alarms += any(one is not None and one.biased for one in verdicts)
+    assert alarms < runs / 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from service.monitor.alpha import Compared
 from service.monitor.cause import Cause, cause_of
 from service.monitor.counts import LiveAlpha
-from service.monitor.current import Current
+from service.monitor.current import Current, Tilt
 from service.monitor.headline import (
     Headline,
     RunFacts,
@@ -60,6 +61,18 @@ def test_what_the_headroom_means_is_said_beside_the_headline_and_harm_first() ->
     assert (hurt.level, hurt.text) == ("warn", "Training hurts: each training loses 2.0 %.")
     for state in ("learning", "starved", "behind", "unknown"):  # said elsewhere, or nothing to say
         assert headline(facts(headroom=Advice(state, "x"))) == headline(facts())
+
+
+def test_an_engine_that_is_not_lossless_is_said_with_how_much() -> None:
+    biased = replace(POINT, tilt=Tilt(math.log(2), math.log(1.5), math.log(2.5), 12_000, biased=True))
+    found = headline(facts(current=biased))
+    assert (found.level, found.state) == ("bad", "not_lossless")
+    assert "comes at 2.00 times the odds that the policy gives it (1.50 to 2.50, 12,000 tokens)" in found.text
+    assert "accept drafts too freely" in found.text
+    shy = replace(POINT, tilt=Tilt(-0.3, -0.4, -0.2, 12_000, biased=True))
+    assert "accept drafts too freely" not in headline(facts(current=shy)).text
+    sound = replace(POINT, tilt=Tilt(0.01, -0.1, 0.12, 12_000, biased=False))
+    assert headline(facts(current=sound)) == headline(facts())
 
 
 def new(**changes: Any) -> RunFacts:

@@ -22,6 +22,8 @@ from service.monitor.worth import AtBatch, Worth
 NAMES = {
     "draftalign_alpha": {"run", "drafter"},
     "draftalign_publication_lag": {"run"},
+    "draftalign_sampling_tilt": {"run"},
+    "draftalign_sampling_biased": {"run"},
     "draftalign_headroom_ratio": {"run"},
     "draftalign_speculation_speedup_ratio": {"run", "batch"},
     "draftalign_speculation_best_depth": {"run", "batch"},
@@ -73,7 +75,8 @@ def full_snapshot() -> RunSnapshot:
         return {"tokens": 100 * alpha, "rounds": 100.0}
 
     drafters = {"served": 3.5, "candidate": 3.6, "frozen": 1.75, "ngram": 1.25, "best": 3.625}
-    newest = {"policy_version": 8, **{name: sums(alpha) for name, alpha in drafters.items()}}
+    favour = {"excess": 1.0, "variance": 50.0, "tokens": 400}
+    newest = {"policy_version": 8, "favour": favour, **{name: sums(alpha) for name, alpha in drafters.items()}}
     return stored(
         scores=[
             {"policy_version": 7, "frozen": sums(9.0), "logprob_sum": -50.0, "logprob_tokens": 100},

@@ -190,6 +190,18 @@ def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) ->
     assert worker.learner.controller.trainings == 0, "and half a training says nothing about gains"
 
 
+@pytest.mark.parametrize(("warmup_steps", "known"), [(0, True), (10_000, False)])
+def test_no_headroom_is_told_while_the_learning_rate_rises(bench: Bench, warmup_steps: int, *, known: bool) -> None:
+    """Small gains of small steps do not say that little is left to gain."""
+    bench.begin()
+    for name in "abcd":
+        bench.post(name, rollouts=32)
+        worker = bench.worker(warmup_steps=warmup_steps)
+        bench.drain(worker)
+    assert worker.learner.controller.curve.measured, "the gate has judged"
+    assert (bench.store.worker().headroom is not None) == known
+
+
 def test_the_controller_is_told_the_alpha_of_the_whole_claim_and_the_error_of_a_gain(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,90 @@
+"""Whether engines emit what the policy would: a test on the tokens alone, without asking the engine.
+
+Rejection sampling is lossless: whatever the drafter proposes, token t is drawn from the policy's p_t. So with q_t, the
+drafter's law of that token, fixed before it is drawn, the differences
+
+    q_t(x_t) - sum_v p_t(v) q_t(v)
+
+have mean 0 and variance sum_v p_t(v) q_t(v)^2 - (sum_v p_t(v) q_t(v))^2 each, whatever came before (a martingale). An
+engine that accepts drafts too freely, or draws a rejected token from p instead of from what p has over q, emits what
+the drafter proposes more often than that; one whose sampling is colder does so too. p and q are of the
+temperature that the tokens were drawn at. Tokens outside the draft vocabulary have q = 0.
+
+Legend: T tokens, U rows that are looked at, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from drafter.batch import RolloutBatch
+from drafter.device import working_dtype
+from drafter.errors import TargetHeadError
+from drafter.model.draft_model import DraftModel
+from drafter.model.matmul import times_wide
+from drafter.model.pointwise import rms_norm
+from drafter.policy import Policy
+
+#: Of longer batches, so many tokens of whole rollouts are looked at: the cost is then bounded.
+_TOKENS = 8192
+_LOGITS_ELEMENTS = 1 << 24
+
+
+class Excess(NamedTuple):
+    """How often tokens were what the drafter proposes; all are sums over tokens."""
+
+    excess: float  # of q(x) over its mean under the policy
+    variance: float  # of `excess` under the policy
+    tokens: int
+
+
+@torch.no_grad()
+def drafters_favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Excess | None:
+    """Compare with what the policy would have drawn; None where its law is not known.
+
+    That is so without its head's rows, and where sampling was truncated (top-p, top-k) or greedy.
+    """
+    if policy.head is None or batch.warped or batch.temperature == 0:
+        return None
+    device = next(drafter.parameters()).device
+    dtype = working_dtype(device)
+    try:
+        head = policy.head.rows(drafter.vocabulary, device, dtype or torch.float32)  # [D, Ht]
+    except TargetHeadError:
+        return None
+    batch = _some(batch).to(device)
+    plan = drafter.plan(batch, 1).to(device)
+    unrolled = drafter.unroll(plan, batch, policy, dtype=dtype)
+    rows, pre = unrolled.rows[0], unrolled.pre[0]  # [U]: row t proposes x[t + 2], drawn by the policy's state at t + 1
+    drawn = batch.loss_mask[rows + 2]
+    rows, pre = rows[drawn], pre[drawn]
+    to_draft = drafter.vocabulary.to_draft.to(device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    chunk = max(1, _LOGITS_ELEMENTS // len(head))
+    for begin in range(0, len(rows), chunk):
+        part = slice(begin, begin + chunk)
+        normed = rms_norm(pre[part], unrolled.weights.norm, drafter.config.rms_norm_eps)
+        q = (times_wide(normed, unrolled.weights.lm_head).float() / batch.divisor).softmax(-1)  # [u, D]
+        states = batch.last_hidden[rows[part] + 1].to(head.dtype)
+        logits = policy.head.logit_map.apply(times_wide(states, head).float())
+        p = (logits / batch.divisor - batch.logsumexp[rows[part] + 1, None].float()).exp()
+        proposed = to_draft[batch.input_ids[rows[part] + 2]]  # [u], -1 outside the draft vocabulary
+        of_drawn = torch.where(proposed >= 0, q.gather(1, proposed.clamp(min=0)[:, None])[:, 0], 0.0)
+        mean = (p * q).sum(-1)
+        variance = (p * q * q).sum(-1) - mean * mean
+        sums += torch.stack([(of_drawn - mean).double().sum(), variance.double().sum()])
+    excess, variance_sum = sums.tolist()
+    if not (math.isfinite(excess) and math.isfinite(variance_sum)) or not len(rows):
+        return None
+    return Excess(excess, max(variance_sum, 0.0), len(rows))
+
+
+def _some(batch: RolloutBatch) -> RolloutBatch:
+    """Whole rollouts of about `_TOKENS` tokens, evenly spaced."""
+    if batch.tokens <= _TOKENS:
+        return batch
+    step = math.ceil(batch.tokens / _TOKENS)
+    return batch.select(range(0, batch.rollouts, min(step, batch.rollouts)))
