@@ -14,6 +14,7 @@ from worker_fixtures import Bench, World
 
 from drafter.batch import load_batch
 from drafter.replay.gate import Look, compare
+from drafter.replay.lossless import drafters_favour
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, _Outcome
 from service.monitor.controller import Controller, Decision, Economy
@@ -42,6 +43,12 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
         assert record.candidate is not None
         assert {k: getattr(record.candidate, k) for k in before} == pytest.approx(before)
         assert record.candidate.rounds != pytest.approx(after["rounds"], rel=1e-6), "training changed nothing"
+        assert record.drafter_version is not None
+        served = worker.learner.lineage.version(record.drafter_version)
+        expected = drafters_favour(served, load_batch(path), bench.world.policy())
+        assert record.favour is not None
+        assert expected is not None
+        assert [record.favour.excess, record.favour.variance] == pytest.approx([expected.excess, expected.variance])
 
 
 def nan_features(t: dict[str, Tensor]) -> None:
