@@ -59,6 +59,11 @@ class Settings(BaseSettings):
     tokens: SecretStr = Field(
         SecretStr(""), description='Tokens with scopes, "secret:write,read;other:admin". Empty: loopback only.'
     )
+    token_file: Path | None = Field(
+        None, description="More tokens, hashed and limited to runs; `draftalign token` adds one. Read again on change."
+    )
+    tls_cert: Path | None = Field(None, description="PEM file with the API's certificate chain: it then speaks https.")
+    tls_key: Path | None = Field(None, description="PEM file with that certificate's private key.")
 
     signing_key: SecretStr = Field(
         SecretStr(""), description="Signs every manifest (HMAC-SHA256); agents with the key refuse other manifests."
@@ -153,6 +158,8 @@ class Settings(BaseSettings):
                 f"max_body_bytes is {self.max_body_bytes}, above queue_max_bytes {self.queue_max_bytes}: "
                 "the largest file would never fit the queue; lower the one or raise the other"
             )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: give both, or neither for plain HTTP")
         self.token_scopes()
         return self
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from service.api.auth import Caller, check_covers
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.snapshot import read_snapshot, run_document
 from service.api.uploads import parse_body
@@ -93,9 +94,10 @@ class AcceptanceReply(BaseModel):
 
 
 @router.post("/acceptance")
-async def post_acceptance(request: Request, context: Context) -> AcceptanceReply:
+async def post_acceptance(request: Request, context: Context, caller: Caller) -> AcceptanceReply:
     """Report an engine's acceptance counts; they are compared with replay. A drafter that it lost is pushed again."""
     report = await parse_body(request, AcceptanceReport)
+    check_covers(caller, report.run)
     context.run(report.run)
     record = AcceptanceRecord(**report.model_dump(exclude={"step_times"}), created=time.time())
     steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times]

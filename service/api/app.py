@@ -29,7 +29,7 @@ from service.api import drafters as drafters_api
 from service.api import problems
 from service.api import rollouts as rollouts_api
 from service.api import runs as runs_api
-from service.api.auth import Guard, check_binding
+from service.api.auth import Caller, Guard, check_binding
 from service.api.connections import BoundedProtocol, Places
 from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
@@ -37,6 +37,7 @@ from service.api.snapshot import read_snapshot, watch_headlines
 from service.errors import ConfigurationError
 from service.monitor import metrics
 from service.settings import Settings
+from service.storage.audit import AuditLog
 from service.storage.queue import Keys
 
 log = logging.getLogger("draftalign.api")
@@ -80,8 +81,8 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         redoc_url=None,
     )
-    app.state.context = ServiceContext(settings, client)
-    app.add_middleware(Guard, settings=settings)
+    context = app.state.context = ServiceContext(settings, client)
+    app.add_middleware(Guard, tokens=context.tokens, audit_log=AuditLog(context.layout))
     problems.install(app, settings.retry_after_seconds)
     for part in (runs_api, rollouts_api, drafters_api, acceptance_api):
         app.include_router(part.router)
@@ -116,10 +117,16 @@ async def readyz(context: Context) -> dict[str, str]:
 
 
 @router.get("/metrics")
-async def get_metrics(context: Context) -> Response:
-    """Read the metrics, in Prometheus' text format."""
-    snapshots = {run: await read_snapshot(context, run) for run in context.layout.run_names()}
-    text = await asyncio.to_thread(metrics.render, snapshots, queue_limit_bytes=context.settings.queue_max_bytes)
+async def get_metrics(context: Context, caller: Caller) -> Response:
+    """Read the metrics, in Prometheus' text format: of the runs that the token is for."""
+    runs = filter(caller.covers, context.layout.run_names())
+    snapshots = {run: await read_snapshot(context, run) for run in runs}
+    text = await asyncio.to_thread(
+        metrics.render,
+        snapshots,
+        queue_limit_bytes=context.settings.queue_max_bytes,
+        token_file_broken=None if context.settings.token_file is None else context.tokens.trouble is not None,
+    )
     return Response(text, media_type=metrics.CONTENT_TYPE)
 
 

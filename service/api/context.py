@@ -25,6 +25,7 @@ from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
 from service.storage.runs import RunRecord, load_run, sweep_deleted
 from service.storage.spool import Spool
+from service.tokens import Tokens
 
 log = logging.getLogger("draftalign.api")
 
@@ -65,6 +66,7 @@ class ServiceContext:
         #: Set when the server is asked to stop, so that long polls end at once.
         self.stopping = asyncio.Event()
         self.live_rule = LiveRule.of(settings)
+        self.tokens = Tokens(settings)
         #: Runs for which this process has accepted a batch: the log says the first of each.
         self.accepted_for: set[str] = set()
         self._runs: dict[str, tuple[FileId, RunRecord]] = {}  # with the file that it was read from

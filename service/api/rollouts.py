@@ -24,6 +24,7 @@ from rl_hooks.wire import (
     check_index,
     check_rollout_header,
 )
+from service.api.auth import Caller, check_covers
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem
 from service.api.runs import check_room
@@ -61,6 +62,7 @@ async def post_rollouts(
     request: Request,
     response: Response,
     context: Context,
+    caller: Caller,
     run: Annotated[
         str | None, Query(description="The file's run; naming it here lets a full queue refuse early.")
     ] = None,
@@ -78,6 +80,7 @@ async def post_rollouts(
         rollouts = check_rollout_header(header)
         if run is not None and rollouts.run != run:
             raise WireError("run", f"the request names run {run!r}, the file {rollouts.run[:80]!r}")
+        check_covers(caller, rollouts.run)
         _check_run(context.run(rollouts.run), rollouts)
         if run is None:
             await _check_queue(context, rollouts.run, length)

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import typer
 from pydantic import ValidationError
 
+from service.cli import access
 from service.cli.checks import checked_redis, unknown_variables
 from service.cli.commands import add_commands
 from service.errors import ConfigurationError, ServiceError
@@ -40,6 +41,8 @@ RedisUrl = Annotated[str | None, typer.Option(help=f"Redis or Valkey to use; req
 OwnRedisUrl = Annotated[
     str | None, typer.Option("--redis-url", help=f"Redis or Valkey to use; unset starts an embedded Valkey. {_SECRET}")
 ]
+TlsCert = Annotated[Path | None, typer.Option(help="PEM file with the API's certificate chain: it then speaks https.")]
+TlsKey = Annotated[Path | None, typer.Option(help="PEM file with that certificate's private key.")]
 
 
 class DriftAction(StrEnum):
@@ -49,9 +52,9 @@ class DriftAction(StrEnum):
     RESET = "reset"
 
 
-def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -> Settings:
-    given = {"state_dir": state_dir, "port": port, "redis_url": redis_url}
-    settings = Settings(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+def _settings(state_dir: Path | None, **given: Any) -> Settings:
+    """The environment's settings, with the options that were given."""
+    settings = Settings(**{k: v for k, v in (given | {"state_dir": state_dir}).items() if v is not None})
     if settings.redis_url is not None:
         checked_redis(settings.redis_url.get_secret_value())
     log = logging.getLogger("draftalign")
@@ -62,11 +65,17 @@ def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -
 
 
 @app.command()
-def serve(state_dir: StateDir = None, port: Port = None, redis_url: RedisUrl = None) -> None:
+def serve(
+    state_dir: StateDir = None,
+    port: Port = None,
+    redis_url: RedisUrl = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
     """Run the HTTP API (needs a Redis; `up` brings its own)."""
     from service.api.app import run_api
 
-    run_api(_settings(state_dir, port, redis_url))
+    run_api(_settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key))
 
 
 @app.command()
@@ -74,18 +83,24 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
     """Run the worker: scores rollouts, trains the drafter, gates and publishes (needs a Redis, as `serve`)."""
     from service.worker.process import run_worker
 
-    run_worker(_settings(state_dir, None, redis_url))
+    run_worker(_settings(state_dir, redis_url=redis_url))
 
 
 @app.command()
-def up(state_dir: StateDir = None, port: Port = None, redis_url: OwnRedisUrl = None) -> None:
+def up(
+    state_dir: StateDir = None,
+    port: Port = None,
+    redis_url: OwnRedisUrl = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
     """Start an embedded Valkey, API and worker as child processes; restart those that die; stop all on Ctrl-C.
 
     With --redis-url or DRAFTALIGN_REDIS_URL that Redis is used, and no Valkey is started.
     """
     from service.cli.up import run_up
 
-    run_up(_settings(state_dir, port, redis_url))
+    run_up(_settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key))
 
 
 @app.command()
@@ -240,6 +255,7 @@ def demo(
 
 
 add_commands(app)
+access.add_commands(app)
 
 
 def main() -> None:

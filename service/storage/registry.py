@@ -17,7 +17,6 @@ Handles files only: no torch, no tensors.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -33,7 +32,7 @@ from typing import Any, BinaryIO, Literal
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
-from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
+from rl_hooks.durable import AtomicDirectory, append_line, replace_file, write_synced
 from rl_hooks.lock import LockHeld, exclusive
 from service.errors import LatestMoved, RegistryBusy, RegistryError, VersionNotFound
 from service.monitor.records import RunEvent
@@ -363,16 +362,8 @@ class Registry:
         self._append(run, {"time": time.time(), "event": "published", **pointer, "recovered": True})
 
     def _append(self, run: str, event: Mapping[str, Any]) -> None:
-        path = self._layout.history(run)
-        line = to_json(event, inf_nan_mode="null") + b"\n"  # an α of no rounds is NaN, which JSON does not have
-        with path.open("a+b", buffering=0) as file:
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # the last line is torn: begin a new one
-                    line = b"\n" + line
-            if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, "the disk took only a part of the line", str(path))
-            os.fsync(file.fileno())
+        # An α of no rounds is NaN, which JSON does not have.
+        append_line(self._layout.history(run), to_json(event, inf_nan_mode="null"))
 
 
 @contextlib.contextmanager
