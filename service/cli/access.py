@@ -26,7 +26,7 @@ def token(
     name: Annotated[str, typer.Argument(help="The token's name, as the audit log shall have it.")],
     scope: Annotated[list[str], typer.Option(help="What it may do: write, read or admin; repeat for several.")],
     run: Annotated[
-        list[str] | None, typer.Option(help="Run that it is for, or a pattern like 'math-*'; repeat. Default: all runs.")
+        list[str] | None, typer.Option(help="Run that it is for, or a pattern like 'math-*'; repeat. Default: all.")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Token file. Default: DRAFTALIGN_TOKEN_FILE.")] = None,
 ) -> None:
@@ -64,7 +64,9 @@ def audit(
         when = datetime.fromtimestamp(entry["time"], UTC).isoformat(sep=" ", timespec="seconds")
         what = entry.get("action") or entry["call"]
         status = entry.get("status") or "-"
-        typer.echo(f"{when}  {entry['token']}  {entry['run'] or '-'}  {what}  {status}  {more}".rstrip())
+        line = f"{when}  {entry['token']}  {entry['run'] or '-'}  {what}  {status}  {more}".rstrip()
+        # A path is as a client wrote it: a terminal must not obey it.
+        typer.echo("".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line))
 
 
 _COLUMNS = ("time", "id", "token", "run", "action", "call", "status", "ended")
