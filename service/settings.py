@@ -177,6 +177,11 @@ class Settings(BaseSettings):
         return table
 
     @property
+    def scheme(self) -> str:
+        """What the API's address begins with."""
+        return "http" if self.tls_cert is None else "https"
+
+    @property
     def binds_loopback(self) -> bool:
         """Whether `host` can only be reached from this machine."""
         if self.host == "localhost":

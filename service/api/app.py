@@ -14,7 +14,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import redis.asyncio
 import uvicorn
@@ -30,7 +30,7 @@ from service.api import problems
 from service.api import rollouts as rollouts_api
 from service.api import runs as runs_api
 from service.api.auth import Caller, Guard, check_binding
-from service.api.connections import BoundedProtocol, Places
+from service.api.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.snapshot import read_snapshot, watch_headlines
@@ -153,9 +153,12 @@ def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
     """An unstarted server."""
     app = app or create_app(settings)
     places = Places()
+    protocol: functools.partial[Any] = functools.partial(BoundedProtocol, places=places)
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        protocol = functools.partial(TlsDoor, places=places, tls=tls_context(settings.tls_cert, settings.tls_key))
     config = uvicorn.Config(
         app,
-        http=functools.partial(BoundedProtocol, places=places),  # type: ignore[arg-type]
+        http=protocol,  # type: ignore[arg-type]
         ws="none",
         backlog=places.backlog,
         host=settings.host,
@@ -174,7 +177,7 @@ def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
 def run_api(settings: Settings) -> None:
     """Serve in this process until SIGTERM or SIGINT."""
     server = make_server(settings)
-    log.info("process %d serves http://%s:%d/", os.getpid(), settings.host, settings.port)
+    log.info("process %d serves %s://%s:%d/", os.getpid(), settings.scheme, settings.host, settings.port)
     server.run()
     if not server.started:
         raise ConfigurationError(f"could not listen on {settings.host}:{settings.port}; is the port taken?")

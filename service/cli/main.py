@@ -221,12 +221,16 @@ def _call(method: str, service: str, path: str, **more: Any) -> httpx.Response:
     """Ask the service; what it refuses is a ConfigurationError."""
     import httpx
 
+    from rl_hooks.sending.exchange import trusted
+
     token = os.environ.get("DRAFTALIGN_TOKEN")
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
-        answer = httpx.request(method, f"{service.rstrip('/')}{path}", headers=headers, **more)
+        tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
+        answer = httpx.request(method, f"{service.rstrip('/')}{path}", headers=headers, verify=tls, **more)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigurationError(f"{service} does not answer: {error}") from error
+        hint = "; set DRAFTALIGN_CA_FILE to its authority's PEM file" if "CERTIFICATE_VERIFY" in str(error) else ""
+        raise ConfigurationError(f"{service} does not answer: {error}{hint}") from error
     if not answer.is_success:
         raise ConfigurationError(f"{service} answered {answer.status_code}: {answer.text[:300]}")
     return answer

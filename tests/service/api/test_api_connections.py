@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -35,7 +35,7 @@ DESCRIPTORS = 256
 class Process:
     """`draftalign serve` with tokens, as a process of its own that may open few files."""
 
-    def __init__(self, directory: Path, redis_url: str) -> None:
+    def __init__(self, directory: Path, redis_url: str, options: Sequence[str] = ()) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")}
@@ -46,9 +46,10 @@ class Process:
             "DRAFTALIGN_STATE_DIR": str(directory / "state"),
             "DRAFTALIGN_TOKENS": "engine-secret:read",
         }
-        command = f'ulimit -n {DESCRIPTORS} && exec "$0" -m service.cli serve'
+        command = f'ulimit -n {DESCRIPTORS} && exec "$0" -m service.cli serve "$@"'
         with (directory / "serve.log").open("wb") as log:
-            self.process = subprocess.Popen(["sh", "-c", command, sys.executable], env=environment, stderr=log)
+            arguments = ["sh", "-c", command, sys.executable, *options]
+            self.process = subprocess.Popen(arguments, env=environment, stderr=log)
         deadline = time.monotonic() + 60
         while not self.answers():
             assert self.process.poll() is None, (directory / "serve.log").read_text()
