@@ -110,6 +110,7 @@ async def healthz() -> dict[str, str]:
 @router.get("/readyz")
 async def readyz(context: Context) -> dict[str, str]:
     """Answer while rollouts can be taken: Redis takes a write and the spool has room."""
+    await context.check_redis()
     await context.redis.mset(dict.fromkeys(Keys.READY, 1))
     if context.spool.free_bytes() < context.settings.spool_min_free_bytes:
         raise Problem(503, "spool-low", "the spool's disk is nearly full", headers={"Retry-After": "10"})

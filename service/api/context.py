@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
 
 import redis.asyncio
+import redis.exceptions
 from fastapi import Depends, Query, Request
 
 from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, LiveRule, Replays, Watch, watch
@@ -33,6 +34,7 @@ P = ParamSpec("P")
 #: What all engines say together is kept for this multiple of the time that telling it took.
 _REST: Final = 4.0
 T = TypeVar("T")
+_REDIS_SECONDS: Final = 1.5
 #: Most requests that may wait for registry locks at a time.
 _LOCKING_THREADS: Final = 4
 
@@ -98,6 +100,14 @@ class ServiceContext:
     def store(self, run: str) -> AsyncStore:
         """The store of a run."""
         return AsyncStore(self.redis, run)
+
+    async def check_redis(self) -> None:
+        """Raise a RedisError unless Redis answers soon: each command would wait 15 s for one that hangs."""
+        try:
+            async with asyncio.timeout(_REDIS_SECONDS):
+                await self.redis.ping()
+        except TimeoutError as error:
+            raise redis.exceptions.TimeoutError(f"no answer in {_REDIS_SECONDS} s") from error
 
     async def recent(self, run: str) -> tuple[list[ScoreRecord], Replays]:
         """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""

@@ -69,7 +69,7 @@ async def post_rollouts(
 ) -> Receipt:
     """Queue one rollout file. Send `Expect: 100-continue`, so that a refusal costs no transfer."""
     length = check_announcement(request, context.settings.max_body_bytes)
-    await context.redis.ping()  # without Redis the body could not be queued
+    await context.check_redis()  # without it the body could not be queued
     check_room(context, length)
     if run is not None:
         context.run(run)
@@ -81,6 +81,9 @@ async def post_rollouts(
         if run is not None and rollouts.run != run:
             raise WireError("run", f"the request names run {run!r}, the file {rollouts.run[:80]!r}")
         check_covers(caller, rollouts.run)
+        if rollouts.rollouts > context.settings.max_batch_rollouts:
+            most = context.settings.max_batch_rollouts
+            raise WireError("rollout_ids", f"{rollouts.rollouts} rollouts in one file; at most {most}, send several")
         _check_run(context.run(rollouts.run), rollouts)
         if run is None:
             await _check_queue(context, rollouts.run, length)

@@ -63,7 +63,10 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         raise Problem(422, "bad-run-name", "a run is named by 1 to 64 of A-Z a-z 0-9 . _ -", field="run")
     audit(request, "register")
     length = check_announcement(request, context.settings.max_run_bytes)
+    await context.check_redis()
     check_not_withdrawn(context.layout, run)
+    if not context.layout.run_json(run).exists():
+        _check_number(context)
     refused = await _refused_file(context, run)
     records: list[RunRecord] = []
 
@@ -91,6 +94,19 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
     response.status_code = 201 if created else 200
     return await describe(context, run) | ({} if warning is None else {"warning": warning})
+
+
+def _check_number(context: ServiceContext) -> None:
+    """Refuse one more run where there are as many as there may be (or a few more, if several begin at one moment)."""
+    most = context.settings.max_runs
+    if len(context.layout.run_names()) >= most:
+        raise Problem(
+            429,
+            "too-many-runs",
+            f"there are {most} runs, as many as there may be; delete one (`draftalign runs --delete`) or raise "
+            "DRAFTALIGN_MAX_RUNS",
+            headers={"Retry-After": str(context.settings.retry_after_seconds)},
+        )
 
 
 def _forgetting(context: ServiceContext, run: str) -> Callable[[], object]:
@@ -256,6 +272,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     """Receive the policy's head, or rows of it, after it has moved."""
     record = context.run(run)
     length = check_announcement(request, context.settings.max_run_bytes)
+    await context.check_redis()
     versions: list[int] = []
 
     async def on_header(header: Header) -> bool:

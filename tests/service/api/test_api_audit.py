@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from access_fixtures import OTHER, OWN, RULES, TokenFile, ask, request_of
 from service_fixtures import HEADERS, RunningService, head_file, run_file
-from test_api_tokens import OTHER, OWN, RULES, TokenFile, ask, request_of
 from typer.testing import CliRunner
 
 from service.api.auth import brings_data
@@ -160,7 +160,7 @@ def test_a_process_that_ended_in_between_leaves_what_was_asked(service: RunningS
 
 
 def test_full_files_are_set_aside_and_the_oldest_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(audit, "_PIECE_BYTES", 1000)
     log = AuditLog(Layout(tmp_path))
     for number in range(200):
         log.append({"time": number, "id": str(number), "token": "a" * 50, "run": "r", "status": 200})
@@ -173,13 +173,13 @@ def test_full_files_are_set_aside_and_the_oldest_are_deleted(tmp_path: Path, mon
 
 
 def test_several_processes_lose_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "_MAX_BYTES", 4000)
+    monkeypatch.setattr(audit, "_PIECE_BYTES", 4000)
     monkeypatch.setattr(audit, "_KEPT", 1000)
 
     def write(name: str) -> None:
         log = AuditLog(Layout(tmp_path))
         for number in range(100):
-            log.append({"time": 0, "id": f"{name}{number}", "status": 200})
+            log.append({"time": 0, "id": f"{name}{number}", "run": "r", "status": 200})
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
     for thread in threads:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import json
 import socket
 import ssl
 import subprocess
@@ -15,13 +15,12 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, start_agent
+from port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, Process, places, pour
 from pydantic import ValidationError
-from service_fixtures import HEADERS, RunningService, f32, joined, rollout_file, run_file
-from test_api_connections import DESCRIPTORS, FLOODS, GET, MIB, Process, places, pour
+from service_fixtures import HEADERS, RunningService, rollout_file, run_file
 from typer.testing import CliRunner
 
-from rl_hooks import wire
-from rl_hooks.agent.agent import AgentConfig, SwapAgent
 from rl_hooks.sending.exchange import Origin, ReplyError, exchange, trusted
 from service.api import connections
 from service.api.app import make_server
@@ -45,7 +44,7 @@ class Authority:
             ["x509", "-req", "-in", request, "-CA", self.file, "-CAkey", key, "-CAcreateserial", "-days", "2",
              "-extfile", names, "-out", self.certificate],
         ):  # fmt: skip
-            subprocess.run(["openssl", *arguments], check=True, capture_output=True)
+            subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
 
     @property
     def context(self) -> ssl.SSLContext:
@@ -130,19 +129,11 @@ def test_many_handshakes_at_once(secure: RunningService, authority: Authority) -
 
 @pytest.mark.usefixtures("trusting")
 def test_the_agent_downloads_by_https(secure: RunningService, tmp_path: Path) -> None:
-    weights = joined(wire.encode({"fc.weight": f32(2, 2)}, {}))
-    version = secure.publish(content=weights).version
-    agent = SwapAgent(AgentConfig(secure.url, ("http://127.0.0.1:9",), cache_dir=tmp_path / "cache"))
-    thread = threading.Thread(target=lambda: asyncio.run(agent.run()))
-    thread.start()
-    deadline = time.monotonic() + 20
-    while agent.offer is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    agent.stop()
-    thread.join(20)
-    assert agent.offer is not None
-    assert agent.offer.version == version
-    assert (agent.offer.path / "model.safetensors").read_bytes() == weights
+    engine = Engine()
+    with start_agent(secure.url, engine, cache=tmp_path / "cache"):
+        version = secure.publish(content=drafter_bytes(1), config=json.dumps(drafter_config())).version
+        eventually(lambda: engine.version == version)
+    engine.down()
 
 
 # --- what does not
