@@ -13,9 +13,11 @@ import httpx
 import pytest
 from access_fixtures import OTHER, OWN, RULES, TokenFile, ask, request_of
 from service_fixtures import HEADERS, RunningService, rollout_file, run_file
+from typer.testing import CliRunner
 
 from service.api.app import create_app
 from service.api.auth import PUBLIC, named_runs
+from service.cli.main import app as command_line
 from service.errors import ConfigurationError
 from service.settings import Settings
 from service.tokens import Token, Tokens, new_secret, read_entries
@@ -245,6 +247,23 @@ def test_the_file_holds_no_secret_and_only_its_owner_may_read_it(tokens: TokenFi
     assert [entry.name for entry in read_entries(made.path)] == ["a", "b"]
     with pytest.raises(ConfigurationError, match="another name"):
         made.add("b", "read")
+
+
+def test_the_command_adds_a_token_that_works_at_once_and_prints_it_once(
+    guarded: RunningService, tokens: TokenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTALIGN_TOKEN_FILE", str(tokens.path))
+    command = ["token", "new", "--scope", "read", "--run", "math-*"]
+    done = CliRunner().invoke(command_line, command)
+    secret = done.stdout.strip()
+    assert secret not in tokens.path.read_text()
+    headers = {"Authorization": f"Bearer {secret}"}
+    assert [one["run"] for one in guarded.client.get("/runs", headers=headers).json()] == [OWN]
+    for wrong in (command, ["token", "x", "--scope", "fly"], ["token", "x", "--scope", "read", "--run", "../y"]):
+        assert isinstance(CliRunner().invoke(command_line, wrong).exception, ConfigurationError)
+    monkeypatch.delenv("DRAFTALIGN_TOKEN_FILE")
+    done = CliRunner().invoke(command_line, ["token", "x", "--scope", "read"])
+    assert "DRAFTALIGN_TOKEN_FILE" in str(done.exception)
 
 
 def test_secrets_have_256_random_bits() -> None:
