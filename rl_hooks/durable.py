@@ -6,6 +6,7 @@ Every name that is new, or that a file takes from another, is itself on the disk
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import uuid
@@ -50,6 +51,18 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         raise
     if durable:
         sync(path.parent)
+
+
+def append_line(path: Path, line: bytes, mode: int = 0o666) -> None:
+    """Add a line to a file and flush it. The file is made, with `mode`, if it is not there; a torn line stays alone."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+    with os.fdopen(os.open(path, flags, mode), "r+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n":  # the last line is torn: begin a new one
+            line = b"\n" + line
+        if file.write(line + b"\n") != len(line) + 1:
+            raise OSError(errno.ENOSPC, "the disk took only a part of the line", str(path))
+        os.fsync(file.fileno())
 
 
 class AtomicDirectory:

@@ -59,6 +59,11 @@ class Settings(BaseSettings):
     tokens: SecretStr = Field(
         SecretStr(""), description='Tokens with scopes, "secret:write,read;other:admin". Empty: loopback only.'
     )
+    token_file: Path | None = Field(
+        None, description="More tokens, hashed and limited to runs; `draftalign token` adds one. Read again on change."
+    )
+    tls_cert: Path | None = Field(None, description="PEM file with the API's certificate chain: it then speaks https.")
+    tls_key: Path | None = Field(None, description="PEM file with that certificate's private key.")
 
     signing_key: SecretStr = Field(
         SecretStr(""), description="Signs every manifest (HMAC-SHA256); agents with the key refuse other manifests."
@@ -66,6 +71,8 @@ class Settings(BaseSettings):
 
     max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file.")
     max_run_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Largest body of PUT /runs/{run} or of its head.")
+    max_batch_rollouts: int = Field(4096, gt=0, description="Most rollouts in one file; above it 422.")
+    max_runs: int = Field(256, gt=0, description="Most runs; the next one to be registered gets 429.")
     queue_max_items: int = Field(10_000, gt=0, description="Most batches in a run's queue; above it 429.")
     queue_max_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Most bytes in a run's queue; above it 429.")
     spool_min_free_bytes: int = Field(256 * MIB, ge=0, description="Free disk below which uploads get 429.")
@@ -153,6 +160,8 @@ class Settings(BaseSettings):
                 f"max_body_bytes is {self.max_body_bytes}, above queue_max_bytes {self.queue_max_bytes}: "
                 "the largest file would never fit the queue; lower the one or raise the other"
             )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: give both, or neither for plain HTTP")
         self.token_scopes()
         return self
 
@@ -168,6 +177,11 @@ class Settings(BaseSettings):
                 raise ValueError(f"tokens: entry {number} repeats the secret of an earlier one")
             table[secret] = frozenset(SCOPES) if "admin" in scopes else scopes
         return table
+
+    @property
+    def scheme(self) -> str:
+        """What the API's address begins with."""
+        return "http" if self.tls_cert is None else "https"
 
     @property
     def binds_loopback(self) -> bool:

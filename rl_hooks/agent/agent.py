@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import random
 import signal
 import socket
@@ -35,6 +36,7 @@ from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.engines.protocol import Engine
 from rl_hooks.errors import AgentError, ManifestError, ReportError
 from rl_hooks.release import PLAIN_NAME, Manifest, Release, parse_manifest
+from rl_hooks.sending.exchange import trusted
 
 log = logging.getLogger("draftalign.agent")
 
@@ -390,10 +392,8 @@ class SwapAgent:
                 self._warned[engine] = warning
 
 
-@functools.cache
 def _tls() -> ssl.SSLContext:
-    """One for all clients: reading the certificates takes longer than most downloads of a small drafter."""
-    return httpx.create_ssl_context()
+    return trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
 
 
 def _authorization(config: AgentConfig) -> dict[str, str]:

@@ -8,8 +8,10 @@ answered for a second. One connection per request: none is left over from before
 from __future__ import annotations
 
 import email.utils
+import functools
 import http.client
 import json
+import os
 import selectors
 import socket
 import ssl
@@ -138,12 +140,34 @@ def exchange(
 def _connect(origin: Origin, timeout_seconds: float) -> http.client.HTTPConnection:
     connection: http.client.HTTPConnection
     if origin.scheme == "https":
-        context = ssl.create_default_context()
+        context = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
         connection = http.client.HTTPSConnection(origin.host, origin.port, timeout=timeout_seconds, context=context)
     else:
         connection = http.client.HTTPConnection(origin.host, origin.port, timeout=timeout_seconds)
-    connection.connect()
+    try:
+        connection.connect()
+    except ssl.SSLCertVerificationError as error:
+        raise ReplyError(
+            f"the certificate of https://{origin.host}:{origin.port} is not trusted: {error.verify_message}; set "
+            "DRAFTALIGN_CA_FILE to the PEM file of the authority that signed it"
+        ) from error
+    except ssl.SSLError as error:
+        raise ReplyError(
+            f"no TLS with https://{origin.host}:{origin.port}: {error}; does that port speak plain http?"
+        ) from error
     return connection
+
+
+@functools.lru_cache(1)
+def trusted(ca_file: str | None) -> ssl.SSLContext:
+    """Trusts what the authorities in a PEM file signed; without a file, those of the system. Raises OSError.
+
+    Reading the certificates takes longer than most requests, so this is done once.
+    """
+    try:
+        return ssl.create_default_context(cafile=ca_file or None)
+    except OSError as error:
+        raise OSError(f"DRAFTALIGN_CA_FILE {ca_file}: {error}; expected a PEM file of certificates") from error
 
 
 def _readable(sock: socket.socket, seconds: float) -> bool:

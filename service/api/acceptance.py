@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from service.api.auth import Caller, check_covers
 from service.api.context import Context, RunQuery, ServiceContext
+from service.api.problems import Problem
 from service.api.snapshot import read_snapshot, run_document
 from service.api.uploads import parse_body
 from service.monitor.live_replay import Block, EngineVerdict, VerdictName, push_is_due, watch
@@ -24,14 +26,22 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53, strict=True)]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
 
 
+#: Most tokens that a round may accept: engines draft fewer.
+_MAX_DEPTH: Final = 64
+
+
 class CanaryReport(BaseModel):
     """What an agent's canary found about a version that it had just loaded."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
     version: Name
     previous: str = Field(max_length=200)
+    alpha: float | None = None
+    previous_alpha: float | None = None
+    rounds: Count | None = None
+    previous_rounds: Count | None = None
     outcome: Literal["passed", "rolled_back"]
-    sequence: Count
+    sequence: Count = Field(description="Of the manifest that offered the version.")
 
 
 class StepTimes(BaseModel):
@@ -76,8 +86,10 @@ class AcceptanceReport(BaseModel):
     def _agree(self) -> Self:
         if self.accepted_tokens > self.drafted_tokens:
             raise ValueError(f"accepted_tokens {self.accepted_tokens} exceeds drafted_tokens {self.drafted_tokens}")
-        if self.rounds == 0 and self.accepted_tokens > 0:
-            raise ValueError("tokens were accepted in no round")
+        if self.accepted_tokens > _MAX_DEPTH * self.rounds:
+            raise ValueError(
+                f"{self.accepted_tokens} accepted_tokens in {self.rounds} rounds; at most {_MAX_DEPTH} a round"
+            )
         return self
 
 
@@ -93,10 +105,14 @@ class AcceptanceReply(BaseModel):
 
 
 @router.post("/acceptance")
-async def post_acceptance(request: Request, context: Context) -> AcceptanceReply:
+async def post_acceptance(request: Request, context: Context, caller: Caller) -> AcceptanceReply:
     """Report an engine's acceptance counts; they are compared with replay. A drafter that it lost is pushed again."""
     report = await parse_body(request, AcceptanceReport)
+    check_covers(caller, report.run)
     context.run(report.run)
+    await context.check_redis()
+    if report.canary is not None:
+        _check_canary(context, report.run, report.canary)
     record = AcceptanceRecord(**report.model_dump(exclude={"step_times"}), created=time.time())
     steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times]
     blocks = await context.store(report.run).book(record, steps)
@@ -145,6 +161,20 @@ async def _push_again(context: ServiceContext, report: AcceptanceReport, verdict
         return None
     reason = f"drafter dead in {report.reporter}: {verdict.text}"
     return await context.locking(context.registry.push_again, run, reason)
+
+
+def _check_canary(context: ServiceContext, run: str, canary: CanaryReport) -> None:
+    """Refuse a verdict on what was never offered: each verdict is a line in the history."""
+    latest = context.registry.latest(run)
+    newest = 0 if latest is None else latest.sequence
+    if canary.sequence > newest or canary.version not in context.registry.versions(run):
+        raise Problem(
+            422,
+            "bad-canary",
+            f"run {run!r} has no version {canary.version[:80]!r} offered as sequence {canary.sequence}; the newest "
+            f"sequence is {newest}, GET /drafters has the versions",
+            field="canary",
+        )
 
 
 def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: CanaryReport) -> None:

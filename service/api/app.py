@@ -14,7 +14,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import redis.asyncio
 import uvicorn
@@ -29,14 +29,15 @@ from service.api import drafters as drafters_api
 from service.api import problems
 from service.api import rollouts as rollouts_api
 from service.api import runs as runs_api
-from service.api.auth import Guard, check_binding
-from service.api.connections import BoundedProtocol, Places
+from service.api.auth import Caller, Guard, check_binding
+from service.api.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.snapshot import read_snapshot, watch_headlines
 from service.errors import ConfigurationError
 from service.monitor import metrics
 from service.settings import Settings
+from service.storage.audit import AuditLog
 from service.storage.queue import Keys
 
 log = logging.getLogger("draftalign.api")
@@ -80,8 +81,8 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         redoc_url=None,
     )
-    app.state.context = ServiceContext(settings, client)
-    app.add_middleware(Guard, settings=settings)
+    context = app.state.context = ServiceContext(settings, client)
+    app.add_middleware(Guard, tokens=context.tokens, audit_log=AuditLog(context.layout))
     problems.install(app, settings.retry_after_seconds)
     for part in (runs_api, rollouts_api, drafters_api, acceptance_api):
         app.include_router(part.router)
@@ -109,6 +110,7 @@ async def healthz() -> dict[str, str]:
 @router.get("/readyz")
 async def readyz(context: Context) -> dict[str, str]:
     """Answer while rollouts can be taken: Redis takes a write and the spool has room."""
+    await context.check_redis()
     await context.redis.mset(dict.fromkeys(Keys.READY, 1))
     if context.spool.free_bytes() < context.settings.spool_min_free_bytes:
         raise Problem(503, "spool-low", "the spool's disk is nearly full", headers={"Retry-After": "10"})
@@ -116,10 +118,16 @@ async def readyz(context: Context) -> dict[str, str]:
 
 
 @router.get("/metrics")
-async def get_metrics(context: Context) -> Response:
-    """Read the metrics, in Prometheus' text format."""
-    snapshots = {run: await read_snapshot(context, run) for run in context.layout.run_names()}
-    text = await asyncio.to_thread(metrics.render, snapshots, queue_limit_bytes=context.settings.queue_max_bytes)
+async def get_metrics(context: Context, caller: Caller) -> Response:
+    """Read the metrics, in Prometheus' text format: of the runs that the token is for."""
+    runs = filter(caller.covers, context.layout.run_names())
+    snapshots = {run: await read_snapshot(context, run) for run in runs}
+    text = await asyncio.to_thread(
+        metrics.render,
+        snapshots,
+        queue_limit_bytes=context.settings.queue_max_bytes,
+        token_file_broken=None if context.settings.token_file is None else context.tokens.trouble is not None,
+    )
     return Response(text, media_type=metrics.CONTENT_TYPE)
 
 
@@ -146,9 +154,12 @@ def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
     """An unstarted server."""
     app = app or create_app(settings)
     places = Places()
+    protocol: functools.partial[Any] = functools.partial(BoundedProtocol, places=places)
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        protocol = functools.partial(TlsDoor, places=places, tls=tls_context(settings.tls_cert, settings.tls_key))
     config = uvicorn.Config(
         app,
-        http=functools.partial(BoundedProtocol, places=places),  # type: ignore[arg-type]
+        http=protocol,  # type: ignore[arg-type]
         ws="none",
         backlog=places.backlog,
         host=settings.host,
@@ -167,7 +178,7 @@ def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
 def run_api(settings: Settings) -> None:
     """Serve in this process until SIGTERM or SIGINT."""
     server = make_server(settings)
-    log.info("process %d serves http://%s:%d/", os.getpid(), settings.host, settings.port)
+    log.info("process %d serves %s://%s:%d/", os.getpid(), settings.scheme, settings.host, settings.port)
     server.run()
     if not server.started:
         raise ConfigurationError(f"could not listen on {settings.host}:{settings.port}; is the port taken?")

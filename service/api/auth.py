@@ -1,4 +1,4 @@
-"""Who may call what: bearer tokens with scopes, checked before a request reaches routing or any byte of its body.
+"""Who may call what: bearer tokens with scopes and runs, checked before routing and before any byte of a body is read.
 
 Deny by default: what is not listed here needs `admin`. A token also passes as the password of HTTP Basic, so that a
 browser can open the page. With no tokens configured the service binds to loopback only, and answers only requests that
@@ -7,19 +7,30 @@ name a loopback host: a web page elsewhere cannot reach it by pointing its own n
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
-import hmac
+import contextlib
 import ipaddress
+import logging
 import re
-from typing import Final
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Final
+from urllib.parse import parse_qsl
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi import Depends, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.problems import Problem, ProblemResponse
 from service.errors import ConfigurationError
+from service.settings import SCOPES, Settings
 from service.settings import Scope as TokenScope
-from service.settings import Settings
+from service.storage.audit import AuditLog
+from service.tokens import LOOPBACK, Token, Tokens
+
+log = logging.getLogger("draftalign.api")
 
 #: Probes carry no secrets and must work for whatever runs the container.
 PUBLIC: Final = frozenset({"/healthz", "/readyz"})
@@ -29,12 +40,25 @@ _READERS: Final[frozenset[TokenScope]] = frozenset({"read", "write"})
 _WRITERS: Final[frozenset[TokenScope]] = frozenset({"write"})
 _READ_ONLY: Final[frozenset[TokenScope]] = frozenset({"read"})
 _ADMINS: Final[frozenset[TokenScope]] = frozenset({"admin"})
+_READS: Final = frozenset({"GET", "HEAD"})
+#: Calls whose body names the run, and that change nothing but what is queued and counted.
+_RUN_IN_BODY: Final = frozenset({("POST", "/rollouts"), ("POST", "/acceptance")})
+_RUN_IN_QUERY: Final = frozenset({"rollouts", "drafter", "drafters", "alpha"})
+#: Calls that tell of no run, or only of those that the caller's token is for.
+_NO_RUN: Final = frozenset({"/", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json", *PUBLIC})
+_HEAD: Final = re.compile(r"/runs/[^/]+/head")
+_AUDIT_SECONDS: Final = 10.0
+#: Scope keys: the caller's `Token`; what a handler said with `audit`.
+CALLER: Final = "draftalign.caller"
+AUDITED: Final = "draftalign.audited"
+_LOOPBACK: Final = Token(LOOPBACK, frozenset(SCOPES))
+_NOBODY: Final = Token("nobody", frozenset())
 
 
 def allowed_scopes(method: str, path: str) -> frozenset[TokenScope]:
     """Scopes any one of which permits the call."""
     first = path.split("/")[1] if path.startswith("/") else ""
-    if method in ("GET", "HEAD"):
+    if method in _READS:
         return _READERS if first in ("runs", "rollouts") else _READ_ONLY
     if (method, first) in (("PUT", "runs"), ("POST", "rollouts")):
         return _WRITERS
@@ -43,54 +67,108 @@ def allowed_scopes(method: str, path: str) -> frozenset[TokenScope]:
     return _ADMINS
 
 
+def named_runs(method: str, path: str, query: bytes) -> list[str] | None:
+    """Runs that a call's path and query name. None: only a token for all runs may make this call.
+
+    Deny by default: a new call must be in a table here before a limited token may make it.
+    """
+    parts = path.split("/")[1:]
+    if parts[0] == "runs":
+        return parts[1:2]
+    # As the handlers read it; all values, so that no other one is checked than is used.
+    asked = [value for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if name == "run"]
+    if (method, path) in _RUN_IN_BODY:
+        return asked
+    if parts[0] in _RUN_IN_QUERY:
+        return asked or ["default"]
+    return [] if path in _NO_RUN else None
+
+
+def brings_data(method: str, path: str) -> bool:
+    """Whether a call only brings what trainers and engines send all the time, which is not written to the audit log."""
+    return (method, path) in _RUN_IN_BODY or (method == "PUT" and _HEAD.fullmatch(path) is not None)
+
+
 def check_binding(settings: Settings) -> None:
     """Refuse to serve beyond this machine without tokens."""
-    if not settings.binds_loopback and not settings.token_scopes():
+    if not settings.binds_loopback and not settings.token_scopes() and settings.token_file is None:
         raise ConfigurationError(
-            f"refusing to listen on {settings.host} without tokens; set DRAFTALIGN_TOKENS, or host 127.0.0.1"
+            f"refusing to listen on {settings.host} without tokens; set DRAFTALIGN_TOKENS or DRAFTALIGN_TOKEN_FILE, "
+            "or host 127.0.0.1"
         )
 
 
-class Guard:
-    """ASGI middleware that lets through only what `allowed_scopes` permits."""
+def _caller(request: Request) -> Token:
+    caller: Token = request.scope[CALLER]
+    return caller
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+
+#: The token of a request. A handler whose body names the run, or that lists runs, must ask it.
+Caller = Annotated[Token, Depends(_caller)]
+
+
+def check_covers(caller: Token, run: str) -> None:
+    """Refuse a token that is not for this run, whether the run exists or not."""
+    if not caller.covers(run):
+        patterns = " ".join(caller.runs)
+        raise Problem(403, "run", f"token {caller.name!r} is for runs {patterns}, not for {run[:80]!r}", field="run")
+
+
+class Guard:
+    """ASGI middleware that lets through only what the caller's token permits, and writes down what changes anything."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens, audit_log: AuditLog) -> None:
         self._app = app
-        self._tokens = [(secret.encode(), scopes) for secret, scopes in settings.token_scopes().items()]
+        self._tokens = tokens
+        self._audit_log = audit_log
+        self._writing = ThreadPoolExecutor(1, "audit")  # a slow disk keeps neither the event loop nor uploads waiting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse with 401, 403 or 421, or pass the request on."""
-        if scope["type"] == "http" and (problem := self._refusal(scope)) is not None:
-            response = ProblemResponse(problem, scope)
-            for challenge in _CHALLENGES if problem.status == 401 else ():
-                response.headers.append("WWW-Authenticate", challenge)
-            await response(scope, receive, send)
+        """Refuse with 400, 401, 403, 421 or 503, or pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        try:
+            caller = scope[CALLER] = self._admit(scope)
+            if scope["method"] in _READS:
+                await self._app(scope, receive, self._while_valid(caller, scope, receive, send))
+            elif caller is _NOBODY or brings_data(scope["method"], scope["path"]):
+                await self._app(scope, receive, send)
+            else:
+                await self._audited(caller, scope, receive, send)
+        except Problem as problem:
+            await _refuse(problem, scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Problem | None:
+    def _admit(self, scope: Scope) -> Token:
+        """The caller; raises Problem where the call is not for it."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         if sum(name == b"host" for name, _ in scope["headers"]) > 1:
-            return Problem(400, "two-hosts", "the request has more than one Host header")
-        if scope["path"] in PUBLIC:
-            return None
-        if not self._tokens:
+            raise Problem(400, "two-hosts", "the request has more than one Host header")
+        method, path = scope["method"], scope["path"]
+        if path in PUBLIC:
+            return _NOBODY
+        if not self._tokens.required:
             host = headers.get(b"host", "")
             if _is_loopback(host):
-                return None
-            return Problem(
+                return _LOOPBACK
+            raise Problem(
                 421, "wrong-host", f"no tokens are configured, so only loopback names are served, not {host!r}"
             )
-        granted = self._granted(headers.get(b"authorization", ""))
-        if granted is None:
-            return Problem(401, "no-token", "send `Authorization: Bearer <token>` with a known token")
-        allowed = allowed_scopes(scope["method"], scope["path"])
-        if granted & allowed:
-            return None
-        wanted = " or ".join(sorted(allowed))
-        return Problem(403, "scope", f"{scope['method']} {scope['path']} needs scope {wanted}; this token has not")
+        caller = self._token(headers.get(b"authorization", ""))
+        if caller is None:
+            raise _unknown()
+        allowed = allowed_scopes(method, path)
+        if not caller.scopes & allowed:
+            wanted = " or ".join(sorted(allowed))
+            raise Problem(403, "scope", f"{method} {path} needs scope {wanted}; this token has not")
+        runs = named_runs(method, path, scope["query_string"])
+        if runs is None and caller.is_limited:
+            raise Problem(403, "run", f"{method} {path} is for tokens of all runs; token {caller.name!r} is limited")
+        for run in runs or ():
+            check_covers(caller, run)
+        return caller
 
-    def _granted(self, authorization: str) -> frozenset[TokenScope] | None:
+    def _token(self, authorization: str) -> Token | None:
         kind, _, credential = authorization.partition(" ")
         secret = credential.strip().encode()
         if kind.lower() == "basic":
@@ -100,11 +178,92 @@ class Guard:
                 return None
         elif kind.lower() != "bearer":
             return None
-        found: frozenset[TokenScope] | None = None
-        for known, scopes in self._tokens:  # no early exit: the time taken must not tell which token matched
-            if hmac.compare_digest(secret, known):
-                found = scopes
-        return found
+        return self._tokens.find(secret)
+
+    def _while_valid(self, caller: Token, scope: Scope, receive: Receive, send: Send) -> Send:
+        """Refuse in place of an answer when the token was taken back meanwhile: a long poll takes long."""
+        if caller in (_NOBODY, _LOOPBACK):
+            return send
+        refused = False
+
+        async def checked(message: Message) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start" and not self._tokens.holds(caller):
+                refused = True
+                await _refuse(_unknown(), scope, receive, send)
+            elif not refused:
+                await send(message)
+
+        return checked
+
+    async def _audited(self, caller: Token, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write down what is asked, let it be done, and write down what came of it before it is answered."""
+        loop = asyncio.get_running_loop()
+        method, path = scope["method"], scope["path"]
+        runs = named_runs(method, path, scope["query_string"])
+        said: dict[str, Any] = {
+            "time": time.time(),
+            "id": uuid.uuid4().hex,
+            "token": caller.name,
+            "client": (scope.get("client") or ("",))[0],
+            "run": runs[0] if runs else None,
+            "call": f"{method} {path}"[:400],
+        }
+        try:
+            async with asyncio.timeout(_AUDIT_SECONDS):
+                await loop.run_in_executor(self._writing, self._audit_log.append, said)
+        except (OSError, TimeoutError) as error:
+            log.error("the audit log cannot be written, so nothing is changed: %r", error)
+            raise Problem(
+                503, "audit", "the audit log cannot be written, so nothing was done; the service's log has the cause"
+            ) from error
+        scope[AUDITED] = {}
+        ended = False
+
+        def end(status: int | None) -> asyncio.Future[None]:
+            nonlocal ended
+            ended = True
+            document = said | scope[AUDITED] | {"status": status, "ended": time.time()}
+            return loop.run_in_executor(self._writing, self._append_end, document)
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(end(message["status"])), _AUDIT_SECONDS)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            if not ended:
+                end(None)
+
+    def _append_end(self, document: dict[str, Any]) -> None:
+        try:
+            self._audit_log.append(document)
+        except OSError:  # what was asked is in the log
+            log.exception("the audit log lacks what came of %s", document)
+
+
+def audit(request: Request, action: str, **said: str | int | None) -> None:
+    """Say in words what a call that changes something does: `audit(request, "rollback", version=version)`.
+
+    Every call but GET, `POST /rollouts`, `POST /acceptance` and `PUT .../head` is in the audit log anyway, with its
+    time, token, run, path and status; this adds to that.
+    """
+    shortened = {name: value[:400] if isinstance(value, str) else value for name, value in said.items()}
+    request.scope[AUDITED].update(shortened, action=action)
+
+
+def _unknown() -> Problem:
+    return Problem(401, "no-token", "send `Authorization: Bearer <token>` with a known token")
+
+
+async def _refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
+    response = ProblemResponse(problem, scope)
+    for challenge in _CHALLENGES if problem.status == 401 else ():
+        response.headers.append("WWW-Authenticate", challenge)
+    await response(scope, receive, send)
 
 
 def _is_loopback(host: str) -> bool:

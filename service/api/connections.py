@@ -8,13 +8,21 @@ CPU seconds for an upload. Requests with a token have no limit here: uploads, do
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import resource
+import socket
+import ssl
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.api.problems import REFUSED
+from service.errors import ConfigurationError
+
+log = logging.getLogger("draftalign.api")
 
 #: Request line and header fields together; fields after a chunked body likewise.
 MAX_HEADER_BYTES: Final = 32 << 10
@@ -29,6 +37,15 @@ _TOO_LARGE: Final = (
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     f"a header may have {MAX_HEADER_BYTES} bytes in {MAX_HEADER_FIELDS} fields",
 )
+#: How long a TLS connection that is closed may take to flush, and to say goodbye.
+_GOODBYE_SECONDS: Final = 5.0
+_REFUSED_SECONDS: Final = 1.0
+#: First byte of a TLS connection.
+_HANDSHAKE: Final = b"\x16"
+_PLAIN_HTTP: Final = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 56\r\n"
+    b"connection: close\r\n\r\nthis port speaks TLS: begin the service's URL with https"
+)
 
 
 class Places:
@@ -42,7 +59,7 @@ class Places:
         self.limit = MAX_CONNECTIONS if unlimited else max(1, min(MAX_CONNECTIONS, soft - reserve))
         #: Accepted in one go at most, before any of them can be closed again.
         self.backlog = max(1, reserve // 2)
-        self.waiting: dict[BoundedProtocol, None] = {}
+        self.waiting: dict[BoundedProtocol | TlsDoor, None] = {}
 
     def make_room(self, connections: set[Any]) -> bool:
         """Close the connection that has waited longest, else one whose request was refused. False: all are at work."""
@@ -205,6 +222,90 @@ class BoundedProtocol(HttpToolsProtocol):
             head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[status] + head % len(said) + said.encode())
         self.transport.close()
+        if self.scheme == "https":  # which goes on reading until the client says goodbye
+            self.loop.call_later(_REFUSED_SECONDS, self.transport.abort)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: `Upgrade` (h2c, WebSocket) is ignored, as HTTP allows, and any client can ask for it often."""
+
+
+class TlsDoor(asyncio.Protocol):
+    """Lets a connection in to the HTTP protocol after its TLS handshake.
+
+    asyncio's own TLS servers tell their protocol of a connection after the handshake: those that send nothing could use
+    up the process's descriptors unseen. Here a handshake is counted among the connections, may take `HEADER_SECONDS`,
+    and gives way to others. Plain HTTP is told to use https.
+    """
+
+    def __init__(self, *, tls: ssl.SSLContext, places: Places, **named: Any) -> None:
+        self._inner = BoundedProtocol(places=places, **named)
+        self._tls, self._places = tls, places
+        self._shaking: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a place, and begin the handshake."""
+        connections = self._inner.connections
+        try:
+            if len(connections) < self._places.limit or self._places.make_room(connections):
+                sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+                connections.add(self)  # type: ignore[arg-type]  # uvicorn calls no method but `shutdown`
+                self._places.waiting[self] = None
+                self._shaking = asyncio.get_running_loop().create_task(self._shake(sock))
+        except OSError as error:
+            log.warning("a connection was refused: %s", error)
+        transport.abort()  # closes its own descriptor, not the connection of `sock`
+
+    def give_up(self) -> None:
+        """Make room for another connection."""
+        if self._shaking is not None:
+            self._shaking.cancel()
+
+    shutdown = give_up
+
+    async def _shake(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        taken = False
+        try:
+            async with asyncio.timeout(HEADER_SECONDS):
+                taken = await _begins_tls(sock)
+                if taken:
+                    await loop.connect_accepted_socket(
+                        lambda: self._inner, sock, ssl=self._tls, ssl_shutdown_timeout=_GOODBYE_SECONDS
+                    )
+        except OSError as error:  # ssl.SSLError, and a handshake that is late
+            log.debug("a TLS handshake failed: %s", error)
+        finally:
+            self._inner.connections.discard(self)
+            self._places.waiting.pop(self, None)
+            if not taken:
+                sock.close()
+
+
+async def _begins_tls(sock: socket.socket) -> bool:
+    """Wait for a connection's first byte, and leave it there. Plain HTTP is answered."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)
+    first = sock.recv(1, socket.MSG_PEEK)
+    if first not in (b"", _HANDSHAKE):
+        sock.recv(MAX_HEADER_BYTES)  # a close with bytes unread would reset the connection before the answer is read
+        sock.send(_PLAIN_HTTP)
+    return first == _HANDSHAKE
+
+
+def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """What a server needs of TLS 1.2 and 1.3. Raises ConfigurationError where the files cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certificate, key, password="")  # an encrypted key would ask on the terminal
+    except OSError as error:
+        raise ConfigurationError(
+            f"tls_cert {certificate} and tls_key {key} cannot be used: {error}; expected a PEM certificate chain, the "
+            "server's own first, and its unencrypted PEM key"
+        ) from error
+    return context

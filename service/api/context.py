@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
 
 import redis.asyncio
+import redis.exceptions
 from fastapi import Depends, Query, Request
 
 from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, LiveRule, Replays, Watch, watch
@@ -25,6 +26,7 @@ from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
 from service.storage.runs import RunRecord, load_run, sweep_deleted
 from service.storage.spool import Spool
+from service.tokens import Tokens
 
 log = logging.getLogger("draftalign.api")
 
@@ -32,6 +34,7 @@ P = ParamSpec("P")
 #: What all engines say together is kept for this multiple of the time that telling it took.
 _REST: Final = 4.0
 T = TypeVar("T")
+_REDIS_SECONDS: Final = 1.5
 #: Most requests that may wait for registry locks at a time.
 _LOCKING_THREADS: Final = 4
 
@@ -65,6 +68,7 @@ class ServiceContext:
         #: Set when the server is asked to stop, so that long polls end at once.
         self.stopping = asyncio.Event()
         self.live_rule = LiveRule.of(settings)
+        self.tokens = Tokens(settings)
         #: Runs for which this process has accepted a batch: the log says the first of each.
         self.accepted_for: set[str] = set()
         self._runs: dict[str, tuple[FileId, RunRecord]] = {}  # with the file that it was read from
@@ -96,6 +100,14 @@ class ServiceContext:
     def store(self, run: str) -> AsyncStore:
         """The store of a run."""
         return AsyncStore(self.redis, run)
+
+    async def check_redis(self) -> None:
+        """Raise a RedisError unless Redis answers soon: each command would wait 15 s for one that hangs."""
+        try:
+            async with asyncio.timeout(_REDIS_SECONDS):
+                await self.redis.ping()
+        except TimeoutError as error:
+            raise redis.exceptions.TimeoutError(f"no answer in {_REDIS_SECONDS} s") from error
 
     async def recent(self, run: str) -> tuple[list[ScoreRecord], Replays]:
         """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""

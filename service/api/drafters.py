@@ -15,6 +15,7 @@ from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from rl_hooks.release import manifest_signature
+from service.api.auth import audit
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
 from service.api.uploads import parse_body
@@ -153,6 +154,8 @@ class RollbackRequest(BaseModel):
 @router.post("/drafter/{version}/rollback", response_model=Manifest)
 async def post_rollback(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
     """Serve an older version again, under a new sequence number. Body: `{"reason": "..."}`."""
+    audit(request, "rollback", version=version)
     context.run(run)
     body = await parse_body(request, RollbackRequest)
+    audit(request, "rollback", version=version, reason=body.reason)
     return await context.locking(context.registry.rollback, run, version, body.reason)

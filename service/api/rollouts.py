@@ -24,6 +24,7 @@ from rl_hooks.wire import (
     check_index,
     check_rollout_header,
 )
+from service.api.auth import Caller, check_covers
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem
 from service.api.runs import check_room
@@ -61,13 +62,14 @@ async def post_rollouts(
     request: Request,
     response: Response,
     context: Context,
+    caller: Caller,
     run: Annotated[
         str | None, Query(description="The file's run; naming it here lets a full queue refuse early.")
     ] = None,
 ) -> Receipt:
     """Queue one rollout file. Send `Expect: 100-continue`, so that a refusal costs no transfer."""
     length = check_announcement(request, context.settings.max_body_bytes)
-    await context.redis.ping()  # without Redis the body could not be queued
+    await context.check_redis()  # without it the body could not be queued
     check_room(context, length)
     if run is not None:
         context.run(run)
@@ -78,6 +80,10 @@ async def post_rollouts(
         rollouts = check_rollout_header(header)
         if run is not None and rollouts.run != run:
             raise WireError("run", f"the request names run {run!r}, the file {rollouts.run[:80]!r}")
+        check_covers(caller, rollouts.run)
+        if rollouts.rollouts > context.settings.max_batch_rollouts:
+            most = context.settings.max_batch_rollouts
+            raise WireError("rollout_ids", f"{rollouts.rollouts} rollouts in one file; at most {most}, send several")
         _check_run(context.run(rollouts.run), rollouts)
         if run is None:
             await _check_queue(context, rollouts.run, length)

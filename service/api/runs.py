@@ -15,6 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic_core import to_jsonable_python
 
 from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
+from service.api.auth import Caller, audit
 from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.snapshot import read_headline
@@ -60,8 +61,12 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     """
     if not RUN_NAME.fullmatch(run):
         raise Problem(422, "bad-run-name", "a run is named by 1 to 64 of A-Z a-z 0-9 . _ -", field="run")
+    audit(request, "register")
     length = check_announcement(request, context.settings.max_run_bytes)
+    await context.check_redis()
     check_not_withdrawn(context.layout, run)
+    if not context.layout.run_json(run).exists():
+        _check_number(context)
     refused = await _refused_file(context, run)
     records: list[RunRecord] = []
 
@@ -89,6 +94,19 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
     response.status_code = 201 if created else 200
     return await describe(context, run) | ({} if warning is None else {"warning": warning})
+
+
+def _check_number(context: ServiceContext) -> None:
+    """Refuse one more run where there are as many as there may be (or a few more, if several begin at one moment)."""
+    most = context.settings.max_runs
+    if len(context.layout.run_names()) >= most:
+        raise Problem(
+            429,
+            "too-many-runs",
+            f"there are {most} runs, as many as there may be; delete one (`draftalign runs --delete`) or raise "
+            "DRAFTALIGN_MAX_RUNS",
+            headers={"Retry-After": str(context.settings.retry_after_seconds)},
+        )
 
 
 def _forgetting(context: ServiceContext, run: str) -> Callable[[], object]:
@@ -141,10 +159,10 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
 
 
 @router.get("/runs")
-async def get_runs(context: Context) -> list[dict[str, Any]]:
-    """List the runs: name, Unix time of the registration, served drafter and headline."""
+async def get_runs(context: Context, caller: Caller) -> list[dict[str, Any]]:
+    """List the runs that the token is for: name, Unix time of the registration, served drafter and headline."""
     found = []
-    for run in await asyncio.to_thread(context.layout.run_names):
+    for run in filter(caller.covers, await asyncio.to_thread(context.layout.run_names)):
         with contextlib.suppress(RunNotFound):  # deleted meanwhile
             record, latest = context.run(run), context.registry.latest(run)
             facts = {"run": run, "created": record.created, "drafter": None if latest is None else latest.version}
@@ -157,12 +175,13 @@ async def get_runs(context: Context) -> list[dict[str, Any]]:
     status_code=204,
     responses={409: {"description": "A worker has not let go of the run yet. Nobody finds it already: ask again."}},
 )
-async def delete(run: str, context: Context) -> None:
+async def delete(run: str, request: Request, context: Context) -> None:
     """Delete a run: its rollouts, drafters, checkpoints, history and counts. This cannot be undone.
 
     The run is unregistered at once. What was received is deleted when its worker has let go of it, which takes as long
     as the training in hand. A request that is cut short is finished by the next one.
     """
+    audit(request, "delete")
     await context.locking(withdraw_run, context.layout, run)
     store = context.store(run)
     deadline = time.monotonic() + _LET_GO_SECONDS
@@ -231,12 +250,15 @@ async def get_worth(
 
 
 @router.post("/runs/{run}/drift/{action}", status_code=202)
-async def post_drift(run: str, action: Literal["acknowledge", "reset"], context: Context) -> dict[str, str]:
+async def post_drift(
+    run: str, action: Literal["acknowledge", "reset"], request: Request, context: Context
+) -> dict[str, str]:
     """Ask the worker to take the drift alarm back, with its baseline kept, or to learn a new baseline.
 
     The worker does it within seconds, or when it is back. A fall that is still there raises the alarm again after
     `acknowledge`, and becomes the level to compare with after `reset`.
     """
+    audit(request, f"drift {action}")
     context.run(run)
     return {"run": run, "action": action, "request": await context.store(run).ask_of_drift(action)}
 
@@ -250,6 +272,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     """Receive the policy's head, or rows of it, after it has moved."""
     record = context.run(run)
     length = check_announcement(request, context.settings.max_run_bytes)
+    await context.check_redis()
     versions: list[int] = []
 
     async def on_header(header: Header) -> bool:

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import typer
 from pydantic import ValidationError
 
+from service.cli import access
 from service.cli.checks import checked_redis, unknown_variables
 from service.cli.commands import add_commands
 from service.cli.warmup import warmup
@@ -41,6 +42,8 @@ RedisUrl = Annotated[str | None, typer.Option(help=f"Redis or Valkey to use; req
 OwnRedisUrl = Annotated[
     str | None, typer.Option("--redis-url", help=f"Redis or Valkey to use; unset starts an embedded Valkey. {_SECRET}")
 ]
+TlsCert = Annotated[Path | None, typer.Option(help="PEM file with the API's certificate chain: it then speaks https.")]
+TlsKey = Annotated[Path | None, typer.Option(help="PEM file with that certificate's private key.")]
 
 
 class DriftAction(StrEnum):
@@ -50,9 +53,9 @@ class DriftAction(StrEnum):
     RESET = "reset"
 
 
-def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -> Settings:
-    given = {"state_dir": state_dir, "port": port, "redis_url": redis_url}
-    settings = Settings(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+def _settings(state_dir: Path | None, **given: Any) -> Settings:
+    """The environment's settings, with the options that were given."""
+    settings = Settings(**{k: v for k, v in (given | {"state_dir": state_dir}).items() if v is not None})
     if settings.redis_url is not None:
         checked_redis(settings.redis_url.get_secret_value())
     log = logging.getLogger("draftalign")
@@ -63,11 +66,17 @@ def _settings(state_dir: Path | None, port: int | None, redis_url: str | None) -
 
 
 @app.command()
-def serve(state_dir: StateDir = None, port: Port = None, redis_url: RedisUrl = None) -> None:
+def serve(
+    state_dir: StateDir = None,
+    port: Port = None,
+    redis_url: RedisUrl = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
     """Run the HTTP API (needs a Redis; `up` brings its own)."""
     from service.api.app import run_api
 
-    run_api(_settings(state_dir, port, redis_url))
+    run_api(_settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key))
 
 
 @app.command()
@@ -75,18 +84,24 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
     """Run the worker: scores rollouts, trains the drafter, gates and publishes (needs a Redis, as `serve`)."""
     from service.worker.process import run_worker
 
-    run_worker(_settings(state_dir, None, redis_url))
+    run_worker(_settings(state_dir, redis_url=redis_url))
 
 
 @app.command()
-def up(state_dir: StateDir = None, port: Port = None, redis_url: OwnRedisUrl = None) -> None:
+def up(
+    state_dir: StateDir = None,
+    port: Port = None,
+    redis_url: OwnRedisUrl = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
     """Start an embedded Valkey, API and worker as child processes; restart those that die; stop all on Ctrl-C.
 
     With --redis-url or DRAFTALIGN_REDIS_URL that Redis is used, and no Valkey is started.
     """
     from service.cli.up import run_up
 
-    run_up(_settings(state_dir, port, redis_url))
+    run_up(_settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key))
 
 
 @app.command()
@@ -207,12 +222,16 @@ def _call(method: str, service: str, path: str, **more: Any) -> httpx.Response:
     """Ask the service; what it refuses is a ConfigurationError."""
     import httpx
 
+    from rl_hooks.sending.exchange import trusted
+
     token = os.environ.get("DRAFTALIGN_TOKEN")
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
-        answer = httpx.request(method, f"{service.rstrip('/')}{path}", headers=headers, **more)
+        tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
+        answer = httpx.request(method, f"{service.rstrip('/')}{path}", headers=headers, verify=tls, **more)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigurationError(f"{service} does not answer: {error}") from error
+        hint = "; set DRAFTALIGN_CA_FILE to its authority's PEM file" if "CERTIFICATE_VERIFY" in str(error) else ""
+        raise ConfigurationError(f"{service} does not answer: {error}{hint}") from error
     if not answer.is_success:
         raise ConfigurationError(f"{service} answered {answer.status_code}: {answer.text[:300]}")
     return answer
@@ -242,6 +261,7 @@ def demo(
 
 add_commands(app)
 app.command()(warmup)
+access.add_commands(app)
 
 
 def main() -> None:

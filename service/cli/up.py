@@ -7,11 +7,13 @@ import subprocess
 import sys
 
 from service.api.auth import check_binding
+from service.api.connections import tls_context
 from service.cli.checks import check_redis, port_is_free
 from service.cli.supervisor import Child, Supervisor
 from service.cli.valkey import EmbeddedValkey
 from service.errors import ConfigurationError
 from service.settings import Settings
+from service.tokens import Tokens
 
 log = logging.getLogger("draftalign.up")
 
@@ -30,6 +32,7 @@ def _check_device(name: str) -> None:
 def run_up(settings: Settings) -> None:
     """Run until SIGINT or SIGTERM, then stop every part in order."""
     check_binding(settings)  # here too: else `up` would restart a refusing child again and again
+    Tokens(settings)
     if settings.port and not port_is_free(settings.host, settings.port):
         raise ConfigurationError(
             f"port {settings.port} on {settings.host} is taken; stop what listens there or choose another with --port"
@@ -42,6 +45,9 @@ def run_up(settings: Settings) -> None:
         "DRAFTALIGN_STATE_DIR": str(settings.state_dir),
         "DRAFTALIGN_PORT": str(settings.port),
     }
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        tls_context(settings.tls_cert, settings.tls_key)  # here too, for the same reason
+        environment |= {"DRAFTALIGN_TLS_CERT": str(settings.tls_cert), "DRAFTALIGN_TLS_KEY": str(settings.tls_key)}
     if settings.device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"
     else:
@@ -59,5 +65,5 @@ def run_up(settings: Settings) -> None:
     children.append(Child("api", ["service.cli", "serve"], environment))
     # On SIGTERM it finishes the optimizer step and writes a checkpoint.
     children.append(Child("worker", ["service.cli", "worker"], environment, patience_seconds=45.0))
-    log.info("page and API at http://%s:%d/", settings.host, settings.port)
+    log.info("page and API at %s://%s:%d/", settings.scheme, settings.host, settings.port)
     Supervisor(children).run()

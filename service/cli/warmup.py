@@ -60,6 +60,7 @@ def warmup(
 
     from rl_hooks.errors import HookError
     from rl_hooks.hook import DrafterHook
+    from rl_hooks.sending.exchange import trusted
     from rl_hooks.trainer.warmup import Sampling, read_prompts, send_rollouts
 
     if out is not None and out.exists() and any(out.iterdir()):
@@ -68,6 +69,7 @@ def warmup(
     with httpx.Client(
         base_url=service.rstrip("/"),
         headers={} if token is None else {"Authorization": f"Bearer {token}"},
+        verify=trusted(os.environ.get("DRAFTALIGN_CA_FILE")),
         timeout=60.0,
     ) as client:
         _ask(client, "/healthz")  # before a large policy is loaded

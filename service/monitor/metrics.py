@@ -72,19 +72,27 @@ class RunSnapshot:
     worth: Worth = field(default_factory=Worth)
 
 
-def render(stores: Mapping[str, RunSnapshot], *, queue_limit_bytes: int | None = None) -> bytes:
-    """Render the snapshots (run name -> snapshot) in the text format. `queue_limit_bytes`: the setting, per run."""
+def render(
+    stores: Mapping[str, RunSnapshot], *, queue_limit_bytes: int | None = None, token_file_broken: bool | None = None
+) -> bytes:
+    """Render the snapshots (run name -> snapshot) in the text format. `queue_limit_bytes`: the setting, per run.
+
+    `token_file_broken`: None where there is no token file.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshots(stores, queue_limit_bytes))
+    registry.register(_Snapshots(stores, queue_limit_bytes, token_file_broken))
     return generate_latest(registry)
 
 
 class _Snapshots(Collector):
     """Turns snapshots into metric families; samples exist only where there is a number."""
 
-    def __init__(self, stores: Mapping[str, RunSnapshot], queue_limit_bytes: int | None) -> None:
+    def __init__(
+        self, stores: Mapping[str, RunSnapshot], queue_limit_bytes: int | None, token_file_broken: bool | None
+    ) -> None:
         self._stores = stores
         self._queue_limit_bytes = queue_limit_bytes
+        self._token_file_broken = token_file_broken
 
     def collect(self) -> Iterable[Metric]:
         families = _Families()
@@ -98,6 +106,11 @@ class _Snapshots(Collector):
             _add_drafter(families, run, snapshot)
         families.gauge(
             "draftalign_queue_limit_bytes", "Spooled bytes at which a run's queue answers 429.", self._queue_limit_bytes
+        )
+        families.gauge(
+            "draftalign_token_file_broken",
+            "1 while the token file cannot be used and the tokens before it stay valid.",
+            self._token_file_broken,
         )
         return families
 

@@ -47,6 +47,11 @@ class Layout:
         """The embedded server's append-only file, log and socket."""
         return self.root / "valkey"
 
+    @property
+    def audit(self) -> Path:
+        """Who did what, of all runs: kept when a run is deleted."""
+        return self.root / "audit" / "audit.jsonl"
+
     # --- of one run
     def run(self, run: str) -> Path:
         """`runs/<run>/`."""

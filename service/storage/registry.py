@@ -17,7 +17,6 @@ Handles files only: no torch, no tensors.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -31,13 +30,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict
-from pydantic_core import to_json
 
 from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
 from rl_hooks.lock import LockHeld, exclusive
 from service.errors import LatestMoved, RegistryBusy, RegistryError, VersionNotFound
 from service.monitor.records import RunEvent
-from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
+from service.storage.layout import FILE_NAME, VERSION_NAME, Layout, file_id
+from service.storage.lines import LineFile, entries
 
 MANIFEST = "manifest.json"
 #: For `instead_of`: replace the served version, whichever it is.
@@ -50,6 +49,8 @@ _LEFTOVER_SECONDS = 3600.0
 #: Canary verdicts remembered, to drop repeats. A repeat comes within minutes, if at all.
 _CANARIES_REMEMBERED = 4096
 _PUSHES_REMEMBERED = 16
+#: Size of a piece of the history; the newest full one is kept. Some 6,000 verdicts, all read by each scrape.
+_HISTORY_BYTES = 2 << 20
 
 
 class VersionFile(BaseModel):
@@ -97,17 +98,33 @@ class HistoryDigest:
         self.pushed: deque[float] = deque(maxlen=_PUSHES_REMEMBERED)
         #: `canary_key` of the newest verdicts, oldest first.
         self.canaries: dict[tuple[str, ...], None] = {}
-        #: How many versions were published.
+        #: How many versions were published, as far as the history goes back.
         self.published = 0
+        self._inode: int | None = None  # of the piece that was read last
         self.bytes_read = 0
 
-    def read(self, file: BinaryIO) -> None:
-        """Read the complete lines appended since the last call."""
+    def follow(self, pieces: Sequence[Path]) -> bool:
+        """Read what was appended since the last call. False: it does not go on from there (a backup was put back)."""
+        inodes = [None if (found := file_id(piece)) is None else found[0] for piece in pieces]
+        if self._inode is not None and self._inode not in inodes:
+            return False
+        begin = 0 if self._inode is None else inodes.index(self._inode)
+        for piece in pieces[begin:]:  # those before were read to their ends
+            with contextlib.suppress(FileNotFoundError), piece.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    self._inode, self.bytes_read = inode, 0
+                if file.seek(0, os.SEEK_END) < self.bytes_read:
+                    return False
+                self._read(file)
+        return True
+
+    def _read(self, file: BinaryIO) -> None:
         file.seek(self.bytes_read)
         text = file.read()
         complete = text[: text.rfind(b"\n") + 1]
         self.bytes_read += len(complete)
-        for event in _events(complete.splitlines()):
+        for event in entries(complete.splitlines()):
             if event.get("event") == "published":
                 self.published += 1
             elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
@@ -121,14 +138,6 @@ class HistoryDigest:
 def canary_key(event: Mapping[str, Any]) -> tuple[str, ...]:
     """Two canary events with the same key are the same verdict."""
     return tuple(str(event.get(name)) for name in ("event", "version", "reporter", "offer"))
-
-
-def _events(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            event = json.loads(line)
-            if isinstance(event, dict):
-                yield event
 
 
 class Registry:
@@ -172,12 +181,8 @@ class Registry:
         return sorted(names, key=_number)
 
     def history(self, run: str) -> list[dict[str, Any]]:
-        """Every recorded event, oldest first. A line torn by loss of power is skipped."""
-        try:
-            lines = self._layout.history(run).read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
-        return list(_events(lines))
+        """The newest recorded events, oldest first. A line torn by loss of power is skipped."""
+        return self._history(run).read()
 
     def events(self, run: str) -> list[RunEvent]:
         """The history, for whoever looks into it."""
@@ -187,10 +192,9 @@ class Registry:
         """Publishes, pushes and canary verdicts of the history, up to date."""
         with self._reading:
             digest = self._digests.setdefault(run, HistoryDigest())
-            with contextlib.suppress(FileNotFoundError), self._layout.history(run).open("rb") as file:
-                if file.seek(0, os.SEEK_END) < digest.bytes_read:  # another file, from a backup
-                    digest = self._digests[run] = HistoryDigest()
-                digest.read(file)
+            if not digest.follow(self._history(run).pieces()):
+                digest = self._digests[run] = HistoryDigest()
+                digest.follow(self._history(run).pieces())
             return digest
 
     def path(self, run: str, version: str, name: str) -> Path:
@@ -363,16 +367,10 @@ class Registry:
         self._append(run, {"time": time.time(), "event": "published", **pointer, "recovered": True})
 
     def _append(self, run: str, event: Mapping[str, Any]) -> None:
-        path = self._layout.history(run)
-        line = to_json(event, inf_nan_mode="null") + b"\n"  # an α of no rounds is NaN, which JSON does not have
-        with path.open("a+b", buffering=0) as file:
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # the last line is torn: begin a new one
-                    line = b"\n" + line
-            if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, "the disk took only a part of the line", str(path))
-            os.fsync(file.fileno())
+        self._history(run).append(event)
+
+    def _history(self, run: str) -> LineFile:
+        return LineFile(self._layout.history(run), max_bytes=_HISTORY_BYTES, kept=1)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,72 @@
+"""The commands about who may do what, and who did: token, audit. Both work on files, without the service."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from service.errors import ConfigurationError
+from service.settings import Settings
+from service.storage.audit import AuditLog
+from service.storage.layout import Layout
+from service.tokens import ALL_RUNS, Entry, append_entry, hashed, new_secret
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the two commands to the command line."""
+    app.command()(token)
+    app.command()(audit)
+
+
+def token(
+    name: Annotated[str, typer.Argument(help="The token's name, as the audit log shall have it.")],
+    scope: Annotated[list[str], typer.Option(help="What it may do: write, read or admin; repeat for several.")],
+    run: Annotated[
+        list[str] | None, typer.Option(help="Run that it is for, or a pattern like 'math-*'; repeat. Default: all.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Token file. Default: DRAFTALIGN_TOKEN_FILE.")] = None,
+) -> None:
+    """Make a token: print it once, and add its hash to the token file, which a running service reads at once.
+
+    To take a token back, delete its line from the file.
+    """
+    path = file or Settings().token_file
+    if path is None:
+        raise ConfigurationError("which token file? Give --file, or set DRAFTALIGN_TOKEN_FILE as for the service")
+    secret = new_secret()
+    given: dict[str, Any] = {"name": name, "scopes": scope, "runs": run or ALL_RUNS, "sha256": hashed(secret.encode())}
+    try:
+        entry = Entry.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigurationError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
+    append_entry(path, entry)
+    typer.echo(f"added to {path}; the token is printed only now:", err=True)
+    typer.echo(secret)
+
+
+def audit(
+    run: Annotated[str | None, typer.Option(help="Only what was done to this run.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="The service's state directory.")] = None,
+) -> None:
+    """Print who did what: time, token, run, action, what it was done to, and the answer's status; oldest first.
+
+    `-` for a status: the process ended before it answered, or is still at it.
+    """
+    settings = Settings() if state_dir is None else Settings(state_dir=state_dir)
+    for entry in AuditLog(Layout(settings.state_dir)).read(run):
+        said = {name: entry[name] for name in entry if name not in _COLUMNS}
+        more = " ".join(f"{name}={value!r}" for name, value in said.items() if value is not None)
+        when = datetime.fromtimestamp(entry["time"], UTC).isoformat(sep=" ", timespec="seconds")
+        what = entry.get("action") or entry["call"]
+        status = entry.get("status") or "-"
+        line = f"{when}  {entry['token']}  {entry['run'] or '-'}  {what}  {status}  {more}".rstrip()
+        # A path is as a client wrote it: a terminal must not obey it.
+        typer.echo("".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line))
+
+
+_COLUMNS = ("time", "id", "token", "run", "action", "call", "status", "ended")

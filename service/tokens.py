@@ -1,0 +1,176 @@
+"""Who may call the API: tokens with a name, scopes and runs; those of the settings, and those of a file.
+
+The file has one JSON object a line, which `draftalign token` writes:
+
+    {"name": "math-trainer", "scopes": ["write"], "runs": ["math-*"], "sha256": "<64 hex digits>"}
+
+It holds no token, only the SHA-256 of each. That is enough, because `new_secret` draws 256 random bits: nobody can try
+them all, salted and slow hashes are for passwords that people think up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rl_hooks.durable import append_line
+from service.errors import ConfigurationError
+from service.settings import SCOPES, Scope, Settings
+
+log = logging.getLogger("draftalign.api")
+
+#: Name of a caller where no tokens are configured.
+LOOPBACK: Final = "loopback"
+ALL_RUNS: Final = ("*",)
+_MAX_FILE_BYTES: Final = 1 << 20
+#: Its inode, size, and times of change in nanoseconds.
+_Seen = tuple[int, int, int, int] | None
+
+Pattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,63}$")]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What a caller may do. `runs`: names, or patterns with `*` and `?`. It does not hold the secret."""
+
+    name: str
+    scopes: frozenset[Scope]
+    runs: tuple[str, ...] = ALL_RUNS
+
+    def covers(self, run: str) -> bool:
+        """Whether it may be used for this run."""
+        return any(fnmatchcase(run, pattern) for pattern in self.runs)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there are runs that it may not be used for."""
+        return "*" not in self.runs
+
+
+class Entry(BaseModel):
+    """A line of the token file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    scopes: frozenset[Scope] = Field(min_length=1)
+    runs: tuple[Pattern, ...] = Field(ALL_RUNS, min_length=1)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    @property
+    def token(self) -> Token:
+        """What it allows: `admin` includes the other scopes."""
+        return Token(self.name, frozenset(SCOPES) if "admin" in self.scopes else self.scopes, self.runs)
+
+
+def hashed(secret: bytes) -> str:
+    """How a token is kept."""
+    return hashlib.sha256(secret).hexdigest()
+
+
+def new_secret() -> str:
+    """A token of 256 random bits."""
+    return f"da_{secrets.token_urlsafe(32)}"
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """All entries of a token file. Raises ConfigurationError that names the line; OSError where it cannot be read."""
+    with path.open("rb") as file:
+        text = file.read(_MAX_FILE_BYTES + 1)
+    if len(text) > _MAX_FILE_BYTES:
+        raise ConfigurationError(f"token file {path} has more than {_MAX_FILE_BYTES} bytes")
+    entries: list[Entry] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = Entry.model_validate_json(line)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            field = ".".join(str(part) for part in first["loc"]) or "line"
+            raise ConfigurationError(f"token file {path}, line {number}: {field}: {first['msg']}") from None
+        if entry.name == LOOPBACK or any(entry.name == e.name or entry.sha256 == e.sha256 for e in entries):
+            raise ConfigurationError(f"token file {path}, line {number}: name {entry.name!r} or its hash is taken")
+        entries.append(entry)
+    return entries
+
+
+def append_entry(path: Path, entry: Entry) -> None:
+    """Add an entry to a token file, which is made if it does not exist. Raises ConfigurationError if its name is taken.
+
+    A running service reads it within its next request.
+    """
+    known = read_entries(path) if path.exists() else []
+    if any(entry.name == one.name for one in known):
+        raise ConfigurationError(f"{path} has a token {entry.name!r} already; take another name, or delete that line")
+    append_line(path, entry.model_dump_json().encode(), mode=0o600)
+
+
+class Tokens:
+    """All tokens that are valid now. The file is looked at before each answer, and read again when it changed.
+
+    A file that is broken or gone changes nothing: the last good one stays valid, and `trouble` says why.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises ConfigurationError when the file is broken or gone: there is no good one to keep."""
+        self._path = settings.token_file
+        self._fixed = dict(_of_settings(settings))
+        self._of_file: dict[str, Token] = {}
+        self._seen: _Seen = None
+        #: Why the file as it is now is not used; None: it is used.
+        self.trouble: str | None = None
+        #: Whether callers need a token. With a file they do, also when it is empty.
+        self.required = bool(self._fixed) or self._path is not None
+        if self._path is not None:
+            self._refresh(self._path)
+            if self.trouble is not None:
+                raise ConfigurationError(self.trouble)
+
+    def find(self, secret: bytes) -> Token | None:
+        """The token with this secret. What it takes to find tells nothing of other tokens: hashes are looked up."""
+        if self._path is not None:
+            self._refresh(self._path)
+        digest = hashed(secret)
+        return self._fixed.get(digest) or self._of_file.get(digest)
+
+    def holds(self, token: Token) -> bool:
+        """Whether a token that was found earlier is still valid, with the same scopes and runs."""
+        if self._path is not None:
+            self._refresh(self._path)
+        return token in self._fixed.values() or token in self._of_file.values()
+
+    def _refresh(self, path: Path) -> None:
+        seen = _look(path)
+        if seen == self._seen and (seen is not None or self.trouble is not None):
+            return
+        self._seen = seen
+        try:
+            found = {entry.sha256: entry.token for entry in read_entries(path)}
+        except (ConfigurationError, OSError) as error:
+            self.trouble = str(error) if isinstance(error, ConfigurationError) else f"token file {path}: {error}"
+            log.error("%s; the tokens that were valid before it changed stay valid", self.trouble)
+            return
+        if self.trouble is not None or self._of_file:
+            log.info("token file %s was read again: %d tokens", path, len(found))
+        self.trouble, self._of_file = None, found
+
+
+def _look(path: Path) -> _Seen:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _of_settings(settings: Settings) -> Iterator[tuple[str, Token]]:
+    for number, (secret, scopes) in enumerate(settings.token_scopes().items(), 1):
+        yield hashed(secret.encode()), Token(f"DRAFTALIGN_TOKENS[{number}]", scopes)

@@ -1,0 +1,90 @@
+"""Every call of the API with the rule that tests hold it to, and token files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from service_fixtures import HEADERS, RunningService, head_file, rollout_file, run_file
+
+from service.tokens import Entry, append_entry, hashed, new_secret
+
+OWN, OTHER = "math-1", "chess"
+#: Call -> scopes of which one is needed, and where it names its run. A new call needs a row.
+RULES: Final[dict[tuple[str, str], tuple[str, str]]] = {
+    ("PUT", "/runs/{run}"): ("write", "path"),
+    ("PUT", "/runs/{run}/head"): ("write", "path"),
+    ("GET", "/runs"): ("read write", "listed"),
+    ("GET", "/runs/{run}"): ("read write", "path"),
+    ("GET", "/runs/{run}/worth"): ("read write", "path"),
+    ("POST", "/runs/{run}/drift/{action}"): ("", "path"),
+    ("POST", "/rollouts"): ("write", "body"),
+    ("GET", "/rollouts/{rollout_id}"): ("read write", "query"),
+    ("GET", "/drafter/latest"): ("read", "query"),
+    ("GET", "/drafter/{version}/{file}"): ("read", "query"),
+    ("GET", "/drafters"): ("read", "query"),
+    ("POST", "/drafter/{version}/rollback"): ("", "query"),
+    ("POST", "/acceptance"): ("read write", "body"),
+    ("GET", "/alpha"): ("read", "query"),
+    ("GET", "/metrics"): ("read", "listed"),
+    ("GET", "/"): ("read", "none"),
+    ("GET", "/docs"): ("read", "none"),
+    ("GET", "/docs/oauth2-redirect"): ("read", "none"),
+    ("GET", "/openapi.json"): ("read", "none"),
+    ("GET", "/healthz"): ("public", "none"),
+    ("GET", "/readyz"): ("public", "none"),
+    ("DELETE", "/runs/{run}"): ("", "path"),  # the last: nothing can be asked of the run afterwards
+}
+
+
+class TokenFile:
+    """A token file, and the secrets of its entries."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.secrets: dict[str, str] = {}
+        path.touch()
+
+    def add(self, name: str, scopes: str, runs: tuple[str, ...] = ("*",)) -> None:
+        self.secrets[name] = new_secret()
+        digest = hashed(self.secrets[name].encode())
+        entry = {"name": name, "scopes": scopes.split(), "runs": runs, "sha256": digest}
+        append_entry(self.path, Entry.model_validate(entry))
+
+    def remove(self, name: str) -> None:
+        lines = [line for line in self.path.read_text().splitlines() if json.loads(line)["name"] != name]
+        self.path.write_text("".join(f"{line}\n" for line in lines))
+
+    def headers(self, name: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.secrets[name]}"}
+
+
+def request_of(service: RunningService, method: str, template: str, run: str) -> dict[str, Any]:
+    """Arguments of a call that names `run` where its rule says."""
+    versions = service.registry.versions(run)
+    values = {"{run}": run, "{version}": versions[0] if versions else "v000001-00000000", "{file}": "config.json"}
+    path = template
+    for name, value in (values | {"{rollout_id}": "a", "{action}": "reset"}).items():
+        path = path.replace(name, value)
+    call: dict[str, Any] = {"method": method, "url": path}
+    if RULES[method, template][1] == "query":
+        call["params"] = {"run": run}
+    match method, template:
+        case "POST", "/rollouts":
+            call |= {"content": rollout_file(run=run), "headers": HEADERS}
+        case "PUT", "/runs/{run}":
+            call |= {"content": run_file(), "headers": HEADERS}
+        case "PUT", "/runs/{run}/head":
+            call |= {"content": head_file(1), "headers": HEADERS}
+        case "POST", "/acceptance":
+            counts = {"rounds": 1, "accepted_tokens": 1, "drafted_tokens": 4}
+            call["json"] = {"run": run, "reporter": "e", "drafter_version": values["{version}"]} | counts
+        case "POST", "/drafter/{version}/rollback":
+            call["json"] = {"reason": "try"}
+    return call
+
+
+def ask(service: RunningService, call: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+    return service.client.request(**(call | {"headers": call.get("headers", {}) | headers}))

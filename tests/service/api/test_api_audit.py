@@ -1,0 +1,206 @@
+"""Who did what: each call that changes something is on the disk before it is done, and what came of it too."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from access_fixtures import OTHER, OWN, RULES, TokenFile, ask, request_of
+from service_fixtures import HEADERS, RunningService, head_file, run_file
+from typer.testing import CliRunner
+
+from service.api.auth import brings_data
+from service.cli.main import app as command_line
+from service.storage import audit
+from service.storage.audit import AuditLog
+from service.storage.layout import Layout
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> TokenFile:
+    made = TokenFile(tmp_path / "tokens.jsonl")
+    made.add("boss", "admin")
+    made.add("trainer", "write", ("math-*",))
+    made.add("engine", "read")
+    return made
+
+
+@pytest.fixture
+def guarded(serve: Callable[..., RunningService], tokens: TokenFile) -> RunningService:
+    service = serve(token_file=tokens.path)
+    service.client.put(f"/runs/{OWN}", content=run_file(), headers=HEADERS | tokens.headers("boss")).raise_for_status()
+    service.publish(OWN)
+    return service
+
+
+def logged(service: RunningService, run: str | None = None) -> list[dict[str, Any]]:
+    return list(AuditLog(service.layout).read(run))
+
+
+def lines(service: RunningService) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in service.layout.audit.read_text().splitlines()]
+
+
+def test_every_call_that_changes_something_is_written_down(guarded: RunningService, tokens: TokenFile) -> None:
+    """All calls of the application: a new one that changes something is here by itself, and must say what it does."""
+    for method, template in RULES:
+        before = len(lines(guarded))
+        call = request_of(guarded, method, template, OWN)
+        reply = ask(guarded, call, tokens.headers("boss"))
+        new = lines(guarded)[before:]
+        if method == "GET" or (method, template) in {
+            ("POST", "/rollouts"),
+            ("POST", "/acceptance"),
+            ("PUT", "/runs/{run}/head"),
+        }:
+            assert new == [], (method, template)
+            continue
+        asked, answered = new
+        assert asked.keys() == {"time", "id", "token", "client", "run", "call"}
+        assert answered.items() >= asked.items()
+        assert answered["status"] == reply.status_code < 300, (method, template, reply.text)
+        assert (answered["token"], answered["run"], answered["client"]) == ("boss", OWN, "127.0.0.1")
+        assert answered["call"] == f"{method} {call['url']}"
+        assert answered["action"], "the handler of a call that changes something calls service.api.auth.audit"
+        assert abs(answered["ended"] - time.time()) < 60
+
+
+def test_the_log_says_what_was_done_to_what_and_survives_the_run(guarded: RunningService, tokens: TokenFile) -> None:
+    version = guarded.registry.versions(OWN)[0]
+    path = f"/drafter/{version}/rollback"
+    body = {"reason": "worse on long prompts"}
+    guarded.client.post(path, params={"run": OWN}, json=body, headers=tokens.headers("boss")).raise_for_status()
+    guarded.client.delete(f"/runs/{OWN}", headers=tokens.headers("boss")).raise_for_status()
+    register, rollback, delete = logged(guarded, OWN)
+    assert (register["action"], register["status"]) == ("register", 201)
+    assert rollback["action"] == "rollback"
+    assert (rollback["version"], rollback["reason"]) == (version, "worse on long prompts")
+    assert (delete["action"], delete["status"]) == ("delete", 204)
+    assert logged(guarded, OTHER) == []
+
+
+def test_what_failed_is_written_down_with_its_status(guarded: RunningService, tokens: TokenFile) -> None:
+    client, boss = guarded.client, tokens.headers("boss")
+    assert client.delete("/runs/nothing", headers=boss).status_code == 404
+    assert client.put("/runs/new", content=b"x", headers=HEADERS | boss).status_code == 422
+    assert [(entry["run"], entry["status"]) for entry in logged(guarded)[1:]] == [("nothing", 404), ("new", 422)]
+
+
+def test_who_may_not_is_not_written_down(guarded: RunningService, tokens: TokenFile) -> None:
+    """A stranger, or a token of other runs, cannot fill the log."""
+    before = lines(guarded)
+    for headers in ({}, {"Authorization": "Bearer wrong"}, tokens.headers("engine"), tokens.headers("trainer")):
+        for method, path in (("DELETE", "/runs/chess"), ("POST", "/healthz"), ("PUT", "/nothing"), ("PUT", "/runs/x")):
+            assert guarded.client.request(method, path, headers=headers).status_code in (401, 403, 405)
+    assert lines(guarded) == before
+
+
+def test_without_tokens_the_caller_is_loopback(service: RunningService) -> None:
+    service.client.post("/runs/default/drift/reset").raise_for_status()
+    register, drift = logged(service)
+    assert (register["token"], drift["token"], drift["action"]) == ("loopback", "loopback", "drift reset")
+
+
+def test_nothing_is_done_that_cannot_be_written_down(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(lines(service))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AuditLog, "append", full)
+        reply = service.client.delete("/runs/default")
+        assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:audit")
+        assert service.register("second").status_code == 503
+        head = service.client.put("/runs/default/head", content=head_file(1), headers=HEADERS)
+        assert head.status_code == 201, "data goes on"
+    assert service.client.get("/runs/default").status_code == 200
+    assert service.client.get("/runs/second").status_code == 404
+    assert len(lines(service)) == before
+    service.client.delete("/runs/default").raise_for_status()
+
+
+def test_a_slow_disk_keeps_only_what_is_written_down_waiting(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go = threading.Event()
+    append = AuditLog.append
+
+    def slow(self: AuditLog, entry: dict[str, Any]) -> None:
+        assert let_go.wait(20)
+        append(self, entry)
+
+    monkeypatch.setattr(AuditLog, "append", slow)
+    waiting = threading.Thread(target=lambda: httpx.post(f"{service.url}/runs/default/drift/reset", timeout=30))
+    waiting.start()
+    service.wait_for_requests(1)
+    began = time.monotonic()
+    for _ in range(5):
+        assert service.client.get("/runs/default").status_code == 200
+    assert time.monotonic() - began < 5
+    let_go.set()
+    waiting.join(20)
+    assert logged(service)[-1]["status"] == 202
+
+
+def test_a_process_that_ended_in_between_leaves_what_was_asked(service: RunningService) -> None:
+    text = service.layout.audit.read_text().splitlines(keepends=True)
+    service.layout.audit.write_text(text[0] + text[1][:20])  # and a torn line
+    service.client.post("/runs/default/drift/reset").raise_for_status()
+    answered, asked = logged(service)
+    assert (answered["action"], answered["status"]) == ("drift reset", 202)
+    assert asked["call"] == "PUT /runs/default"
+    assert "status" not in asked
+
+
+def test_full_files_are_set_aside_and_the_oldest_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "_PIECE_BYTES", 1000)
+    log = AuditLog(Layout(tmp_path))
+    for number in range(200):
+        log.append({"time": number, "id": str(number), "token": "a" * 50, "run": "r", "status": 200})
+    files = sorted((tmp_path / "audit").glob("*.jsonl"))
+    assert len(files) == 9
+    assert all(path.stat().st_size < 1200 for path in files)
+    numbers = [int(entry["id"]) for entry in log.read()]
+    assert numbers == list(range(numbers[0], 200)), "oldest first, without a gap"
+    assert 60 < len(numbers) < 150
+
+
+def test_several_processes_lose_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "_PIECE_BYTES", 4000)
+    monkeypatch.setattr(audit, "_KEPT", 1000)
+
+    def write(name: str) -> None:
+        log = AuditLog(Layout(tmp_path))
+        for number in range(100):
+            log.append({"time": 0, "id": f"{name}{number}", "run": "r", "status": 200})
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(list(AuditLog(Layout(tmp_path)).read())) == 400
+
+
+def test_the_command_prints_it(guarded: RunningService, tokens: TokenFile) -> None:
+    guarded.client.post(f"/runs/{OWN}/drift/reset", headers=tokens.headers("boss")).raise_for_status()
+    state = str(guarded.settings.state_dir)
+    printed = CliRunner().invoke(command_line, ["audit", "--state-dir", state])
+    first, second = printed.stdout.splitlines()
+    assert f"  boss  {OWN}  register  201  client='127.0.0.1'" in first
+    assert f"  boss  {OWN}  drift reset  202" in second
+    assert CliRunner().invoke(command_line, ["audit", "--state-dir", state, "--run", "chess"]).stdout == ""
+
+
+def test_only_what_comes_all_the_time_is_left_out() -> None:
+    assert brings_data("POST", "/rollouts")
+    assert not brings_data("POST", "/rollouts/x")
+    assert not brings_data("DELETE", "/runs/x/head")
+    assert not brings_data("PUT", "/runs/x")

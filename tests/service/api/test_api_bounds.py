@@ -1,0 +1,178 @@
+"""What one client may make the service keep, and how soon it learns that Redis hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from service_fixtures import HEADERS, RunningService, head_file, rollout_file, run_file
+
+from service.cli.valkey import EmbeddedValkey
+from service.storage import registry
+from service.storage.layout import Layout
+from service.storage.registry import Registry
+
+
+def kind(reply: httpx.Response) -> str:
+    return str(reply.json()["type"]).removeprefix("urn:draftalign:")
+
+
+def test_a_file_of_too_many_rollouts_is_refused_before_it_is_queued(serve: Callable[..., RunningService]) -> None:
+    service = serve(max_batch_rollouts=3)
+    service.register()
+    assert service.post(rollout_file(("a", "b", "c"))).status_code == 202
+    reply = service.post(rollout_file(("d", "e", "f", "g")))
+    assert (reply.status_code, kind(reply), reply.json()["field"]) == (422, "bad-file", "rollout_ids")
+    assert "at most 3" in reply.json()["detail"]
+    assert len(service.spooled()) == 1
+
+
+def test_the_most_rollouts_that_a_file_may_have_do_not_hold_redis(service: RunningService) -> None:
+    """4,096 short rollouts: the script that queues them has a bound, and so has what Redis keeps of them."""
+    ids = tuple(str(i) for i in range(4096))
+    began = time.monotonic()
+    assert service.post(rollout_file(ids, lengths=(2,) * 4096)).status_code == 202
+    assert time.monotonic() - began < 10
+    ids = (*ids, "one more")
+    assert service.post(rollout_file(ids, lengths=(2,) * 4097)).status_code == 422
+
+
+def test_there_may_be_so_many_runs_and_one_that_exists_is_always_taken(serve: Callable[..., RunningService]) -> None:
+    service = serve(max_runs=2)
+    assert [service.register(run).status_code for run in ("a", "b")] == [201, 201]
+    reply = service.register("c")
+    assert (reply.status_code, kind(reply)) == (429, "too-many-runs")
+    assert "DRAFTALIGN_MAX_RUNS" in reply.json()["detail"]
+    assert reply.headers["retry-after"]
+    assert service.register("a").status_code == 200
+    service.client.delete("/runs/b").raise_for_status()
+    assert service.register("c").status_code == 201
+
+
+def report(version: str, **changes: Any) -> dict[str, Any]:
+    counts = {"rounds": 600, "accepted_tokens": 900, "drafted_tokens": 2400}
+    return {"reporter": "engine", "drafter_version": version} | counts | changes
+
+
+def test_of_a_canary_only_what_is_known_is_kept(service: RunningService) -> None:
+    manifest = service.publish()
+    figures = {"alpha": 2.0, "previous_alpha": 2.5, "rounds": 500, "previous_rounds": 600}
+    canary = {"version": manifest.version, "previous": "", "outcome": "passed", "sequence": 1} | figures
+    body = report(manifest.version, canary=canary | {f"x{i}": "y" * 1000 for i in range(50)})
+    service.client.post("/acceptance", json=body).raise_for_status()
+    assert service.registry.history("default")[-1]["canary"] == canary
+    assert service.layout.history("default").stat().st_size < 2000
+
+
+@pytest.mark.parametrize("change", [{"version": "v000009-00000000"}, {"sequence": 2}, {"version": "made up"}])
+def test_a_canary_of_what_was_never_offered_is_refused(service: RunningService, change: dict[str, Any]) -> None:
+    manifest = service.publish()
+    canary = {"version": manifest.version, "previous": "", "outcome": "passed", "sequence": 1} | change
+    reply = service.client.post("/acceptance", json=report(manifest.version, canary=canary))
+    assert (reply.status_code, kind(reply), reply.json()["field"]) == (422, "bad-canary", "canary")
+    assert len(service.registry.history("default")) == 1
+
+
+def test_more_accepted_tokens_than_rounds_can_bring_are_refused(service: RunningService) -> None:
+    manifest = service.publish()
+    lie = report(manifest.version, rounds=1, accepted_tokens=10**9, drafted_tokens=10**9)
+    reply = service.client.post("/acceptance", json=lie)
+    assert (reply.status_code, kind(reply)) == (422, "bad-body")
+    assert "at most 64 a round" in reply.json()["detail"]
+
+
+def test_the_history_has_a_bound_and_its_digest_goes_on_over_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_HISTORY_BYTES", 2000)
+    layout = Layout(tmp_path)
+    layout.make_run("r")
+    followed, found = Registry(layout), 0
+    for number in range(200):
+        event = {"event": "published", "time": float(number), "version": f"v{number}"}
+        Registry(layout).record("r", event)
+        if number % 7 == 0:
+            found = followed.digest("r").published
+            assert found == number + 1, "each line is read once, also over a piece's end"
+    pieces = list((tmp_path / "runs/r").glob("history*.jsonl"))
+    assert len(pieces) == 2
+    assert sum(path.stat().st_size for path in pieces) < 2 * 2000 + 200
+    versions = [event["version"] for event in followed.history("r")]
+    assert versions == [f"v{i}" for i in range(200 - len(versions), 200)], "the newest, without a gap"
+    assert len(versions) > 20
+    assert Registry(layout).digest("r").published == len(versions)
+
+
+def test_a_history_from_a_backup_is_read_from_its_beginning(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    layout.make_run("r")
+    followed = Registry(layout)
+    for _ in range(3):
+        followed.record("r", {"event": "published"})
+    assert followed.digest("r").published == 3
+    backup = tmp_path / "backup"
+    backup.write_text(json.dumps({"event": "published"}) + "\n")
+    backup.replace(layout.history("r"))
+    assert followed.digest("r").published == 1
+
+
+@pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
+    """One that may be stopped without harm to other tests."""
+    server = EmbeddedValkey(tmp_path / "own")
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_uploads_learn_within_two_seconds_that_redis_hangs(
+    own_valkey: EmbeddedValkey, serve: Callable[..., RunningService]
+) -> None:
+    service = serve(redis_url=own_valkey.url)
+    service.register().raise_for_status()
+    manifest = service.publish()
+    pid = own_valkey.pid
+    assert pid is not None
+    calls: tuple[Callable[[], httpx.Response], ...] = (
+        lambda: service.post(rollout_file()),
+        lambda: service.client.put("/runs/new", content=run_file(), headers=HEADERS),
+        lambda: service.client.put("/runs/default/head", content=head_file(1), headers=HEADERS),
+        lambda: service.client.post("/acceptance", json=report(manifest.version)),
+        lambda: service.client.get("/readyz"),
+    )
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for call in calls:
+            began = time.monotonic()
+            reply = call()
+            assert time.monotonic() - began < 2.0
+            assert (reply.status_code, kind(reply)) == (503, "redis-away")
+            assert reply.headers["retry-after"]
+        assert service.client.get("/drafter/latest").status_code == 200
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert service.post(rollout_file()).status_code == 202
+
+
+def test_an_upload_that_breaks_off_leaves_nothing_and_no_traceback(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = rollout_file()
+    head = f"POST /rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {HEADERS['Content-Type']}\r\n"
+    for cut in (0, 4, 100, len(body) - 1):
+        with socket.create_connection(("127.0.0.1", service.port), timeout=10) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:cut])
+            service.wait_for_requests()
+    service.client.close()
+    service.wait_for_no_connections()
+    service.client = httpx.Client(base_url=service.url)
+    assert service.spooled() == []
+    assert [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")] == []
