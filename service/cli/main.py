@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -171,6 +172,53 @@ def runs(
         return
     for one in _call("GET", service, "/runs").json():
         typer.echo(f"{one['run']}  {one['drafter'] or 'no drafter yet'}  {one['headline']['text']}")
+
+
+@app.command()
+def dead(
+    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
+    retry: Annotated[str | None, typer.Option(help="Id of a batch to put back into the queue.")] = None,
+    discard: Annotated[str | None, typer.Option(help="Id of a batch to take from the list, with its file.")] = None,
+    save: Annotated[
+        tuple[str, Path] | None, typer.Option(help="Id of a batch, and where its file is to be written.")
+    ] = None,
+    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+) -> None:
+    """List the dead batches, newest first, with why they died; or put one back, discard it, or save its file.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope read; for anything but the list, admin.
+    """
+    path = f"/runs/{quote(run, safe='')}/dead"
+    if sum(option is not None for option in (retry, discard, save)) > 1:
+        raise ConfigurationError("give one of --retry, --discard and --save at a time")
+    if retry is not None:
+        found = _call("POST", service, f"{path}/{quote(retry, safe='')}/retry").json()
+        also = f"; {found['known_rollouts']} of its rollouts are known already" if found["known_rollouts"] else ""
+        typer.echo(f"{retry} is {found['state']}{'' if found['put_back'] else ' already'}{also}")
+    elif discard is not None:
+        _call("DELETE", service, f"{path}/{quote(discard, safe='')}")
+        typer.echo(f"{discard} is discarded")
+    elif save is not None:
+        batch_id, destination = save
+        if destination.exists():
+            raise ConfigurationError(f"{destination} exists; name a new file")
+        destination.write_bytes(_call("GET", service, f"{path}/{quote(batch_id, safe='')}/file", timeout=60.0).content)
+        typer.echo(f"{destination}  {destination.stat().st_size} bytes")
+    else:
+        _list_dead(service, path)
+
+
+def _list_dead(service: str, path: str) -> None:
+    older: str | None = ""
+    while older is not None:
+        page = _call("GET", service, path, params={"before": older} if older else {}).json()
+        for one in page["dead"]:
+            died = datetime.fromtimestamp(one["died"]).astimezone().isoformat(" ", "seconds")
+            file = f"{one['bytes']} bytes" if one["has_file"] else "file gone"
+            typer.echo(f"{one['batch_id']}  {died}  policy {one['policy_version']}  {one['rollouts']} rollouts  {file}")
+            typer.echo(f"    {one['reason']}")
+        older = page["older"]
+    typer.echo(f"{page['total']} dead batches; {page['file_bytes']} bytes of their files are kept")
 
 
 @app.command()
