@@ -20,6 +20,7 @@ from service.cli.checks import checked_redis, unknown_variables
 from service.cli.commands import add_commands
 from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings
+from service.storage.layout import BATCH_ID
 
 if TYPE_CHECKING:
     import httpx
@@ -189,20 +190,23 @@ def dead(
     DRAFTALIGN_TOKEN: token for the service, of scope read; for anything but the list, admin.
     """
     path = f"/runs/{quote(run, safe='')}/dead"
-    if sum(option is not None for option in (retry, discard, save)) > 1:
+    named = [*filter(None, (retry, discard, save and save[0]))]
+    if len(named) > 1:
         raise ConfigurationError("give one of --retry, --discard and --save at a time")
+    if named and not BATCH_ID.fullmatch(named[0]):  # `..` in an address would name the run itself
+        raise ConfigurationError(f"{named[0][:80]!r} is no batch id: 32 hexadecimal digits, as `draftalign dead` lists")
     if retry is not None:
-        found = _call("POST", service, f"{path}/{quote(retry, safe='')}/retry").json()
+        found = _call("POST", service, f"{path}/{retry}/retry").json()
         also = f"; {found['known_rollouts']} of its rollouts are known already" if found["known_rollouts"] else ""
         typer.echo(f"{retry} is {found['state']}{'' if found['put_back'] else ' already'}{also}")
     elif discard is not None:
-        _call("DELETE", service, f"{path}/{quote(discard, safe='')}")
+        _call("DELETE", service, f"{path}/{discard}")
         typer.echo(f"{discard} is discarded")
     elif save is not None:
         batch_id, destination = save
         if destination.exists():
             raise ConfigurationError(f"{destination} exists; name a new file")
-        destination.write_bytes(_call("GET", service, f"{path}/{quote(batch_id, safe='')}/file", timeout=60.0).content)
+        destination.write_bytes(_call("GET", service, f"{path}/{batch_id}/file", timeout=60.0).content)
         typer.echo(f"{destination}  {destination.stat().st_size} bytes")
     else:
         _list_dead(service, path)
