@@ -36,6 +36,7 @@ COUNTERS: Final = (
     "duplicates_total",
     "rejected_total",
     "acked_total",
+    "skipped_total",
     "dead_total",
     "dropped_total",
     "put_back_total",

@@ -29,6 +29,7 @@ if ARGV[3] == 'dead' then
   end
 else
   redis.call('HINCRBY', counters, 'acked_total', 1)
+  if ARGV[3] == 'skipped' then redis.call('HINCRBY', counters, 'skipped_total', 1) end
 end
 redis.call('EXPIRE', batch, ARGV[5])
 for _, id in ipairs(cjson.decode(redis.call('HGET', batch, 'rollout_ids') or '[]')) do
