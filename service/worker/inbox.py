@@ -188,8 +188,8 @@ class Inbox:
         path = self._layout.blob(self._queue.run, entry.blob)
         lag = self._settings.max_policy_lag
         if lag is not None and (behind := self._newest_policy() - entry.policy_version_max) > lag:
-            self._acknowledge(entry, "skipped", f"{behind} policy versions old; limit {lag}")
-            path.unlink(missing_ok=True)
+            if self._acknowledge(entry, "skipped", f"{behind} policy versions old; limit {lag}"):
+                path.unlink(missing_ok=True)  # else another worker ended it, and it may be put back by now
             return None
         try:
             batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
@@ -244,9 +244,10 @@ class Inbox:
         log.error("%s: batch %s %s", self._queue.run, entry.batch_id, what, exc_info=error)
         self._bury(entry, f"{what}: {error_text(error)}")
 
-    def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> None:
-        self._queue.ack(entry, end, reason)
+    def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> bool:
+        ended = self._queue.ack(entry, end, reason)
         self._forget(entry)
+        return ended
 
     def wait(self, batches: Sequence[Loaded]) -> None:
         """Keep batches until there is a draft vocabulary. A wait does no harm, so their deliveries do not count."""

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from agent_fixtures import eventually
-from hooks_fixtures import free_port
+from hooks_fixtures import AUX, free_port, step
 from hooks_fixtures import tiny_qwen3 as tiny
 from service_fixtures import RunningService
-from test_hooks_service import AUX, step
 from worker_fixtures import Bench
 
 from rl_hooks.hook import DrafterHook

@@ -25,6 +25,7 @@ from worker_fixtures import Bench
 from rl_hooks import wire
 from service.api.context import ServiceContext
 from service.cli.main import app as command_line
+from service.storage.queue import Entry, RolloutQueue
 
 Serve = Callable[..., RunningService]
 DEAD = "/runs/default/dead"
@@ -251,6 +252,32 @@ def test_the_command_lists_saves_puts_back_and_discards(bench: Bench, serve: Ser
     assert service.client.get("/runs/default").status_code == 200
     assert "at a time" in draftalign("--retry", kept, "--discard", kept)
     assert "0 dead batches" in draftalign()
+
+
+def test_a_worker_that_was_paused_leaves_a_batch_alone_that_was_put_back_meanwhile(
+    bench: Bench, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would skip it as too old; meanwhile another worker took it, it died, and a person put it back."""
+    service = serve()
+    bench.begin()
+    bench.post("newer", policy_version=9)
+    paused = bench.worker(max_policy_lag=2, claim_tokens=10_000)
+    (batch_id,) = (service.post(dying(bench, "bad")).json()["batch_id"],)
+    ack = RolloutQueue.ack
+
+    def meanwhile(self: RolloutQueue, entry: Entry, *rest: Any) -> bool:
+        if entry.batch_id == batch_id:
+            monkeypatch.setattr(RolloutQueue, "ack", ack)
+            assert self.dead_letter(entry, "of another worker")
+            assert service.client.post(f"{DEAD}/{batch_id}/retry").status_code == 202
+        return ack(self, entry, *rest)
+
+    monkeypatch.setattr(RolloutQueue, "ack", meanwhile)
+    paused.cycle()
+    assert bench.state(batch_id) == "queued"
+    bench.drain(bench.worker(**LENIENT))
+    assert bench.state(batch_id) == "trained"
+    check_ledger(bench)
 
 
 @pytest.mark.chaos
