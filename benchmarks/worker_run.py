@@ -115,7 +115,7 @@ class WorkerRun:
         facts = wire.rollout_metadata(
             run=NAME,
             policy_version=batch.policy_version,
-            rollout_ids=batch.rollout_ids,
+            rollout_ids=[f"v{batch.policy_version}/{one}" for one in batch.rollout_ids],
             target_fingerprint=self._fingerprint,
             aux_layers=self._aux_layers,
             drafter_version=self.served if drafter_version is None else drafter_version,

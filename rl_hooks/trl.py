@@ -8,7 +8,8 @@
 Callbacks never see a batch, so three private methods of the trainer are wrapped, on the instance:
 `_calculate_rewards` (the raw rewards), `_generate_and_score_completions` (its batch gets two more columns, so that
 identity and reward survive TRL's shuffle), and `_compute_loss` (its forward is captured). A trainer that lacks one of
-them is refused when attaching.
+them is refused when attaching. `log` is wrapped too: what the trainer logs gets the hook's numbers (`draftalign/...`),
+and so does whatever `report_to` names.
 
 A rollout is captured at most once, and only with the weights that generated it. Later iterations over the same
 rollouts, and micro-batches after an optimizer step, are left out (`skipped_stale`). A separate pass for old
@@ -30,7 +31,7 @@ from torch import Tensor
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.hook import DrafterHook
 
-_WRAPPED: Final = ("_calculate_rewards", "_generate_and_score_completions", "_compute_loss")
+_WRAPPED: Final = ("_calculate_rewards", "_generate_and_score_completions", "_compute_loss", "log")
 _NEEDED: Final = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 #: Columns added to TRL's batch: the rollout's number and the policy version that generated it; its reward.
 _ORIGIN_KEY: Final = "draftalign_origin"
@@ -101,6 +102,7 @@ class Attachment:
             "_calculate_rewards": self._calculate_rewards,
             "_generate_and_score_completions": self._generate,
             "_compute_loss": self._compute_loss,
+            "log": self._log,
         }
         for name, wrapper in self._wrappers.items():
             setattr(trainer, name, wrapper)
@@ -153,6 +155,12 @@ class Attachment:
             return original(model, inputs, *args, **kwargs)
         with self.hook.capture(**request):
             return original(model, inputs, *args, **kwargs)
+
+    def _log(self, logs: Any, *args: Any, **kwargs: Any) -> Any:
+        # In place, as TRL adds its own: whatever `report_to` names is given them.
+        if self._active:
+            self.hook.guard(lambda: logs.update(self.hook.metrics()))
+        return self._originals["log"](logs, *args, **kwargs)
 
     # --- what they add ----------------------------------------------------------------------------------------------
 

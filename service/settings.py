@@ -83,6 +83,12 @@ class Settings(BaseSettings):
     retry_after_seconds: int = Field(2, ge=1, description="`Retry-After` of a 429 or 503.")
     body_idle_seconds: float = Field(30.0, gt=0, description="Idle time after which an upload is dropped.")
     orphan_age_seconds: float = Field(600.0, gt=0, description="Age at which spool files without an entry are removed.")
+    dead_letter_bytes: int = Field(
+        1024 * MIB, ge=0, description="Most bytes of files of dead batches that a run keeps; the oldest go first."
+    )
+    dead_letter_seconds: float = Field(
+        7 * 86_400.0, ge=0, le=7 * 86_400, description="How long the file of a dead batch is kept, to be put back."
+    )
 
     max_policy_lag: int | None = Field(
         None, ge=0, description="Skip batches that are more than this many policy versions older than the newest."

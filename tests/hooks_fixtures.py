@@ -19,9 +19,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_hooks import wire
+from rl_hooks.hook import DrafterHook
 
 VOCAB = 61
 HIDDEN = 32
+AUX = (1, 2, 3)
 Answer = tuple[int, dict[str, str], Any]  # status, headers, JSON body
 
 
@@ -198,3 +200,26 @@ def as_float(file: wire.MappedFile, name: str) -> torch.Tensor:
         values = raw.view(torch.float8_e4m3fn).float()
         return (values.view(len(raw), scale.shape[1], -1) * scale[:, :, None]).view(len(raw), -1)
     return raw
+
+
+def step(
+    hook: DrafterHook, model: Qwen3ForCausalLM, version: int, batch: Padded | None = None, *, wrong: float = 0.0
+) -> torch.Tensor:
+    """One forward under capture; `wrong`: nats taken from what would be the right log-probabilities."""
+    batch = batch or padded_batch([(3, 9), (7, 4), (1, 12), (5, 6)], seed=version)
+    logprobs = None
+    if wrong:
+        with torch.no_grad():
+            law = model(batch.input_ids, attention_mask=batch.attention_mask).logits.log_softmax(-1)
+        logprobs = torch.zeros(batch.input_ids.shape)
+        logprobs[:, 1:] = law[:, :-1].gather(2, batch.input_ids[:, 1:, None])[:, :, 0] - wrong
+    with hook.capture(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        loss_mask=batch.loss_mask,
+        policy_version=version,
+        logprobs=logprobs,
+    ):
+        logits: torch.Tensor = model(batch.input_ids, attention_mask=batch.attention_mask).logits
+    assert hook.flush(20), hook.stats()
+    return logits

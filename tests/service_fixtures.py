@@ -189,14 +189,19 @@ def rollout_metadata(ids: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[
 
 
 def rollout_file(
-    ids: tuple[str, ...] = ("a", "b"),
+    ids: tuple[str, ...] | None = None,
     *,
     lengths: tuple[int, ...] | None = None,
     tensors: Mapping[str, wire.Tensor | None] | None = None,
     raw_metadata: Mapping[str, str] | None = None,
     **metadata: Any,
 ) -> bytes:
-    """A rollout file; `tensors` replaces (None removes), `raw_metadata` overrides what `metadata` made."""
+    """A rollout file; `tensors` replaces (None removes), `raw_metadata` overrides what `metadata` made.
+
+    The ids are a and b; where a policy version is given they are of that version: an id is a rollout's own.
+    """
+    version = metadata.get("policy_version", "")
+    ids = (f"a{version}", f"b{version}") if ids is None else ids
     table: dict[str, wire.Tensor | None] = dict(rollout_tensors(lengths or tuple(6 - i % 2 for i in range(len(ids)))))
     table |= dict(tensors or {})
     meta = rollout_metadata(ids, **metadata) | dict(raw_metadata or {})

@@ -378,11 +378,16 @@ def rollout_file(
 ) -> tuple[list[bytes | memoryview], str]:
     """Lay out rollouts of one policy version and one kind of sampling as a file; returns its parts and the batch id.
 
-    `source`: unique to the engine's process, whose request ids may be another's too.
+    `source`: unique to the engine's process, whose request ids may be another's too. A client may use a request id
+    again, in a session or for the next policy; a rollout's id is its own.
     """
     lengths = [len(one.input_ids) for one in batch]
-    names = [hashlib.sha256(f"{run}/{source}/{one.request.request_id}".encode()).hexdigest()[:24] for one in batch]
     policy_version = batch[0].policy_version
+    of_engine = f"{run}/{source}/{policy_version}"
+    names = [
+        hashlib.sha256(f"{of_engine}/{one.request.request_id}/".encode() + one.input_ids.tobytes()).hexdigest()[:24]
+        for one in batch
+    ]
     tensors = {
         "input_ids": wire.Tensor.of(np.concatenate([one.input_ids for one in batch]), "I32"),
         "cu_seqlens": wire.Tensor.of(np.cumsum([0, *lengths], dtype=np.int32), "I32"),

@@ -2,7 +2,7 @@
 
 | what comes back | what happens |
 |---|---|
-| 2xx | done; `duplicate: true` is counted apart; `warning` is logged; for earlier batches see `_read_deaths` |
+| 2xx | done; `duplicate: true` is counted apart; `warning` is logged; for earlier batches see `read_deaths` |
 | 409 to the registration | the run is another policy's: nothing more is sent, all of it counts as dropped |
 | 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
 | any other status | dropped and counted, never retried; one warning per status and call tells what the service said |
@@ -82,8 +82,8 @@ class Delivery:
             fields = reply.fields
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
-                self.tally.note(f"warning {warning}", f"the drafter service says: {warning}")
-            self._read_deaths(fields)
+                self.tally.note(f"warning {kind_of(warning)}", f"the drafter service says: {warning}")
+            self.read_deaths(fields)
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
         if reply.status == 409 and job.path == f"/runs/{quote(self.run, safe='')}":
@@ -94,10 +94,11 @@ class Delivery:
             return None
         return "dropped_error"
 
-    def _read_deaths(self, fields: Mapping[str, object]) -> None:
+    def read_deaths(self, fields: Mapping[str, object]) -> None:
         """Count the batches of the run that the worker has refused since the first answer.
 
-        The worker reads a batch after the API has accepted it, so its verdict comes with the answer to a later one.
+        The worker reads a batch after the API has accepted it, so its verdict comes with the answer to a later one, or
+        to the question how the run stands.
         """
         total, reason = fields.get("dead_total"), fields.get("last_dead_reason")
         if type(total) is not int or not isinstance(reason, str):

@@ -21,6 +21,7 @@ from rl_hooks import wire
 from rl_hooks.sending.delivery import Delivery
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job, JobQueue, Parts
+from rl_hooks.sending.standing import Standing
 from rl_hooks.sending.tally import Tally
 
 logger = logging.getLogger("rl_hooks")
@@ -51,8 +52,11 @@ class RolloutSender:
         timeout_seconds: float = 30.0,
         patience_seconds: float = 120.0,
         retry_statuses: frozenset[int] = frozenset(),
+        asks: bool = False,
     ) -> None:
+        """`asks`: the thread also asks the service how the run stands (`standing`), every 10 s."""
         self.run = run
+        self._asks = asks
         self._retry_statuses = retry_statuses
         self._queue = JobQueue(queue_bytes)
         self._delivery = Delivery(Origin.parse(url), run, token, timeout_seconds, patience_seconds, Tally(logger))
@@ -64,6 +68,7 @@ class RolloutSender:
         self._changed = threading.Condition()
         self._queue = JobQueue(self._queue.limit_bytes)
         self._delivery = replace(self._delivery, tally=Tally(logger, *_COUNTERS))
+        self._standing = Standing(self._delivery.origin, self.run, self._delivery.token)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -80,6 +85,11 @@ class RolloutSender:
     def refused(self) -> bool:
         """Whether the service has said that the run is another policy's; then nothing more is sent."""
         return self._delivery.refused
+
+    def standing(self) -> dict[str, float | str]:
+        """How the run stands, as the service said last (`Standing.facts`); what is not known is left out."""
+        with self._guard():
+            return self._standing.facts()
 
     def submit(
         self,
@@ -177,11 +187,16 @@ class RolloutSender:
 
     def _work(self) -> None:
         while True:
+            seconds = self._standing.seconds_left if self._asks else None
             with self._changed:
-                self._changed.wait_for(lambda: self._queue.waiting or self._closed)
+                self._changed.wait_for(lambda: self._queue.waiting or self._closed, seconds)
                 if self._closed:
                     return
-                job = self._queue.take()
+                job = self._queue.take() if self._queue.waiting else None
+            if self._asks:
+                self._delivery.read_deaths(self._standing.ask())
+            if job is None:
+                continue
             try:
                 outcome = self._delivery.deliver(job, self._pause)
             except Exception as error:  # noqa: BLE001 - one bad job must not end the thread

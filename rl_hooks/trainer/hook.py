@@ -109,6 +109,7 @@ class DrafterHook:
             timeout_seconds=timeout_seconds,
             patience_seconds=patience_seconds,
             retry_statuses=wait_for_run,
+            asks=not rank,
         )
         self._features = FeatureCapture(model, aux_layers, layers_path=layers_path, norm_path=norm_path)
         try:
@@ -218,9 +219,22 @@ class DrafterHook:
         self.guard(self._submit, plan)
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the hook and of its sender."""
+        """Counters of the hook and of its sender, and how the run stands (`run_stands`; rank 0 asks the service)."""
         own = {**self.tally.counts(), "last_failure": self.tally.last_error, "overhead_seconds": self.overhead_seconds}
-        return own | self.sender.stats()
+        return own | self.sender.stats() | {"run_stands": self.sender.standing()}
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the trainer's own log, `draftalign/...`: `wandb.log(hook.metrics())`. No network, no waiting.
+
+        What the service has not said within a minute is left out, and so is what it does not know.
+        """
+        sent = self.sender.stats()
+        found: dict[str, Any] = {
+            **self.sender.standing(),
+            "dropped": sum(sent[f"dropped_{why}"] for why in ("full", "error", "closed")),
+            "overhead_seconds": self.overhead_seconds,
+        }
+        return {f"draftalign/{name}": value for name, value in found.items() if not isinstance(value, str)}
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything captured was sent or dropped."""

@@ -19,6 +19,7 @@ from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, Live
 from service.monitor.records import ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
 from service.settings import Settings
+from service.storage.dead import DeadLetters
 from service.storage.engine_counts import Account
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.queue import AsyncRolloutQueue
@@ -97,6 +98,10 @@ class ServiceContext:
             self._queues[run] = AsyncRolloutQueue(self.redis, run)
         return self._queues[run]
 
+    def dead(self, run: str) -> DeadLetters:
+        """The dead batches of a run."""
+        return DeadLetters(self.redis, self.queue(run))
+
     def store(self, run: str) -> AsyncStore:
         """The store of a run."""
         return AsyncStore(self.redis, run)
@@ -161,12 +166,18 @@ class ServiceContext:
     async def reap(self) -> int:
         """Delete spooled files that no entry will ever name; returns how many.
 
-        They come from a crash between rename and enqueue, or between acknowledgement and deletion.
+        They come from a crash between rename and enqueue, or between acknowledgement and deletion; or they are of dead
+        batches, and kept for too long, too large together, or in the way while the disk is nearly full.
         """
-        age = self.settings.orphan_age_seconds
+        settings, age = self.settings, self.settings.orphan_age_seconds
+        full = self.spool.free_bytes() < settings.spool_min_free_bytes
         gone = await asyncio.to_thread(self.spool.reap_uploads, age)
         await asyncio.to_thread(sweep_deleted, self.layout)
         for run in self.layout.run_names():
+            most = 0 if full else settings.dead_letter_bytes
+            given_up = await self.dead(run).sweep(older_than_seconds=settings.dead_letter_seconds, max_bytes=most)
+            for blob in given_up:
+                self.spool.delete(run, blob)
             for blob in await asyncio.to_thread(self.spool.old_blobs, run, age):
                 # One atomic step: a paused API process may enqueue this file now (docs/guide/operating.md).
                 if await self.queue(run).disown(blob.partition(".")[0], blob):

@@ -1,4 +1,4 @@
-"""`POST /rollouts` and `GET /rollouts/{id}`.
+"""`POST /rollouts`, `GET /rollouts/{id}`, and a run's dead batches: `/runs/{run}/dead`.
 
 An upload is refused as early as possible: by the request's header fields (before a byte of the body is read), by the
 safetensors header (before the features arrive), by the small integer tensors (at the end). The features are not read
@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
+from starlette.responses import FileResponse
 
 from rl_hooks.wire import (
     AUX_CONVENTION,
+    CONTENT_TYPE,
     Header,
     MappedFile,
     RolloutHeader,
@@ -42,7 +47,9 @@ router = APIRouter(tags=["rollouts"])
 class Receipt(BaseModel):
     """Answer to an accepted upload. `state` is the batch's state now; a duplicate's batch may have ended already.
 
-    `dead_total` and `last_dead_reason` count all the run's batches so far: a batch can die only after its own answer.
+    `known_rollouts`: those of its rollouts that came in an earlier batch, by their ids, and are not used again. A file
+    that holds nothing else is a duplicate. `dead_total` and `last_dead_reason` count all the run's batches so far: a
+    batch can die only after its own answer.
     """
 
     batch_id: str
@@ -51,6 +58,8 @@ class Receipt(BaseModel):
     state: Literal["queued", "trained", "held_out", "skipped", "dead"] = "queued"
     dead_total: int = 0
     last_dead_reason: str = ""
+    known_rollouts: int = 0
+    warning: str | None = None
 
 
 @router.post(
@@ -105,6 +114,13 @@ async def post_rollouts(
             "state": outcome.state,
             "dead_total": outcome.dead_total,
             "last_dead_reason": outcome.last_dead_reason,
+            "known_rollouts": outcome.known,
+            "warning": None
+            if not outcome.known
+            else (
+                f"rollouts came in an earlier batch ({outcome.known} of {header.rollouts}) and are not used again: a "
+                "rollout's id must be its own within a run, whatever its policy version"
+            ),
         }
     )
 
@@ -239,5 +255,126 @@ async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "defaul
         "state": batch["state"],
         "reason": batch["reason"],
         **{k: int(batch[k]) for k in ("policy_version", "policy_version_max", "rollouts", "tokens", "bytes")},
+        "known_rollouts": int(batch.get("known_rollouts", 0)),  # of an older service: none were left out
         "rollout_ids": json.loads(batch["rollout_ids"]),
     }
+
+
+# --- dead batches -----------------------------------------------------------------------------------------------------
+
+
+@router.get("/runs/{run}/dead")
+async def get_dead(
+    run: str,
+    context: Context,
+    count: Annotated[int, Query(ge=1, le=100, description="Most batches of one answer.")] = 50,
+    before: Annotated[
+        str | None, Query(pattern=r"^[1-9][0-9]{0,17}-[0-9]{1,18}$", description="`older` of the page before.")
+    ] = None,
+) -> dict[str, Any]:
+    """List the dead batches, newest first: why, when, and whether the file is kept (`has_file`), to be put back."""
+    context.run(run)
+    letters = context.dead(run)
+    found = await letters.page(count, before)
+    return {
+        "run": run,
+        "total": await letters.total(),
+        "file_bytes": (await context.queue(run).counters())["dead_file_bytes"],
+        "dead": [
+            {name: value for name, value in asdict(one).items() if name not in ("letter_id", "blob")}
+            | {"has_file": one.has_file and context.spool.path(run, one.blob).exists()}
+            for one in found
+        ],
+        "older": found[-1].letter_id if len(found) == count else None,
+    }
+
+
+@router.get(
+    "/runs/{run}/dead/{batch_id}/file",
+    response_class=FileResponse,
+    responses={409: {"description": "The batch is not dead."}, 410: {"description": "The file is not kept any more."}},
+)
+async def get_dead_file(run: str, batch_id: str, context: Context) -> FileResponse:
+    """Download the rollout file of a dead batch, as it came."""
+    batch = await _batch(context, run, batch_id)
+    if batch["state"] != "dead":
+        raise _not_dead(run, batch_id, batch["state"])
+    path = _kept(context, run, batch_id, batch)
+    return FileResponse(path, media_type=CONTENT_TYPE, filename=f"{batch_id}.safetensors")
+
+
+@router.post(
+    "/runs/{run}/dead/{batch_id}/retry",
+    status_code=202,
+    responses={
+        200: {"description": "It is not dead any more; `state` says what it is."},
+        410: {"description": "The file is not kept any more."},
+        429: {"description": "The queue is full."},
+    },
+)
+async def retry_dead(run: str, batch_id: str, response: Response, context: Context) -> dict[str, Any]:
+    """Put a dead batch back into the queue, once however often it is asked. Rollouts that came again are left out."""
+    settings, batch = context.settings, await _batch(context, run, batch_id)
+    if batch["state"] == "dead":
+        _kept(context, run, batch_id, batch)
+    outcome = await context.dead(run).put_back(
+        batch_id, batch, max_items=settings.queue_max_items, max_bytes=settings.queue_max_bytes
+    )
+    if outcome.outcome == "full":
+        raise _queue_full(context, run, outcome.state)
+    if outcome.outcome in ("gone", "disowned"):
+        raise _gone(run, batch_id)
+    if outcome.outcome == "accepted":
+        log.warning("%s: batch %s is put back into the queue; it was dead: %s", run, batch_id, batch["reason"])
+    else:
+        response.status_code = 200
+        if outcome.state == "skipped":
+            context.spool.delete(run, batch["blob"])
+    return {
+        "run": run,
+        "batch_id": batch_id,
+        "state": outcome.state,
+        "put_back": outcome.outcome == "accepted",
+        "known_rollouts": outcome.known,
+    }
+
+
+@router.delete(
+    "/runs/{run}/dead/{batch_id}", status_code=204, responses={409: {"description": "The batch is not dead."}}
+)
+async def discard_dead(run: str, batch_id: str, context: Context) -> None:
+    """Take a dead batch from the list and delete its file. It stays dead, and a duplicate when it is sent again."""
+    batch = await _batch(context, run, batch_id)
+    state, blob = await context.dead(run).discard(batch_id)
+    if state != "dead":
+        raise _not_dead(run, batch_id, state or "unknown")
+    if blob is not None:
+        context.spool.delete(run, blob)
+        log.warning("%s: dead batch %s is discarded; it died of: %s", run, batch_id, batch["reason"])
+
+
+async def _batch(context: ServiceContext, run: str, batch_id: str) -> dict[str, str]:
+    context.run(run)
+    found = await context.queue(run).batch(batch_id) if BATCH_ID.fullmatch(batch_id) else None
+    if found is None:
+        raise Problem(404, "no-such-batch", f"run {run!r} knows no batch {batch_id[:80]!r} (any more)")
+    return found
+
+
+def _kept(context: ServiceContext, run: str, batch_id: str, batch: Mapping[str, str]) -> Path:
+    path = context.spool.path(run, batch["blob"])
+    if not path.exists():
+        raise _gone(run, batch_id)
+    return path
+
+
+def _gone(run: str, batch_id: str) -> Problem:
+    return Problem(
+        410,
+        "file-gone",
+        f"the file of batch {batch_id} of run {run!r} is not kept any more (dead_letter_seconds, dead_letter_bytes)",
+    )
+
+
+def _not_dead(run: str, batch_id: str, state: str) -> Problem:
+    return Problem(409, "not-dead", f"batch {batch_id} of run {run!r} is not dead, it is {state}")

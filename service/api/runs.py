@@ -18,7 +18,7 @@ from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
 from service.api.auth import Caller, audit
 from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
-from service.api.snapshot import read_headline
+from service.api.snapshot import read_headline, read_standing
 from service.api.uploads import check_announcement, receive_file
 from service.errors import RunNotFound
 from service.monitor.worth import step_speedup
@@ -216,16 +216,20 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
     latest = context.registry.latest(run)
     versions = context.registry.versions(run)
     worker = await context.store(run).worker()
-    return record.model_dump() | {
-        "drafter": None if latest is None else latest.version,
-        "reference_version": versions[0] if versions else None,
-        "latest_head": await context.store(run).latest_head(),
-        "worker_error": worker.error or None,
-        # Size of the draft vocabulary in use, and its coverage of the newest scored tokens.
-        "draft_vocab_size": worker.draft_vocab_size or record.draft_vocab_size,
-        "draft_coverage": worker.draft_coverage,
-        "headline": to_jsonable_python(await read_headline(context, run)),
-    }
+    standing = await read_standing(context, run)
+    return (
+        record.model_dump()
+        | standing
+        | {
+            "drafter": None if latest is None else latest.version,
+            "reference_version": versions[0] if versions else None,
+            "latest_head": await context.store(run).latest_head(),
+            "worker_error": worker.error or None,
+            # Size of the draft vocabulary in use, and its coverage of the newest scored tokens.
+            "draft_vocab_size": worker.draft_vocab_size or record.draft_vocab_size,
+            "draft_coverage": worker.draft_coverage,
+        }
+    )
 
 
 @router.get("/runs/{run}/worth")

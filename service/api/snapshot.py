@@ -85,15 +85,41 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
 
 async def read_headline(context: ServiceContext, run: str) -> Headline:
     """Say how a run is. It is asked every 10 s for every run: what is read is bounded, however long a run lasts."""
+    snapshot = await _read_recent(context, run)
+    return await asyncio.to_thread(lambda: headline(facts_of(snapshot, context.settings)))
+
+
+async def _read_recent(context: ServiceContext, run: str) -> RunSnapshot:
     store = context.store(run)
     bounded = await _read_bounded(context, run)
-    snapshot = replace(
+    return replace(
         bounded,
         acceptances=await store.newest_acceptances(bounded.now - ENGINE_SILENT_SECONDS),
         published=await asyncio.to_thread(lambda: context.registry.digest(run).published),
         last_report=await store.last_report(),
     )
-    return await asyncio.to_thread(lambda: headline(facts_of(snapshot, context.settings)))
+
+
+async def read_standing(context: ServiceContext, run: str) -> dict[str, Any]:
+    """The headline, and what a trainer logs: what became of the run's batches, α and headroom; null is not known."""
+    snapshot = await _read_recent(context, run)
+    facts = await asyncio.to_thread(facts_of, snapshot, context.settings)
+    counts, now, headroom = snapshot.counters, facts.current, snapshot.worker.headroom
+    letters = snapshot.dead_letters
+    return {
+        "headline": to_jsonable_python(headline(facts)),
+        "rollouts": {
+            "accepted_total": counts["accepted_total"],
+            "trained_total": counts["acked_total"] - counts["skipped_total"],
+            "skipped_total": counts["skipped_total"] + counts["dropped_total"],
+            "dead_total": counts["dead_total"],
+            "waiting": counts["items"],
+            "last_dead_reason": letters[0].get("reason", "") if letters else "",
+        },
+        "alpha": None if now is None else now.alpha_served,
+        "alpha_live": None if now is None or now.live is None else now.live.alpha,
+        "headroom": None if headroom is None else headroom.gain,
+    }
 
 
 def run_document(run: str, snapshot: RunSnapshot, settings: Settings) -> dict[str, Any]:

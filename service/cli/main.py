@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -21,6 +22,7 @@ from service.cli.commands import add_commands
 from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings
+from service.storage.layout import BATCH_ID
 
 if TYPE_CHECKING:
     import httpx
@@ -187,6 +189,56 @@ def runs(
         return
     for one in _call("GET", service, "/runs").json():
         typer.echo(f"{one['run']}  {one['drafter'] or 'no drafter yet'}  {one['headline']['text']}")
+
+
+@app.command()
+def dead(
+    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
+    retry: Annotated[str | None, typer.Option(help="Id of a batch to put back into the queue.")] = None,
+    discard: Annotated[str | None, typer.Option(help="Id of a batch to take from the list, with its file.")] = None,
+    save: Annotated[
+        tuple[str, Path] | None, typer.Option(help="Id of a batch, and where its file is to be written.")
+    ] = None,
+    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+) -> None:
+    """List the dead batches, newest first, with why they died; or put one back, discard it, or save its file.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope read; for anything but the list, admin.
+    """
+    path = f"/runs/{quote(run, safe='')}/dead"
+    named = [*filter(None, (retry, discard, save and save[0]))]
+    if len(named) > 1:
+        raise ConfigurationError("give one of --retry, --discard and --save at a time")
+    if named and not BATCH_ID.fullmatch(named[0]):  # `..` in an address would name the run itself
+        raise ConfigurationError(f"{named[0][:80]!r} is no batch id: 32 hexadecimal digits, as `draftalign dead` lists")
+    if retry is not None:
+        found = _call("POST", service, f"{path}/{retry}/retry").json()
+        also = f"; {found['known_rollouts']} of its rollouts are known already" if found["known_rollouts"] else ""
+        typer.echo(f"{retry} is {found['state']}{'' if found['put_back'] else ' already'}{also}")
+    elif discard is not None:
+        _call("DELETE", service, f"{path}/{discard}")
+        typer.echo(f"{discard} is discarded")
+    elif save is not None:
+        batch_id, destination = save
+        if destination.exists():
+            raise ConfigurationError(f"{destination} exists; name a new file")
+        destination.write_bytes(_call("GET", service, f"{path}/{batch_id}/file", timeout=60.0).content)
+        typer.echo(f"{destination}  {destination.stat().st_size} bytes")
+    else:
+        _list_dead(service, path)
+
+
+def _list_dead(service: str, path: str) -> None:
+    older: str | None = ""
+    while older is not None:
+        page = _call("GET", service, path, params={"before": older} if older else {}).json()
+        for one in page["dead"]:
+            died = datetime.fromtimestamp(one["died"]).astimezone().isoformat(" ", "seconds")
+            file = f"{one['bytes']} bytes" if one["has_file"] else "file gone"
+            typer.echo(f"{one['batch_id']}  {died}  policy {one['policy_version']}  {one['rollouts']} rollouts  {file}")
+            typer.echo(f"    {one['reason']}")
+        older = page["older"]
+    typer.echo(f"{page['total']} dead batches; {page['file_bytes']} bytes of their files are kept")
 
 
 @app.command()

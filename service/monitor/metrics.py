@@ -270,10 +270,13 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         "draftalign_queue_entries", "Batches in the queue, pending included.", counters.get("items"), run=run
     )
     families.gauge("draftalign_queue_bytes", "Spooled bytes of those batches.", counters.get("bytes"), run=run)
+    text = "Bytes of files of dead batches, which are kept to be put back."
+    families.gauge("draftalign_dead_file_bytes", text, counters.get("dead_file_bytes"), run=run)
     for name, key, text in (
         ("accepted", "accepted_total", "Rollout batches taken into the queue."),
         ("duplicate", "duplicates_total", "Rollout batches that had been sent before."),
         ("dead", "dead_total", "Rollout batches that ended as dead letters."),
+        ("put_back", "put_back_total", "Dead rollout batches that were put back into the queue."),
         ("rejected", "rejected_total", "Rollout batches refused because the queue was full."),
         ("dropped", "dropped_total", "Unread rollout batches dropped for newer ones."),
     ):

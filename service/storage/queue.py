@@ -1,8 +1,9 @@
 """The queue of rollouts: Redis Streams carry metadata and the name of a spooled file, never tensors.
 
 At-least-once: an entry stays pending until `ack`; the next claim takes a dead worker's entries; one that was delivered
-more than `MAX_DELIVERIES` times becomes a dead letter. Enqueue, end, heartbeat and disown are one Lua script each, so
-every count is exact. Never MAXLEN on the queue: trimming deletes unread work silently.
+more than `MAX_DELIVERIES` times becomes a dead letter. Effect once per rollout: the ids decide, in the script that
+enqueues. Enqueue, end, heartbeat, disown, discard and sweep are one Lua script each, so every count is exact. Never
+MAXLEN on the queue: trimming deletes unread work silently.
 
 `AsyncRolloutQueue` is the API's side and `RolloutQueue` the worker's, over the same scripts and keys. Redis 6.2
 commands only. Keys and counters: docs/reference/architecture.md.
@@ -11,6 +12,7 @@ commands only. Keys and counters: docs/reference/architecture.md.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +36,11 @@ COUNTERS: Final = (
     "duplicates_total",
     "rejected_total",
     "acked_total",
+    "skipped_total",
     "dead_total",
     "dropped_total",
+    "put_back_total",
+    "dead_file_bytes",
 )
 EndState = Literal["trained", "skipped"]
 _LUA: Final = Path(__file__).with_name("lua")
@@ -53,6 +58,7 @@ class Keys:
         self.queue = self.prefix + "queue"
         self.counters = self.prefix + "counters"
         self.dead = self.prefix + "dead"
+        self.dead_files = self.prefix + "dead_files"
 
     def batch(self, batch_id: str) -> str:
         """Hash with the state of one batch."""
@@ -69,7 +75,10 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One claimed batch. `deliveries` counts this one; `bytes` and `tokens` are of the spooled file `blob`."""
+    """One claimed batch. `deliveries` counts this one; `bytes` and `tokens` are of the spooled file `blob`.
+
+    `known`: places in the file of the rollouts that came in an earlier batch. They are not to be used again.
+    """
 
     entry_id: str
     batch_id: str
@@ -80,6 +89,7 @@ class Entry:
     policy_version: int
     policy_version_max: int
     deliveries: int
+    known: tuple[int, ...] = ()
 
     @property
     def suspect(self) -> bool:
@@ -108,8 +118,9 @@ class RolloutQueue:
         self.run = run
         self._redis: Any = redis  # redis-py types every reply as "maybe awaitable"
         self._keys = Keys(run)
-        self._finish = redis.register_script(_script("finish"))
-        self._heartbeat = redis.register_script(_script("heartbeat"))
+        self._finish = redis.register_script(lua("finish"))
+        self._sweep = redis.register_script(lua("sweep"))
+        self._heartbeat = redis.register_script(lua("heartbeat"))
 
     def ensure_group(self) -> None:
         """Create the stream and its consumer group; idempotent. Left to `claim` while Redis is full."""
@@ -168,7 +179,7 @@ class RolloutQueue:
                 return entries
             if entries and int(pending[0]["times_delivered"]) >= MAX_DELIVERIES - 1:
                 return entries
-            entry_id = last = _text(pending[0]["message_id"])
+            entry_id = last = text(pending[0]["message_id"])
             if entry_id in skip:
                 continue
             claimed = self._redis.xclaim(self._keys.queue, GROUP, consumer, 0, [entry_id])
@@ -186,7 +197,7 @@ class RolloutQueue:
         """Reset the idle time of entries; returns those still held. Other consumers have claimed the rest."""
         if not entry_ids:
             return []
-        return [_text(i) for i in self._heartbeat(keys=[self._keys.queue], args=[GROUP, consumer, "", *entry_ids])]
+        return [text(i) for i in self._heartbeat(keys=[self._keys.queue], args=[GROUP, consumer, "", *entry_ids])]
 
     def release(self, consumer: str, entries: Sequence[Entry]) -> None:
         """Take this delivery back from the count of each entry, e.g. before an orderly stop."""
@@ -199,9 +210,17 @@ class RolloutQueue:
         """End an entry. False if it had ended before (another worker claimed and finished it)."""
         return self._end(entry, state, reason)
 
-    def dead_letter(self, entry: Entry, reason: str) -> bool:
-        """End an entry as undeliverable; its fields and the reason go to the dead-letter stream."""
-        return self._end(entry, "dead", reason)
+    def dead_letter(self, entry: Entry, reason: str, *, keep_file: bool = True) -> bool:
+        """End an entry as undeliverable; its fields and the reason go to the dead-letter stream.
+
+        `keep_file`: its file stays in the spool, where it can be put back from, until `sweep_dead` names it.
+        """
+        return self._end(entry, "dead", reason, keep_file=keep_file)
+
+    def sweep_dead(self, *, older_than_seconds: float, max_bytes: int) -> list[str]:
+        """Give up files of dead batches, the oldest first; returns their names. Delete them."""
+        args = sweep_bounds(older_than_seconds, max_bytes)
+        return [text(blob) for blob in self._sweep(keys=[self._keys.counters, self._keys.dead_files], args=args)]
 
     def newest_policy(self, after: str | None = None) -> int | None:
         """Highest policy version of the newest 16 entries that have not ended; None when there are none.
@@ -211,13 +230,16 @@ class RolloutQueue:
         waiting = self._redis.xrevrange(self._keys.queue, min="-" if after is None else f"({after}", count=16)
         return max((_entry(message, 0).policy_version_max for message in waiting), default=None)
 
-    def _end(self, entry: Entry, state: str, reason: str) -> bool:
+    def _end(self, entry: Entry, state: str, reason: str, *, keep_file: bool = False) -> bool:
         keys = self._keys
         reason = reason[:2000].encode("utf-8", "backslashreplace").decode()  # it may quote bytes that are not UTF-8
         return bool(
             self._finish(
-                keys=[keys.queue, keys.counters, keys.batch(entry.batch_id), keys.dead],
-                args=[GROUP, entry.entry_id, state, reason, ENDED_SECONDS, keys.prefix, DEAD_LETTERS_KEPT],
+                keys=[keys.queue, keys.counters, keys.batch(entry.batch_id), keys.dead, keys.dead_files],
+                args=[
+                    *(GROUP, entry.entry_id, state, reason),
+                    *(ENDED_SECONDS, keys.prefix, DEAD_LETTERS_KEPT, int(keep_file)),
+                ],
             )
         )
 
@@ -228,7 +250,7 @@ class RolloutQueue:
             reply = self._redis.xautoclaim(
                 self._keys.queue, GROUP, consumer, int(min_idle_seconds * 1000), cursor, count=1
             )
-            cursor = _text(reply[0])
+            cursor = text(reply[0])
             for message in reply[1]:
                 if message[0] is None:  # Redis 6.2 returns deleted entries as nil
                     continue
@@ -249,7 +271,7 @@ class RolloutQueue:
 
     def _delivered(self, message: Any) -> Entry | None:
         """Entry of a redelivered message; None if it was above `MAX_DELIVERIES` and became a dead letter."""
-        entry_id = _text(message[0])
+        entry_id = text(message[0])
         pending = self._redis.xpending_range(self._keys.queue, GROUP, entry_id, entry_id, 1)
         entry = _entry(message, int(pending[0]["times_delivered"]) if pending else 1)
         if entry.deliveries > MAX_DELIVERIES:
@@ -276,14 +298,17 @@ class Batch:
 class Enqueued:
     """Outcome of an enqueue. `dropped`: blobs of batches that were dropped for this one; delete their files.
 
-    `disowned`: the reaper had already marked the file as an orphan, and may have deleted it.
+    `disowned`: the reaper had already marked the file as an orphan, and may have deleted it. `gone`: the dead batch
+    that was to be put back has no file any more. `known`: its rollouts that came in an earlier batch; a duplicate's all
+    did, or its `known` were left out when it was accepted.
     """
 
-    outcome: Literal["accepted", "duplicate", "full", "disowned"]
+    outcome: Literal["accepted", "duplicate", "full", "disowned", "gone"]
     state: str
     dropped: tuple[str, ...] = ()
     dead_total: int = 0  # of the run so far
     last_dead_reason: str = ""  # of the newest of them
+    known: int = 0
 
 
 class AsyncRolloutQueue:
@@ -293,8 +318,8 @@ class AsyncRolloutQueue:
         self.run = run
         self._redis: Any = redis
         self._keys = Keys(run)
-        self._enqueue = redis.register_script(_script("enqueue"))
-        self._disown = redis.register_script(_script("disown"))
+        self._enqueue = redis.register_script(lua("enqueue"))
+        self._disown = redis.register_script(lua("disown"))
 
     async def ensure_group(self) -> None:
         """Create the stream and its consumer group, and list the run; idempotent."""
@@ -328,32 +353,37 @@ class AsyncRolloutQueue:
         await self._redis.hincrby(self._keys.counters, "rejected_total", 1)
 
     async def enqueue(
-        self, batch: Batch, *, max_items: int, max_bytes: int, overflow: Literal["reject", "drop_oldest"]
+        self,
+        batch: Batch,
+        *,
+        max_items: int,
+        max_bytes: int,
+        overflow: Literal["reject", "drop_oldest"] = "reject",
+        put_back: bool = False,
     ) -> Enqueued:
-        """Enqueue a batch whose file is already in the spool, unless it is a duplicate or the queue is full."""
+        """Enqueue a batch whose file is already in the spool, unless it is a duplicate or the queue is full.
+
+        `put_back`: a dead batch, with the file that was kept of it; a duplicate if it is dead no more.
+        """
         keys = self._keys
         args = [max_items, max_bytes, overflow, GROUP, ENDED_SECONDS, keys.prefix]
         args += [batch.batch_id, batch.blob, batch.bytes, batch.tokens, batch.rollouts]
-        args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids)]
-        reply = [
-            _text(v)
-            for v in await self._enqueue(
-                keys=[keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead], args=args
-            )
-        ]
+        args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids), int(put_back)]
+        of_batch = [keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead, keys.dead_files]
+        reply = [text(v) for v in await self._enqueue(keys=of_batch, args=args)]
         match reply[0]:
             case "accepted":
-                return Enqueued("accepted", "queued", tuple(reply[4:]), int(reply[2]), reply[3])
+                return Enqueued("accepted", "queued", tuple(reply[5:]), int(reply[2]), reply[3], int(reply[4]))
             case "duplicate":
-                return Enqueued("duplicate", reply[1], (), int(reply[2]), reply[3])
-            case "disowned":
-                return Enqueued("disowned", "")
+                return Enqueued("duplicate", reply[1], (), int(reply[2]), reply[3], int(reply[4]))
+            case "disowned" | "gone":
+                return Enqueued(reply[0], "")
             case _:
                 return Enqueued("full", f"{reply[1]} batches, {reply[2]} bytes", tuple(reply[3:]))
 
     async def disown(self, batch_id: str, blob: str) -> bool:
         """Mark a spooled file as an orphan, so that it can be deleted. False, and no mark, if its entry names it."""
-        keys = [self._keys.batch(batch_id), self._keys.orphan(blob)]
+        keys = [self._keys.batch(batch_id), self._keys.orphan(blob), self._keys.dead_files]
         return bool(await self._disown(keys=keys, args=[blob, ENDED_SECONDS]))
 
     async def batch(self, batch_id: str) -> dict[str, str] | None:
@@ -363,7 +393,7 @@ class AsyncRolloutQueue:
     async def batch_of(self, rollout_id: str) -> str | None:
         """The batch that a rollout came in."""
         value = await self._redis.get(self._keys.rollout(rollout_id))
-        return None if value is None else _text(value)
+        return None if value is None else text(value)
 
     async def counters(self) -> dict[str, int]:
         """All counters, zero where nothing was counted yet."""
@@ -371,23 +401,29 @@ class AsyncRolloutQueue:
         return dict(zip(COUNTERS, (int(v or 0) for v in values), strict=True))
 
 
-def _script(name: str) -> str:
+def lua(name: str) -> str:
+    """Text of one of the scripts."""
     return (_LUA / f"{name}.lua").read_text(encoding="utf-8")
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
     """Replies are bytes or text, depending on the client's `decode_responses`."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _seconds(entry_id: object) -> float | None:
     """Arrival of a stream's entry: its id begins with Unix milliseconds. None for 0-0, before the first."""
-    milliseconds = int(_text(entry_id).partition("-")[0])
+    milliseconds = int(text(entry_id).partition("-")[0])
     return milliseconds / 1000.0 if milliseconds else None
 
 
+def sweep_bounds(older_than_seconds: float, max_bytes: int) -> list[int]:
+    """Arguments of the script `sweep`: Unix milliseconds, bytes."""
+    return [int((time.time() - older_than_seconds) * 1000), max_bytes]
+
+
 def _strings(fields: Mapping[Any, Any]) -> dict[str, str]:
-    return {_text(k): _text(v) for k, v in fields.items()}
+    return {text(k): text(v) for k, v in fields.items()}
 
 
 def _record(fields: Mapping[Any, Any]) -> dict[str, str] | None:
@@ -397,7 +433,7 @@ def _record(fields: Mapping[Any, Any]) -> dict[str, str] | None:
 def _entry(message: Any, deliveries: int) -> Entry:
     fields = _strings(message[1])
     return Entry(
-        entry_id=_text(message[0]),
+        entry_id=text(message[0]),
         batch_id=fields["batch_id"],
         blob=fields["blob"],
         bytes=int(fields["bytes"]),
@@ -406,4 +442,5 @@ def _entry(message: Any, deliveries: int) -> Entry:
         policy_version=int(fields["policy_version"]),
         policy_version_max=int(fields["policy_version_max"]),
         deliveries=deliveries,
+        known=tuple(json.loads(fields.get("known", "[]"))),  # of an older service: none
     )

@@ -6,8 +6,9 @@ Delivery is at least once, effect once:
 * The queue counts deliveries, because an entry that kills its worker again and again must end. A delivery that ended
   for another reason (Redis, the disk, memory, a wait for the draft vocabulary) is not to be counted: it is marked here,
   and the mark stays until Redis has taken it.
-* A batch that cannot be loaded, or that the learner rejects, is a dead letter with the reason. A file that cannot be
-  read now (too many open files, a bad sector) waits until its entry is idle, and the others go on.
+* Rollouts that came in an earlier batch are left out: the script that enqueues has named them in the entry.
+* A batch that cannot be loaded, or that the learner rejects, is a dead letter with the reason; its file is kept. A file
+  that cannot be read now (too many open files, a bad sector) waits until its entry is idle, and the others go on.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from service.errors import ServiceError
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.queue import EndState, Entry, RolloutQueue
+from service.worker.recent import without
 
 log = logging.getLogger("draftalign.worker")
 
@@ -186,11 +188,11 @@ class Inbox:
         path = self._layout.blob(self._queue.run, entry.blob)
         lag = self._settings.max_policy_lag
         if lag is not None and (behind := self._newest_policy() - entry.policy_version_max) > lag:
-            self._acknowledge(entry, "skipped", f"{behind} policy versions old; limit {lag}")
-            path.unlink(missing_ok=True)
+            if self._acknowledge(entry, "skipped", f"{behind} policy versions old; limit {lag}"):
+                path.unlink(missing_ok=True)  # else another worker ended it, and it may be put back by now
             return None
         try:
-            batch = load_batch(path, vocab_size=self._vocab_size)
+            batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
             screen(batch)
         except FileNotFoundError:
             self._bury(entry, "blob_missing")
@@ -229,9 +231,12 @@ class Inbox:
 
     def _bury(self, entry: Entry, reason: str) -> None:
         log.warning("%s: batch %s is dead: %s", self._queue.run, entry.batch_id, reason)
-        self._queue.dead_letter(entry, reason)
+        exists = self._layout.blob(self._queue.run, entry.blob).exists()
+        self._queue.dead_letter(entry, reason, keep_file=exists)
         self._forget(entry)
-        self._layout.blob(self._queue.run, entry.blob).unlink(missing_ok=True)
+        seconds, most = self._settings.dead_letter_seconds, self._settings.dead_letter_bytes
+        for blob in self._queue.sweep_dead(older_than_seconds=seconds, max_bytes=most):
+            self._layout.blob(self._queue.run, blob).unlink(missing_ok=True)
 
     def _bury_for(self, entry: Entry, error: Exception, what: str) -> None:
         if not is_batch_fault(error):
@@ -239,9 +244,10 @@ class Inbox:
         log.error("%s: batch %s %s", self._queue.run, entry.batch_id, what, exc_info=error)
         self._bury(entry, f"{what}: {error_text(error)}")
 
-    def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> None:
-        self._queue.ack(entry, end, reason)
+    def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> bool:
+        ended = self._queue.ack(entry, end, reason)
         self._forget(entry)
+        return ended
 
     def wait(self, batches: Sequence[Loaded]) -> None:
         """Keep batches until there is a draft vocabulary. A wait does no harm, so their deliveries do not count."""

@@ -129,7 +129,9 @@ class Learner:
         self.lineage.check_vocabulary()
         self._require_head_rows()
         self.gate.restore(state.get("gate"))
-        self.recent.restore(state["recent"], self._layout.spool(self.run), self.target.normalised)
+        self.recent.restore(
+            state["recent"], self._layout.spool(self.run), self.target.normalised, state.get("recent_known")
+        )
         self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self.journal.totals.batches,
                  self.journal.totals.trained_tokens)  # fmt: skip
@@ -147,6 +149,7 @@ class Learner:
                 **self.journal.state,
                 "applied": list(applied),
                 "recent": self.recent.names(),
+                "recent_known": self.recent.known(),
                 "gate": self.gate.state,
             },
         )
@@ -279,7 +282,7 @@ class Learner:
             self.recent = recent
 
     def _remember(self, loaded: Loaded) -> KeptBatch:
-        return self.recent.add(loaded.path, loaded.batch)
+        return self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
 
     def _keep(self, scored: Sequence[Scored], fates: Fates) -> None:
         for loaded, _ in scored:

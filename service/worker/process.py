@@ -1,4 +1,7 @@
-"""The worker process: serves every registered run in turn, holds a lease on each, and says that it is alive.
+"""The worker process: serves every registered run, holds a lease on each, and says that it is alive.
+
+Its time is shared fairly between the runs that have work, by the seconds that they took (`Turns`): a batch of a run
+that took less than others waits for what is in hand, and for nothing else, however much the others have queued.
 
 An exception ends at the run in which it was raised: the run is closed, its error is told (`worker_error`), and it is
 opened again from its last checkpoint later. Only Redis being away holds all runs up, and only a fault of the device
@@ -9,10 +12,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +43,9 @@ log = logging.getLogger("draftalign.worker")
 _BEAT_SECONDS = 3.0
 _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
+#: A run may have taken so much more of the worker's time than another one that has work; and after so long at work, the
+#: runs that had nothing to do are asked again.
+_AHEAD_SECONDS = 0.25
 #: After an error of the disk.
 _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
@@ -61,6 +68,39 @@ class _Run:
     lost: bool = False  # another worker took the lease while this one was stopped
 
 
+class Turns:
+    """Whose turn it is: the run that took the fewest of the worker's seconds (start-time fair queueing).
+
+    A run that has work again, and a new one, begin beside the run at work that took the fewest: nobody saves seconds
+    up, and nobody who took many in the past is kept waiting for that.
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[str, float] = {}  # seconds; of a run that is not at work, where it begins again at the least
+        self._at_work: set[str] = set()  # had work when they were asked last
+        self._fewest = 0.0  # seconds that the hindmost run at work took; it never falls
+
+    def order(self, runs: Collection[str]) -> list[str]:
+        """The runs that can be asked for work, in the order in which to ask; of equals, who had none comes first."""
+        self._at_work &= set(runs)
+        return sorted(runs, key=lambda run: (self._stands_at(run), run in self._at_work))
+
+    def may(self, run: str) -> bool:
+        """Whether it is not far ahead of another one that has work."""
+        hindmost = min((self._taken[other] for other in self._at_work), default=math.inf)
+        return self._stands_at(run) <= hindmost + _AHEAD_SECONDS
+
+    def asked(self, run: str, seconds: float, *, at_work: bool) -> None:
+        """Note what came of asking it: seconds of work, and whether more is to be expected."""
+        self._taken[run] = self._stands_at(run) + seconds
+        self._at_work = self._at_work | {run} if at_work else self._at_work - {run}
+        self._fewest = max(self._fewest, min((self._taken[other] for other in self._at_work), default=0.0))
+
+    def _stands_at(self, run: str) -> float:
+        taken = self._taken.get(run, 0.0)
+        return taken if run in self._at_work else max(taken, self._fewest)
+
+
 class Worker:
     """All runs of one service."""
 
@@ -72,6 +112,7 @@ class Worker:
         self._runs: dict[str, _Run] = {}
         self._recent_suspected: set[str] = set()  # runs in which training failed with recent rollouts mixed in
         self._looked = 0.0
+        self._turns = Turns()
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
         self._ended = False
@@ -115,17 +156,20 @@ class Worker:
         self._find_runs()
         worked = False
         trouble: OSError | None = None
-        for run in list(self._runs):
-            if self._stopping:
+        began = time.monotonic()
+        for run in self._turns.order(self.served):
+            if self._stopping or (worked and time.monotonic() - began > _AHEAD_SECONDS):
                 break
             worker = self._runs[run].worker  # the one before is freed here, if its run was closed
-            if worker is None:
+            if worker is None or not self._turns.may(run):
                 continue
             if self._runs[run].lost:
                 self._drop(run, "the lease is gone")
                 continue
+            asked, found, failed = time.monotonic(), False, True
             try:
-                worked |= worker.cycle()
+                found, failed = worker.cycle(), False
+                worked |= found
                 self._note_work(run)
             except RedisError:
                 raise
@@ -140,6 +184,9 @@ class Worker:
                 trouble = error
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
                 self._fail(run, error)
+            finally:
+                seconds = time.monotonic() - asked if found or failed else 0.0
+                self._turns.asked(run, seconds, at_work=found)
         if trouble is not None:
             raise trouble
         return worked

@@ -9,7 +9,7 @@ Batches are kept as the files they came in (`runs/<run>/worker/recent/`); the ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ class KeptBatch:
     name: str  # file name inside the directory of recent batches
     batch: RolloutBatch
     prompts: frozenset[str]  # `prompt_hashes` of its rollouts
+    known: tuple[int, ...] = ()  # places in the file of rollouts that are not in `batch`: an earlier batch had them
 
     @property
     def policy_version(self) -> int:
@@ -50,17 +51,17 @@ class RecentRollouts:
         self._unsettled: dict[str, Path] = {}  # name -> where the spool still holds the file
         self._dropped: list[str] = []
 
-    def add(self, path: Path, batch: RolloutBatch) -> KeptBatch:
-        """Take in a batch whose file still lies in the spool; `settle` moves it here."""
+    def add(self, path: Path, batch: RolloutBatch, known: tuple[int, ...] = ()) -> KeptBatch:
+        """Take in a batch whose file still lies in the spool; `settle` moves it here. `known`: see `KeptBatch`."""
         self._kept = [k for k in self._kept if k.name != path.name]  # a redelivered one takes its own place
-        kept = self._keep(path.name, batch)
+        kept = self._keep(path.name, batch, known)
         self._unsettled[path.name] = path
         while len(self._kept) > 1 and sum(k.batch.tokens for k in self._kept) > self._capacity_tokens:
             self._dropped.append(self._kept.pop(0).name)
         return kept
 
-    def _keep(self, name: str, batch: RolloutBatch) -> KeptBatch:
-        kept = KeptBatch(name, batch, frozenset(prompt_hashes(batch)))
+    def _keep(self, name: str, batch: RolloutBatch, known: tuple[int, ...]) -> KeptBatch:
+        kept = KeptBatch(name, batch, frozenset(prompt_hashes(batch)), known)
         self._kept.append(kept)
         return kept
 
@@ -77,6 +78,10 @@ class RecentRollouts:
         """What a checkpoint must list to be able to `restore`."""
         return [kept.name for kept in self._kept]
 
+    def known(self) -> dict[str, tuple[int, ...]]:
+        """What a checkpoint must list too: the rollouts of a file that an earlier batch had, by its name."""
+        return {kept.name: kept.known for kept in self._kept if kept.known}
+
     def settle(self) -> None:
         """After a checkpoint that lists `names()`: move new files out of the spool, delete what nothing lists now."""
         for name, path in self._unsettled.items():
@@ -88,18 +93,24 @@ class RecentRollouts:
         self._dropped.clear()
 
     def restore(
-        self, names: Sequence[str], spool: Path, complete: Callable[[RolloutBatch], RolloutBatch] = lambda batch: batch
+        self,
+        names: Sequence[str],
+        spool: Path,
+        complete: Callable[[RolloutBatch], RolloutBatch] = lambda batch: batch,
+        known: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Load what a checkpoint listed, from here or, if the crash came before `settle`, from the spool.
 
-        `complete` adds what the sender could not compute.
+        `complete` adds what the sender could not compute. `known`: what `known()` was; None: of an older worker.
         """
+        left_out = {name: tuple(places) for name, places in (known or {}).items()}
         for name in names:
             path = next((p for p in (self._directory / name, spool / name) if p.exists()), None)
             if path is None:
                 continue
             try:
-                self._keep(name, complete(load_batch(path)))
+                places = left_out.get(name, ())
+                self._keep(name, complete(without(load_batch(path), places)), places)
             # Torn by loss of power, or without a head; what was learnt from it is in the checkpoint.
             except (WireError, TargetHeadError) as error:
                 log.warning("%s is left out of the recent rollouts: %s", name, error)
@@ -141,6 +152,12 @@ class RecentRollouts:
             drawn = [*_fill(new, of_new, rng), *_fill(old, of_old, rng)]
             left -= sum(part.tokens for part in drawn)
             yield _packed(drawn)
+
+
+def without(batch: RolloutBatch, places: Sequence[int]) -> RolloutBatch:
+    """The batch less the rollouts at these places."""
+    left_out = set(places)
+    return batch.select([i for i in range(batch.rollouts) if i not in left_out]) if left_out else batch
 
 
 def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:

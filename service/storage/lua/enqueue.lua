@@ -1,12 +1,16 @@
--- De-duplicate, bound by items and bytes, count and enqueue one batch, atomically. Redis 6.2 commands only.
--- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream (the others share their hash tag, so also their slot)
+-- De-duplicate by batch and by rollout, bound by items and bytes, count and enqueue one batch, atomically. Redis 6.2
+-- commands only. Puts a dead batch back too: with its own file, never at the cost of a batch that waits.
+-- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream  5 files of dead batches
+--       (the others share their hash tag, so also their slot)
 -- ARGV: 1 max_items  2 max_bytes  3 overflow (reject|drop_oldest)  4 group  5 ended_seconds  6 key prefix
 --       7 batch_id  8 blob  9 bytes  10 tokens  11 rollouts  12 policy_version  13 policy_version_max
---       14 rollout_ids (JSON)
--- Returns {"accepted", entry_id, dead_total, newest death's reason, dropped blobs...}
---       | {"duplicate", state, dead_total, newest death's reason} | {"full", items, bytes, dropped blobs...} | {"disowned"}
+--       14 rollout_ids (JSON)  15 '1' to put a dead batch back
+-- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, dropped blobs...}
+--       | {"duplicate", state, dead_total, newest death's reason, known rollouts}
+--       | {"full", items, bytes, dropped blobs...} | {"disowned"} | {"gone"}: the dead batch's file is not kept
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
-local prefix, bytes = ARGV[6], tonumber(ARGV[9])
+local prefix, bytes, back = ARGV[6], tonumber(ARGV[9]), ARGV[15] == '1'
+local file = ARGV[8] .. ':' .. ARGV[9]
 
 -- How many of the run's batches died so far, and why the newest did: the answer to the sender's next batch says it.
 local function deaths()
@@ -18,11 +22,45 @@ local function deaths()
   return total, reason
 end
 
-local known = redis.call('HGET', batch, 'state')
+local function duplicate(state, known)
+  if not back then redis.call('HINCRBY', counters, 'duplicates_total', 1) end
+  local total, reason = deaths()
+  return { 'duplicate', state, total, reason, tostring(known) }
+end
+
+local state, why, letter = unpack(redis.call('HMGET', batch, 'state', 'reason', 'letter_id'))
+local died = state == 'dead'
 -- A batch that died because its file was lost may be sent again: nothing was trained on it.
-if known and not (known == 'dead' and redis.call('HGET', batch, 'reason') == 'blob_missing') then
-  redis.call('HINCRBY', counters, 'duplicates_total', 1)
-  return { 'duplicate', known, deaths() }
+if state and not (died and (back or why == 'blob_missing')) then
+  return duplicate(state, redis.call('HGET', batch, 'known_rollouts') or '0')
+end
+if back and not (died and redis.call('ZSCORE', KEYS[5], file)) then return { 'gone' } end
+
+local function leave_the_dead()
+  if letter then redis.call('XDEL', KEYS[4], letter) end
+  if redis.call('ZREM', KEYS[5], file) == 1 then redis.call('HINCRBY', counters, 'dead_file_bytes', -bytes) end
+end
+
+-- Rollouts that another batch brought before, by their place in the file. A batch that died or was skipped trained
+-- nothing: its rollouts are whose who brings them next.
+local ids, known, states = cjson.decode(ARGV[14]), {}, {}
+for place, id in ipairs(ids) do
+  local other = redis.call('GET', prefix .. 'rollout:' .. id)
+  if other and other ~= ARGV[7] then
+    states[other] = states[other] or redis.call('HGET', prefix .. 'batch:' .. other, 'state') or 'expired'
+    if states[other] == 'queued' or states[other] == 'trained' or states[other] == 'held_out' then
+      known[#known + 1] = place - 1
+      state = states[other]
+    end
+  end
+end
+if #known == #ids then
+  if back then
+    state = 'skipped'
+    leave_the_dead()
+    redis.call('HSET', batch, 'state', state, 'reason', 'all its rollouts came in other batches meanwhile')
+  end
+  return duplicate(state, #known)
 end
 
 if redis.call('EXISTS', prefix .. 'orphan:' .. ARGV[8]) == 1 then return { 'disowned' } end
@@ -71,19 +109,24 @@ if over() then
 end
 
 local entry_id = redis.call('XADD', queue, '*', 'batch_id', ARGV[7], 'blob', ARGV[8], 'bytes', ARGV[9],
-  'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13])
+  'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
+  'known', #known > 0 and cjson.encode(known) or '[]')
+if died then leave_the_dead() end
 redis.call('HINCRBY', counters, 'items', 1)
 redis.call('HINCRBY', counters, 'bytes', bytes)
-redis.call('HINCRBY', counters, 'accepted_total', 1)
+redis.call('HINCRBY', counters, back and 'put_back_total' or 'accepted_total', 1)
 redis.call('DEL', batch)
 redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', ARGV[8], 'bytes', ARGV[9],
   'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
-  'rollout_ids', ARGV[14])
+  'rollout_ids', ARGV[14], 'known_rollouts', #known)
 -- Of the newest batch, not the highest version: a trainer may go back to an earlier checkpoint.
-redis.call('SET', prefix .. 'latest_policy', ARGV[13])
-for _, id in ipairs(cjson.decode(ARGV[14])) do
-  redis.call('SET', prefix .. 'rollout:' .. id, ARGV[7])
+if not back then redis.call('SET', prefix .. 'latest_policy', ARGV[13]) end
+local taken = {}
+for _, place in ipairs(known) do taken[place + 1] = true end
+for place, id in ipairs(ids) do
+  if not taken[place] then redis.call('SET', prefix .. 'rollout:' .. id, ARGV[7]) end
 end
-local reply = { 'accepted', entry_id, deaths() }
+local total, reason = deaths()
+local reply = { 'accepted', entry_id, total, reason, tostring(#known) }
 for _, blob in ipairs(dropped) do reply[#reply + 1] = blob end
 return reply

@@ -1,7 +1,7 @@
--- End one entry: acknowledge, delete, count and, for a dead letter, keep its fields. Redis 6.2 commands only.
--- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream
+-- End one entry: acknowledge, delete, count and, for a dead letter, keep its fields and its file. Redis 6.2 commands.
+-- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream  5 files of dead batches
 -- ARGV: 1 group  2 entry_id  3 state (trained|skipped|dead)  4 reason  5 ended_seconds  6 key prefix
---       7 dead letters kept
+--       7 dead letters kept  8 '1' if a dead one's file is kept
 -- Returns 1 if this call ended the entry, 0 if it had ended before (a late acknowledgement is harmless).
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local entry = redis.call('XRANGE', queue, ARGV[2], ARGV[2])[1]
@@ -13,10 +13,6 @@ for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
 redis.call('HINCRBY', counters, 'items', -1)
 redis.call('HINCRBY', counters, 'bytes', -tonumber(fields['bytes']))
 redis.call('HSET', batch, 'state', ARGV[3], 'reason', ARGV[4])
-redis.call('EXPIRE', batch, ARGV[5])
-for _, id in ipairs(cjson.decode(redis.call('HGET', batch, 'rollout_ids') or '[]')) do
-  redis.call('EXPIRE', ARGV[6] .. 'rollout:' .. id, ARGV[5])
-end
 if ARGV[3] == 'dead' then
   redis.call('HINCRBY', counters, 'dead_total', 1)
   local letter = { 'XADD', KEYS[4], 'MAXLEN', '~', ARGV[7], '*' }
@@ -25,8 +21,19 @@ if ARGV[3] == 'dead' then
   letter[#letter + 1] = ARGV[2]
   letter[#letter + 1] = 'reason'
   letter[#letter + 1] = ARGV[4]
-  redis.call(unpack(letter))
+  local letter_id = redis.call(unpack(letter))
+  redis.call('HSET', batch, 'letter_id', letter_id)
+  if ARGV[8] == '1' then
+    redis.call('ZADD', KEYS[5], string.match(letter_id, '^%d+'), fields['blob'] .. ':' .. fields['bytes'])
+    redis.call('HINCRBY', counters, 'dead_file_bytes', fields['bytes'])
+  end
 else
   redis.call('HINCRBY', counters, 'acked_total', 1)
+  if ARGV[3] == 'skipped' then redis.call('HINCRBY', counters, 'skipped_total', 1) end
+end
+redis.call('EXPIRE', batch, ARGV[5])
+for _, id in ipairs(cjson.decode(redis.call('HGET', batch, 'rollout_ids') or '[]')) do
+  local key = ARGV[6] .. 'rollout:' .. id
+  if redis.call('GET', key) == fields['batch_id'] then redis.call('EXPIRE', key, ARGV[5]) end
 end
 return 1

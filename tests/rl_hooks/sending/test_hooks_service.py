@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from hooks_fixtures import Padded, padded_batch
+from hooks_fixtures import AUX, padded_batch, step
 from hooks_fixtures import tiny_qwen3 as tiny
 from service_fixtures import RunningService
 from transformers import Qwen3ForCausalLM
@@ -18,7 +18,6 @@ from worker_fixtures import Bench
 
 from rl_hooks.hook import DrafterHook
 
-AUX = (1, 2, 3)
 Attach = Callable[..., DrafterHook]
 
 
@@ -43,29 +42,6 @@ def largest_gap(bench: Bench) -> float:
     known = [gap for gap in gaps if gap is not None]
     assert len(known) == len(gaps)
     return max(known)
-
-
-def step(
-    hook: DrafterHook, model: Qwen3ForCausalLM, version: int, batch: Padded | None = None, *, wrong: float = 0.0
-) -> torch.Tensor:
-    """One forward under capture; `wrong`: nats taken from what would be the right log-probabilities."""
-    batch = batch or padded_batch([(3, 9), (7, 4), (1, 12), (5, 6)], seed=version)
-    logprobs = None
-    if wrong:
-        with torch.no_grad():
-            law = model(batch.input_ids, attention_mask=batch.attention_mask).logits.log_softmax(-1)
-        logprobs = torch.zeros(batch.input_ids.shape)
-        logprobs[:, 1:] = law[:, :-1].gather(2, batch.input_ids[:, 1:, None])[:, :, 0] - wrong
-    with hook.capture(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        loss_mask=batch.loss_mask,
-        policy_version=version,
-        logprobs=logprobs,
-    ):
-        logits: torch.Tensor = model(batch.input_ids, attention_mask=batch.attention_mask).logits
-    assert hook.flush(20), hook.stats()
-    return logits
 
 
 def said(caplog: pytest.LogCaptureFixture, text: str) -> int:

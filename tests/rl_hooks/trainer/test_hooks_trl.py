@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -203,6 +204,31 @@ def test_the_samplers_own_log_probabilities_and_tool_masks_are_sent(service: Rec
         first = begin + int(mask[begin:end].argmax())
         assert mask[first : first + 3].tolist() == [1, 0, 1]  # the environment's token is not the policy's
     attachment.detach()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_the_trainer_logs_gets_the_hooks_numbers_and_nothing_of_it_is_lost(
+    service: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    """`log_history` is what every integration of `report_to` is given."""
+    expected_curve, expected_weights = trained(make_trainer(tmp_path))
+    trainer = make_trainer(tmp_path)
+    attachment = attach(trainer, service.url, aux_layers=AUX)
+    said = {"trained": 7.0, "alpha": 2.5, "drafter_version": "v000001-00000000"}
+    broken = mock.Mock(side_effect=RuntimeError("no")) if breaks else lambda: said
+    monkeypatch.setattr(attachment.hook.sender, "standing", broken)
+    curve, weights = trained(trainer)
+    assert (curve, torch.equal(weights, expected_weights)) == (expected_curve, True)
+    logged = [log for log in trainer.state.log_history if "loss" in log]
+    assert all("reward" in log for log in logged), "TRL's own numbers"
+    found = [{n: v for n, v in log.items() if n.startswith("draftalign/")} for log in logged]
+    if breaks:
+        assert found == [{}] * 3
+    else:
+        assert [(log["draftalign/trained"], log["draftalign/alpha"]) for log in found] == [(7.0, 2.5)] * 3
+        assert set(found[0]) == {f"draftalign/{n}" for n in ("trained", "alpha", "dropped", "overhead_seconds")}
+    attachment.detach(1.0)
+    assert "log" not in vars(trainer)
 
 
 def test_a_trainer_without_the_wrapped_methods_is_refused_when_attaching_by_version() -> None:

@@ -59,7 +59,7 @@ def head_of(body: bytes, path: str = "/rollouts", *extra: str, length: int | Non
 
 
 def test_an_accepted_batch_is_queued_and_its_file_is_the_body(service: RunningService, queue: RolloutQueue) -> None:
-    body = rollout_file(policy_version=4, policy_version_max=5)
+    body = rollout_file(("a", "b"), policy_version=4, policy_version_max=5)
     reply = service.post(body)
     assert reply.status_code == 202
     batch_id = wire.batch_id("default", 4, ("a", "b"))
@@ -70,6 +70,8 @@ def test_an_accepted_batch_is_queued_and_its_file_is_the_body(service: RunningSe
         "state": "queued",
         "dead_total": 0,
         "last_dead_reason": "",
+        "known_rollouts": 0,
+        "warning": None,
     }
     (entry,) = queue.claim("w", 1000, 60.0)
     assert (entry.batch_id, entry.tokens, entry.rollouts, entry.bytes) == (batch_id, 11, 2, len(body))
@@ -107,10 +109,15 @@ def test_sending_a_batch_twice_queues_it_once(service: RunningService, queue: Ro
     assert len(service.spooled()) == 1
 
 
-def test_the_same_ids_of_another_policy_version_are_another_batch(service: RunningService, queue: RolloutQueue) -> None:
-    assert service.post(rollout_file(policy_version=1)).status_code == 202
-    assert service.post(rollout_file(policy_version=2)).status_code == 202
-    assert queue.depth().items == 2
+def test_the_same_ids_of_another_policy_version_are_the_same_rollouts(
+    service: RunningService, queue: RolloutQueue
+) -> None:
+    assert service.post(rollout_file(("a", "b"), policy_version=1)).status_code == 202
+    again = service.post(rollout_file(("a", "b"), policy_version=2))
+    assert (again.status_code, again.json()["known_rollouts"]) == (200, 2)
+    assert "(2 of 2)" in again.json()["warning"]
+    assert queue.depth().items == 1
+    assert len(service.spooled()) == 1
 
 
 def test_concurrent_duplicates_leave_one_entry_and_its_file(service: RunningService, queue: RolloutQueue) -> None:
@@ -171,10 +178,11 @@ def test_drop_oldest_takes_the_newest_and_deletes_the_dropped_file(serve: Serve,
     service = serve(queue_max_items=2, overflow="drop_oldest")
     service.register()
     for policy_version in range(4):
-        assert service.post(rollout_file(policy_version=policy_version), "default").status_code == 202
+        body = rollout_file((f"a{policy_version}",), policy_version=policy_version)
+        assert service.post(body, "default").status_code == 202
     assert [e.policy_version for e in queue.claim("w", 1000, 60.0)] == [2, 3]
     assert len(service.spooled()) == 2
-    dropped = wire.batch_id("default", 0, ("a", "b"))
+    dropped = wire.batch_id("default", 0, ("a0",))
     assert service.client.get(f"/rollouts/{dropped}").json()["state"] == "skipped"
 
 

@@ -1,0 +1,82 @@
+"""What the service says of the run: what became of its batches, α, headroom, the served drafter.
+
+The sender's thread asks between two jobs. A service that is away, slow or talks nonsense costs that thread a few
+seconds now and then; what was heard is forgotten when it is old, so that nobody takes it for the present.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+from rl_hooks.sending.exchange import Origin, exchange
+
+_ASK_SECONDS: Final = 10.0
+#: After a question that was not answered.
+_AWAY_SECONDS: Final = 30.0
+_TIMEOUT_SECONDS: Final = 3.0
+#: What was heard longer ago is not known.
+_OLD_SECONDS: Final = 60.0
+_COUNTS: Final = {"trained": "trained_total", "dead": "dead_total", "skipped": "skipped_total", "waiting": "waiting"}
+
+
+class Standing:
+    """The newest answer. `ask` is called by one thread; all else by any."""
+
+    def __init__(self, origin: Origin, run: str, token: str | None) -> None:
+        self._origin = origin
+        self._path = f"/runs/{quote(run, safe='')}"
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._due = time.monotonic() + _ASK_SECONDS
+        self._heard: tuple[float, dict[str, float | str]] = (-math.inf, {})
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the service is asked again."""
+        return max(0.0, self._due - time.monotonic())
+
+    def ask(self) -> Mapping[str, object]:
+        """Ask if it is time; returns what `POST /rollouts` says of deaths, as far as it was heard. Never raises."""
+        if self.seconds_left > 0:
+            return {}
+        self._due = time.monotonic() + _AWAY_SECONDS
+        try:
+            reply = exchange(self._origin, "GET", self._path, self._headers, (), timeout_seconds=_TIMEOUT_SECONDS)
+            if reply.status != 200:
+                return {}
+            rollouts: Any = reply.fields["rollouts"]
+            self._heard = time.monotonic(), _facts(reply.fields, rollouts)
+        except Exception:  # noqa: BLE001 - whatever answers there, how the run stands is then not known
+            return {}
+        self._due = time.monotonic() + _ASK_SECONDS
+        return {name: rollouts.get(name) for name in ("dead_total", "last_dead_reason")}
+
+    def facts(self) -> dict[str, float | str]:
+        """How the run stands, of all its trainers; what is not known, or not known any more, is left out.
+
+        `trained, dead, skipped, waiting` (batches), `last_dead_reason`, `alpha` (replay, of the served drafter),
+        `alpha_live`, `headroom` (relative gain in α), `drafter_version` and its number.
+        """
+        at, facts = self._heard
+        return dict(facts) if time.monotonic() - at <= _OLD_SECONDS else {}
+
+
+def _facts(said: Mapping[str, Any], rollouts: Mapping[str, Any]) -> dict[str, float | str]:
+    numbers: dict[str, Any] = {name: rollouts.get(key) for name, key in _COUNTS.items()}
+    numbers |= {name: said.get(name) for name in ("alpha", "alpha_live", "headroom")}
+    facts: dict[str, float | str] = {name: value for name, value in numbers.items() if _is_number(value)}
+    if isinstance(reason := rollouts.get("last_dead_reason"), str) and reason:
+        facts["last_dead_reason"] = reason
+    if isinstance(version := said.get("drafter"), str):
+        facts["drafter_version"] = version
+        if number := re.match(r"v([0-9]{1,12})-", version):
+            facts["drafter_number"] = int(number[1])
+    return facts
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)

@@ -1,0 +1,99 @@
+"""The dead batches of a run as people see them: listed, put back, discarded, and swept.
+
+A dead batch's file stays where it was, in the spool. So that it dies, is put back and is given up by one script each,
+and a process that is killed between two of them leaves nothing half done: a file that is not kept any more is an
+orphan, which the reaper deletes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis.asyncio
+
+from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued, Keys, lua, sweep_bounds, text
+
+#: Rollout ids of a letter that are listed; `GET /rollouts/{id}` has all.
+_IDS_LISTED: Final = 16
+_NUMBERS: Final = ("bytes", "tokens", "rollouts", "policy_version", "policy_version_max")
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """One dead batch. `died`: Unix seconds. `bytes` are of its file. `has_file`: it is kept, so it can be put back."""
+
+    letter_id: str
+    batch_id: str
+    blob: str
+    reason: str
+    died: float
+    bytes: int
+    tokens: int
+    rollouts: int
+    policy_version: int
+    policy_version_max: int
+    has_file: bool
+    rollout_ids: tuple[str, ...]  # the first 16; empty: not known any more
+
+
+class DeadLetters:
+    """The dead batches of one run; the API's side."""
+
+    def __init__(self, redis: redis.asyncio.Redis, queue: AsyncRolloutQueue) -> None:
+        self._redis: Any = redis
+        self._queue = queue
+        self._keys = Keys(queue.run)
+
+    async def total(self) -> int:
+        """How many are listed."""
+        return int(await self._redis.xlen(self._keys.dead))
+
+    async def page(self, count: int, before: str | None = None) -> list[DeadLetter]:
+        """The newest ones first; with `before`, those that died before the letter with that id."""
+        found = await self._redis.xrevrange(self._keys.dead, f"({before}" if before else "+", "-", count=count)
+        letters = [(text(letter_id), {text(k): text(v) for k, v in fields.items()}) for letter_id, fields in found]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for _, fields in letters:
+                pipe.zscore(self._keys.dead_files, f"{fields['blob']}:{fields['bytes']}")
+                pipe.hget(self._keys.batch(fields["batch_id"]), "rollout_ids")
+            known = await pipe.execute()
+        return [_letter(*letter, kept, ids) for letter, kept, ids in zip(letters, known[::2], known[1::2], strict=True)]
+
+    async def put_back(self, batch_id: str, known: Mapping[str, str], *, max_items: int, max_bytes: int) -> Enqueued:
+        """Queue a dead batch again, once. What is dead no more is a duplicate. `known`: what the queue has of it."""
+        batch = Batch(
+            batch_id,
+            known["blob"],
+            **{name: int(known[name]) for name in _NUMBERS},
+            rollout_ids=tuple(json.loads(known["rollout_ids"])),
+        )
+        return await self._queue.enqueue(batch, max_items=max_items, max_bytes=max_bytes, put_back=True)
+
+    async def discard(self, batch_id: str) -> tuple[str | None, str | None]:
+        """Take a dead batch from the list and give its file up. Returns its state, and the file to delete, if any."""
+        keys = [self._keys.counters, self._keys.batch(batch_id), self._keys.dead, self._keys.dead_files]
+        reply = [text(v) for v in await self._redis.eval(lua("discard"), len(keys), *keys)]
+        state, blob, *_ = (*reply, None, None)
+        return state, blob
+
+    async def sweep(self, *, older_than_seconds: float, max_bytes: int) -> list[str]:
+        """Give up files, the oldest first; returns their names. Delete them."""
+        keys, bounds = (self._keys.counters, self._keys.dead_files), sweep_bounds(older_than_seconds, max_bytes)
+        return [text(blob) for blob in await self._redis.eval(lua("sweep"), 2, *keys, *bounds)]
+
+
+def _letter(letter_id: str, fields: Mapping[str, str], kept: object, ids: bytes | None) -> DeadLetter:
+    numbers = {name: int(fields[name]) for name in _NUMBERS}
+    return DeadLetter(
+        letter_id=letter_id,
+        batch_id=fields["batch_id"],
+        blob=fields["blob"],
+        reason=fields["reason"],
+        died=int(letter_id.partition("-")[0]) / 1000.0,
+        has_file=kept is not None,
+        rollout_ids=() if ids is None else tuple(json.loads(ids)[:_IDS_LISTED]),
+        **numbers,
+    )

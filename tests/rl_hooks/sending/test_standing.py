@@ -1,0 +1,157 @@
+"""What became of a trainer's rollouts reaches its own log; what is not known is absent, nothing hurts."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from agent_fixtures import eventually
+from hooks_fixtures import AUX, free_port, step
+from hooks_fixtures import tiny_qwen3 as tiny
+from service_fixtures import RunningService
+from worker_fixtures import Bench
+
+from rl_hooks.hook import DrafterHook
+from rl_hooks.sending import standing
+from rl_hooks.sending.exchange import Origin
+from rl_hooks.sending.standing import Standing
+
+OWN = {"draftalign/dropped", "draftalign/overhead_seconds"}
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "_ASK_SECONDS", 0.05)
+    monkeypatch.setattr(standing, "_AWAY_SECONDS", 0.05)
+
+
+def test_what_became_of_its_rollouts_reaches_the_trainer_and_its_log(
+    bench: Bench, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = RunningService(state_dir=bench.layout.root, redis_url=redis_url, tokens="t:write;boss:admin")
+    model = tiny(tied=False)
+    hook = DrafterHook(model, service.url, token="t", aux_layers=AUX)
+    try:
+        assert hook.flush(20)
+        assert hook.stats()["run_stands"].get("trained", 0) == 0
+        worker = bench.worker()
+        step(hook, model, 0)
+        step(hook, model, 1)
+        eventually(lambda: hook.stats()["run_stands"].get("waiting") == 2)
+        bench.drain(worker)
+        eventually(lambda: hook.stats()["run_stands"].get("trained") == 2)
+        step(hook, model, 2, wrong=3.0)
+        bench.drain(worker)
+        eventually(lambda: hook.stats()["run_stands"].get("dead") == 1)
+        stands = hook.stats()["run_stands"]
+        assert (stands["trained"], stands["waiting"], stands["skipped"]) == (2, 0, 0)
+        assert "log-probabilities disagree" in stands["last_dead_reason"]
+        assert hook.stats()["dead"] == 1, "its last batch died, and it hears of it without sending another"
+        assert "die in the drafter service" in caplog.text
+        described = service.client.get("/runs/default", headers={"Authorization": "Bearer boss"}).json()
+        numbers = hook.metrics()
+        assert set(numbers) >= OWN | {f"draftalign/{name}" for name in ("trained", "dead", "waiting", "skipped")}
+        for name in ("alpha", "alpha_live", "headroom"):
+            assert numbers.get(f"draftalign/{name}") == described[name]
+        assert "draftalign/alpha_live" not in numbers, "no engine has counted anything: it is absent, not 0"
+        assert not any(isinstance(value, str) for value in numbers.values())
+    finally:
+        service.stop()
+    assert "draftalign/trained" in hook.metrics(), "known a moment ago"
+    monkeypatch.setattr(standing, "_OLD_SECONDS", 0.0)
+    assert set(hook.metrics()) == OWN
+    assert hook.stats()["run_stands"] == {}
+    hook.close(1.0)
+
+
+def test_a_service_that_is_away_costs_the_trainer_nothing_and_tells_it_nothing() -> None:
+    hook = DrafterHook(tiny(), f"http://127.0.0.1:{free_port()}", aux_layers=AUX, patience_seconds=0.1)
+    try:
+        began = time.monotonic()
+        for _ in range(200):
+            hook.metrics()
+        assert time.monotonic() - began < 1.0
+        time.sleep(0.3)
+        assert set(hook.metrics()) == OWN
+        assert hook.stats()["failures"] == 0
+    finally:
+        hook.close(0.1)
+
+
+class Liar:
+    """Answers every question with what it is given."""
+
+    def __init__(self) -> None:
+        liar = self
+        self.status, self.body = 200, b""
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(liar.status)
+                self.send_header("Content-Length", str(len(liar.body)))
+                self.end_headers()
+                self.wfile.write(liar.body)
+
+            def log_message(self, *args: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+
+@pytest.fixture
+def liar() -> Iterator[Liar]:
+    made = Liar()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\x00",
+        b"[]",
+        b"null",
+        b'{"rollouts": null}',
+        b'{"rollouts": []}',
+        b'{"rollouts": "trained_total"}',
+        b'{"rollouts": {"trained_total": ' + b"9" * 500 + b"}}",
+        b'{"rollouts": {"trained_total": NaN, "dead_total": true, "waiting": "7"}, "alpha": Infinity, "headroom": []}',
+        b'{"rollouts": {}, "alpha": {"a": 1}, "drafter": "v' + b"9" * 400 + b'-aa"}',
+        b'{"rollouts": {"last_dead_reason": 5}, "drafter": ["v000001-aaaaaaaa"]}',
+        b"[" * 60_000,
+    ],
+)
+def test_nonsense_is_not_believed(liar: Liar, body: bytes) -> None:
+    liar.body = body
+    asked = Standing(Origin.parse(liar.url), "r", None)
+    time.sleep(0.06)
+    heard = asked.ask()
+    assert not {name for name, value in heard.items() if name == "dead_total" and type(value) is int}
+    assert {name for name, value in asked.facts().items() if not isinstance(value, str)} == set()
+
+
+def test_only_numbers_that_are_known_are_taken_over(liar: Liar) -> None:
+    said = {"rollouts": {"trained_total": 3, "dead_total": 0, "waiting": None}, "alpha": 2.5, "alpha_live": None}
+    liar.body = json.dumps(said | {"drafter": "v000012-0a1b2c3d"}).encode()
+    asked = Standing(Origin.parse(liar.url), "r", None)
+    assert (asked.ask(), asked.facts()) == ({}, {}), "it is not time yet"
+    time.sleep(0.06)
+    asked.ask()
+    assert asked.facts() == {
+        "trained": 3,
+        "dead": 0,
+        "alpha": 2.5,
+        "drafter_version": "v000012-0a1b2c3d",
+        "drafter_number": 12,
+    }
+    liar.status = 404
+    time.sleep(0.06)
+    assert asked.ask() == {}

@@ -1,0 +1,442 @@
+"""Dead batches through the real API and the real worker: listed, downloaded, put back once, discarded, swept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+from service_fixtures import RunningService
+from torch import Tensor
+from typer.testing import CliRunner
+from worker_fixtures import Bench
+
+from rl_hooks import wire
+from service.api.context import ServiceContext
+from service.cli.main import app as command_line
+from service.storage.queue import Entry, RolloutQueue
+
+Serve = Callable[..., RunningService]
+DEAD = "/runs/default/dead"
+#: Takes what died of its log-probabilities.
+LENIENT: dict[str, Any] = {"logprob_gap_nats": 10.0}
+API = """
+import sys
+from service.api.app import run_api
+from service.settings import Settings
+run_api(Settings(state_dir=sys.argv[1], redis_url=sys.argv[2], port=int(sys.argv[3])))
+"""
+
+
+def shifted(tensors: dict[str, Tensor]) -> None:
+    """Log-probabilities that disagree with the features by one nat: the batch dies."""
+    tensors["logprobs"] -= 1.0
+
+
+def dying(bench: Bench, name: str, **options: Any) -> bytes:
+    return bench.world.rollout_file(name, change=shifted, **options)
+
+
+def die(bench: Bench, service: RunningService, *names: str) -> list[str]:
+    """Post batches that the worker refuses, and let it; returns their ids."""
+    found = [service.post(dying(bench, name)).json()["batch_id"] for name in names]
+    bench.drain(bench.worker())
+    assert {bench.state(batch_id) for batch_id in found} == {"dead"}
+    return found
+
+
+def check_ledger(bench: Bench) -> dict[str, int]:
+    """Whatever came in is out, or in the queue; whatever is in the queue was counted once."""
+    counts = bench.queue.counters()
+    came = counts["accepted_total"] + counts["put_back_total"]
+    assert came == counts["acked_total"] + counts["dead_total"] + counts["dropped_total"] + counts["items"]
+    kept = [int(name.rpartition(b":")[2]) for name in bench.redis.zrange("da:{default}:dead_files", 0, -1)]
+    assert counts["dead_file_bytes"] == sum(kept)
+    assert counts["items"] == bench.redis.xlen("da:{default}:queue")
+    return counts
+
+
+def test_a_dead_batch_is_listed_downloaded_put_back_once_and_trained(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.begin()
+    body = dying(bench, "bad")
+    batch_id = service.post(body).json()["batch_id"]
+    bench.drain(bench.worker())
+    listed = service.client.get(DEAD).json()
+    (letter,) = listed["dead"]
+    assert (listed["total"], listed["file_bytes"], listed["older"]) == (1, len(body), None)
+    assert (letter["batch_id"], letter["has_file"], letter["bytes"]) == (batch_id, True, len(body))
+    assert "log-probabilities disagree" in letter["reason"]
+    assert letter["rollout_ids"] == [f"bad/{i}" for i in range(8)]
+    assert abs(letter["died"] - time.time()) < 60
+    assert service.client.get(f"{DEAD}/{batch_id}/file").content == body
+    assert f'draftalign_dead_file_bytes{{run="default"}} {float(len(body))}' in service.client.get("/metrics").text
+    first, again = (service.client.post(f"{DEAD}/{batch_id}/retry") for _ in range(2))
+    assert (first.status_code, first.json()["put_back"], first.json()["state"]) == (202, True, "queued")
+    assert (again.status_code, again.json()["put_back"], again.json()["state"]) == (200, False, "queued")
+    assert (check_ledger(bench)["items"], service.client.get(DEAD).json()["dead"]) == (1, [])
+    assert service.client.delete(f"{DEAD}/{batch_id}").status_code == 409
+    bench.drain(bench.worker(**LENIENT))
+    assert service.client.get(f"/rollouts/{batch_id}").json()["state"] == "trained"
+    assert service.client.post(f"{DEAD}/{batch_id}/retry").json()["state"] == "trained"
+    assert service.client.get(f"{DEAD}/{batch_id}/file").status_code == 409
+    counts = check_ledger(bench)
+    assert (counts["acked_total"], counts["put_back_total"], counts["dead_total"]) == (1, 1, 1)
+    assert bench.spooled() == []
+    assert bench.store.scores()[batch_id].rollouts == 8
+
+
+def test_what_dies_again_can_be_put_back_again_and_counts_as_two_deaths(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.begin()
+    (batch_id,) = die(bench, service, "bad")
+    assert service.client.post(f"{DEAD}/{batch_id}/retry").status_code == 202
+    bench.drain(bench.worker())
+    assert [one["batch_id"] for one in service.client.get(DEAD).json()["dead"]] == [batch_id]
+    assert check_ledger(bench)["dead_total"] == 2
+    assert service.client.post(f"{DEAD}/{batch_id}/retry").json()["put_back"]
+    check_ledger(bench)
+
+
+def test_a_discarded_batch_is_gone_with_its_file_and_stays_dead(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.begin()
+    (batch_id,) = die(bench, service, "bad")
+    for _ in range(2):
+        assert service.client.delete(f"{DEAD}/{batch_id}").status_code == 204
+    assert (service.client.get(DEAD).json()["dead"], bench.spooled(), bench.state(batch_id)) == ([], [], "dead")
+    assert check_ledger(bench)["dead_file_bytes"] == 0
+    for reply in (
+        service.client.post(f"{DEAD}/{batch_id}/retry"),
+        service.client.get(f"{DEAD}/{batch_id}/file"),
+    ):
+        assert (reply.status_code, reply.json()["type"]) == (410, "urn:draftalign:file-gone")
+    assert service.post(dying(bench, "bad")).json()["state"] == "dead"
+    for strange in ("0" * 32, "bad%2F0", "x" * 500):
+        assert service.client.post(f"{DEAD}/{strange}/retry").status_code in (404, 405)
+        assert service.client.delete(f"{DEAD}/{strange}").status_code in (404, 405)
+
+
+def test_files_are_kept_up_to_a_bound_of_bytes_the_oldest_go_first(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.begin()
+    bodies = {name: dying(bench, name, lengths=[12] * 8) for name in ("first", "later", "last")}
+    size = max(map(len, bodies.values()))
+    worker = bench.worker(dead_letter_bytes=2 * size)
+    found = [service.post(body).json()["batch_id"] for body in bodies.values()]
+    bench.drain(worker)
+    listed = service.client.get(DEAD).json()
+    assert [(one["batch_id"], one["has_file"]) for one in listed["dead"]] == [
+        (found[2], True),
+        (found[1], True),
+        (found[0], False),
+    ]
+    assert check_ledger(bench)["dead_file_bytes"] == sum(map(len, bodies.values())) - len(bodies["first"])
+    assert len(bench.spooled()) == 2
+    assert service.client.post(f"{DEAD}/{found[0]}/retry").status_code == 410
+    page = service.client.get(DEAD, params={"count": 2}).json()
+    assert [one["batch_id"] for one in page["dead"]] == found[:0:-1]
+    rest = service.client.get(DEAD, params={"count": 2, "before": page["older"]}).json()
+    assert ([one["batch_id"] for one in rest["dead"]], rest["older"], rest["total"]) == ([found[0]], None, 3)
+    for hostile in ("0-0", "-", "+", "1", "9" * 30 + "-1", "(1-1"):
+        assert service.client.get(DEAD, params={"before": hostile}).status_code == 422, hostile
+
+
+def reap(bench: Bench, **changes: Any) -> None:
+    async def once() -> None:
+        async with redis.asyncio.Redis.from_url(bench.redis_url) as client:
+            await ServiceContext(bench.settings.model_copy(update=changes), client).reap()
+
+    asyncio.run(once())
+
+
+def test_the_reaper_keeps_a_dead_batchs_file_until_it_is_old_or_the_disk_is_full(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.begin()
+    die(bench, service, "bad")
+    old = {"orphan_age_seconds": 1e-9}
+    reap(bench, **old)
+    assert len(bench.spooled()) == 1
+    reap(bench, dead_letter_seconds=3600.0, **old)
+    assert len(bench.spooled()) == 1
+    reap(bench, dead_letter_seconds=1e-3, **old)
+    assert (bench.spooled(), check_ledger(bench)["dead_file_bytes"]) == ([], 0)
+    die(bench, service, "worse")
+    reap(bench, spool_min_free_bytes=1 << 60)
+    assert (bench.spooled(), [one["has_file"] for one in service.client.get(DEAD).json()["dead"]]) == ([], [False] * 2)
+
+
+def test_the_file_and_whatever_changes_something_need_an_admin(bench: Bench, serve: Serve) -> None:
+    service = serve(tokens="reader:read;sender:write;boss:admin")
+    bench.begin()
+    bench.post_file(dying(bench, "bad"))
+    bench.drain(bench.worker())
+
+    def ask(method: str, path: str, token: str) -> int:
+        headers = {"Authorization": f"Bearer {token}"}
+        return service.client.request(method, path, headers=headers).status_code
+
+    (batch_id,) = bench.posted
+    for token in ("reader", "sender"):
+        assert ask("GET", DEAD, token) == 200
+        assert ask("GET", f"{DEAD}/{batch_id}/file", token) == 403
+        assert ask("GET", f"{DEAD}//{batch_id}/file", token) == 403
+        assert ask("POST", f"{DEAD}/{batch_id}/retry", token) == 403
+        assert ask("DELETE", f"{DEAD}/{batch_id}", token) == 403
+    assert ask("GET", f"{DEAD}/{batch_id}/file", "boss") == 200
+    assert ask("POST", f"{DEAD}/{batch_id}/retry", "boss") == 202
+
+
+def test_a_full_queue_refuses_to_take_a_batch_back(bench: Bench, serve: Serve) -> None:
+    service = serve(queue_max_items=1)
+    bench.begin()
+    (batch_id,) = die(bench, service, "bad")
+    assert service.post(bench.world.rollout_file("good")).status_code == 202
+    refused = service.client.post(f"{DEAD}/{batch_id}/retry")
+    assert (refused.status_code, refused.json()["type"]) == (429, "urn:draftalign:queue-full")
+    assert service.client.get(DEAD).json()["dead"][0]["has_file"]
+    bench.drain(bench.worker(**LENIENT))
+    assert service.client.post(f"{DEAD}/{batch_id}/retry").status_code == 202
+    check_ledger(bench)
+
+
+def test_many_who_put_it_back_at_once_put_it_back_once(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.begin()
+    (batch_id,) = die(bench, service, "bad")
+    answers: list[dict[str, Any]] = []
+    ask = [
+        threading.Thread(target=lambda: answers.append(httpx.post(f"{service.url}{DEAD}/{batch_id}/retry").json()))
+        for _ in range(8)
+    ]
+    for thread in ask:
+        thread.start()
+    for thread in ask:
+        thread.join(30)
+    assert sorted(one["put_back"] for one in answers) == [False] * 7 + [True]
+    assert check_ledger(bench)["items"] == 1
+
+
+def test_the_command_lists_saves_puts_back_and_discards(bench: Bench, serve: Serve, tmp_path: Path) -> None:
+    service = serve()
+    bench.begin()
+    kept, dropped = die(bench, service, "bad", "worse")
+
+    def draftalign(*arguments: str) -> str:
+        done = CliRunner().invoke(command_line, ["dead", "--service", service.url, *arguments])
+        return done.output + ("" if done.exception is None else str(done.exception))
+
+    listed = draftalign()
+    assert kept in listed
+    assert "log-probabilities disagree" in listed
+    assert "2 dead batches" in listed
+    draftalign("--save", kept, str(tmp_path / "kept.safetensors"))
+    assert (tmp_path / "kept.safetensors").read_bytes() == dying(bench, "bad")
+    assert "exists" in draftalign("--save", kept, str(tmp_path / "kept.safetensors"))
+    assert "is discarded" in draftalign("--discard", dropped)
+    assert "410" in draftalign("--retry", dropped)
+    assert f"{kept} is queued\n" in draftalign("--retry", kept)
+    assert f"{kept} is queued already" in draftalign("--retry", kept)
+    assert ".." in draftalign("--discard", "..")
+    assert service.client.get("/runs/default").status_code == 200
+    assert "at a time" in draftalign("--retry", kept, "--discard", kept)
+    assert "0 dead batches" in draftalign()
+
+
+def test_a_worker_that_was_paused_leaves_a_batch_alone_that_was_put_back_meanwhile(
+    bench: Bench, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would skip it as too old; meanwhile another worker took it, it died, and a person put it back."""
+    service = serve()
+    bench.begin()
+    bench.post("newer", policy_version=9)
+    paused = bench.worker(max_policy_lag=2, claim_tokens=10_000)
+    (batch_id,) = (service.post(dying(bench, "bad")).json()["batch_id"],)
+    ack = RolloutQueue.ack
+
+    def meanwhile(self: RolloutQueue, entry: Entry, *rest: Any) -> bool:
+        if entry.batch_id == batch_id:
+            monkeypatch.setattr(RolloutQueue, "ack", ack)
+            assert self.dead_letter(entry, "of another worker")
+            assert service.client.post(f"{DEAD}/{batch_id}/retry").status_code == 202
+        return ack(self, entry, *rest)
+
+    monkeypatch.setattr(RolloutQueue, "ack", meanwhile)
+    paused.cycle()
+    assert bench.state(batch_id) == "queued"
+    bench.drain(bench.worker(**LENIENT))
+    assert bench.state(batch_id) == "trained"
+    check_ledger(bench)
+
+
+@pytest.mark.chaos
+def test_an_api_that_is_killed_while_it_puts_batches_back_loses_none_and_queues_none_twice(
+    bench: Bench, tmp_path: Path
+) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    bench.begin()
+    for number in range(24):
+        bench.post_file(dying(bench, f"bad{number}", rollouts=1))
+    worker = bench.worker()
+    bench.drain(worker)
+    assert {bench.state(batch_id) for batch_id in bench.posted} == {"dead"}
+    answered: list[str] = []
+    for _ in range(3):
+        with service_process(bench) as (process, url):
+            killer = threading.Timer(rng.uniform(0.0, 0.15), process.send_signal, [signal.SIGKILL])
+            killer.start()
+            try:
+                for batch_id in bench.posted:
+                    if httpx.post(f"{url}{DEAD}/{batch_id}/retry").json().get("put_back"):
+                        answered.append(batch_id)
+            except httpx.TransportError:
+                pass
+            killer.join()
+        assert len(set(answered)) == len(answered), "one put back is said once"
+        assert {bench.state(batch_id) for batch_id in answered} <= {"queued"}
+        check_ledger(bench)
+    with service_process(bench) as (_, url):
+        for batch_id in bench.posted:
+            assert httpx.post(f"{url}{DEAD}/{batch_id}/retry").status_code in (200, 202)
+    assert check_ledger(bench)["items"] == 24
+    bench.drain(bench.worker(**LENIENT))
+    assert {bench.state(batch_id) for batch_id in bench.posted} == {"trained"}
+    counts = check_ledger(bench)
+    assert (counts["acked_total"], counts["put_back_total"], counts["dead_total"]) == (24, 24, 24)
+    assert sum(record.rollouts or 0 for record in bench.store.scores().values()) == 24
+    assert bench.totals()["batches"] == 24
+
+
+class service_process:  # noqa: N801 - used as a function
+    """The API as a process of its own."""
+
+    def __init__(self, bench: Bench) -> None:
+        import socket
+
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        argv = [sys.executable, "-c", API, str(bench.settings.state_dir), bench.redis_url, str(port)]
+        self.process = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
+
+    def __enter__(self) -> tuple[subprocess.Popen[bytes], str]:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                if httpx.get(f"{self.url}/healthz").is_success:
+                    return self.process, self.url
+            except httpx.TransportError:
+                pass
+            assert time.monotonic() < deadline, "the API did not start"
+            time.sleep(0.02)
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+# --- effect once per rollout ------------------------------------------------------------------------------------------
+
+
+def regrouped(bench: Bench, *ids: str, version: int = 0, **options: Any) -> bytes:
+    """A batch of these rollouts, whatever they hold."""
+    name = "+".join(ids)
+    return bench.world.rollout_file(name, policy_version=version, rollouts=len(ids), rollout_ids=list(ids), **options)
+
+
+def remembered(bench: Bench) -> list[str]:
+    """Ids of what the worker trains on again, as its successor reads them."""
+    recent = bench.worker().learner.recent
+    return sorted(i for kept in recent._kept for i in kept.batch.rollout_ids)
+
+
+def test_rollouts_that_come_again_in_other_groups_are_trained_on_once(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.begin()
+    assert service.post(regrouped(bench, "a", "b", "c")).status_code == 202
+    part = service.post(regrouped(bench, "c", "d", "a"))
+    assert (part.status_code, part.json()["known_rollouts"]) == (202, 2)
+    assert "(2 of 3)" in part.json()["warning"]
+    whole = service.post(regrouped(bench, "d", "b", version=7))
+    assert (whole.status_code, whole.json()["duplicate"], whole.json()["state"]) == (200, True, "queued")
+    assert whole.json()["known_rollouts"] == 2
+    again = service.post(regrouped(bench, "c", "d", "a"))
+    assert (again.status_code, again.json()["known_rollouts"]) == (200, 2)
+    assert len(service.spooled()) == 2
+    bench.drain(bench.worker())
+    scores = bench.store.scores()
+    assert sorted(record.rollouts or 0 for record in scores.values()) == [1, 3]
+    assert remembered(bench) == ["a", "b", "c", "d"]
+    fate = service.client.get("/rollouts/d").json()
+    assert (fate["state"], fate["known_rollouts"], fate["rollouts"]) == ("trained", 2, 3)
+    late = service.post(regrouped(bench, "d", "a", "b", version=1))
+    assert (late.status_code, late.json()["state"]) == (200, "trained")
+    assert (check_ledger(bench)["accepted_total"], bench.totals()["batches"]) == (2, 2)
+
+
+def test_a_known_rollout_is_left_out_again_when_its_batch_is_delivered_again(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.begin()
+    service.post(regrouped(bench, "a", "b"))
+    service.post(regrouped(bench, "b", "c"))
+    worker = bench.worker(checkpoint_seconds=1e6)  # nothing is acknowledged: the next life does all of it again
+    bench.drain(worker)
+    assert check_ledger(bench)["items"] == 2
+    bench.drain(bench.worker())
+    assert remembered(bench) == ["a", "b", "c"]
+    assert sum(record.rollouts or 0 for record in bench.store.scores().values()) == 3
+
+
+def test_uploads_that_race_with_common_rollouts_share_them_out(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.begin()
+    rng = random.Random(5)
+    groups = [rng.sample("abcdefghijkl", 4) for _ in range(16)]
+    files = [regrouped(bench, *group, lengths=[10] * 4) for group in groups]
+    replies: list[dict[str, Any]] = []
+    threads = [threading.Thread(target=lambda f=file: replies.append(service.post(f).json())) for file in files]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    new = sum(4 - one["known_rollouts"] for one in replies if not one["duplicate"])
+    assert new == len(set().union(*groups))
+    bench.drain(bench.worker(recent_tokens=10_000))
+    assert remembered(bench) == sorted(set().union(*groups))
+    assert bench.spooled() == []
+
+
+def test_rollouts_of_a_dead_batch_may_come_in_another_and_are_left_out_when_it_is_put_back(
+    bench: Bench, serve: Serve
+) -> None:
+    service = serve()
+    bench.begin()
+    part, whole = (
+        service.post(regrouped(bench, *ids, change=shifted)).json()["batch_id"] for ids in (("a", "b"), ("c", "d"))
+    )
+    bench.drain(bench.worker())
+    assert {bench.state(part), bench.state(whole)} == {"dead"}
+    new = service.post(regrouped(bench, "d", "b", "c"))
+    assert (new.status_code, new.json()["known_rollouts"]) == (202, 0)
+    back = service.client.post(f"{DEAD}/{part}/retry")
+    assert (back.status_code, back.json()["known_rollouts"]) == (202, 1)
+    none = service.client.post(f"{DEAD}/{whole}/retry")
+    assert (none.status_code, none.json()["state"], none.json()["put_back"]) == (200, "skipped", False)
+    bench.drain(bench.worker(**LENIENT))
+    assert remembered(bench) == ["a", "b", "c", "d"]
+    assert bench.spooled() == []
+    assert service.client.get(DEAD).json()["total"] == 0
+    assert wire.batch_id("default", 0, ("d", "b", "c")) == service.client.get("/rollouts/d").json()["batch_id"]

@@ -1,0 +1,119 @@
+"""The worker's time is shared between runs by the seconds that they take, and a modest run waits for one claim at most.
+
+`benchmarks/fair_share.py` measures the same on the clock.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from worker_fixtures import Bench
+
+from service.worker import process
+from service.worker.loop import RunWorker
+from service.worker.process import Turns, Worker
+
+AHEAD = process._AHEAD_SECONDS
+
+
+def one_pass(turns: Turns, runs: list[str], cycle: Callable[[str], float]) -> dict[str, float]:
+    """What `Worker._turn` does, on a clock of its own. Returns the seconds that runs worked; 0: it had nothing."""
+    took: dict[str, float] = {}
+    for run in turns.order(runs):
+        if sum(took.values()) > AHEAD:
+            break
+        if turns.may(run):
+            seconds = cycle(run)
+            turns.asked(run, seconds, at_work=seconds > 0)
+            took[run] = seconds
+    return took
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_that_always_have_work_get_equal_seconds_however_long_their_claims(seed: int) -> None:
+    rng = random.Random(seed)
+    longest = {f"r{i}": 10 ** rng.uniform(-2, 1.5) for i in range(6)}
+    total, turns = dict.fromkeys(longest, 0.0), Turns()
+    while sum(total.values()) < 3000:
+        for run, seconds in one_pass(turns, list(longest), lambda r: rng.uniform(0.1, 1) * longest[r]).items():
+            total[run] += seconds
+    assert max(total.values()) - min(total.values()) < max(longest.values()) + AHEAD + max(longest.values())
+
+
+@pytest.mark.parametrize("floods", [1, 3, 8])
+def test_a_run_that_takes_less_than_its_share_waits_for_one_claim_of_the_others(floods: int) -> None:
+    rng, turns = random.Random(floods), Turns()
+    now, due, waited = 0.0, 1000.0, list[float]()  # every flood had claims by then
+
+    def cycle(run: str) -> float:
+        nonlocal now, due
+        if run != "honest":
+            seconds = rng.uniform(5, 30)
+        elif now < due:
+            return 0.0
+        else:
+            waited.append(now - due)  # until its own claim begins
+            seconds = 10.0
+            due = now + seconds + 30.0 * (floods + 1)  # it takes half its share
+        now += seconds
+        return seconds
+
+    runs = [*(f"flood{i}" for i in range(floods)), "honest"]
+    while len(waited) < 200:
+        one_pass(turns, runs, cycle)
+    assert 20.0 < max(waited) <= 30.0
+
+
+def test_nobody_waits_for_seconds_that_were_taken_long_ago_nor_saves_any_up() -> None:
+    turns = Turns()
+    for _ in range(100):
+        one_pass(turns, ["old"], lambda _: 30.0)
+    one_pass(turns, ["old"], lambda _: 0.0)
+    for _ in range(100):
+        one_pass(turns, ["old", "new"], lambda run: 1.0 if run == "new" else 0.0)
+    total = {"old": 0.0, "new": 0.0}
+    for _ in range(100):
+        for run, seconds in one_pass(turns, ["old", "new"], lambda _: 1.0).items():
+            total[run] += seconds
+    assert abs(total["old"] - total["new"]) <= 2.0
+
+
+def test_a_run_that_is_closed_or_fails_keeps_nobody_waiting() -> None:
+    turns = Turns()
+    one_pass(turns, ["gone", "here"], lambda _: 0.1)  # both at work
+    for _ in range(10):
+        assert one_pass(turns, ["here"], lambda _: 5.0) == {"here": 5.0}
+    for _ in range(10):
+        turns.asked("fails", 0.01, at_work=False)
+        assert one_pass(turns, ["here"], lambda _: 5.0) == {"here": 5.0}
+
+
+def test_beside_four_floods_an_honest_run_is_trained_after_the_claim_in_hand(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real worker: its batch comes amid a flood's claim, and no other claim begins before its own."""
+    monkeypatch.setattr(process, "_AHEAD_SECONDS", 1e-6)  # claims are short here
+    runs = ["a-flood", "b-flood", "honest", "y-flood", "z-flood"]
+    for run in runs:
+        bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=run)
+        for number in range(0 if run == "honest" else 12):
+            bench.post_file(bench.world.rollout_file(f"{run}{number}", run=run, rollouts=2))
+    worker, cycle = Worker(bench.settings, bench.redis), RunWorker.cycle
+    order: list[str] = []
+
+    def watched(self: RunWorker) -> bool:
+        if len(order) in (6, 17, 29) and self.run != "honest":
+            bench.post_file(bench.world.rollout_file(f"honest{len(order)}", run="honest", rollouts=2))
+        found = cycle(self)
+        order.extend([self.run] if found else [])
+        return found
+
+    monkeypatch.setattr(RunWorker, "cycle", watched)
+    for _ in range(400):
+        worker._turn()
+        if len(order) == 4 * 12 + 3:
+            break
+    assert [place for place, run in enumerate(order) if run == "honest"] == [7, 18, 30]
+    assert {run: order.count(run) for run in runs} == dict.fromkeys(runs, 12) | {"honest": 3}
