@@ -17,6 +17,7 @@ from service.monitor.live_replay import Block, EngineVerdict, VerdictName, push_
 from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
 from service.settings import Settings
 from service.storage.registry import Manifest, canary_key
+from service.storage.runs import check_open
 
 router = APIRouter(tags=["acceptance"])
 
@@ -92,11 +93,12 @@ class AcceptanceReply(BaseModel):
     warning: str | None = None
 
 
-@router.post("/acceptance")
+@router.post("/acceptance", responses={409: {"description": "The run is archived."}})
 async def post_acceptance(request: Request, context: Context) -> AcceptanceReply:
     """Report an engine's acceptance counts; they are compared with replay. A drafter that it lost is pushed again."""
     report = await parse_body(request, AcceptanceReport)
     context.run(report.run)
+    check_open(context.layout, report.run)
     record = AcceptanceRecord(**report.model_dump(exclude={"step_times"}), created=time.time())
     steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times]
     blocks = await context.store(report.run).book(record, steps)

@@ -1,4 +1,4 @@
-"""`GET /drafter/latest`, `GET /drafter/{version}/{file}`, `GET /drafters`, `POST /drafter/{version}/rollback`."""
+"""`GET /drafter/latest`, `GET /drafter/{version}/{file}`, `GET /drafters`; rollback, hold and release of a version."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import base64
 import os
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_jsonable_python
 from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -19,6 +20,7 @@ from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
 from service.api.uploads import parse_body
 from service.storage.registry import MANIFEST, Manifest
+from service.storage.runs import check_open
 
 router = APIRouter(tags=["drafters"])
 
@@ -136,6 +138,7 @@ async def get_drafters(context: Context, run: RunQuery = "default") -> dict[str,
         return {
             "run": run,
             "latest": None if latest is None else latest.model_dump(),
+            "held": to_jsonable_python(registry.held(run)),
             "versions": [registry.get(run, version).model_dump() for version in registry.versions(run)],
             "history": registry.history(run),
         }
@@ -150,9 +153,50 @@ class RollbackRequest(BaseModel):
     reason: str = Field(min_length=1, max_length=400)
 
 
-@router.post("/drafter/{version}/rollback", response_model=Manifest)
+class HoldRequest(RollbackRequest):
+    """Body of a hold."""
+
+    by: str | None = Field(None, min_length=1, max_length=80, description="Who holds it, for people to read.")
+
+
+_HELD: Final[dict[int | str, dict[str, Any]]] = {
+    409: {"description": "A person holds another version, or this one's files no longer match their digests."}
+}
+
+
+@router.post("/drafter/{version}/rollback", response_model=Manifest, responses=_HELD)
 async def post_rollback(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
-    """Serve an older version again, under a new sequence number. Body: `{"reason": "..."}`."""
+    """Serve an older version again, until the gate finds a better one. Body: `{"reason": "..."}`."""
     context.run(run)
+    check_open(context.layout, run)
     body = await parse_body(request, RollbackRequest)
     return await context.locking(context.registry.rollback, run, version, body.reason)
+
+
+@router.put("/drafter/{version}/hold", response_model=Manifest, responses=_HELD)
+async def put_hold(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
+    """Serve a version and keep it served until it is released. Body: `{"reason": "...", "by": "..."}`.
+
+    Rollouts are scored and trained on meanwhile; the gate looks at none of them, and nothing is published.
+    """
+    context.run(run)
+    check_open(context.layout, run)
+    body = await parse_body(request, HoldRequest)
+    return await context.locking(context.registry.hold, run, version, body.reason, body.by)
+
+
+@router.delete(
+    "/drafter/{version}/hold",
+    response_model=Manifest,
+    responses={409: {"description": "The version is not held: another one is, or none."}},
+)
+async def delete_hold(
+    context: Context,
+    version: str,
+    run: RunQuery = "default",
+    by: Annotated[str | None, Query(min_length=1, max_length=80, description="Who releases it.")] = None,
+) -> Manifest:
+    """Release a held version: it is served until the gate finds a better one."""
+    context.run(run)
+    check_open(context.layout, run)
+    return await context.locking(context.registry.release, run, version, by)

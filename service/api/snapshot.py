@@ -42,6 +42,7 @@ from service.monitor.records import (
 )
 from service.settings import Settings
 from service.storage.reports import NEWEST_REPORTS
+from service.storage.runs import read_state
 
 log = logging.getLogger("draftalign.api")
 
@@ -80,6 +81,8 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
         oldest_queued=arrivals.oldest,
         last_arrival=arrivals.last,
         registered=context.run(run).created,
+        state=read_state(context.layout, run),
+        held=context.registry.held(run),
     )
 
 
@@ -195,6 +198,8 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),
         headroom=advice_of(snapshot),
+        state=snapshot.state,
+        held=snapshot.held,
     )
 
 

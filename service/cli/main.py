@@ -9,19 +9,18 @@ import socket
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Final
 from urllib.parse import quote
 
 import typer
 from pydantic import ValidationError
 
+from service.cli import remote
 from service.cli.checks import checked_redis, unknown_variables
 from service.cli.commands import add_commands
+from service.cli.remote import call
 from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings
-
-if TYPE_CHECKING:
-    import httpx
 
 app = typer.Typer(
     name="draftalign",
@@ -147,7 +146,7 @@ def drift(
 
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
-    _call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action.value}")
+    call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action.value}")
     typer.echo(f"asked; the worker of run {run} does it within seconds")
 
 
@@ -166,10 +165,10 @@ def runs(
     if delete is not None:
         if not yes:
             typer.confirm(f"Delete run {delete}: its rollouts, drafters, checkpoints and history?", abort=True)
-        _call("DELETE", service, f"/runs/{quote(delete, safe='')}", timeout=60.0)
+        call("DELETE", service, f"/runs/{quote(delete, safe='')}", timeout=60.0)
         typer.echo(f"run {delete} is deleted")
         return
-    for one in _call("GET", service, "/runs").json():
+    for one in call("GET", service, "/runs").json():
         typer.echo(f"{one['run']}  {one['drafter'] or 'no drafter yet'}  {one['headline']['text']}")
 
 
@@ -187,7 +186,7 @@ def worth(
     It is fitted to the step times that engines report. DRAFTALIGN_TOKEN: token for the service, of scope read.
     """
     asked = {} if generation_share is None else {"generation_share": str(generation_share)}
-    found = _call("GET", service, f"/runs/{quote(run, safe='')}/worth", params=asked).json()
+    found = call("GET", service, f"/runs/{quote(run, safe='')}/worth", params=asked).json()
     if found["unknown"]:
         typer.echo(f"unknown: {found['unknown']}")
         return
@@ -200,21 +199,6 @@ def worth(
         typer.echo(f"From {found['costs_from']} sequences a step on, depth {found['depth']} is slower than no drafts.")
     if found["plan"]:
         typer.echo(f"vLLM: num_speculative_tokens_per_batch_size = {json.dumps(found['plan'])}")
-
-
-def _call(method: str, service: str, path: str, **more: Any) -> httpx.Response:
-    """Ask the service; what it refuses is a ConfigurationError."""
-    import httpx
-
-    token = os.environ.get("DRAFTALIGN_TOKEN")
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    try:
-        answer = httpx.request(method, f"{service.rstrip('/')}{path}", headers=headers, **more)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigurationError(f"{service} does not answer: {error}") from error
-    if not answer.is_success:
-        raise ConfigurationError(f"{service} answered {answer.status_code}: {answer.text[:300]}")
-    return answer
 
 
 @app.command()
@@ -240,6 +224,7 @@ def demo(
 
 
 add_commands(app)
+remote.add_commands(app)
 
 
 def main() -> None:

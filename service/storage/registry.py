@@ -8,6 +8,9 @@ Invariants, also after loss of power at any line:
 * `publish` is compare-and-set on `latest`: a drafter replaces only the version that it was judged against. So a worker
   that was paused during another publish or a rollback changes nothing (docs/guide/operating.md, "What a paused process
   can do").
+* A hold is part of `latest.json`, so it appears and ends in the same rename as a move. While it is there, nothing but
+  another hold moves `latest` to another version: what was judged before it and is published after it raises
+  `LatestHeld`.
 * One `flock` per run serialises the API (rollback, push-again) and the worker (publish). After `LOCK_SECONDS` the error
   names the holder: a paused process (a debugger, a paused container) keeps the lock until it goes on or is killed.
 
@@ -35,8 +38,8 @@ from pydantic_core import to_json
 
 from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
 from rl_hooks.lock import LockHeld, exclusive
-from service.errors import LatestMoved, RegistryBusy, RegistryError, VersionNotFound
-from service.monitor.records import RunEvent
+from service.errors import LatestHeld, LatestMoved, RegistryBusy, RegistryError, VersionNotFound
+from service.monitor.records import HeldVersion, RunEvent
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
 
 MANIFEST = "manifest.json"
@@ -155,6 +158,12 @@ class Registry:
                 return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
         return None
 
+    def held(self, run: str) -> HeldVersion | None:
+        """The version that a person holds; None where `latest` may move."""
+        pointer = self._pointer(run)
+        hold = None if pointer is None else pointer.get("held")
+        return None if pointer is None or hold is None else HeldVersion(pointer["version"], **hold)
+
     def get(self, run: str, version: str) -> Manifest:
         """Manifest of one version as it was published."""
         path = self._layout.drafter(run, version) / MANIFEST
@@ -225,7 +234,7 @@ class Registry:
         """Turn a staged directory into the next version and point `latest` at it (compare-and-set).
 
         `instead_of`: the version that it was judged against, None where nothing was served. Raises `LatestMoved` when
-        another one is served now.
+        another one is served now, `LatestHeld` when a person holds it.
         """
         files = tuple(_digest(path) for path in _staged_files(staged))
         digest = hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
@@ -233,6 +242,7 @@ class Registry:
             existing = self.versions(run)
             number = 1 + (_number(existing[-1]) if existing else 0)
             pointer = self._require_served(run, instead_of)
+            self._require_free(run)
             if pointer is not None:  # a pruned version's number is never used again
                 number = max(number, 1 + _number(pointer["version"]))
             manifest = Manifest(
@@ -260,21 +270,56 @@ class Registry:
     def rollback(self, run: str, version: str, reason: str, *, instead_of: str | None = ANY) -> Manifest:
         """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number.
 
-        `instead_of`: as for `publish`.
+        `instead_of`: as for `publish`. Raises `LatestHeld` when a person holds what is served.
         """
         self.verify(run, version)
         with locked(self._layout, run):
             self._require_served(run, instead_of)
+            self._require_free(run)
             return self._repoint(run, self.get(run, version), reason, "rolled_back")
+
+    def hold(self, run: str, version: str, reason: str, by: str | None = None) -> Manifest:
+        """Serve a version until `release`, after verifying its digests. One that is held already is held instead.
+
+        Takes a new sequence number where another version was served, so that engines load it; else they are left alone.
+        """
+        self.verify(run, version)
+        with locked(self._layout, run):
+            hold = {"reason": reason, "since": time.time(), "by": by}
+            pointer = self._pointer(run)
+            manifest = self.get(run, version)
+            if pointer is None or pointer["version"] != version:
+                manifest = self._repoint(run, manifest, reason, "rolled_back", held=hold)
+            else:
+                self._recover_history(run)
+                replace_file(self._layout.latest(run), json.dumps(pointer | {"held": hold}).encode())
+                manifest = manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
+            facts = {"policy_version": manifest.policy_version, "reason": reason, "by": by}
+            self.record(run, {"event": "held", "version": version, **facts})
+        return manifest
+
+    def release(self, run: str, version: str, by: str | None = None) -> Manifest:
+        """End the hold of a version; the gate decides again. Raises `LatestHeld` unless that very version is held."""
+        with locked(self._layout, run):
+            held, pointer = self.held(run), self._pointer(run)
+            if pointer is None or held is None or held.version != version:
+                found = "none" if held is None else held.version
+                raise LatestHeld(f"run {run!r} holds {found}, not {version[:80]}: nothing was released")
+            del pointer["held"]
+            replace_file(self._layout.latest(run), json.dumps(pointer).encode())
+            manifest = self.get(run, version)
+            facts = {"policy_version": manifest.policy_version, "by": by}
+            self.record(run, {"event": "released", "version": version, **facts})
+        return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
 
     def push_again(self, run: str, reason: str) -> Manifest:
         """Give the served version a new sequence number, so that every engine loads it again."""
         with locked(self._layout, run):
-            manifest = self.latest(run)
+            manifest, held = self.latest(run), (self._pointer(run) or {}).get("held")
             if manifest is None:
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
             # Not "pushed again": a person's rollback with those words overrides an agent's canary, and this must not.
-            return self._repoint(run, manifest, f"revived: {reason}", "pushed_again")
+            return self._repoint(run, manifest, f"revived: {reason}", "pushed_again", held=held)
 
     def record(self, run: str, event: Mapping[str, Any]) -> None:
         """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent.
@@ -334,14 +379,34 @@ class Registry:
             raise LatestMoved(f"run {run!r} serves {served} now, not {version}: nothing was published")
         return pointer
 
-    def _repoint(self, run: str, manifest: Manifest, reason: str, kind: str) -> Manifest:
+    def _require_free(self, run: str) -> None:
+        """Raise LatestHeld while a person holds what is served."""
+        if (held := self.held(run)) is not None:
+            who = "a person" if held.by is None else held.by
+            raise LatestHeld(
+                f"run {run!r} holds {held.version}, by {who} ({held.reason}): nothing was published. "
+                f"DELETE /drafter/{held.version}/hold releases it"
+            )
+
+    def _repoint(
+        self, run: str, manifest: Manifest, reason: str, kind: str, held: Mapping[str, Any] | None = None
+    ) -> Manifest:
         pointer = self._pointer(run)
         sequence = 1 + (0 if pointer is None else int(pointer["sequence"]))
         moved = manifest.model_copy(update={"sequence": sequence, "reason": reason})
-        self._point(run, moved, reason, kind, {"previous": None if pointer is None else pointer["version"]})
+        previous = {"previous": None if pointer is None else pointer["version"]}
+        self._point(run, moved, reason, kind, previous, held)
         return moved
 
-    def _point(self, run: str, manifest: Manifest, reason: str, kind: str, more: Mapping[str, Any]) -> None:
+    def _point(
+        self,
+        run: str,
+        manifest: Manifest,
+        reason: str,
+        kind: str,
+        more: Mapping[str, Any],
+        held: Mapping[str, Any] | None = None,
+    ) -> None:
         event = {
             "time": time.time(),
             "event": kind,
@@ -352,6 +417,7 @@ class Registry:
         }
         self._recover_history(run)
         pointer = {"sequence": manifest.sequence, "version": manifest.version, "reason": reason, "event": kind}
+        pointer |= {} if held is None else {"held": held}
         replace_file(self._layout.latest(run), json.dumps(pointer).encode())
         self._append(run, event | dict(more))
 

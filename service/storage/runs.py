@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from rl_hooks.durable import replace_file
 from rl_hooks.format.eagle3 import DrafterError
@@ -30,16 +30,20 @@ from rl_hooks.wire import (
     WireError,
     target_fingerprint,
 )
-from service.errors import RunConflict, RunNotFound
+from service.errors import RunClosed, RunConflict, RunNotFound
+from service.monitor.records import RunState, State
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.nearness import differences
-from service.storage.registry import locked
+from service.storage.registry import Registry, locked
 from service.storage.spool import Upload
 
 _FLOATS: Final = ("F32", "BF16", "F16")
 #: Prefix of what is being deleted; no run's name begins so.
 _DELETED: Final = ".deleted-"
 _CONFIG_INTS: Final = ("hidden_size", "num_hidden_layers", "vocab_size")
+
+
+_STATE: Final = TypeAdapter(RunState)
 
 
 class RunRecord(BaseModel):
@@ -232,6 +236,50 @@ def commit_run(
         upload.keep(layout.target(record.run))
         replace_file(layout.run_json(record.run), record.model_dump_json(indent=1).encode())
     return True
+
+
+def read_state(layout: Layout, run: str) -> RunState:
+    """What a person wants of a run. A file that cannot be read pauses it: nothing is lost until it is mended."""
+    path = layout.run_state(run)
+    try:
+        found: RunState = _STATE.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return RunState()
+    except (ValidationError, OSError) as error:
+        return RunState("paused", f"its {path.name} cannot be read ({type(error).__name__}); PATCH the run again")
+    return found
+
+
+def change_state(
+    layout: Layout, run: str, state: State, reason: str, by: str | None = None, *, instead_of: State | None = None
+) -> RunState:
+    """Write down what a person wants of a run, and an event in its history. Blocks.
+
+    `instead_of`: the state that it must be in; RunConflict where it is in another one.
+    """
+    with locked(layout, run):
+        load_run(layout, run)
+        before = read_state(layout, run)
+        if instead_of not in (None, before.state):
+            raise RunConflict(f"run {run!r} is {before.state}, not {instead_of}: nothing was changed")
+        if before.state == state and before.since is not None:
+            return before
+        after = RunState(state, reason, by, time.time())
+        replace_file(layout.run_state(run), _STATE.dump_json(after))
+        Registry(layout).record(run, {"event": f"run_{state}", "reason": reason, "by": by, "previous": before.state})
+    return after
+
+
+def check_open(layout: Layout, run: str, *, for_rollouts: bool = False) -> None:
+    """Raise RunClosed where a run takes no more rollouts, or (without `for_rollouts`) nothing at all any more."""
+    found = read_state(layout, run)
+    if found.state == "archived" or (for_rollouts and found.state == "draining"):
+        who = f" by {found.by}" if found.by else ""
+        what = "it is read-only" if found.state == "archived" else "it takes no more rollouts"
+        raise RunClosed(
+            f"run {run!r} is {found.state}{who} ({found.reason}): {what}. Do not send it again; a person makes the run "
+            f"active by PATCH /runs/{run}"
+        )
 
 
 def check_not_withdrawn(layout: Layout, run: str) -> None:

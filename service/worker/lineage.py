@@ -138,6 +138,10 @@ class Lineage:
         """What `GET /drafter/latest` offers now."""
         return self._registry.latest(self._run)
 
+    def held(self) -> bool:
+        """Whether a person holds what is served: nothing may be published, so nothing is looked at."""
+        return self._registry.held(self._run) is not None
+
     def published_after(self, before: str | None) -> Manifest | None:
         """What is served now, where it is a candidate that won against `before` and from which nobody moved since."""
         latest = self.served()

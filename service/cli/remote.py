@@ -1,0 +1,113 @@
+"""The commands that ask a running service: hold and release a drafter version, change the state of a run."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from service.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import httpx
+
+Service = Annotated[str, typer.Option(help="URL of the draftalign service.")]
+Run = Annotated[str, typer.Option(help="Name of the RL run.")]
+LOCAL = "http://127.0.0.1:8400"
+
+
+class WantedState(StrEnum):
+    """What a person may want of a run."""
+
+    ACTIVE = "active"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    ARCHIVED = "archived"
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add these commands to the command line."""
+    app.command()(hold)
+    app.command()(release)
+    app.command()(state)
+
+
+def hold(
+    version: Annotated[str, typer.Argument(help="Drafter version to serve, e.g. v000007-0a1b2c3d.")],
+    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
+    service: Service = LOCAL,
+    run: Run = "default",
+) -> None:
+    """Serve a drafter version until `draftalign release`: scoring and training go on, nothing is published.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope admin.
+    """
+    body = {"reason": reason, "by": whoami()}
+    call("PUT", service, f"/drafter/{quote(version, safe='')}/hold", params={"run": run}, json=body)
+    typer.echo(f"run {run} serves {version} until it is released")
+
+
+def release(service: Service = LOCAL, run: Run = "default") -> None:
+    """Release the held drafter version: it is served until the gate finds a better one.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope admin.
+    """
+    held = call("GET", service, f"/runs/{quote(run, safe='')}").json()["held"]
+    if held is None:
+        raise ConfigurationError(f"run {run} holds no version, so nothing was released")
+    call("DELETE", service, f"/drafter/{held['version']}/hold", params={"run": run, "by": whoami()})
+    typer.echo(f"run {run}: {held['version']} is released")
+
+
+def state(
+    wanted: Annotated[
+        WantedState | None, typer.Argument(help="What the run shall be; without it, say what it is.")
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
+    service: Service = LOCAL,
+    run: Run = "default",
+) -> None:
+    """Say what state a run is in, or change it; worker and API obey within seconds.
+
+    active: all goes on. paused: rollouts are queued, nothing is scored or trained, the worker frees its memory.
+    draining: rollouts are refused and trainers stop sending; the queue is worked off. archived: drafters can be
+    fetched, nothing else; what is in the queue is dropped.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope read; to change the state, admin.
+    """
+    path = f"/runs/{quote(run, safe='')}"
+    if wanted is None:
+        found = call("GET", service, path).json()
+    else:
+        body = {"state": wanted.value, "reason": reason, "by": whoami()}
+        found = call("PATCH", service, path, json=body).json()
+    typer.echo(f"run {run} is {found['state']['state']}: {found['headline']['text']}")
+
+
+def whoami() -> str:
+    """Who asks, for the page and the history."""
+    try:
+        return getpass.getuser()[:80]
+    except (KeyError, OSError):  # a container's user may have no name
+        return f"user {os.getuid()}"
+
+
+def call(method: str, service: str, path: str, **more: Any) -> httpx.Response:
+    """Ask the service; what it refuses is a ConfigurationError."""
+    import httpx
+
+    token = os.environ.get("DRAFTALIGN_TOKEN")
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        answer = httpx.request(
+            method, f"{service.rstrip('/')}{path}", headers=headers | more.pop("headers", {}), **more
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigurationError(f"{service} does not answer: {error}") from error
+    if not answer.is_success:
+        raise ConfigurationError(f"{service} answered {answer.status_code}: {answer.text[:300]}")
+    return answer
