@@ -1,4 +1,4 @@
-"""`GET /drafter/latest`, `GET /drafter/{version}/{file}`, `GET /drafters`; rollback, hold and release of a version."""
+"""`GET /drafter/latest`, `GET /drafter/{version}/{file}`, `GET`, `POST /drafters`; rollback, hold, release."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from rl_hooks.release import manifest_signature
+from rl_hooks.wire import Header
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
-from service.api.uploads import parse_body
+from service.api.runs import check_room
+from service.api.uploads import check_announcement, parse_body, receive_file
 from service.storage.registry import MANIFEST, Manifest
 from service.storage.runs import check_open
+from service.storage.sent import admit, read_sent_header
 
 router = APIRouter(tags=["drafters"])
 
@@ -139,11 +142,49 @@ async def get_drafters(context: Context, run: RunQuery = "default") -> dict[str,
             "run": run,
             "latest": None if latest is None else latest.model_dump(),
             "held": to_jsonable_python(registry.held(run)),
+            "waiting": list(registry.sent(run)),
             "versions": [registry.get(run, version).model_dump() for version in registry.versions(run)],
             "history": registry.history(run),
         }
 
     return await asyncio.to_thread(read)
+
+
+@router.post(
+    "/drafters",
+    status_code=201,
+    response_model=Manifest,
+    responses={
+        200: {"description": "These very files are a version already; they wait for the gate (again)."},
+        409: {"description": "Another lineage's drafter, too many that wait, none served yet, or an archived run."},
+    },
+)
+async def post_drafter(
+    request: Request,
+    response: Response,
+    context: Context,
+    run: RunQuery = "default",
+    reason: Annotated[str, Query(min_length=1, max_length=400, description="Why it is sent.")] = "trained elsewhere",
+    by: Annotated[str | None, Query(min_length=1, max_length=80, description="Who sends it.")] = None,
+) -> Manifest:
+    """Send a drafter that was trained elsewhere. The gate judges it on fresh rollouts; GET /drafters tells the outcome.
+
+    The body is a safetensors file of its tensors; `format` and `drafter_config` stand in the metadata.
+    """
+    context.run(run)
+    check_open(context.layout, run)
+    length = check_announcement(request, context.settings.max_run_bytes)
+
+    async def on_header(header: Header) -> bool:
+        read_sent_header(context.layout, run, header)
+        return True
+
+    check_room(context, 2 * length)  # the upload, and the version that is made of it
+    with context.spool.reserve(2 * length), context.spool.upload() as upload:
+        await receive_file(request, upload, length, context.settings, on_header)
+        manifest, new = await context.locking(admit, context.layout, run, upload.path, reason, by)
+    response.status_code = 201 if new else 200
+    return manifest
 
 
 class RollbackRequest(BaseModel):

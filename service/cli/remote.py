@@ -1,15 +1,18 @@
-"""The commands that ask a running service: hold and release a drafter version, change the state of a run."""
+"""The commands that ask a running service: hold, release and send a drafter version, change the state of a run."""
 
 from __future__ import annotations
 
 import getpass
 import os
+import tempfile
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from service.cli.commands import AuxLayers, From, Norm, Source, write_body
 from service.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command()(hold)
     app.command()(release)
     app.command()(state)
+    app.command()(publish)
 
 
 def hold(
@@ -86,6 +90,33 @@ def state(
         body = {"state": wanted.value, "reason": reason, "by": whoami()}
         found = call("PATCH", service, path, json=body).json()
     typer.echo(f"run {run} is {found['state']['state']}: {found['headline']['text']}")
+
+
+def publish(
+    source: Source,
+    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "trained elsewhere",
+    service: Service = LOCAL,
+    run: Run = "default",
+    from_: From = None,
+    aux_layers: AuxLayers = None,
+    norm_before_residual: Norm = None,
+) -> None:
+    """Send a drafter that was trained elsewhere, in any layout; it is served once the gate finds it better.
+
+    It must be of the run's lineage: same sizes, same draft vocabulary. DRAFTALIGN_TOKEN: token for the service, of
+    scope admin.
+    """
+    from rl_hooks.wire import CONTENT_TYPE
+
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "drafter.safetensors"
+        write_body(file, source, from_, aux_layers, norm_before_residual)
+        asked = {"run": run, "reason": reason, "by": whoami()}
+        headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(file.stat().st_size)}
+        with file.open("rb") as body:
+            answer = call("POST", service, "/drafters", params=asked, headers=headers, content=body, timeout=600.0)
+    again = "" if answer.status_code == 201 else " again"
+    typer.echo(f"{answer.json()['version']} waits for the gate{again}; GET /drafters?run={run} tells the outcome")
 
 
 def whoami() -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -31,14 +32,14 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
 from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
 from rl_hooks.lock import LockHeld, exclusive
-from service.errors import LatestHeld, LatestMoved, RegistryBusy, RegistryError, VersionNotFound
+from service.errors import LatestHeld, LatestMoved, RegistryBusy, RegistryError, RunConflict, VersionNotFound
 from service.monitor.records import HeldVersion, RunEvent
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
 
@@ -102,6 +103,8 @@ class HistoryDigest:
         self.canaries: dict[tuple[str, ...], None] = {}
         #: How many versions were published.
         self.published = 0
+        #: Versions that a person sent and that are not judged yet, oldest first.
+        self.sent: dict[str, Sent] = {}
         self.bytes_read = 0
 
     def read(self, file: BinaryIO) -> None:
@@ -111,6 +114,7 @@ class HistoryDigest:
         complete = text[: text.rfind(b"\n") + 1]
         self.bytes_read += len(complete)
         for event in _events(complete.splitlines()):
+            self._read_sent(event)
             if event.get("event") == "published":
                 self.published += 1
             elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
@@ -119,6 +123,27 @@ class HistoryDigest:
                 self.canaries[canary_key(event)] = None
                 while len(self.canaries) > _CANARIES_REMEMBERED:
                     del self.canaries[next(iter(self.canaries))]
+
+    def _read_sent(self, event: Mapping[str, Any]) -> None:
+        kind, version = event.get("event"), str(event.get("version"))
+        if kind == "sent":
+            reason, by = str(event.get("reason")), event.get("by")
+            self.sent[version] = Sent(reason, by if isinstance(by, str) else None, self.published)
+        elif kind in ("published", "rolled_back", "refused"):
+            self.sent.pop(version, None)
+
+
+class Sent(NamedTuple):
+    """A drafter that a person sent: why, who, and how many versions had been published before."""
+
+    reason: str
+    by: str | None
+    published: int
+
+    @property
+    def sender(self) -> str:
+        """For people: who sent it, and why."""
+        return f"sent{f' by {self.by}' if self.by else ''} ({self.reason})"
 
 
 def canary_key(event: Mapping[str, Any]) -> tuple[str, ...]:
@@ -157,6 +182,12 @@ class Registry:
             else:
                 return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
         return None
+
+    def sent(self, run: str) -> dict[str, Sent]:
+        """Versions that people sent and that are not judged yet, oldest first."""
+        digest = self.digest(run)
+        with self._reading:
+            return dict(digest.sent)
 
     def held(self, run: str) -> HeldVersion | None:
         """The version that a person holds; None where `latest` may move."""
@@ -236,18 +267,13 @@ class Registry:
         `instead_of`: the version that it was judged against, None where nothing was served. Raises `LatestMoved` when
         another one is served now, `LatestHeld` when a person holds it.
         """
-        files = tuple(_digest(path) for path in _staged_files(staged))
-        digest = hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
+        files, digest = _digests(staged)
         with locked(self._layout, run):
-            existing = self.versions(run)
-            number = 1 + (_number(existing[-1]) if existing else 0)
             pointer = self._require_served(run, instead_of)
             self._require_free(run)
-            if pointer is not None:  # a pruned version's number is never used again
-                number = max(number, 1 + _number(pointer["version"]))
             manifest = Manifest(
                 run=run,
-                version=f"v{number:06d}-{digest[:8]}",
+                version=self._next_version(run, digest),
                 sequence=1 + (0 if pointer is None else pointer["sequence"]),
                 reason=reason,
                 digest=digest,
@@ -262,10 +288,59 @@ class Registry:
                 alpha=None if alpha is None else dict(alpha),
                 gate=None if gate is None else dict(gate),
             )
-            write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
-            AtomicDirectory(staged).commit(self._layout.drafter(run, manifest.version))
+            self._commit(staged, manifest)
             self._point(run, manifest, reason, "published", {"parent": parent, "alpha": alpha, "gate": gate})
         return manifest
+
+    def archive(
+        self, run: str, staged: Path, *, like: Manifest, reason: str, by: str | None, most_waiting: int
+    ) -> tuple[Manifest, bool]:
+        """Turn a staged directory into a version that is not served: it waits for the gate. Also whether it is new.
+
+        `like`: a version of the lineage, whose facts it shares. Files that are a version already only wait again.
+        Raises RunConflict where `most_waiting` wait already, or the version is served.
+        """
+        files, digest = _digests(staged)
+        with locked(self._layout, run):
+            known = {
+                manifest.digest: manifest for manifest in map(functools.partial(self.get, run), self.versions(run))
+            }
+            manifest, waiting = known.get(digest), self.sent(run).keys()
+            if manifest is not None and manifest.version in waiting:
+                return manifest, False
+            if manifest is not None and manifest.version == (self._pointer(run) or {}).get("version"):
+                raise RunConflict(f"run {run!r} serves this very drafter already: it is {manifest.version}")
+            if len(waiting & set(self.versions(run))) >= most_waiting:
+                raise RunConflict(f"{most_waiting} drafters of run {run!r} wait for the gate already; send it later")
+            new = manifest is None
+            if manifest is None:
+                version = self._next_version(run, digest)
+                facts: dict[str, Any] = {
+                    "sequence": 0,
+                    "parent": None,
+                    "created": time.time(),
+                    "alpha": None,
+                    "gate": None,
+                }
+                facts |= {"version": version, "reason": Sent(reason, by, 0).sender, "digest": digest, "files": files}
+                manifest = like.model_copy(update=facts)
+                self._commit(staged, manifest)
+            said = {"version": manifest.version, "policy_version": manifest.policy_version, "reason": reason, "by": by}
+            self.record(run, {"event": "sent", **said})
+        return manifest, new
+
+    def promote(
+        self, run: str, version: str, reason: str, gate: Mapping[str, Any], *, instead_of: str | None
+    ) -> Manifest:
+        """Publish a version that was sent and that proved better: point `latest` to it. `instead_of`: as for `publish`.
+
+        Raises what `publish` does.
+        """
+        self.verify(run, version)
+        with locked(self._layout, run):
+            self._require_served(run, instead_of)
+            self._require_free(run)
+            return self._repoint(run, self.get(run, version), reason, "published", more={"gate": gate})
 
     def rollback(self, run: str, version: str, reason: str, *, instead_of: str | None = ANY) -> Manifest:
         """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number.
@@ -336,6 +411,12 @@ class Registry:
             if found != file:
                 raise RegistryError(f"{version}/{file.name} no longer matches its manifest; do not serve this version")
 
+    def discard(self, run: str, version: str) -> None:
+        """Delete a version that is not served: nothing can be done with it."""
+        with locked(self._layout, run):
+            if (self._pointer(run) or {}).get("version") != version and version in self.versions(run):
+                self._delete(run, version)
+
     def prune(self, run: str, keep: int, protect: set[str] | frozenset[str] = frozenset()) -> list[str]:
         """Delete all but the newest `keep` versions, the served one and those in `protect`; returns those deleted.
 
@@ -348,11 +429,7 @@ class Registry:
             safe = set(protect) | set(self.versions(run)[-keep:]) | ({pointer["version"]} if pointer else set())
             gone = [version for version in self.versions(run) if version not in safe]
             for version in gone:
-                path = self._layout.drafter(run, version)
-                # Renamed first: a half-deleted directory must not look like a version.
-                deleted = path.with_name(f".deleted-{uuid.uuid4().hex}")
-                path.rename(deleted)
-                shutil.rmtree(deleted)
+                self._delete(run, version)
             for path in self._layout.drafters(run).glob(".*"):
                 if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
                     shutil.rmtree(path, ignore_errors=True)
@@ -361,6 +438,22 @@ class Registry:
         return gone
 
     # --- inside
+    def _next_version(self, run: str, digest: str) -> str:
+        pointer, existing = self._pointer(run), self.versions(run)
+        taken = [*existing[-1:], *([] if pointer is None else [pointer["version"]])]  # a pruned one's is not used again
+        return f"v{1 + max(map(_number, taken), default=0):06d}-{digest[:8]}"
+
+    def _commit(self, staged: Path, manifest: Manifest) -> None:
+        write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        AtomicDirectory(staged).commit(self._layout.drafter(manifest.run, manifest.version))
+
+    def _delete(self, run: str, version: str) -> None:
+        path = self._layout.drafter(run, version)
+        # Renamed first: a half-deleted directory must not look like a version.
+        deleted = path.with_name(f".deleted-{uuid.uuid4().hex}")
+        path.rename(deleted)
+        shutil.rmtree(deleted)
+
     def _pointer(self, run: str) -> dict[str, Any] | None:
         try:
             text = self._layout.latest(run).read_bytes()
@@ -389,13 +482,19 @@ class Registry:
             )
 
     def _repoint(
-        self, run: str, manifest: Manifest, reason: str, kind: str, held: Mapping[str, Any] | None = None
+        self,
+        run: str,
+        manifest: Manifest,
+        reason: str,
+        kind: str,
+        held: Mapping[str, Any] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> Manifest:
         pointer = self._pointer(run)
         sequence = 1 + (0 if pointer is None else int(pointer["sequence"]))
         moved = manifest.model_copy(update={"sequence": sequence, "reason": reason})
         previous = {"previous": None if pointer is None else pointer["version"]}
-        self._point(run, moved, reason, kind, previous, held)
+        self._point(run, moved, reason, kind, previous | dict(more or {}), held)
         return moved
 
     def _point(
@@ -466,6 +565,12 @@ def _staged_files(staged: Path) -> list[Path]:
     if not paths:
         raise RegistryError(f"staged drafter {staged} is empty; write its files first")
     return paths
+
+
+def _digests(staged: Path) -> tuple[tuple[VersionFile, ...], str]:
+    """The files of a staged directory, and the digest of all of them."""
+    files = tuple(_digest(path) for path in _staged_files(staged))
+    return files, hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
 
 
 def _digest(path: Path) -> VersionFile:

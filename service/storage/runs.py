@@ -71,11 +71,11 @@ def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunReco
     meta = header.metadata
     if meta.get("format") != RUN_FORMAT:
         raise WireError("format", f"expected {RUN_FORMAT!r}, got {meta.get('format')!r}")
-    config = _json_object(meta.get("config"), "config")
+    config = json_object(meta.get("config"), "config")
     for key in _CONFIG_INTS:
         if type(config.get(key)) is not int or not 0 < config[key] < 1 << 31:
             raise WireError("config", f"{key} must be a positive integer, got {str(config.get(key))[:40]}")
-    aux = _json_object(meta.get("aux_layers"), "aux_layers")
+    aux = json_object(meta.get("aux_layers"), "aux_layers")
     layers = aux.get("layers")
     if aux.get("convention") != AUX_CONVENTION:
         raise WireError("aux_layers", f"convention must be {AUX_CONVENTION!r}, got {str(aux.get('convention'))[:40]!r}")
@@ -124,7 +124,7 @@ def _check_for_worker(header: Header, config: dict[str, Any], layers: list[int])
 def check_registered(config: Mapping[str, Any], aux_layers: Sequence[int], header: Header) -> None:
     """Raise `DrafterError` unless the worker can begin a run with a file of this header."""
     text = header.metadata.get("drafter_config")
-    drafter_config = None if text is None else _json_object(text, "drafter_config")
+    drafter_config = None if text is None else json_object(text, "drafter_config")
     tensors = {n.removeprefix("drafter."): i for n, i in header.tensors.items() if n.startswith("drafter.")}
     check_run(config, aux_layers, drafter_config, {n: (info.shape, info.dtype) for n, info in tensors.items()})
 
@@ -143,7 +143,7 @@ def _check_run_tensors(header: Header, config: dict[str, Any]) -> None:
     if has_drafter != ("drafter_config" in header.metadata):
         raise WireError("drafter_config", "must be there exactly when drafter.* tensors are")
     if has_drafter:
-        _json_object(header.metadata["drafter_config"], "drafter_config")
+        json_object(header.metadata["drafter_config"], "drafter_config")
 
 
 def _check_matrix(name: str, info: TensorInfo, shape: tuple[int, int]) -> None:
@@ -193,8 +193,8 @@ def check_same(layout: Layout, existing: RunRecord, record: RunRecord, header: H
 
 def _identity(header: Header) -> dict[str, Any]:
     """The fields that `target_fingerprint` hashes."""
-    config = _json_object(header.metadata["config"], "config")
-    aux = _json_object(header.metadata["aux_layers"], "aux_layers")
+    config = json_object(header.metadata["config"], "config")
+    aux = json_object(header.metadata["aux_layers"], "aux_layers")
     return {key: config.get(key) for key in ("model_type", *_CONFIG_INTS)} | {"aux_layers": aux["layers"]}
 
 
@@ -323,7 +323,8 @@ def sweep_deleted(layout: Layout) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _json_object(text: str | None, key: str) -> dict[str, Any]:
+def json_object(text: str | None, key: str) -> dict[str, Any]:
+    """A JSON object of a file's metadata; raises WireError that names `key`."""
     try:
         value = json.loads(text or "")
     except (ValueError, RecursionError) as error:

@@ -399,7 +399,7 @@ class Learner:
         if comparison == "all" and (before := self.lineage.existing(self.gate.watched or "")) is not None:
             roles.setdefault("before", (before, self.lineage.version(before)))
         try:
-            return score(
+            scores = score(
                 batch,
                 roles,
                 policy,
@@ -416,6 +416,9 @@ class Learner:
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
             fates.fail(loaded, error, "cannot be scored")
             return None
+        if comparison == "all":
+            scores = replace(scores, versions={**scores.versions, **self.gate.replay_sent(batch, loaded.path)})
+        return scores
 
     def _latest(self) -> str | None:
         """The version that engines are offered now."""
@@ -491,6 +494,7 @@ class Learner:
                 log.info("%s: %s", self.run, moved)
                 self.gate.restore(before)
                 return []
+        self.gate.dismiss_sent(contests)
         if realised is not None:
             self.lineage.record_gain(realised)
         return contests

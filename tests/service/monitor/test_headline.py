@@ -381,7 +381,7 @@ def test_harder_prompts_are_a_note_and_no_drift() -> None:
 
 
 def test_what_a_person_asked_for_is_no_fault_and_is_said() -> None:
-    asked = {"by": "ada", "reason": "the GPU is needed", "since": NOW - 7200}
+    asked: dict[str, Any] = {"by": "ada", "reason": "the GPU is needed", "since": NOW - 7200}
     silent: dict[str, Any] = {"heartbeat": NOW - 7200, "queued": 3, "oldest_queued": NOW - 7000}
     assert headline(facts(**silent)).state == "worker_silent"
     paused = headline(facts(**silent, state=RunState("paused", **asked)))

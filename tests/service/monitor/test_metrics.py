@@ -301,7 +301,7 @@ def test_a_worker_that_a_person_silenced_raises_no_alarm() -> None:
     silent = stored(worker={"heartbeat": 10.0})
     name = "draftalign_worker_heartbeat_timestamp_seconds"
     for state in ("paused", "archived"):
-        text = render({"a": replace(silent, state=RunState(state))})  # type: ignore[arg-type]
+        text = render({"a": replace(silent, state=RunState(state))})
         assert name not in {found for found, _ in samples(text)}, state
         assert value(text, "draftalign_run_state", run="a", state=state) == 1
     assert value(render({"a": replace(silent, state=RunState("draining"))}), name, run="a") == 10.0
