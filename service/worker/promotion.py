@@ -47,7 +47,7 @@ _FEWEST_PROMPTS: Final = 4
 #: After so many claims two prompts are enough: a run may not have more.
 _POOLED_CLAIMS: Final = 4
 #: A version that a person sent is given up after so many looks against one served drafter,
-_SENT_LOOKS: Final = 24
+SENT_LOOKS: Final = 64
 #: or after so many others were published: its trial begins again with each of them.
 _SENT_OUTRUN: Final = 3
 
@@ -335,8 +335,7 @@ class Gate:
 
     def _trial(self, version: str) -> Trial:
         if version not in self._trials:
-            place = len(self._trials)  # the candidate's is the first
-            self._trials[version] = Trial(_ARCHIVE_SHARE / (place * (place + 1)))
+            self._trials[version] = archive_trial(len(self._trials))  # the candidate's is the first
         return self._trials[version]
 
     # --- drafters that people sent
@@ -364,16 +363,11 @@ class Gate:
         for contest in contests:
             if contest.version not in waiting or contest.verdict.promote:
                 continue
-            verdict, others = contest.verdict, self._lineage.published - waiting[contest.version].published
-            if verdict.looks and verdict.high < self._settings.gate_min_gain:
-                why = "it is no better"
-            elif verdict.looks >= _SENT_LOOKS:
-                why = f"{verdict.looks} looks have not shown it to be better"
-            elif others >= _SENT_OUTRUN:
-                why = f"{others} other versions were published while it waited"
-            else:
-                continue
-            self._lineage.refuse_sent(contest.version, f"{why}: {verdict.reason}", contest.facts)
+            others = self._lineage.published - waiting[contest.version].published
+            if why := given_up(contest.verdict, others, self._settings.gate_min_gain):
+                self._lineage.refuse_sent(contest.version, f"{why}: {contest.verdict.reason}", contest.facts)
+                if contest.version in self._trials:  # what it spent stays spent; sent again, it has another trial
+                    self._trials[f"{contest.version} {len(self._trials)}"] = self._trials.pop(contest.version)
 
     def _fittest(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
         """The archived version that fits best, by successive halving, judged on prompts that did not choose it."""
@@ -431,6 +425,25 @@ class Gate:
     def _settled(self) -> dict[str, Any] | None:
         promise, self._promise = self._promise, None
         return None if promise is None else promise.event()
+
+
+def archive_trial(place: int) -> Trial:
+    """The trial of the archived version that is looked at as the `place`-th, from 1: all together spend one share."""
+    return Trial(_ARCHIVE_SHARE / (place * (place + 1)))
+
+
+def given_up(verdict: Verdict, others: int, min_gain: float) -> str:
+    """Why a version that a person sent is refused; empty while it may still prove better.
+
+    `others`: versions that were published since it came. `min_gain`: the gain that a swap is worth.
+    """
+    if verdict.looks and verdict.high < min_gain:
+        return "it is no better"
+    if verdict.looks >= SENT_LOOKS:
+        return f"{verdict.looks} looks have not shown it to be better"
+    if others >= _SENT_OUTRUN:
+        return f"{others} other versions were published while it waited"
+    return ""
 
 
 def _or(value: float, otherwise: float) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from service_fixtures import HEADERS, RunningService, publish
@@ -15,6 +16,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 from worker_fixtures import DRAFT, Bench, Nest, joined, nest
 
+from benchmarks.gate_error import WORLDS, World
+from benchmarks.sent import NOISY
+from benchmarks.sent import send as send_to
 from drafter.files.checkpoint import export_config, write_drafter
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.gate import Look, Verdict
@@ -245,19 +249,55 @@ def test_a_held_run_judges_what_was_sent_when_it_is_released(
     assert service.client.get("/drafter/latest").json()["version"] == version
 
 
+@pytest.mark.parametrize("world", [WORLDS[0], NOISY[0]], ids=lambda world: world.name)
+def test_an_equal_or_worse_drafter_is_not_served_and_a_better_one_is(world: World) -> None:
+    """A short form of benchmarks/sent.py."""
+    rng = np.random.default_rng(5)
+    for gain in (-0.2, -0.01, 0.0):
+        assert not any(send_to(world, gain, rng).published for _ in range(15)), gain
+    better = [send_to(world, 0.1, rng) for _ in range(15)]
+    assert sum(one.published for one in better) == 15
+
+
+def test_a_refused_drafter_that_is_sent_again_is_looked_at_again(bench: Bench, tmp_path: Path) -> None:
+    """What it spent of the gate's error stays spent: its second trial has a smaller share."""
+    bench.register(bench.world.run_file(drafter=bench.world.trained_drafter(tmp_path)))
+    worker = bench.worker(**SETTINGS)
+    registry = Registry(bench.layout)
+    first, shares = registry.latest("default"), []
+    assert first is not None
+    staged = registry.stage("default")
+    write_drafter(staged, bench.world.drafter(seed=3))
+    sent, _ = registry.archive("default", staged, like=first, reason="x", by=None, most_waiting=1)
+    for n in range(2):
+        for k in range(6):
+            bench.post(f"b{n} {k}", rollouts=32)
+            bench.drain(worker)
+            if not registry.sent("default"):
+                break
+        assert registry.sent("default") == {}
+        trials = worker.learner.gate.state["trials"]
+        shares.append({name: trial["share"] for name, trial in trials.items() if name.startswith(sent.version)})
+        staged = registry.stage("default")
+        write_drafter(staged, bench.world.drafter(seed=3))
+        assert registry.archive("default", staged, like=first, reason="x", by=None, most_waiting=1) == (sent, False)
+    assert (len(shares[0]), len(shares[1])) == (1, 2)
+    assert sum(shares[1].values()) <= 0.1
+
+
 def test_a_drafter_whose_gain_stays_in_doubt_is_given_up(
     bench: Bench, service: RunningService, served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doubt = Verdict(False, 0.01, -0.02, 0.04, promotion._SENT_LOOKS - 1, 0.5, "in doubt")
+    doubt = Verdict(False, 0.01, -0.02, 0.04, promotion.SENT_LOOKS - 1, 0.5, "in doubt")
     version = send(service, body(bench.world.drafter(seed=5))).json()["version"]
     gate = bench.worker(**SETTINGS).learner.gate
     contest = promotion.Contest(version, doubt, Look(0.0, 1.0, 4, 4, 1.0, 1.0))
     gate.dismiss_sent([contest])
     assert service.client.get("/drafters").json()["waiting"] == [version]
-    looked = Verdict(False, 0.01, -0.02, 0.04, promotion._SENT_LOOKS, 0.5, "in doubt")
+    looked = Verdict(False, 0.01, -0.02, 0.04, promotion.SENT_LOOKS, 0.5, "in doubt")
     gate.dismiss_sent([promotion.Contest(version, looked, contest.look)])
     (refused,) = history(service, "refused")
-    assert "24 looks have not shown it to be better: in doubt" in refused["reason"]
+    assert f"{promotion.SENT_LOOKS} looks have not shown it to be better: in doubt" in refused["reason"]
     again = send(service, body(bench.world.drafter(seed=5))).json()["version"]
     registry = Registry(bench.layout)
     for n in range(promotion._SENT_OUTRUN):
