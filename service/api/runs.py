@@ -214,7 +214,7 @@ async def patch_run(run: str, request: Request, context: Context) -> dict[str, A
     change = await context.locking(
         change_state, context.layout, run, body.state, body.reason, body.by, instead_of=body.instead_of
     )
-    log.warning("run %s is %s, by %s: %s", run, change.state, change.by or "a person", change.reason)
+    log.warning("run %s is %s now, by %r: %r", run, change.state, change.by or "a person", change.reason)
     return await describe(context, run)
 
 

@@ -357,14 +357,14 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class HeldVersion:
-    """A drafter version that a person holds: it is served until it is released. `since`: Unix seconds.
+    """A drafter version that a person holds: it is served until it is released. `since`: Unix seconds, where known.
 
     `by`: who holds it, as they said; None where they did not.
     """
 
     version: str
     reason: str
-    since: float
+    since: float | None = None
     by: str | None = None
 
 

@@ -192,8 +192,9 @@ class Registry:
     def held(self, run: str) -> HeldVersion | None:
         """The version that a person holds; None where `latest` may move."""
         pointer = self._pointer(run)
-        hold = None if pointer is None else pointer.get("held")
-        return None if pointer is None or hold is None else HeldVersion(pointer["version"], **hold)
+        if pointer is None or not isinstance(hold := pointer.get("held"), dict):
+            return None
+        return HeldVersion(pointer["version"], str(hold.get("reason")), hold.get("since"), hold.get("by"))
 
     def get(self, run: str, version: str) -> Manifest:
         """Manifest of one version as it was published."""

@@ -273,7 +273,7 @@ class Lineage:
         """Record that a version which a person sent will not be served. It stays in the archive where it is usable."""
         sent = self.waiting()[version]
         policy_version = self._registry.get(self._run, version).policy_version
-        log.warning("%s: %s, %s, is refused: %s", self._run, version, sent.sender, reason)
+        log.warning("%s: %s, %s, is refused: %s", self._run, version, ascii(sent.sender), reason)
         told = {"reason": f"{sent.sender}: {reason}", "by": sent.by, "gate": evidence}
         self.record({"event": "refused", "version": version, "policy_version": policy_version, **told})
         if not usable:
