@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from service.api.context import Context, RunQuery, ServiceContext
@@ -163,8 +163,14 @@ def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: Ca
 
 
 @router.get("/alpha")
-async def get_alpha(context: Context, run: RunQuery = "default") -> dict[str, Any]:
-    """Read the α series, the registry's events, the newest figures, and the headline."""
+async def get_alpha(
+    context: Context,
+    run: RunQuery = "default",
+    attempt: Annotated[
+        int | None, Query(ge=1, description="Which attempt of the trainer; by default the last.")
+    ] = None,
+) -> dict[str, Any]:
+    """Read the α series and the registry's events of an attempt, the newest figures, and the headline."""
     context.run(run)
     snapshot = await read_snapshot(context, run)
-    return await asyncio.to_thread(run_document, run, snapshot, context.settings)
+    return await asyncio.to_thread(run_document, run, snapshot, context.settings, attempt)

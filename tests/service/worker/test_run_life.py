@@ -338,3 +338,25 @@ def test_a_state_that_cannot_be_read_pauses_the_run_and_says_so(bench: Bench, se
     assert become(service, "active")["state"]["state"] == "active"
     assert service.client.patch("/runs/default", json={"state": "asleep", "reason": "x"}).status_code == 422
     assert service.client.patch("/runs/nobody", json={"state": "paused", "reason": "x"}).status_code == 404
+
+
+# --- attempts
+def test_a_trainer_that_starts_again_is_shown_apart_from_its_first_attempt(
+    bench: Bench, service: RunningService, workers: Nest
+) -> None:
+    bench.begin()
+    workers.start(bench)
+    for name, policy in (("first", 40), ("again", 2)):
+        for n in range(8):
+            bench.wait(trained(bench, post(bench, service, f"{name} {n}", policy_version=policy + n)))
+    document = service.client.get("/alpha").json()
+    assert document["attempt"] == 2
+    assert [(one["first_policy"], one["last_policy"]) for one in document["attempts"]] == [(40, 47), (2, 9)]
+    assert [point["policy_version"] for point in document["points"]] == list(range(2, 10))
+    older = service.client.get("/alpha", params={"attempt": 1}).json()
+    assert [point["policy_version"] for point in older["points"]] == list(range(40, 48))
+    assert [e["event"] for e in older["events"]][:1] == ["published"], "the first drafter is of the first attempt"
+    assert older["current"] == document["current"], "what is true now is true of the last"
+    unknown = service.client.get("/alpha", params={"attempt": 3})
+    assert (unknown.status_code, unknown.json()["type"]) == (404, "urn:draftalign:no-such-attempt")
+    assert service.client.get("/alpha", params={"attempt": 0}).status_code == 422
