@@ -20,7 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
 from service.monitor.counts import LiveAlpha, ServerLine, by_drafter, by_method, live_sums, servers, sound
@@ -133,8 +133,8 @@ def attempts(scores: Iterable[ScoreRecord], max_lag: int | None = None) -> list[
         if sum(other >= policy - reach for other in near) > 1:
             top = max(top, policy)
     moments = [None, *(_arrived(records[start]) for start in starts[1:]), None]
-    bounds = [*starts, len(records)]
-    return [Attempt(*moments[n : n + 2], records[bounds[n] : bounds[n + 1]]) for n in range(len(starts))]
+    spans = zip(pairwise(moments), pairwise([*starts, len(records)]), strict=True)
+    return [Attempt(began, ended, records[low:high]) for (began, ended), (low, high) in spans]
 
 
 def _arrived(score: ScoreRecord) -> float:
