@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,6 +59,12 @@ def until_published(bench: Bench, service: RunningService, name: str, after: int
     raise AssertionError(f"nothing was published in {_BATCHES} batches")
 
 
+def looked(bench: Bench) -> tuple[str, int]:
+    """What the worker's checkpoint says of the gate: the version that all trials are against, and looks so far."""
+    gate = json.loads((bench.checkpoint() / "state.json").read_text())["gate"]
+    return gate["served"], gate["trials"]["candidate"]["looks"]
+
+
 def become(service: RunningService, state: str, run: str = "default") -> dict[str, Any]:
     reply = service.client.patch(f"/runs/{run}", json={"state": state, "reason": "a test", "by": "ada"})
     assert reply.status_code == 200, reply.text
@@ -74,13 +81,15 @@ def test_a_held_version_is_served_until_it_is_released_and_the_gate_looks_at_not
     bench.wait(lambda: service.client.get("/drafter/latest").status_code == 200)
     until_published(bench, service, "before", after=1)
     first = Registry(bench.layout).versions("default")[0]
+    before = looked(bench)
     reply = service.client.put(f"/drafter/{first}/hold", json={"reason": "the second is odd", "by": "ada"})
     assert reply.status_code == 200, reply.text
     held = service.client.get("/drafter/latest").json()
     assert held["version"] == first
-    for n in range(6):  # as many as were published on before
+    for n in range(3):
         bench.wait(trained(bench, post(bench, service, f"held {n}", rollouts=64)))
     assert service.client.get("/drafter/latest").json() == held
+    assert looked(bench) == before, "not one look was taken"
     described = service.client.get("/runs/default").json()
     assert (described["held"]["by"], described["held"]["reason"]) == ("ada", "the second is odd")
     said = described["headline"]
@@ -90,7 +99,7 @@ def test_a_held_version_is_served_until_it_is_released_and_the_gate_looks_at_not
     looked_at = [e["event"] for e in service.client.get("/drafters").json()["history"]]
     assert looked_at[looked_at.index("held") :] == ["held"], "nothing was judged"
     records = bench.store.scores()
-    assert all(r.candidate is not None and (r.trained_tokens_total or 0) > 0 for r in list(records.values())[-6:])
+    assert all(r.candidate is not None and (r.trained_tokens_total or 0) > 0 for r in list(records.values())[-3:])
     released = service.client.delete(f"/drafter/{first}/hold", params={"by": "bob"})
     assert released.status_code == 200, released.text
     assert until_published(bench, service, "after", after=held["sequence"]) > held["sequence"]
