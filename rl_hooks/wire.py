@@ -30,6 +30,7 @@ import numpy.typing as npt
 FORMAT: Final = "draftalign.rollouts.v1"
 RUN_FORMAT: Final = "draftalign.run.v1"
 HEAD_FORMAT: Final = "draftalign.head.v1"
+DRAFTER_FORMAT: Final = "draftalign.drafter.v1"
 CONTENT_TYPE: Final = "application/x-safetensors"
 #: A feature layer is named by the layer whose *input* it is: the residual stream entering it, before its norm.
 AUX_CONVENTION: Final = "entering"

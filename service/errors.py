@@ -4,11 +4,13 @@
     ├── ConfigurationError      a setting, or the machine, does not allow what was asked for
     ├── RunNotFound             no such run has been registered
     ├── RunConflict             the run exists with another target
+    ├── RunClosed               a person has closed the run for what was sent
     ├── TooManyReporters        a run has as many reporters as it may, and none was silent for long
     ├── VersionNotFound         no such drafter version, or no such file in it
     ├── RegistryError           the registry on disk contradicts itself, or a staged drafter is unusable
     │   ├── RegistryBusy        another process keeps the registry's lock
     │   └── LatestMoved         what a drafter was judged against is no longer served
+    │       └── LatestHeld      a person holds what is served
     ├── ValkeyError             the embedded server is missing, or would not start
     └── WorkerError             the worker cannot go on with a run
 
@@ -32,6 +34,10 @@ class RunConflict(ServiceError):  # noqa: N818
     """The run exists with another target."""
 
 
+class RunClosed(ServiceError):  # noqa: N818
+    """A person has closed the run for what was sent; nothing of it was kept."""
+
+
 class TooManyReporters(ServiceError):  # noqa: N818
     """A run has as many reporters as it may, and none of them was silent for long; nothing was counted."""
 
@@ -50,6 +56,10 @@ class RegistryBusy(RegistryError):  # noqa: N818
 
 class LatestMoved(RegistryError):  # noqa: N818
     """Another drafter is served than the one that was to be replaced; nothing was changed."""
+
+
+class LatestHeld(LatestMoved):
+    """A person holds the served drafter, so nothing may take its place; nothing was changed."""
 
 
 class ValkeyError(ServiceError):

@@ -166,7 +166,8 @@ def serving(
             elif url.path == "/alpha" and (run := parse_qs(url.query).get("run", ["default"])[0]) not in runs:
                 self._answer(404, "application/problem+json", b'{"detail": "no such run"}')
             elif url.path == "/alpha":
-                document = run_document(run, runs[run], Settings())
+                attempt = parse_qs(url.query).get("attempt", [None])[0]
+                document = run_document(run, runs[run], Settings(), None if attempt is None else int(attempt))
                 self._answer(200, "application/json", json.dumps(document, allow_nan=False).encode())
             elif url.path == "/metrics":
                 self._answer(200, CONTENT_TYPE, render(runs, queue_limit_bytes=16 << 30))

@@ -4,6 +4,7 @@
 |---|---|
 | 2xx | done; `duplicate: true` is counted apart; `warning` is logged; for earlier batches see `read_deaths` |
 | 409 to the registration | the run is another policy's: nothing more is sent, all of it counts as dropped |
+| `run-closed` to anything | a person drains or archived the run: the same |
 | 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
 | any other status | dropped and counted, never retried; one warning per status and call tells what the service said |
 """
@@ -26,6 +27,8 @@ from rl_hooks.sending.tally import Tally, kind_of
 _FIRST_BACKOFF_SECONDS: Final = 0.25
 _MAX_BACKOFF_SECONDS: Final = 15.0
 _MAX_RETRY_AFTER_SECONDS: Final = 60.0
+#: Type of the problem document that says so.
+_CLOSED: Final = "urn:draftalign:run-closed"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
 
 
@@ -39,7 +42,7 @@ class Delivery:
     timeout_seconds: float
     patience_seconds: float
     tally: Tally
-    #: The service has answered that the run is another policy's: it would accept nothing from this trainer.
+    #: The service has answered that it accepts nothing from this trainer: the run is another policy's, or closed.
     refused: bool = False
     #: Why the worker refused the newest dead batch of the run.
     last_dead_reason: str = field(init=False, default="")
@@ -86,7 +89,8 @@ class Delivery:
             self.read_deaths(fields)
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
-        if reply.status == 409 and job.path == f"/runs/{quote(self.run, safe='')}":
+        registers = job.path == f"/runs/{quote(self.run, safe='')}"
+        if reply.status == 409 and (registers or reply.fields.get("type") == _CLOSED):
             self.refused = True
             text += ". This process sends nothing until it is attached again; its own work goes on"
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)

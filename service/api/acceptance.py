@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from service.api.auth import Caller, check_covers
@@ -19,6 +19,7 @@ from service.monitor.live_replay import Block, EngineVerdict, VerdictName, push_
 from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
 from service.settings import Settings
 from service.storage.registry import Manifest, canary_key
+from service.storage.runs import check_open
 
 router = APIRouter(tags=["acceptance"])
 
@@ -104,12 +105,13 @@ class AcceptanceReply(BaseModel):
     warning: str | None = None
 
 
-@router.post("/acceptance")
+@router.post("/acceptance", responses={409: {"description": "The run is archived."}})
 async def post_acceptance(request: Request, context: Context, caller: Caller) -> AcceptanceReply:
     """Report an engine's acceptance counts; they are compared with replay. A drafter that it lost is pushed again."""
     report = await parse_body(request, AcceptanceReport)
     check_covers(caller, report.run)
     context.run(report.run)
+    check_open(context.layout, report.run)
     await context.check_redis()
     if report.canary is not None:
         _check_canary(context, report.run, report.canary)
@@ -191,8 +193,14 @@ def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: Ca
 
 
 @router.get("/alpha")
-async def get_alpha(context: Context, run: RunQuery = "default") -> dict[str, Any]:
-    """Read the α series, the registry's events, the newest figures, and the headline."""
+async def get_alpha(
+    context: Context,
+    run: RunQuery = "default",
+    attempt: Annotated[
+        int | None, Query(ge=1, description="Which attempt of the trainer; by default the last.")
+    ] = None,
+) -> dict[str, Any]:
+    """Read the α series and the registry's events of an attempt, the newest figures, and the headline."""
     context.run(run)
     snapshot = await read_snapshot(context, run)
-    return await asyncio.to_thread(run_document, run, snapshot, context.settings)
+    return await asyncio.to_thread(run_document, run, snapshot, context.settings, attempt)

@@ -1,4 +1,4 @@
-"""`GET /drafter/latest`, `GET /drafter/{version}/{file}`, `GET /drafters`, `POST /drafter/{version}/rollback`."""
+"""`GET /drafter/latest`, `GET /drafter/{version}/{file}`, `GET`, `POST /drafters`; rollback, hold, release."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import asyncio
 import base64
 import os
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_jsonable_python
 from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from rl_hooks.release import manifest_signature
+from rl_hooks.wire import Header
 from service.api.auth import audit
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
-from service.api.uploads import parse_body
+from service.api.runs import check_room
+from service.api.uploads import check_announcement, parse_body, receive_file
 from service.storage.registry import MANIFEST, Manifest
+from service.storage.runs import check_open
+from service.storage.sent import admit, read_sent_header
 
 router = APIRouter(tags=["drafters"])
 
@@ -137,11 +142,51 @@ async def get_drafters(context: Context, run: RunQuery = "default") -> dict[str,
         return {
             "run": run,
             "latest": None if latest is None else latest.model_dump(),
+            "held": to_jsonable_python(registry.held(run)),
+            "waiting": list(registry.sent(run)),
             "versions": [registry.get(run, version).model_dump() for version in registry.versions(run)],
             "history": registry.history(run),
         }
 
     return await asyncio.to_thread(read)
+
+
+@router.post(
+    "/drafters",
+    status_code=201,
+    response_model=Manifest,
+    responses={
+        200: {"description": "These very files are a version already; they wait for the gate (again)."},
+        409: {"description": "Another lineage's drafter, too many that wait, none served yet, or an archived run."},
+    },
+)
+async def post_drafter(
+    request: Request,
+    response: Response,
+    context: Context,
+    run: RunQuery = "default",
+    reason: Annotated[str, Query(min_length=1, max_length=400, description="Why it is sent.")] = "trained elsewhere",
+    by: Annotated[str | None, Query(min_length=1, max_length=80, description="Who sends it.")] = None,
+) -> Manifest:
+    """Send a drafter that was trained elsewhere. The gate judges it on fresh rollouts; GET /drafters tells the outcome.
+
+    The body is a safetensors file of its tensors; `format` and `drafter_config` stand in the metadata.
+    """
+    context.run(run)
+    check_open(context.layout, run)
+    audit(request, "send a drafter", reason=reason)
+    length = check_announcement(request, context.settings.max_run_bytes)
+
+    async def on_header(header: Header) -> bool:
+        read_sent_header(context.layout, run, header)
+        return True
+
+    check_room(context, 2 * length)  # the upload, and the version that is made of it
+    with context.spool.reserve(2 * length), context.spool.upload() as upload:
+        await receive_file(request, upload, length, context.settings, on_header)
+        manifest, new = await context.locking(admit, context.layout, run, upload.path, reason, by)
+    response.status_code = 201 if new else 200
+    return manifest
 
 
 class RollbackRequest(BaseModel):
@@ -151,11 +196,55 @@ class RollbackRequest(BaseModel):
     reason: str = Field(min_length=1, max_length=400)
 
 
-@router.post("/drafter/{version}/rollback", response_model=Manifest)
+class HoldRequest(RollbackRequest):
+    """Body of a hold."""
+
+    by: str | None = Field(None, min_length=1, max_length=80, description="Who holds it, for people to read.")
+
+
+_HELD: Final[dict[int | str, dict[str, Any]]] = {
+    409: {"description": "A person holds another version, or this one's files no longer match their digests."}
+}
+
+
+@router.post("/drafter/{version}/rollback", response_model=Manifest, responses=_HELD)
 async def post_rollback(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
-    """Serve an older version again, under a new sequence number. Body: `{"reason": "..."}`."""
+    """Serve an older version again, until the gate finds a better one. Body: `{"reason": "..."}`."""
     audit(request, "rollback", version=version)
     context.run(run)
+    check_open(context.layout, run)
     body = await parse_body(request, RollbackRequest)
     audit(request, "rollback", version=version, reason=body.reason)
     return await context.locking(context.registry.rollback, run, version, body.reason)
+
+
+@router.put("/drafter/{version}/hold", response_model=Manifest, responses=_HELD)
+async def put_hold(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
+    """Serve a version and keep it served until it is released. Body: `{"reason": "...", "by": "..."}`.
+
+    Rollouts are scored and trained on meanwhile; the gate looks at none of them, and nothing is published.
+    """
+    context.run(run)
+    check_open(context.layout, run)
+    body = await parse_body(request, HoldRequest)
+    audit(request, "hold", version=version, reason=body.reason)
+    return await context.locking(context.registry.hold, run, version, body.reason, body.by)
+
+
+@router.delete(
+    "/drafter/{version}/hold",
+    response_model=Manifest,
+    responses={409: {"description": "The version is not held: another one is, or none."}},
+)
+async def delete_hold(
+    request: Request,
+    context: Context,
+    version: str,
+    run: RunQuery = "default",
+    by: Annotated[str | None, Query(min_length=1, max_length=80, description="Who releases it.")] = None,
+) -> Manifest:
+    """Release a held version: it is served until the gate finds a better one."""
+    audit(request, "release", version=version)
+    context.run(run)
+    check_open(context.layout, run)
+    return await context.locking(context.registry.release, run, version, by)

@@ -23,7 +23,16 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from rl_hooks.wire import WireError
-from service.errors import RegistryBusy, RegistryError, RunConflict, RunNotFound, TooManyReporters, VersionNotFound
+from service.errors import (
+    LatestHeld,
+    RegistryBusy,
+    RegistryError,
+    RunClosed,
+    RunConflict,
+    RunNotFound,
+    TooManyReporters,
+    VersionNotFound,
+)
 
 log = logging.getLogger("draftalign.api")
 
@@ -137,10 +146,14 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
             return Problem(404, "no-such-drafter", str(error))
         case RunConflict():
             return Problem(409, "run-conflict", str(error))
+        case RunClosed():
+            return Problem(409, "run-closed", str(error))
         case TooManyReporters():
             return Problem(429, "too-many-reporters", str(error), field="reporter", headers=retry)
         case RegistryBusy():
             return Problem(503, "registry-busy", str(error), headers=retry)
+        case LatestHeld():
+            return Problem(409, "drafter-held", str(error))
         case RegistryError():
             return Problem(409, "registry", str(error))
         case redis_errors.OutOfMemoryError():
@@ -181,6 +194,7 @@ def install(app: FastAPI, retry_after_seconds: int) -> None:
         RunNotFound,
         VersionNotFound,
         RunConflict,
+        RunClosed,
         TooManyReporters,
         RegistryError,
         redis_errors.OutOfMemoryError,

@@ -34,10 +34,10 @@ from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem
 from service.api.runs import check_room
 from service.api.uploads import check_announcement, receive_file
-from service.errors import RunNotFound
+from service.errors import RunClosed, RunNotFound
 from service.storage.layout import BATCH_ID
 from service.storage.queue import Batch, Enqueued
-from service.storage.runs import RunRecord
+from service.storage.runs import RunRecord, check_open
 from service.storage.spool import Upload
 
 log = logging.getLogger("draftalign.api")
@@ -65,7 +65,11 @@ class Receipt(BaseModel):
 @router.post(
     "/rollouts",
     status_code=202,
-    responses={200: {"description": "A duplicate: it is counted once."}, 429: {"description": "The queue is full."}},
+    responses={
+        200: {"description": "A duplicate: it is counted once."},
+        409: {"description": "The run takes no more rollouts: it is draining or archived. Do not send it again."},
+        429: {"description": "The queue is full."},
+    },
 )
 async def post_rollouts(
     request: Request,
@@ -82,6 +86,7 @@ async def post_rollouts(
     check_room(context, length)
     if run is not None:
         context.run(run)
+        check_open(context.layout, run, for_rollouts=True)
         await _check_queue(context, run, length)
     headers: list[RolloutHeader] = []
 
@@ -95,6 +100,7 @@ async def post_rollouts(
             raise WireError("rollout_ids", f"{rollouts.rollouts} rollouts in one file; at most {most}, send several")
         _check_run(context.run(rollouts.run), rollouts)
         if run is None:
+            check_open(context.layout, rollouts.run, for_rollouts=True)
             await _check_queue(context, rollouts.run, length)
         headers.append(rollouts)
         return True
@@ -185,7 +191,8 @@ async def _enqueue(context: ServiceContext, upload: Upload, header: RolloutHeade
     upload.keep(spool.path(run, blob))
     try:
         context.run(run)
-    except RunNotFound:  # it was deleted while this came
+        check_open(context.layout, run, for_rollouts=True)
+    except (RunNotFound, RunClosed):  # it was deleted or closed while this came
         spool.delete(run, blob)
         raise
     batch = Batch(

@@ -1,4 +1,4 @@
-"""Runs: `PUT` and `GET /runs/{run}`, `PUT .../head`, `GET .../worth`, `POST .../drift/{action}`."""
+"""Runs: `PUT`, `GET`, `PATCH`, `DELETE /runs/{run}`, `PUT .../head`, `GET .../worth`, `POST .../drift/{action}`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_jsonable_python
 
 from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
@@ -19,19 +20,23 @@ from service.api.auth import Caller, audit
 from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.snapshot import read_headline, read_standing
-from service.api.uploads import check_announcement, receive_file
+from service.api.uploads import check_announcement, parse_body, receive_file
 from service.errors import RunNotFound
+from service.monitor.records import State
 from service.monitor.worth import step_speedup
 from service.storage.layout import RUN_NAME, FileId, file_id
 from service.storage.nearness import check_finite, check_head, join_run
 from service.storage.runs import (
     RunRecord,
+    change_state,
     check_not_withdrawn,
+    check_open,
     check_same,
     commit_run,
     delete_run,
     read_head_header,
     read_run_header,
+    read_state,
     untouched,
     withdraw_run,
 )
@@ -51,7 +56,7 @@ _POLL_SECONDS: Final = 0.1
     status_code=201,
     responses={
         200: {"description": "The same target is registered already. `warning` says what was ignored."},
-        409: {"description": "The run is another target's, or another policy's."},
+        409: {"description": "The run is another target's or policy's, or takes no more rollouts."},
     },
 )
 async def put_run(run: str, request: Request, response: Response, context: Context) -> dict[str, Any]:
@@ -67,6 +72,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     check_not_withdrawn(context.layout, run)
     if not context.layout.run_json(run).exists():
         _check_number(context)
+    check_open(context.layout, run, for_rollouts=True)  # whoever registers is about to send some
     refused = await _refused_file(context, run)
     records: list[RunRecord] = []
 
@@ -166,6 +172,7 @@ async def get_runs(context: Context, caller: Caller) -> list[dict[str, Any]]:
         with contextlib.suppress(RunNotFound):  # deleted meanwhile
             record, latest = context.run(run), context.registry.latest(run)
             facts = {"run": run, "created": record.created, "drafter": None if latest is None else latest.version}
+            facts["state"] = read_state(context.layout, run).state
             found.append(facts | {"headline": to_jsonable_python(await read_headline(context, run))})
     return found
 
@@ -204,6 +211,33 @@ async def delete(run: str, request: Request, context: Context) -> None:
     log.warning("run %s was deleted", run)
 
 
+class StateRequest(BaseModel):
+    """Body of PATCH /runs/{run}."""
+
+    model_config = ConfigDict(extra="forbid")
+    state: State
+    reason: str = Field(min_length=1, max_length=400)
+    by: str | None = Field(None, min_length=1, max_length=80, description="Who wants it, for people to read.")
+    instead_of: State | None = Field(None, description="The state that the run must be in; 409 where it is not.")
+
+
+@router.patch("/runs/{run}", responses={409: {"description": "The run is not in the state `instead_of`."}})
+async def patch_run(run: str, request: Request, context: Context) -> dict[str, Any]:
+    """Make a run active, paused, draining or archived. Worker and API processes obey within seconds.
+
+    `paused`: rollouts are queued within the queue's bounds and not worked on. `draining`: rollouts are refused with
+    409, those in the queue are worked on. `archived`: the worker drops the run and its queue; only reading is left.
+    """
+    context.run(run)
+    body = await parse_body(request, StateRequest)
+    audit(request, body.state, reason=body.reason)
+    change = await context.locking(
+        change_state, context.layout, run, body.state, body.reason, body.by, instead_of=body.instead_of
+    )
+    log.warning("run %s is %s now, by %r: %r", run, change.state, change.by or "a person", change.reason)
+    return await describe(context, run)
+
+
 @router.get("/runs/{run}")
 async def get_run(run: str, context: Context) -> dict[str, Any]:
     """Read a run's registration, its newest drafter and head, and its headline."""
@@ -221,6 +255,8 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
         record.model_dump()
         | standing
         | {
+            "state": to_jsonable_python(read_state(context.layout, run)),
+            "held": to_jsonable_python(context.registry.held(run)),
             "drafter": None if latest is None else latest.version,
             "reference_version": versions[0] if versions else None,
             "latest_head": await context.store(run).latest_head(),
@@ -253,7 +289,7 @@ async def get_worth(
     return {"run": run} | document
 
 
-@router.post("/runs/{run}/drift/{action}", status_code=202)
+@router.post("/runs/{run}/drift/{action}", status_code=202, responses={409: {"description": "The run is archived."}})
 async def post_drift(
     run: str, action: Literal["acknowledge", "reset"], request: Request, context: Context
 ) -> dict[str, str]:
@@ -264,17 +300,19 @@ async def post_drift(
     """
     audit(request, f"drift {action}")
     context.run(run)
+    check_open(context.layout, run)
     return {"run": run, "action": action, "request": await context.store(run).ask_of_drift(action)}
 
 
 @router.put(
     "/runs/{run}/head",
     status_code=201,
-    responses={409: {"description": "The head is another policy's: it is near none of the run's heads."}},
+    responses={409: {"description": "The head is near none of the run's heads, or the run is archived."}},
 )
 async def put_head(run: str, request: Request, context: Context) -> dict[str, Any]:
     """Receive the policy's head, or rows of it, after it has moved."""
     record = context.run(run)
+    check_open(context.layout, run)
     length = check_announcement(request, context.settings.max_run_bytes)
     await context.check_redis()
     versions: list[int] = []

@@ -15,10 +15,11 @@ from pydantic_core import to_jsonable_python
 from redis.exceptions import RedisError
 
 from service.api.context import ServiceContext
+from service.api.problems import Problem
 from service.errors import ServiceError
-from service.monitor.alpha import alpha_series
+from service.monitor.alpha import Attempt, alpha_series, attempts
 from service.monitor.cause import Cause, as_fraction, explain
-from service.monitor.counts import sound
+from service.monitor.counts import servers, sound
 from service.monitor.current import current
 from service.monitor.headline import (
     ENGINE_SILENT_SECONDS,
@@ -42,6 +43,7 @@ from service.monitor.records import (
 )
 from service.settings import Settings
 from service.storage.reports import NEWEST_REPORTS
+from service.storage.runs import read_state
 
 log = logging.getLogger("draftalign.api")
 
@@ -80,6 +82,8 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
         oldest_queued=arrivals.oldest,
         last_arrival=arrivals.last,
         registered=context.run(run).created,
+        state=read_state(context.layout, run),
+        held=context.registry.held(run),
     )
 
 
@@ -122,17 +126,28 @@ async def read_standing(context: ServiceContext, run: str) -> dict[str, Any]:
     }
 
 
-def run_document(run: str, snapshot: RunSnapshot, settings: Settings) -> dict[str, Any]:
-    """Build the answer of `GET /alpha`: the series, what is true now, and that in words."""
-    sick = snapshot.watch.sick
-    series = alpha_series(run, snapshot.scores, snapshot.acceptances, snapshot.history, settings.depth, left_out=sick)
+def run_document(run: str, snapshot: RunSnapshot, settings: Settings, attempt: int | None = None) -> dict[str, Any]:
+    """Build the answer of `GET /alpha`: the series of an attempt, the last by default; what is true now, also in words.
+
+    `attempt`: from 1; Problem 404 where there is none of that number.
+    """
+    sick, found = snapshot.watch.sick, attempts(snapshot.scores, settings.max_policy_lag)
+    number = len(found) if attempt is None else attempt
+    if not 1 <= number <= len(found):
+        raise Problem(404, "no-such-attempt", f"run {run!r} has {len(found)} attempts, none is number {number}")
+    chosen = found[number - 1]
+    counted = [record for record in snapshot.acceptances if chosen.has(record.reported)]
+    events = [event for event in snapshot.history if chosen.has(event.time)]
+    series = alpha_series(run, chosen.scores, counted, events, settings.depth, left_out=sick)
     now = current(snapshot.scores, sound(snapshot.acceptances, sick), snapshot.now)
     said = headline(facts_of(snapshot, settings))
-    document: dict[str, Any] = to_jsonable_python(series)
+    document: dict[str, Any] = to_jsonable_python(replace(series, servers=servers(snapshot.acceptances)))
     engines = [engine_line(one) for one in snapshot.watch.engines]
     why = explain(snapshot.worker.drift_change, snapshot.scores, sound(snapshot.acceptances, sick))
     headroom = to_jsonable_python(snapshot.worker.headroom or Headroom()) | to_jsonable_python(advice_of(snapshot))
     return document | {
+        "attempt": number,
+        "attempts": [_attempt_line(one) for one in found],
         "engines": engines,
         "publishing_held": snapshot.watch.hold,
         "current": to_jsonable_python(now),
@@ -141,6 +156,12 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings) -> dict[st
         "headline": to_jsonable_python(said),
         "cause": None if why is None else _cause_document(why),
     }
+
+
+def _attempt_line(attempt: Attempt) -> dict[str, Any]:
+    policies = [score.policy_version for score in attempt.scores if score.policy_version is not None]
+    low, high = (min(policies), max(policies)) if policies else (None, None)
+    return {"began": attempt.began, "batches": len(policies), "first_policy": low, "last_policy": high}
 
 
 def _cause_document(why: Cause) -> dict[str, Any]:
@@ -221,6 +242,8 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),
         headroom=advice_of(snapshot),
+        state=snapshot.state,
+        held=snapshot.held,
     )
 
 

@@ -277,6 +277,27 @@ def _read(
     )
 
 
+def write_body(
+    file: Path, source: Path, layout: str | None, aux_layers: str | None, norm_before_residual: bool | None
+) -> None:
+    """Write a drafter's directory as the body of POST /drafters."""
+    from safetensors.torch import save_file
+
+    from drafter.files.checkpoint import CONFIG_FILE, export_config, read_config
+    from drafter.files.mtp import prefix, read_stored_mtp
+    from rl_hooks.wire import DRAFTER_FORMAT
+
+    with _explained():
+        if _is_mtp(source):
+            sizes, weights = read_stored_mtp(source)
+            tensors = {prefix(sizes) + name: tensor for name, tensor in weights.items()}
+            config = dict(read_config(source / CONFIG_FILE))
+        else:
+            stored = _read(source, layout, aux_layers, norm_before_residual).stored
+            tensors, config = stored.tensors(), export_config(stored.config, stored.dtype)
+        save_file(tensors, file, metadata={"format": DRAFTER_FORMAT, "drafter_config": json.dumps(config)})
+
+
 def _is_mtp(source: Path) -> bool:
     from drafter.files.checkpoint import read_config
     from drafter.files.formats import is_mtp

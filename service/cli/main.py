@@ -10,22 +10,20 @@ import sys
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import quote
 
 import typer
 from pydantic import ValidationError
 
-from service.cli import access
+from service.cli import access, remote
 from service.cli.checks import checked_redis, unknown_variables
 from service.cli.commands import add_commands
+from service.cli.remote import call
 from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings
 from service.storage.layout import BATCH_ID
-
-if TYPE_CHECKING:
-    import httpx
 
 app = typer.Typer(
     name="draftalign",
@@ -165,7 +163,7 @@ def drift(
 
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
-    _call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action.value}")
+    call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action.value}")
     typer.echo(f"asked; the worker of run {run} does it within seconds")
 
 
@@ -184,10 +182,10 @@ def runs(
     if delete is not None:
         if not yes:
             typer.confirm(f"Delete run {delete}: its rollouts, drafters, checkpoints and history?", abort=True)
-        _call("DELETE", service, f"/runs/{quote(delete, safe='')}", timeout=60.0)
+        call("DELETE", service, f"/runs/{quote(delete, safe='')}", timeout=60.0)
         typer.echo(f"run {delete} is deleted")
         return
-    for one in _call("GET", service, "/runs").json():
+    for one in call("GET", service, "/runs").json():
         typer.echo(f"{one['run']}  {one['drafter'] or 'no drafter yet'}  {one['headline']['text']}")
 
 
@@ -212,17 +210,17 @@ def dead(
     if named and not BATCH_ID.fullmatch(named[0]):  # `..` in an address would name the run itself
         raise ConfigurationError(f"{named[0][:80]!r} is no batch id: 32 hexadecimal digits, as `draftalign dead` lists")
     if retry is not None:
-        found = _call("POST", service, f"{path}/{retry}/retry").json()
+        found = call("POST", service, f"{path}/{retry}/retry").json()
         also = f"; {found['known_rollouts']} of its rollouts are known already" if found["known_rollouts"] else ""
         typer.echo(f"{retry} is {found['state']}{'' if found['put_back'] else ' already'}{also}")
     elif discard is not None:
-        _call("DELETE", service, f"{path}/{discard}")
+        call("DELETE", service, f"{path}/{discard}")
         typer.echo(f"{discard} is discarded")
     elif save is not None:
         batch_id, destination = save
         if destination.exists():
             raise ConfigurationError(f"{destination} exists; name a new file")
-        destination.write_bytes(_call("GET", service, f"{path}/{batch_id}/file", timeout=60.0).content)
+        destination.write_bytes(call("GET", service, f"{path}/{batch_id}/file", timeout=60.0).content)
         typer.echo(f"{destination}  {destination.stat().st_size} bytes")
     else:
         _list_dead(service, path)
@@ -231,7 +229,7 @@ def dead(
 def _list_dead(service: str, path: str) -> None:
     older: str | None = ""
     while older is not None:
-        page = _call("GET", service, path, params={"before": older} if older else {}).json()
+        page = call("GET", service, path, params={"before": older} if older else {}).json()
         for one in page["dead"]:
             died = datetime.fromtimestamp(one["died"]).astimezone().isoformat(" ", "seconds")
             file = f"{one['bytes']} bytes" if one["has_file"] else "file gone"
@@ -255,7 +253,7 @@ def worth(
     It is fitted to the step times that engines report. DRAFTALIGN_TOKEN: token for the service, of scope read.
     """
     asked = {} if generation_share is None else {"generation_share": str(generation_share)}
-    found = _call("GET", service, f"/runs/{quote(run, safe='')}/worth", params=asked).json()
+    found = call("GET", service, f"/runs/{quote(run, safe='')}/worth", params=asked).json()
     if found["unknown"]:
         typer.echo(f"unknown: {found['unknown']}")
         return
@@ -268,25 +266,6 @@ def worth(
         typer.echo(f"From {found['costs_from']} sequences a step on, depth {found['depth']} is slower than no drafts.")
     if found["plan"]:
         typer.echo(f"vLLM: num_speculative_tokens_per_batch_size = {json.dumps(found['plan'])}")
-
-
-def _call(method: str, service: str, path: str, **more: Any) -> httpx.Response:
-    """Ask the service; what it refuses is a ConfigurationError."""
-    import httpx
-
-    from rl_hooks.sending.exchange import trusted
-
-    token = os.environ.get("DRAFTALIGN_TOKEN")
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    try:
-        tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
-        answer = httpx.request(method, f"{service.rstrip('/')}{path}", headers=headers, verify=tls, **more)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        hint = "; set DRAFTALIGN_CA_FILE to its authority's PEM file" if "CERTIFICATE_VERIFY" in str(error) else ""
-        raise ConfigurationError(f"{service} does not answer: {error}{hint}") from error
-    if not answer.is_success:
-        raise ConfigurationError(f"{service} answered {answer.status_code}: {answer.text[:300]}")
-    return answer
 
 
 @app.command()
@@ -314,6 +293,7 @@ def demo(
 add_commands(app)
 app.command()(warmup)
 access.add_commands(app)
+remote.add_commands(app)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The α series: score records and acceptance records of one run, pooled per policy version.
 
-Pure: no torch, no Redis, no clock. `GET /alpha` and the page's charts show this document. What is true *now* is not its
-last point but `service.monitor.current`: a trainer that went back to an earlier checkpoint writes earlier points again.
+Pure: no torch, no Redis, no clock. `GET /alpha` and the page's charts show this document, of one attempt of the trainer
+(`attempts`). What is true *now* is not its last point but `service.monitor.current`.
 
 Rules:
 * Sums are pooled before they are divided (α = tokens / rounds). A mean of ratios is another quantity, 4 % off on the
@@ -20,6 +20,8 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final
 
 from service.monitor.counts import LiveAlpha, ServerLine, by_drafter, by_method, live_sums, servers, sound
 from service.monitor.records import DRAFTERS, AcceptanceRecord, DrafterSums, RunEvent, ScoreRecord
@@ -86,6 +88,58 @@ class AlphaSeries:
     points: Sequence[Point]
     events: Sequence[Mapping[str, object]]
     servers: Sequence[ServerLine]
+
+
+#: Policy versions by which batches may be late, where no setting says so.
+_USUAL_LAG: Final = 16
+#: A trainer that starts again is told by so many batches in a row; fewer may be late ones.
+_IN_A_ROW: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of a trainer at the run. The next begins where it went on from an earlier checkpoint, or from none.
+
+    `began`, `ended`: Unix seconds; None: the first began, and the last has not ended. `scores`: in order of arrival.
+    """
+
+    began: float | None
+    ended: float | None
+    scores: Sequence[ScoreRecord]
+
+    def has(self, time: float | None) -> bool:
+        """Whether it was under way then; what has no time is of the first."""
+        at = time or 0.0
+        return (self.began is None or at >= self.began) and (self.ended is None or at < self.ended)
+
+
+def attempts(scores: Iterable[ScoreRecord], max_lag: int | None = None) -> list[Attempt]:
+    """Tell a trainer's attempts apart, oldest first; there always is one.
+
+    The next begins at the first of `_IN_A_ROW` batches, by arrival, that are all more than `max_lag` policy versions
+    below what came before. A single batch of an absurd version is not taken for the policy.
+    """
+    reach = _USUAL_LAG if max_lag is None else max_lag
+    records = sorted((s for s in scores if s.policy_version is not None), key=lambda score: score.arrival)
+    policies = [record.policy_version or 0 for record in records]
+    starts, top = [0], -math.inf
+    falls = any(policy < highest - reach for policy, highest in zip(policies, accumulate(policies, max), strict=True))
+    for index, policy in enumerate(policies) if falls else ():
+        ahead = policies[index : index + _IN_A_ROW]
+        if len(ahead) == _IN_A_ROW and max(ahead) < top - reach:
+            starts.append(index)
+            top = -math.inf
+        near = policies[max(starts[-1], index - _IN_A_ROW + 1) : index + _IN_A_ROW]
+        if sum(other >= policy - reach for other in near) > 1:
+            top = max(top, policy)
+    moments = [None, *(_arrived(records[start]) for start in starts[1:]), None]
+    spans = zip(pairwise(moments), pairwise([*starts, len(records)]), strict=True)
+    return [Attempt(began, ended, records[low:high]) for (began, ended), (low, high) in spans]
+
+
+def _arrived(score: ScoreRecord) -> float:
+    known, milliseconds, _ = score.arrival
+    return milliseconds / 1000.0 if known else score.created
 
 
 def alpha_series(

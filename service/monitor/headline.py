@@ -17,6 +17,7 @@ from service.monitor.cause import Cause, as_fraction
 from service.monitor.current import Current, Tilt
 from service.monitor.headroom import Advice, trainer_silent
 from service.monitor.live_replay import UNREVIVED_PUSHES, EngineVerdict, Watch
+from service.monitor.records import HeldVersion, RunState
 
 #: So many of the last batches, by arrival, are looked at.
 RECENT_BATCHES: Final = 20
@@ -88,6 +89,8 @@ class RunFacts:
     failed_pushes: int = 0
     last_engine_report: float | None = None
     headroom: Advice | None = None
+    state: RunState = field(default_factory=RunState)
+    held: HeldVersion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,11 @@ def headline(facts: RunFacts) -> Headline:
 
 def _findings(facts: RunFacts) -> Iterator[Headline]:
     """All that is true. Something always is."""
-    yield from _of_worker(facts)
+    yield from _of_people(facts)
+    if facts.state.state == "archived":
+        return  # nothing happens any more
+    if facts.state.worked_on:
+        yield from _of_worker(facts)
     yield from _of_dead_batches(facts)
     yield from _of_engines(facts)
     yield from _of_queue(facts)
@@ -125,6 +132,32 @@ def _findings(facts: RunFacts) -> Iterator[Headline]:
         yield from _of_alpha(facts, facts.current, facts.current.alpha_served)
     else:
         yield from _before_the_first_score(facts)
+
+
+# --- people
+def _of_people(facts: RunFacts) -> Iterator[Headline]:
+    """What a person has asked for, so that nobody takes it for a fault, and it is not forgotten."""
+    state, queued = facts.state, _batches(facts.queued)
+    who = _who(state.by, state.since, facts.now, state.reason)
+    if state.state == "paused":
+        text = f"{who}: nothing is scored or trained; {queued} queued."
+        yield _found("wait", "paused", "Paused", text)
+    elif state.state == "draining":
+        left = f"{queued} left" if facts.queued else "nothing is left in the queue"
+        yield _found("wait", "draining", "Draining", f"{who}: no more rollouts are accepted; {left}.")
+    elif state.state == "archived":
+        text = f"{who}: its drafters can be fetched; nothing is accepted or trained."
+        yield _found("wait", "archived", "Archived", text)
+    if facts.held is not None:
+        held = facts.held
+        who = _who(held.by, held.since, facts.now, held.reason)
+        text = f" at {short_version(held.version)}{who}: nothing is published until it is released."
+        yield _found("wait", "version_held", "Held", text)
+
+
+def _who(by: str | None, since: float | None, now: float, reason: str) -> str:
+    for_long = "" if since is None else f" for {duration(now - since)}"
+    return f"{for_long}{f' by {_short(by, 80)}' if by else ''} ({_short(reason, _REASON_CHARACTERS // 3)})"
 
 
 # --- worker, queue, trainer

@@ -28,7 +28,9 @@ from service.monitor.live_replay import Watch, failed_pushes
 from service.monitor.records import (
     DRAFTERS,
     AcceptanceRecord,
+    HeldVersion,
     RunEvent,
+    RunState,
     ScoreRecord,
     ServedDrafter,
     Vocabulary,
@@ -51,7 +53,7 @@ class RunSnapshot:
     for a headline, which is read without `history` and without the records of engines that fell silent; None where
     those are here. `watch`: live beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest
     first. `worth`: what acceptance is worth in time. `dead_letters`: the newest ones. `oldest_queued`, `last_arrival`,
-    `registered`: Unix seconds.
+    `registered`: Unix seconds. `state`, `held`: what a person wants of the run, and of what it serves.
     """
 
     now: float
@@ -70,6 +72,8 @@ class RunSnapshot:
     watch: Watch = field(default_factory=Watch)
     pushes: Sequence[float] = ()
     worth: Worth = field(default_factory=Worth)
+    state: RunState = field(default_factory=RunState)
+    held: HeldVersion | None = None
 
 
 def render(
@@ -254,6 +258,9 @@ def _add_totals(families: _Families, run: str, snapshot: RunSnapshot) -> None:
 def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     """Queue, worker and drift monitor."""
     counters, worker = snapshot.counters, snapshot.worker
+    text = "1 for what a person wants of the run: active, paused, draining or archived; absent where nobody said."
+    said = None if snapshot.state == RunState() else 1
+    families.gauge("draftalign_run_state", text, said, run=run, state=snapshot.state.state)
     for lane, reading in sorted(worker.drift.items()):
         text = "CUSUM statistic of a fall of the served drafter's alpha, in standard deviations; alarm above the limit."
         families.gauge("draftalign_drift_statistic", text, reading.statistic, run=run, lane=lane)
@@ -289,7 +296,8 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     text = "Response tokens that the draft vocabulary waits for."
     families.gauge("draftalign_vocabulary_tokens_wanted", text, vocabulary.wanted, run=run)
     text = "Unix time of the worker's last sign of life."
-    families.gauge("draftalign_worker_heartbeat_timestamp_seconds", text, worker.heartbeat, run=run)
+    heartbeat = worker.heartbeat if snapshot.state.worked_on else None
+    families.gauge("draftalign_worker_heartbeat_timestamp_seconds", text, heartbeat, run=run)
     text = "1 while the worker cannot work on the run; GET /runs/{run} tells why."
     error = None if worker.error == "" else int(worker.error is not None)
     families.gauge("draftalign_worker_error", text, error, run=run)
@@ -326,6 +334,8 @@ def _add_drafter(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     text = "Unix time at which the served drafter began to be served."
     moment = next((time for time in moved if time is not None), latest.created)
     families.gauge("draftalign_publish_timestamp_seconds", text, moment, run=run)
+    text = "1 while a person holds the served drafter: nothing is published. Absent otherwise."
+    families.gauge("draftalign_drafter_held", text, None if snapshot.held is None else 1, run=run)
     text = "1 for the version of the served drafter."
     families.gauge("draftalign_drafter_info", text, 1, run=run, version=latest.version)
 

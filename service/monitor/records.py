@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -355,6 +355,42 @@ class ServedDrafter:
     version: str
     sequence: int
     created: float
+
+
+State = Literal["active", "paused", "draining", "archived"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a person wants of a run, and since when (Unix seconds; None: nobody has said anything of it).
+
+    active: all. paused: rollouts are queued, and nothing else is done with them. draining: no more rollouts are
+    accepted, those in the queue are worked on. archived: its drafters can be fetched, and nothing is accepted.
+    `by`: who said so, as they named themselves.
+    """
+
+    state: State = "active"
+    reason: str = ""
+    by: str | None = None
+    since: float | None = None
+
+    @property
+    def worked_on(self) -> bool:
+        """Whether a worker is to score and train."""
+        return self.state in ("active", "draining")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVersion:
+    """A drafter version that a person holds: it is served until it is released. `since`: Unix seconds, where known.
+
+    `by`: who holds it, as they said; None where they did not.
+    """
+
+    version: str
+    reason: str
+    since: float | None = None
+    by: str | None = None
 
 
 Arrival = tuple[int, float, int]

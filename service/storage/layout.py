@@ -61,6 +61,10 @@ class Layout:
         """The registration's record."""
         return self.run(run) / "run.json"
 
+    def run_state(self, run: str) -> Path:
+        """What a person wants of the run; absent where nobody has said anything."""
+        return self.run(run) / "state.json"
+
     def withdrawn(self, run: str) -> Path:
         """The record of a run that is being deleted, under which nobody finds it."""
         return self.run(run) / "run.json.deleted"

@@ -8,6 +8,9 @@ Invariants, also after loss of power at any line:
 * `publish` is compare-and-set on `latest`: a drafter replaces only the version that it was judged against. So a worker
   that was paused during another publish or a rollback changes nothing (docs/guide/operating.md, "What a paused process
   can do").
+* A hold is part of `latest.json`, so it appears and ends in the same rename as a move. While it is there, nothing but
+  another hold moves `latest` to another version: what was judged before it and is published after it raises
+  `LatestHeld`.
 * One `flock` per run serialises the API (rollback, push-again) and the worker (publish). After `LOCK_SECONDS` the error
   names the holder: a paused process (a debugger, a paused container) keeps the lock until it goes on or is killed.
 
@@ -17,6 +20,7 @@ Handles files only: no torch, no tensors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -27,14 +31,14 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
 from rl_hooks.lock import LockHeld, exclusive
-from service.errors import LatestMoved, RegistryBusy, RegistryError, VersionNotFound
-from service.monitor.records import RunEvent
+from service.errors import LatestHeld, LatestMoved, RegistryBusy, RegistryError, RunConflict, VersionNotFound
+from service.monitor.records import HeldVersion, RunEvent
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout, file_id
 from service.storage.lines import LineFile, entries
 
@@ -101,6 +105,8 @@ class HistoryDigest:
         #: How many versions were published, as far as the history goes back.
         self.published = 0
         self._inode: int | None = None  # of the piece that was read last
+        #: Versions that a person sent and that are not judged yet, oldest first.
+        self.sent: dict[str, Sent] = {}
         self.bytes_read = 0
 
     def follow(self, pieces: Sequence[Path]) -> bool:
@@ -125,6 +131,7 @@ class HistoryDigest:
         complete = text[: text.rfind(b"\n") + 1]
         self.bytes_read += len(complete)
         for event in entries(complete.splitlines()):
+            self._read_sent(event)
             if event.get("event") == "published":
                 self.published += 1
             elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
@@ -133,6 +140,27 @@ class HistoryDigest:
                 self.canaries[canary_key(event)] = None
                 while len(self.canaries) > _CANARIES_REMEMBERED:
                     del self.canaries[next(iter(self.canaries))]
+
+    def _read_sent(self, event: Mapping[str, Any]) -> None:
+        kind, version = event.get("event"), str(event.get("version"))
+        if kind == "sent":
+            reason, by = str(event.get("reason")), event.get("by")
+            self.sent[version] = Sent(reason, by if isinstance(by, str) else None, self.published)
+        elif kind in ("published", "rolled_back", "refused"):
+            self.sent.pop(version, None)
+
+
+class Sent(NamedTuple):
+    """A drafter that a person sent: why, who, and how many versions had been published before."""
+
+    reason: str
+    by: str | None
+    published: int
+
+    @property
+    def sender(self) -> str:
+        """For people: who sent it, and why."""
+        return f"sent{f' by {self.by}' if self.by else ''} ({self.reason})"
 
 
 def canary_key(event: Mapping[str, Any]) -> tuple[str, ...]:
@@ -163,6 +191,19 @@ class Registry:
             else:
                 return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
         return None
+
+    def sent(self, run: str) -> dict[str, Sent]:
+        """Versions that people sent and that are not judged yet, oldest first."""
+        digest = self.digest(run)
+        with self._reading:
+            return dict(digest.sent)
+
+    def held(self, run: str) -> HeldVersion | None:
+        """The version that a person holds; None where `latest` may move."""
+        pointer = self._pointer(run)
+        if pointer is None or not isinstance(hold := pointer.get("held"), dict):
+            return None
+        return HeldVersion(pointer["version"], str(hold.get("reason")), hold.get("since"), hold.get("by"))
 
     def get(self, run: str, version: str) -> Manifest:
         """Manifest of one version as it was published."""
@@ -229,19 +270,15 @@ class Registry:
         """Turn a staged directory into the next version and point `latest` at it (compare-and-set).
 
         `instead_of`: the version that it was judged against, None where nothing was served. Raises `LatestMoved` when
-        another one is served now.
+        another one is served now, `LatestHeld` when a person holds it.
         """
-        files = tuple(_digest(path) for path in _staged_files(staged))
-        digest = hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
+        files, digest = _digests(staged)
         with locked(self._layout, run):
-            existing = self.versions(run)
-            number = 1 + (_number(existing[-1]) if existing else 0)
             pointer = self._require_served(run, instead_of)
-            if pointer is not None:  # a pruned version's number is never used again
-                number = max(number, 1 + _number(pointer["version"]))
+            self._require_free(run)
             manifest = Manifest(
                 run=run,
-                version=f"v{number:06d}-{digest[:8]}",
+                version=self._next_version(run, digest),
                 sequence=1 + (0 if pointer is None else pointer["sequence"]),
                 reason=reason,
                 digest=digest,
@@ -256,29 +293,113 @@ class Registry:
                 alpha=None if alpha is None else dict(alpha),
                 gate=None if gate is None else dict(gate),
             )
-            write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
-            AtomicDirectory(staged).commit(self._layout.drafter(run, manifest.version))
+            self._commit(staged, manifest)
             self._point(run, manifest, reason, "published", {"parent": parent, "alpha": alpha, "gate": gate})
         return manifest
 
-    def rollback(self, run: str, version: str, reason: str, *, instead_of: str | None = ANY) -> Manifest:
-        """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number.
+    def archive(
+        self, run: str, staged: Path, *, like: Manifest, reason: str, by: str | None, most_waiting: int
+    ) -> tuple[Manifest, bool]:
+        """Turn a staged directory into a version that is not served: it waits for the gate. Also whether it is new.
 
-        `instead_of`: as for `publish`.
+        `like`: a version of the lineage, whose facts it shares. Files that are a version already only wait again.
+        Raises RunConflict where `most_waiting` wait already, or the version is served.
+        """
+        files, digest = _digests(staged)
+        with locked(self._layout, run):
+            known = {
+                manifest.digest: manifest for manifest in map(functools.partial(self.get, run), self.versions(run))
+            }
+            manifest, waiting = known.get(digest), self.sent(run).keys()
+            if manifest is not None and manifest.version in waiting:
+                return manifest, False
+            if manifest is not None and manifest.version == (self._pointer(run) or {}).get("version"):
+                raise RunConflict(f"run {run!r} serves this very drafter already: it is {manifest.version}")
+            if len(waiting & set(self.versions(run))) >= most_waiting:
+                raise RunConflict(f"{most_waiting} drafters of run {run!r} wait for the gate already; send it later")
+            new = manifest is None
+            if manifest is None:
+                version = self._next_version(run, digest)
+                facts: dict[str, Any] = {
+                    "sequence": 0,
+                    "parent": None,
+                    "created": time.time(),
+                    "alpha": None,
+                    "gate": None,
+                }
+                facts |= {"version": version, "reason": Sent(reason, by, 0).sender, "digest": digest, "files": files}
+                manifest = like.model_copy(update=facts)
+                self._commit(staged, manifest)
+            said = {"version": manifest.version, "policy_version": manifest.policy_version, "reason": reason, "by": by}
+            self.record(run, {"event": "sent", **said})
+        return manifest, new
+
+    def promote(
+        self, run: str, version: str, reason: str, gate: Mapping[str, Any], *, instead_of: str | None
+    ) -> Manifest:
+        """Publish a version that was sent and that proved better: point `latest` to it. `instead_of`: as for `publish`.
+
+        Raises what `publish` does.
         """
         self.verify(run, version)
         with locked(self._layout, run):
             self._require_served(run, instead_of)
+            self._require_free(run)
+            return self._repoint(run, self.get(run, version), reason, "published", more={"gate": gate})
+
+    def rollback(self, run: str, version: str, reason: str, *, instead_of: str | None = ANY) -> Manifest:
+        """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number.
+
+        `instead_of`: as for `publish`. Raises `LatestHeld` when a person holds what is served.
+        """
+        self.verify(run, version)
+        with locked(self._layout, run):
+            self._require_served(run, instead_of)
+            self._require_free(run)
             return self._repoint(run, self.get(run, version), reason, "rolled_back")
+
+    def hold(self, run: str, version: str, reason: str, by: str | None = None) -> Manifest:
+        """Serve a version until `release`, after verifying its digests. One that is held already is held instead.
+
+        Takes a new sequence number where another version was served, so that engines load it; else they are left alone.
+        """
+        self.verify(run, version)
+        with locked(self._layout, run):
+            hold = {"reason": reason, "since": time.time(), "by": by}
+            pointer = self._pointer(run)
+            manifest = self.get(run, version)
+            if pointer is None or pointer["version"] != version:
+                manifest = self._repoint(run, manifest, reason, "rolled_back", held=hold)
+            else:
+                self._recover_history(run)
+                replace_file(self._layout.latest(run), json.dumps(pointer | {"held": hold}).encode())
+                manifest = manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
+            facts = {"policy_version": manifest.policy_version, "reason": reason, "by": by}
+            self.record(run, {"event": "held", "version": version, **facts})
+        return manifest
+
+    def release(self, run: str, version: str, by: str | None = None) -> Manifest:
+        """End the hold of a version; the gate decides again. Raises `LatestHeld` unless that very version is held."""
+        with locked(self._layout, run):
+            held, pointer = self.held(run), self._pointer(run)
+            if pointer is None or held is None or held.version != version:
+                found = "none" if held is None else held.version
+                raise LatestHeld(f"run {run!r} holds {found}, not {version[:80]}: nothing was released")
+            del pointer["held"]
+            replace_file(self._layout.latest(run), json.dumps(pointer).encode())
+            manifest = self.get(run, version)
+            facts = {"policy_version": manifest.policy_version, "by": by}
+            self.record(run, {"event": "released", "version": version, **facts})
+        return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
 
     def push_again(self, run: str, reason: str) -> Manifest:
         """Give the served version a new sequence number, so that every engine loads it again."""
         with locked(self._layout, run):
-            manifest = self.latest(run)
+            manifest, held = self.latest(run), (self._pointer(run) or {}).get("held")
             if manifest is None:
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
             # Not "pushed again": a person's rollback with those words overrides an agent's canary, and this must not.
-            return self._repoint(run, manifest, f"revived: {reason}", "pushed_again")
+            return self._repoint(run, manifest, f"revived: {reason}", "pushed_again", held=held)
 
     def record(self, run: str, event: Mapping[str, Any]) -> None:
         """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent.
@@ -295,6 +416,12 @@ class Registry:
             if found != file:
                 raise RegistryError(f"{version}/{file.name} no longer matches its manifest; do not serve this version")
 
+    def discard(self, run: str, version: str) -> None:
+        """Delete a version that is not served: nothing can be done with it."""
+        with locked(self._layout, run):
+            if (self._pointer(run) or {}).get("version") != version and version in self.versions(run):
+                self._delete(run, version)
+
     def prune(self, run: str, keep: int, protect: set[str] | frozenset[str] = frozenset()) -> list[str]:
         """Delete all but the newest `keep` versions, the served one and those in `protect`; returns those deleted.
 
@@ -307,11 +434,7 @@ class Registry:
             safe = set(protect) | set(self.versions(run)[-keep:]) | ({pointer["version"]} if pointer else set())
             gone = [version for version in self.versions(run) if version not in safe]
             for version in gone:
-                path = self._layout.drafter(run, version)
-                # Renamed first: a half-deleted directory must not look like a version.
-                deleted = path.with_name(f".deleted-{uuid.uuid4().hex}")
-                path.rename(deleted)
-                shutil.rmtree(deleted)
+                self._delete(run, version)
             for path in self._layout.drafters(run).glob(".*"):
                 if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
                     shutil.rmtree(path, ignore_errors=True)
@@ -320,6 +443,22 @@ class Registry:
         return gone
 
     # --- inside
+    def _next_version(self, run: str, digest: str) -> str:
+        pointer, existing = self._pointer(run), self.versions(run)
+        taken = [*existing[-1:], *([] if pointer is None else [pointer["version"]])]  # a pruned one's is not used again
+        return f"v{1 + max(map(_number, taken), default=0):06d}-{digest[:8]}"
+
+    def _commit(self, staged: Path, manifest: Manifest) -> None:
+        write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        AtomicDirectory(staged).commit(self._layout.drafter(manifest.run, manifest.version))
+
+    def _delete(self, run: str, version: str) -> None:
+        path = self._layout.drafter(run, version)
+        # Renamed first: a half-deleted directory must not look like a version.
+        deleted = path.with_name(f".deleted-{uuid.uuid4().hex}")
+        path.rename(deleted)
+        shutil.rmtree(deleted)
+
     def _pointer(self, run: str) -> dict[str, Any] | None:
         try:
             text = self._layout.latest(run).read_bytes()
@@ -338,14 +477,40 @@ class Registry:
             raise LatestMoved(f"run {run!r} serves {served} now, not {version}: nothing was published")
         return pointer
 
-    def _repoint(self, run: str, manifest: Manifest, reason: str, kind: str) -> Manifest:
+    def _require_free(self, run: str) -> None:
+        """Raise LatestHeld while a person holds what is served."""
+        if (held := self.held(run)) is not None:
+            who = "a person" if held.by is None else held.by
+            raise LatestHeld(
+                f"run {run!r} holds {held.version}, by {who} ({held.reason}): nothing was published. "
+                f"DELETE /drafter/{held.version}/hold releases it"
+            )
+
+    def _repoint(
+        self,
+        run: str,
+        manifest: Manifest,
+        reason: str,
+        kind: str,
+        held: Mapping[str, Any] | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> Manifest:
         pointer = self._pointer(run)
         sequence = 1 + (0 if pointer is None else int(pointer["sequence"]))
         moved = manifest.model_copy(update={"sequence": sequence, "reason": reason})
-        self._point(run, moved, reason, kind, {"previous": None if pointer is None else pointer["version"]})
+        previous = {"previous": None if pointer is None else pointer["version"]}
+        self._point(run, moved, reason, kind, previous | dict(more or {}), held)
         return moved
 
-    def _point(self, run: str, manifest: Manifest, reason: str, kind: str, more: Mapping[str, Any]) -> None:
+    def _point(
+        self,
+        run: str,
+        manifest: Manifest,
+        reason: str,
+        kind: str,
+        more: Mapping[str, Any],
+        held: Mapping[str, Any] | None = None,
+    ) -> None:
         event = {
             "time": time.time(),
             "event": kind,
@@ -356,6 +521,7 @@ class Registry:
         }
         self._recover_history(run)
         pointer = {"sequence": manifest.sequence, "version": manifest.version, "reason": reason, "event": kind}
+        pointer |= {} if held is None else {"held": held}
         replace_file(self._layout.latest(run), json.dumps(pointer).encode())
         self._append(run, event | dict(more))
 
@@ -398,6 +564,12 @@ def _staged_files(staged: Path) -> list[Path]:
     if not paths:
         raise RegistryError(f"staged drafter {staged} is empty; write its files first")
     return paths
+
+
+def _digests(staged: Path) -> tuple[tuple[VersionFile, ...], str]:
+    """The files of a staged directory, and the digest of all of them."""
+    files = tuple(_digest(path) for path in _staged_files(staged))
+    return files, hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
 
 
 def _digest(path: Path) -> VersionFile:

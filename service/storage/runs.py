@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from rl_hooks.durable import replace_file
 from rl_hooks.format.eagle3 import DrafterError
@@ -30,16 +30,20 @@ from rl_hooks.wire import (
     WireError,
     target_fingerprint,
 )
-from service.errors import RunConflict, RunNotFound
+from service.errors import RunClosed, RunConflict, RunNotFound
+from service.monitor.records import RunState, State
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.nearness import differences
-from service.storage.registry import locked
+from service.storage.registry import Registry, locked
 from service.storage.spool import Upload
 
 _FLOATS: Final = ("F32", "BF16", "F16")
 #: Prefix of what is being deleted; no run's name begins so.
 _DELETED: Final = ".deleted-"
 _CONFIG_INTS: Final = ("hidden_size", "num_hidden_layers", "vocab_size")
+
+
+_STATE: Final = TypeAdapter(RunState)
 
 
 class RunRecord(BaseModel):
@@ -67,11 +71,11 @@ def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunReco
     meta = header.metadata
     if meta.get("format") != RUN_FORMAT:
         raise WireError("format", f"expected {RUN_FORMAT!r}, got {meta.get('format')!r}")
-    config = _json_object(meta.get("config"), "config")
+    config = json_object(meta.get("config"), "config")
     for key in _CONFIG_INTS:
         if type(config.get(key)) is not int or not 0 < config[key] < 1 << 31:
             raise WireError("config", f"{key} must be a positive integer, got {str(config.get(key))[:40]}")
-    aux = _json_object(meta.get("aux_layers"), "aux_layers")
+    aux = json_object(meta.get("aux_layers"), "aux_layers")
     layers = aux.get("layers")
     if aux.get("convention") != AUX_CONVENTION:
         raise WireError("aux_layers", f"convention must be {AUX_CONVENTION!r}, got {str(aux.get('convention'))[:40]!r}")
@@ -120,7 +124,7 @@ def _check_for_worker(header: Header, config: dict[str, Any], layers: list[int])
 def check_registered(config: Mapping[str, Any], aux_layers: Sequence[int], header: Header) -> None:
     """Raise `DrafterError` unless the worker can begin a run with a file of this header."""
     text = header.metadata.get("drafter_config")
-    drafter_config = None if text is None else _json_object(text, "drafter_config")
+    drafter_config = None if text is None else json_object(text, "drafter_config")
     tensors = {n.removeprefix("drafter."): i for n, i in header.tensors.items() if n.startswith("drafter.")}
     check_run(config, aux_layers, drafter_config, {n: (info.shape, info.dtype) for n, info in tensors.items()})
 
@@ -139,7 +143,7 @@ def _check_run_tensors(header: Header, config: dict[str, Any]) -> None:
     if has_drafter != ("drafter_config" in header.metadata):
         raise WireError("drafter_config", "must be there exactly when drafter.* tensors are")
     if has_drafter:
-        _json_object(header.metadata["drafter_config"], "drafter_config")
+        json_object(header.metadata["drafter_config"], "drafter_config")
 
 
 def _check_matrix(name: str, info: TensorInfo, shape: tuple[int, int]) -> None:
@@ -189,8 +193,8 @@ def check_same(layout: Layout, existing: RunRecord, record: RunRecord, header: H
 
 def _identity(header: Header) -> dict[str, Any]:
     """The fields that `target_fingerprint` hashes."""
-    config = _json_object(header.metadata["config"], "config")
-    aux = _json_object(header.metadata["aux_layers"], "aux_layers")
+    config = json_object(header.metadata["config"], "config")
+    aux = json_object(header.metadata["aux_layers"], "aux_layers")
     return {key: config.get(key) for key in ("model_type", *_CONFIG_INTS)} | {"aux_layers": aux["layers"]}
 
 
@@ -234,6 +238,50 @@ def commit_run(
     return True
 
 
+def read_state(layout: Layout, run: str) -> RunState:
+    """What a person wants of a run. A file that cannot be read pauses it: nothing is lost until it is mended."""
+    path = layout.run_state(run)
+    try:
+        found: RunState = _STATE.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return RunState()
+    except (ValidationError, OSError) as error:
+        return RunState("paused", f"its {path.name} cannot be read ({type(error).__name__}); PATCH the run again")
+    return found
+
+
+def change_state(
+    layout: Layout, run: str, state: State, reason: str, by: str | None = None, *, instead_of: State | None = None
+) -> RunState:
+    """Write down what a person wants of a run, and an event in its history. Blocks.
+
+    `instead_of`: the state that it must be in; RunConflict where it is in another one.
+    """
+    with locked(layout, run):
+        load_run(layout, run)
+        before = read_state(layout, run)
+        if instead_of not in (None, before.state):
+            raise RunConflict(f"run {run!r} is {before.state}, not {instead_of}: nothing was changed")
+        if before.state == state and before.since is not None:
+            return before
+        after = RunState(state, reason, by, time.time())
+        replace_file(layout.run_state(run), _STATE.dump_json(after))
+        Registry(layout).record(run, {"event": f"run_{state}", "reason": reason, "by": by, "previous": before.state})
+    return after
+
+
+def check_open(layout: Layout, run: str, *, for_rollouts: bool = False) -> None:
+    """Raise RunClosed where a run takes no more rollouts, or (without `for_rollouts`) nothing at all any more."""
+    found = read_state(layout, run)
+    if found.state == "archived" or (for_rollouts and found.state == "draining"):
+        who = f" by {found.by}" if found.by else ""
+        what = "it is read-only" if found.state == "archived" else "it takes no more rollouts"
+        raise RunClosed(
+            f"run {run!r} is {found.state}{who} ({found.reason}): {what}. Do not send it again; a person makes the run "
+            f"active by PATCH /runs/{run}"
+        )
+
+
 def check_not_withdrawn(layout: Layout, run: str) -> None:
     """Raise RunConflict while a run of this name is being deleted: a new one would go on from its files."""
     if layout.withdrawn(run).exists():
@@ -275,7 +323,8 @@ def sweep_deleted(layout: Layout) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _json_object(text: str | None, key: str) -> dict[str, Any]:
+def json_object(text: str | None, key: str) -> dict[str, Any]:
+    """A JSON object of a file's metadata; raises WireError that names `key`."""
     try:
         value = json.loads(text or "")
     except (ValueError, RecursionError) as error:

@@ -106,7 +106,7 @@ class ClaimScorer:
         if comparison == "all" and (before := self._lineage.existing(self._gate.watched or "")) is not None:
             roles.setdefault("before", (before, self._lineage.version(before)))
         try:
-            return score(
+            scores = score(
                 batch,
                 roles,
                 policy,
@@ -123,6 +123,9 @@ class ClaimScorer:
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
             fates.fail(loaded, error, "cannot be scored")
             return None
+        if comparison == "all":
+            scores = replace(scores, versions={**scores.versions, **self._gate.replay_sent(batch, loaded.path)})
+        return scores
 
     def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:
         """With what a claim's newest rollouts are scored. Time is short where several policies' have gathered."""

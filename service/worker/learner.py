@@ -214,15 +214,16 @@ class Learner:
             rest, fates, tested=sum(loaded.batch.rollouts for loaded, _ in scored)
         )
         held = self.journal.hold(LiveRule.of(self._settings))
-        judged = not isolated and held is None
+        kept = self.lineage.held()
+        judged = not isolated and held is None and not kept
         if judged:
             self._follow(self.lineage.served_version())
         looked = self.gate.state
         try:
             contests = self.judge([*passed_over, *scored], before_publishing=before_publishing) if judged else []
             outcome = contests[0] if contests else None
-            if held is not None:
-                self.gate.concluded()  # the evidence does not describe the engines
+            if held is not None or kept:
+                self.gate.concluded()  # the evidence does not describe the engines, or may not change what they serve
             elif scored or (outcome and outcome.verdict.promote):  # else more is to come before the next training
                 self._conclude(contests, version_seconds, newest_version)
             if passed_over:
@@ -359,6 +360,7 @@ class Learner:
                 log.info("%s: %s", self.run, moved)
                 self.gate.restore(before)
                 return []
+        self.gate.dismiss_sent(contests)
         if realised is not None:
             self.lineage.record_gain(realised)
         return contests

@@ -26,7 +26,7 @@ from rl_hooks.format.eagle3 import with_layers
 from service.errors import WorkerError
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.registry import Manifest, Registry
+from service.storage.registry import Manifest, Registry, Sent
 from service.worker.checkpoint import full_disk_as_os_error
 from service.worker.target import Target
 
@@ -143,6 +143,10 @@ class Lineage:
         manifest = self.served()
         return None if manifest is None else manifest.version
 
+    def held(self) -> bool:
+        """Whether a person holds what is served: nothing may be published, so nothing is looked at."""
+        return self._registry.held(self._run) is not None
+
     def published_after(self, before: str | None) -> Manifest | None:
         """What is served now, where it is a candidate that won against `before` and from which nobody moved since."""
         latest = self.served()
@@ -157,6 +161,16 @@ class Lineage:
     def existing(self, version: str) -> str | None:
         """The version if it is still on disk, else None."""
         return version if version in self._registry.versions(self._run) else None
+
+    def waiting(self) -> dict[str, Sent]:
+        """The versions on disk that people sent and that the gate has not decided about, oldest first."""
+        sent = self._registry.sent(self._run)
+        return {version: sent[version] for version in sent if self.existing(version) is not None} if sent else {}
+
+    @property
+    def published(self) -> int:
+        """How many versions were published so far."""
+        return self._registry.digest(self._run).published
 
     def train_from(self, version: str) -> None:
         """Train on from a published version, with a fresh trainer."""
@@ -212,6 +226,9 @@ class Lineage:
 
         `served`: the version that it was judged against. Raises `LatestMoved` when another one is served by now.
         """
+        if version != CANDIDATE and (sent := self.waiting().get(version)) is not None:
+            reason = f"{sent.sender}: {reason}"
+            return self._registry.promote(self._run, version, reason, evidence, instead_of=served)
         if version != CANDIDATE:
             reason = f"re-selected from the archive: {reason}"
             return self._registry.rollback(self._run, version, reason, instead_of=served)
@@ -219,9 +236,12 @@ class Lineage:
             with full_disk_as_os_error():
                 write_kind(staged, self.candidate)
             manifest = self._announce(self.candidate, staged, policy_version, served, reason, evidence)
-        first = self._registry.versions(self._run)[0]
-        self._registry.prune(self._run, self._settings.keep_versions, protect={first})
+        self._prune()
         return manifest
+
+    def _prune(self) -> None:
+        first = self._registry.versions(self._run)[0]
+        self._registry.prune(self._run, self._settings.keep_versions, protect={first, *self.waiting()})
 
     def _announce(
         self,
@@ -251,6 +271,20 @@ class Lineage:
     def refuse(self, policy_version: int, reason: str, evidence: dict[str, Any]) -> None:
         """Record that the gate refused the candidate."""
         self.record({"event": "refused", "policy_version": policy_version, "reason": reason, "gate": evidence})
+
+    def refuse_sent(
+        self, version: str, reason: str, evidence: dict[str, Any] | None = None, *, usable: bool = True
+    ) -> None:
+        """Record that a version which a person sent will not be served. It stays in the archive where it is usable."""
+        sent = self.waiting()[version]
+        policy_version = self._registry.get(self._run, version).policy_version
+        log.warning("%s: %s, %s, is refused: %s", self._run, version, ascii(sent.sender), reason)
+        told = {"reason": f"{sent.sender}: {reason}", "by": sent.by, "gate": evidence}
+        self.record({"event": "refused", "version": version, "policy_version": policy_version, **told})
+        if not usable:
+            self._versions.pop(version, None)
+            self._registry.discard(self._run, version)
+        self._prune()
 
     def record_gain(self, event: Mapping[str, Any]) -> None:
         """Write what a version was found to gain, once for each time that it was served.

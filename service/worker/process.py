@@ -6,10 +6,14 @@ that took less than others waits for what is in hand, and for nothing else, howe
 An exception ends at the run in which it was raised: the run is closed, its error is told (`worker_error`), and it is
 opened again from its last checkpoint later. Only Redis being away holds all runs up, and only a fault of the device
 ends the process, because CUDA works for no run after it.
+
+A run that a person has paused or archived is closed after a checkpoint, so it holds no memory. What an archived one had
+in its queue ends as skipped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -34,6 +38,7 @@ from service.storage.layout import FileId, Layout, file_id
 from service.storage.lease import Leases
 from service.storage.queue import RolloutQueue
 from service.storage.reports import Store
+from service.storage.runs import read_state
 from service.worker.checkpoint import CheckpointSuperseded
 from service.worker.inbox import CONSUMER
 from service.worker.loop import LeaseLost, RegisteredAnew, RunWorker
@@ -49,6 +54,8 @@ _AHEAD_SECONDS = 0.25
 #: After an error of the disk.
 _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
+#: The queue of an archived run is looked at again after this: a batch may have been on its way.
+_LOOK_AT_ARCHIVED_SECONDS = 60.0
 #: A run that cannot be worked on is tried again after this.
 _REFUSED_SECONDS = 60.0
 _ERROR_CHARACTERS = 2000
@@ -66,6 +73,7 @@ class _Run:
     failures: int = 0  # unforeseen exceptions since it last worked
     proven: bool = True  # it has worked since it was opened
     lost: bool = False  # another worker took the lease while this one was stopped
+    empty_until: float = 0.0  # of an archived run: its queue is not looked at before this (monotonic)
 
 
 class Turns:
@@ -234,6 +242,12 @@ class Worker:
         for run in names:
             file = file_id(self._layout.target(run))
             state = self._runs.setdefault(run, _Run())
+            wanted = read_state(self._layout, run)
+            if not wanted.worked_on:
+                self._rest(run, state)
+                if wanted.state == "archived" and state.empty_until <= now:
+                    self._clear(run, state)
+                continue
             if state.worker is not None and state.file != file:
                 state.worker = None
                 log.warning("run %s was registered anew", run)
@@ -253,6 +267,29 @@ class Worker:
         self._recent_suspected.discard(run)
         self._leases.give_back(run)
 
+    def _rest(self, run: str, state: _Run) -> None:
+        """Close a run that is not to be worked on, after a checkpoint, and let other workers see to it."""
+        if state.worker is None:
+            return
+        log.warning("run %s is not worked on until it is active again, as a person wants it", run)
+        self._end(run, state.worker)
+        with self._giving_back:
+            state.worker, state.retry_at = None, 0.0
+            self._leases.give_back(run)
+
+    def _clear(self, run: str, state: _Run) -> None:
+        """End what the queue of an archived run holds, at most a claim of it at a time, and delete its files."""
+        if not self._leases.hold(run):
+            return
+        queue = RolloutQueue(self._redis, run)
+        entries = queue.own_pending(CONSUMER) or queue.claim(CONSUMER, self._settings.claim_tokens, 0.0)
+        for entry in entries:
+            queue.ack(entry, "skipped", "the run was archived before it was worked on")
+            self._layout.blob(run, entry.blob).unlink(missing_ok=True)
+        if not entries:
+            state.empty_until = time.monotonic() + _LOOK_AT_ARCHIVED_SECONDS
+            self._leases.give_back(run)
+
     def _open(self, run: str, state: _Run, file: FileId) -> None:
         state.file, state.retry_at, state.lost = file, 0.0, False
         try:
@@ -263,7 +300,7 @@ class Worker:
                 Store(self._redis, run),
                 run,
                 holds_lease=functools.partial(self._leases.hold, run),
-                stopping=lambda: self._stopping,
+                stopping=lambda: self._stopping or not read_state(self._layout, run).worked_on,
                 recent_suspected=self._recent_suspected,
             )
             store = Store(self._redis, run)
@@ -321,19 +358,26 @@ class Worker:
 
     def _close(self) -> None:
         for run, worker in self.served.items():
-            try:
-                worker.close()
-                with self._giving_back:
+            if self._end(run, worker):
+                with contextlib.suppress(RedisError), self._giving_back:  # else the lease expires
                     self._runs[run].worker = None
                     self._leases.give_back(run)
-            except Exception as error:
-                foreseen = isinstance(error, RedisError | OSError | ServiceError | DrafterError)
-                log.warning(
-                    "%s: not closed in order (%s); its entries will be delivered again",
-                    run,
-                    error,
-                    exc_info=None if foreseen else error,
-                )
+
+    @staticmethod
+    def _end(run: str, worker: RunWorker) -> bool:
+        """Checkpoint a run before it is closed; returns whether that went well."""
+        try:
+            worker.close()
+        except Exception as error:
+            foreseen = isinstance(error, RedisError | OSError | ServiceError | DrafterError)
+            log.warning(
+                "%s: not closed in order (%s); its entries will be delivered again",
+                run,
+                error,
+                exc_info=None if foreseen else error,
+            )
+            return False
+        return True
 
 
 def _is_the_files(error: Exception) -> bool:

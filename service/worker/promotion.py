@@ -17,12 +17,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from drafter.batch import RolloutBatch
+from drafter.device import is_device_fault, is_out_of_memory
 from drafter.replay.acceptance import Replay, log_ratio
 from drafter.replay.gate import Look, Trial, Verdict, compare
 from service.monitor.records import arrival
@@ -44,6 +46,10 @@ _SETTLED_ROLLOUTS: Final = 256
 _FEWEST_PROMPTS: Final = 4
 #: After so many claims two prompts are enough: a run may not have more.
 _POOLED_CLAIMS: Final = 4
+#: A version that a person sent is given up after so many looks against one served drafter,
+SENT_LOOKS: Final = 64
+#: or after so many others were published: its trial begins again with each of them.
+_SENT_OUTRUN: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +335,39 @@ class Gate:
 
     def _trial(self, version: str) -> Trial:
         if version not in self._trials:
-            place = len(self._trials)  # the candidate's is the first
-            self._trials[version] = Trial(_ARCHIVE_SHARE / (place * (place + 1)))
+            self._trials[version] = archive_trial(len(self._trials))  # the candidate's is the first
         return self._trials[version]
+
+    # --- drafters that people sent
+    def replay_sent(self, batch: RolloutBatch, path: Path) -> dict[str, Replay]:
+        """Replay of the version that has waited longest for its verdict; empty where none waits.
+
+        Where it cannot be replayed it is refused: no batch is to blame for what somebody sent.
+        """
+        version = next(iter(self._lineage.waiting()), None)
+        if version is None:
+            return {}
+        policy, settings = self._target.at(batch.policy_version, batch=path), self._settings
+        try:
+            drafters = {version: self._lineage.version(version)}
+            return replay_each(drafters, policy, [batch], settings.depth, settings.drafting)
+        except Exception as error:
+            if isinstance(error, OSError) or is_out_of_memory(error) or is_device_fault(error):
+                raise
+            self._lineage.refuse_sent(version, f"it cannot be replayed: {error}"[:400], usable=False)
+            return {}
+
+    def dismiss_sent(self, contests: Sequence[Contest]) -> None:
+        """Refuse what was sent and is no better, or has not been shown to be in all the time that it had."""
+        waiting = self._lineage.waiting()
+        for contest in contests:
+            if contest.version not in waiting or contest.verdict.promote:
+                continue
+            others = self._lineage.published - waiting[contest.version].published
+            if why := given_up(contest.verdict, others, self._settings.gate_min_gain):
+                self._lineage.refuse_sent(contest.version, f"{why}: {contest.verdict.reason}", contest.facts)
+                if contest.version in self._trials:  # what it spent stays spent; sent again, it has another trial
+                    self._trials[f"{contest.version} {len(self._trials)}"] = self._trials.pop(contest.version)
 
     def _fittest(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
         """The archived version that fits best, by successive halving, judged on prompts that did not choose it."""
@@ -389,6 +425,25 @@ class Gate:
     def _settled(self) -> dict[str, Any] | None:
         promise, self._promise = self._promise, None
         return None if promise is None else promise.event()
+
+
+def archive_trial(place: int) -> Trial:
+    """The trial of the archived version that is looked at as the `place`-th, from 1: all together spend one share."""
+    return Trial(_ARCHIVE_SHARE / (place * (place + 1)))
+
+
+def given_up(verdict: Verdict, others: int, min_gain: float) -> str:
+    """Why a version that a person sent is refused; empty while it may still prove better.
+
+    `others`: versions that were published since it came. `min_gain`: the gain that a swap is worth.
+    """
+    if verdict.looks and verdict.high < min_gain:
+        return "it is no better"
+    if verdict.looks >= SENT_LOOKS:
+        return f"{verdict.looks} looks have not shown it to be better"
+    if others >= _SENT_OUTRUN:
+        return f"{others} other versions were published while it waited"
+    return ""
 
 
 def _or(value: float, otherwise: float) -> float:

@@ -367,6 +367,34 @@ def test_a_rollback_names_the_version_it_goes_to_and_is_drawn_where_the_run_was(
 
 
 @needs_browser
+def test_attempts_of_a_trainer_are_shown_one_at_a_time(browser: Browser) -> None:
+    first, again = ([came(start + v, v, alpha) for v in range(40)] for start, alpha in ((1000, 3.0), (2000, 2.0)))
+    events = [
+        {
+            "event": "held",
+            "time": 1.01,
+            "version": "v000005-aaaaaaaa",
+            "policy_version": 3,
+            "by": "ada",
+            "reason": "odd",
+        },
+        {"event": "run_paused", "time": 2.01, "by": "<b>bob</b>", "reason": "the GPU is needed", "previous": "active"},
+    ]
+    with serving({"default": stored([*first, *again[:30]], (), events)}) as url:
+        newest, older = browse(url, browser), browse(f"{url}?attempt=1", browser)
+    assert not newest.hidden("attempts")
+    assert "1: policy 0 to 39" in newest.texts["attempts"]
+    assert "2: policy 0 to 29" in newest.texts["attempts"]
+    assert "run paused" in newest.texts["events"]
+    assert "by <b>bob</b>; the GPU is needed" in newest.texts["events"], "as text"
+    assert "held" not in newest.texts["events"]
+    assert "v000005 held at policy 3" in older.texts["events"]
+    assert "by ada; odd" in older.texts["events"]
+    assert "run paused" not in older.texts["events"]
+    assert show(stored(first), browser).hidden("attempts"), "one needs no choice"
+
+
+@needs_browser
 def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_old(browser: Browser) -> None:
     with serving({"default": sample_run(30)}, answers=2) as url:
         page = browse(url, browser, seconds=20)

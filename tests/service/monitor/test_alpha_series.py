@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -12,7 +13,7 @@ import pytest
 import record_fixtures
 from pydantic_core import to_jsonable_python
 
-from service.monitor.alpha import alpha_series
+from service.monitor.alpha import alpha_series, attempts
 from service.monitor.records import DrafterSums, RunEvent
 
 
@@ -164,3 +165,45 @@ def test_rollouts_without_a_round_leave_the_sums_alone() -> None:
 def test_events_are_passed_on_as_the_registry_wrote_them() -> None:
     event = {"time": 3.0, "event": "refused", "policy_version": 4, "reason": "no gain"}
     assert alpha_series("r", [], [], [RunEvent.of(event)], 3).events == [event]
+
+
+def split(policies: list[int], max_lag: int | None = None) -> list[list[int | None]]:
+    """The policy versions of each attempt, where batches arrived in that order, one a second."""
+    scores = [record_fixtures.score(score(p, entry_id=f"{1000 * n}-0")) for n, p in enumerate(policies, 1)]
+    random.Random(1).shuffle(scores)  # their order is by arrival
+    found = attempts(scores, max_lag)
+    for one, following in itertools.pairwise(found):
+        assert one.ended == following.began
+    assert (found[0].began, found[-1].ended) == (None, None)
+    return [[one.policy_version for one in attempt.scores] for attempt in found]
+
+
+def test_a_trainer_that_starts_again_opens_another_attempt() -> None:
+    first, again = list(range(60)), list(range(20, 50))
+    assert split(first) == [first]
+    assert split(first + first) == [first, first]
+    assert split(first + again + first) == [first, again, first], "from a checkpoint, then from step 0"
+    assert split([p for p in first for _ in range(5)] + first)[1] == first
+    assert split([]) == [[]]
+
+
+def test_late_or_absurd_batches_open_no_attempt() -> None:
+    steps = list(range(60))
+    assert len(split(steps[:40] + [3] * 7 + steps[40:])) == 1, "seven that were late by 37 versions"
+    assert len(split([*steps[:40], 10**9, *steps[40:]])) == 1
+    assert len(split([0] * 20)) == 1
+    for seed in range(50):
+        draw = random.Random(seed)
+        asynchronous = [max(0, step - draw.randrange(17)) for step in range(200) for _ in range(4)]
+        assert len(split(asynchronous)) == 1, seed
+    wide = [max(0, step - random.Random(7 * step).randrange(60)) for step in range(400)]
+    assert len(split(wide, max_lag=60)) == 1, "batches may be as late as the setting says"
+
+
+def test_an_attempt_has_what_happened_while_it_was_under_way() -> None:
+    policies = [*range(40), *range(30)]
+    scores = [record_fixtures.score(score(p, entry_id=f"{1000 * n}-0")) for n, p in enumerate(policies, 1)]
+    first, second = attempts(scores)
+    assert (first.ended, second.began) == (41.0, 41.0)
+    assert [first.has(t) for t in (None, 0.0, 40.9, 41.0)] == [True, True, True, False]
+    assert [second.has(t) for t in (None, 40.9, 41.0, 1e9)] == [False, False, True, True]

@@ -21,7 +21,7 @@ from service.monitor.headline import (
 )
 from service.monitor.headroom import Advice
 from service.monitor.live_replay import EngineVerdict, Stretch, Watch
-from service.monitor.records import Change, Estimate
+from service.monitor.records import Change, Estimate, HeldVersion, RunState
 
 NOW = 10_000.0
 POINT = Current(
@@ -391,3 +391,24 @@ def test_harder_prompts_are_a_note_and_no_drift() -> None:
     assert said.level == "good"
     assert any("Harder prompts: their mix alone puts α 18 % lower" in one for one in said.also)
     assert not any("Harder" in one for one in headline(facts(cause=cause(prompts=-0.03, alarm=False))).also)
+
+
+def test_what_a_person_asked_for_is_no_fault_and_is_said() -> None:
+    asked: dict[str, Any] = {"by": "ada", "reason": "the GPU is needed", "since": NOW - 7200}
+    silent: dict[str, Any] = {"heartbeat": NOW - 7200, "queued": 3, "oldest_queued": NOW - 7000}
+    assert headline(facts(**silent)).state == "worker_silent"
+    paused = headline(facts(**silent, state=RunState("paused", **asked)))
+    assert (paused.level, paused.state) == ("wait", "paused")
+    assert paused.text == ("Paused for 2 h by ada (the GPU is needed): nothing is scored or trained; 3 batches queued.")
+    full = headline(facts(**silent, queue_fill=0.9, state=RunState("paused", **asked)))
+    assert (full.state, full.also[0]) == ("queue_full", paused.text), "but a full queue is one"
+    draining = headline(facts(**silent, state=RunState("draining", **asked)))
+    assert draining.state == "worker_silent", "its worker has work to do"
+    drained = headline(facts(state=RunState("draining", **asked)))
+    assert drained.text.endswith("no more rollouts are accepted; nothing is left in the queue.")
+    archived = headline(facts(**silent, recent_dead=20, state=RunState("archived", **asked)))
+    assert (archived.level, archived.state, archived.also) == ("wait", "archived", ())
+    held = headline(facts(held=HeldVersion("v000003-0a1b2c3d", "v4 is odd", NOW - 60)))
+    assert (held.level, held.state) == ("wait", "version_held")
+    assert held.text == "Held at v000003 for 60 s (v4 is odd): nothing is published until it is released."
+    assert held.also[0].startswith("Aligned"), "what the drafter is worth is said too"

@@ -17,6 +17,7 @@ from record_fixtures import stored
 from service.monitor.headroom import STATES
 from service.monitor.live_replay import EngineVerdict, Stretch, Watch
 from service.monitor.metrics import RunSnapshot, render
+from service.monitor.records import HeldVersion, RunState
 from service.monitor.worth import AtBatch, Worth
 
 NAMES = {
@@ -68,6 +69,8 @@ NAMES = {
     "draftalign_train_seconds_total": {"run"},
     "draftalign_controller_action": {"run", "action"},
     "draftalign_drafter_info": {"run", "version"},
+    "draftalign_drafter_held": {"run"},
+    "draftalign_run_state": {"run", "state"},
 }
 
 
@@ -133,6 +136,8 @@ def full_snapshot() -> RunSnapshot:
         last_arrival=990.0,
         watch=Watch((EngineVerdict("engine-0", "dead", "", None, Stretch(300, 1.0, 3.0, -1.1, 0.1), since=50.0),)),
         pushes=(40.0, 60.0, 90.0),
+        state=RunState("draining", "the RL run is over", "ada", 900.0),
+        held=HeldVersion("v000001-aaaaaaaa", "the second is odd", 950.0),
         worth=Worth(None, 4, (AtBatch(8, 4, 2.5, 2.25),)),
     )
 
@@ -297,3 +302,13 @@ def test_promtool_accepts_the_output(stores: dict[str, Any]) -> None:
         timeout=30,
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+
+
+def test_a_worker_that_a_person_silenced_raises_no_alarm() -> None:
+    silent = stored(worker={"heartbeat": 10.0})
+    name = "draftalign_worker_heartbeat_timestamp_seconds"
+    for state in ("paused", "archived"):
+        text = render({"a": replace(silent, state=RunState(state))})
+        assert name not in {found for found, _ in samples(text)}, state
+        assert value(text, "draftalign_run_state", run="a", state=state) == 1
+    assert value(render({"a": replace(silent, state=RunState("draining"))}), name, run="a") == 10.0

@@ -78,7 +78,8 @@ def test_what_the_version_before_had_stored_reads_as_it_did(
     }
     rendered = render(runs, queue_limit_bytes=1 << 34).decode()
     assert rounded(rendered) == rounded((RECORDED / "metrics.txt").read_text())
-    documents = (run_document(run, found, Settings()) for run, found in runs.items())
+    documents = [run_document(run, found, Settings()) for run, found in runs.items()]
+    assert [(one.pop("attempt"), len(one.pop("attempts"))) for one in documents] == [(1, 1)] * len(runs)
     lines = [json.dumps(one, allow_nan=False) for one in documents]
     assert parsed(lines) == parsed((RECORDED / "alpha.jsonl").read_text().splitlines())
 

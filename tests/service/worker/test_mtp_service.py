@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from service_fixtures import RunningService
+from typer.testing import CliRunner
 from worker_fixtures import CONFIG, FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined, recorded_windows
 
 from drafter.batch import load_batch
 from drafter.errors import TargetHeadError
+from drafter.files.checkpoint import write_drafter
 from drafter.files.kinds import read_kind
 from drafter.files.mtp import write_mtp
 from drafter.mtp.module import MtpConfig, MtpDrafter
@@ -21,6 +24,7 @@ from drafter.policy import Policy, TargetHead
 from drafter.replay.replay import replay
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
+from service.cli.main import app
 from service.storage.registry import Registry
 
 OPEN: dict[str, Any] = {"gate_min_gain": 0.0, "recent_tokens": 100_000, "learning_rate": 1e-2}
@@ -94,6 +98,33 @@ def test_an_mtp_head_is_scored_trained_published_and_resumed(bench: Bench, tmp_p
     bench.post("m")
     bench.drain(again)
     assert bench.state(bench.posted[-1]) in ("trained", "held_out")
+
+
+def test_a_module_that_was_trained_elsewhere_is_looked_at_by_the_gate(bench: Bench, tmp_path: Path) -> None:
+    bench.register(run_file(bench.world, tmp_path / "initial"))
+    worker = bench.worker(learning_rate=1e-12, gate_min_gain=0.005)
+    (tmp_path / "lab").mkdir()
+    torch.manual_seed(1)
+    write_mtp(tmp_path / "lab", MtpDrafter(MtpConfig.from_target(SIZES)))
+    (tmp_path / "eagle").mkdir()
+    write_drafter(tmp_path / "eagle", bench.world.drafter())
+    service = RunningService(state_dir=bench.layout.root, redis_url=bench.redis_url)
+    try:
+        sent, other = (
+            CliRunner().invoke(app, ["publish", str(tmp_path / name), "--service", service.url])
+            for name in ("lab", "eagle")
+        )
+    finally:
+        service.stop()
+    assert sent.exit_code == 0, sent.output
+    assert "its kind is eagle3" in str(other.exception)
+    version = sent.output.split()[0]
+    manifest = Registry(bench.layout).get("default", version)
+    assert (manifest.kind, manifest.sequence) == ("mtp", 0)
+    bench.post("a", rollouts=16)
+    bench.drain(worker)
+    looks = {name: trial["looks"] for name, trial in worker.learner.gate.state["trials"].items()}
+    assert [n for name, n in looks.items() if name.startswith(version)] == [1], "also where it was refused by then"
 
 
 def test_it_draws_from_the_head_of_each_batchs_policy(

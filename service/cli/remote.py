@@ -1,0 +1,147 @@
+"""The commands that ask a running service: hold, release and send a drafter version, change the state of a run."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from service.cli.commands import AuxLayers, From, Norm, Source, write_body
+from service.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import httpx
+
+Service = Annotated[str, typer.Option(help="URL of the draftalign service.")]
+Run = Annotated[str, typer.Option(help="Name of the RL run.")]
+LOCAL = "http://127.0.0.1:8400"
+
+
+class WantedState(StrEnum):
+    """What a person may want of a run."""
+
+    ACTIVE = "active"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    ARCHIVED = "archived"
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add these commands to the command line."""
+    app.command()(hold)
+    app.command()(release)
+    app.command()(state)
+    app.command()(publish)
+
+
+def hold(
+    version: Annotated[str, typer.Argument(help="Drafter version to serve, e.g. v000007-0a1b2c3d.")],
+    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
+    service: Service = LOCAL,
+    run: Run = "default",
+) -> None:
+    """Serve a drafter version until `draftalign release`: scoring and training go on, nothing is published.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope admin.
+    """
+    body = {"reason": reason, "by": whoami()}
+    call("PUT", service, f"/drafter/{quote(version, safe='')}/hold", params={"run": run}, json=body)
+    typer.echo(f"run {run} serves {version} until it is released")
+
+
+def release(service: Service = LOCAL, run: Run = "default") -> None:
+    """Release the held drafter version: it is served until the gate finds a better one.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope admin.
+    """
+    held = call("GET", service, f"/runs/{quote(run, safe='')}").json()["held"]
+    if held is None:
+        raise ConfigurationError(f"run {run} holds no version, so nothing was released")
+    call("DELETE", service, f"/drafter/{held['version']}/hold", params={"run": run, "by": whoami()})
+    typer.echo(f"run {run}: {held['version']} is released")
+
+
+def state(
+    wanted: Annotated[
+        WantedState | None, typer.Argument(help="What the run shall be; without it, say what it is.")
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
+    service: Service = LOCAL,
+    run: Run = "default",
+) -> None:
+    """Say what state a run is in, or change it; worker and API obey within seconds.
+
+    active: all goes on. paused: rollouts are queued, nothing is scored or trained, the worker frees its memory.
+    draining: rollouts are refused and trainers stop sending; the queue is worked off. archived: drafters can be
+    fetched, nothing else; what is in the queue is dropped.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope read; to change the state, admin.
+    """
+    path = f"/runs/{quote(run, safe='')}"
+    if wanted is None:
+        found = call("GET", service, path).json()
+    else:
+        body = {"state": wanted.value, "reason": reason, "by": whoami()}
+        found = call("PATCH", service, path, json=body).json()
+    typer.echo(f"run {run} is {found['state']['state']}: {found['headline']['text']}")
+
+
+def publish(
+    source: Source,
+    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "trained elsewhere",
+    service: Service = LOCAL,
+    run: Run = "default",
+    from_: From = None,
+    aux_layers: AuxLayers = None,
+    norm_before_residual: Norm = None,
+) -> None:
+    """Send a drafter that was trained elsewhere, in any layout; it is served once the gate finds it better.
+
+    It must be of the run's lineage: same sizes, same draft vocabulary. DRAFTALIGN_TOKEN: token for the service, of
+    scope admin.
+    """
+    from rl_hooks.wire import CONTENT_TYPE
+
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "drafter.safetensors"
+        write_body(file, source, from_, aux_layers, norm_before_residual)
+        asked = {"run": run, "reason": reason, "by": whoami()}
+        headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(file.stat().st_size)}
+        with file.open("rb") as body:
+            answer = call("POST", service, "/drafters", params=asked, headers=headers, content=body, timeout=600.0)
+    again = "" if answer.status_code == 201 else " again"
+    typer.echo(f"{answer.json()['version']} waits for the gate{again}; GET /drafters?run={run} tells the outcome")
+
+
+def whoami() -> str:
+    """Who asks, for the page and the history."""
+    try:
+        return getpass.getuser()[:80]
+    except (KeyError, OSError):  # a container's user may have no name
+        return f"user {os.getuid()}"
+
+
+def call(method: str, service: str, path: str, **more: Any) -> httpx.Response:
+    """Ask the service; what it refuses is a ConfigurationError."""
+    import httpx
+
+    from rl_hooks.sending.exchange import trusted
+
+    token = os.environ.get("DRAFTALIGN_TOKEN")
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    headers |= more.pop("headers", {})
+    try:
+        tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
+        answer = httpx.request(method, f"{service.rstrip('/')}{path}", headers=headers, verify=tls, **more)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        hint = "; set DRAFTALIGN_CA_FILE to its authority's PEM file" if "CERTIFICATE_VERIFY" in str(error) else ""
+        raise ConfigurationError(f"{service} does not answer: {error}{hint}") from error
+    if not answer.is_success:
+        raise ConfigurationError(f"{service} answered {answer.status_code}: {answer.text[:300]}")
+    return answer

@@ -1,0 +1,120 @@
+"""Drafters that were trained elsewhere: the check of POST /drafters, and their way into the archive.
+
+The body is a safetensors file of the drafter's tensors under their own names; its metadata hold `format` and
+`drafter_config`, the text of its config.json. It must be of the run's lineage, because engines cannot swap a draft
+vocabulary or a size. It becomes a version that is not served; the worker's gate judges it on fresh rollouts beside the
+served one. No torch: what PUT /runs asks of an initial drafter is asked here by the same code, values included.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from rl_hooks.durable import AtomicDirectory
+from rl_hooks.format.drafter import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    Sizes,
+    differences,
+    kind_of,
+    parse_drafter,
+    read_object,
+    vocabulary_digest,
+)
+from rl_hooks.format.eagle3 import DrafterError
+from rl_hooks.format.run import check_run
+from rl_hooks.wire import DRAFTER_FORMAT, Header, MappedFile, Tensor, WireError, encode
+from service.errors import RunConflict
+from service.storage.layout import Layout
+from service.storage.nearness import check_finite
+from service.storage.registry import Manifest, Registry
+from service.storage.runs import json_object
+
+#: Drafters that may wait for the gate at a time: each costs the replay of a batch, one after the other.
+MOST_WAITING: Final = 4
+_STORAGE: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def read_sent_header(layout: Layout, run: str, header: Header) -> Sizes:
+    """Verify the header of a POST /drafters body against the run's target and lineage.
+
+    Raises WireError where it is no drafter of the target, RunConflict where it is of another lineage.
+    """
+    if header.metadata.get("format") != DRAFTER_FORMAT:
+        raise WireError("format", f"expected {DRAFTER_FORMAT!r}, got {header.metadata.get('format')!r}")
+    config = json_object(header.metadata.get("drafter_config"), "drafter_config")
+    target, layers = _target(layout, run)
+    try:
+        check_run(target, layers, config, {name: (info.shape, info.dtype) for name, info in header.tensors.items()})
+        sizes = parse_drafter(config, layers)
+    except DrafterError as error:
+        raise WireError("drafter_config", str(error)) from error
+    served = _served(layout, run)
+    own = parse_drafter(read_object(layout.drafter_file(run, served.version, CONFIG_FILE)))
+    differ = [f"its kind is {kind_of(config)}"] if kind_of(config) != served.kind else differences(own, sizes)
+    if differ:
+        _refuse(run, served, "; ".join(differ).replace(" here, ", " in the run, ").replace(" there", " in the drafter"))
+    return sizes
+
+
+def admit(layout: Layout, run: str, path: Path, reason: str, by: str | None) -> tuple[Manifest, bool]:
+    """Make a version of the verified file at `path` that waits for the gate; returns it, and whether it is new.
+
+    The same files again are the same version, which waits again if it was refused. Reads all of it: call in a thread.
+    """
+    file = MappedFile(path)
+    check_finite(path)
+    sizes, served, registry = read_sent_header(layout, run, file.header), _served(layout, run), Registry(layout)
+    if _vocabulary(file, sizes) != served.d2t_sha256:
+        _refuse(run, served, "its draft vocabulary is another one")
+    # That of the lineage: of the fields that may differ, engines know those that they began with.
+    document = read_object(layout.drafter_file(run, served.version, CONFIG_FILE)) | {"torch_dtype": _storage(file)}
+    with AtomicDirectory(registry.stage(run)) as staged:
+        tensors = {n: Tensor.of(file.array(n), info.dtype) for n, info in file.header.tensors.items()}
+        with (staged.path / MODEL_FILE).open("wb") as model:
+            model.writelines(encode(tensors, {"format": "pt"}))
+        (staged.path / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
+        return registry.archive(run, staged.path, like=served, reason=reason, by=by, most_waiting=MOST_WAITING)
+
+
+def _target(layout: Layout, run: str) -> tuple[dict[str, Any], list[int]]:
+    metadata = MappedFile(layout.target(run)).header.metadata
+    return json_object(metadata["config"], "config"), json_object(metadata["aux_layers"], "aux_layers")["layers"]
+
+
+def _served(layout: Layout, run: str) -> Manifest:
+    served = Registry(layout).latest(run)
+    if served is None:
+        raise RunConflict(
+            f"run {run!r} serves no drafter yet, so there is none to compare with: register the run with this one "
+            "(the hook's drafter=), or wait for its first"
+        )
+    return served
+
+
+def _refuse(run: str, served: Manifest, how: str) -> None:
+    raise RunConflict(
+        f"the drafter is of another lineage than run {run!r} and its {served.version}: {how}. Engines cannot swap "
+        "that; register another run with this drafter"
+    )
+
+
+def _vocabulary(file: MappedFile, sizes: Sizes) -> str:
+    """Digest of the draft vocabulary that d2t gives, held against t2d; without them it is the target's whole one."""
+    size, ids = sizes.vocab_size, np.arange(sizes.vocab_size, dtype=np.int64)
+    if "d2t" in file:
+        d2t = file.array("d2t").astype(np.int64)
+        ids = d2t + np.arange(d2t.size)
+    if "t2d" in file and not np.array_equal(np.flatnonzero(file.array("t2d")), ids):
+        raise WireError("t2d", "names other tokens than d2t: they come from two exports")
+    return vocabulary_digest(size, ids.astype("<i8").tobytes())
+
+
+def _storage(file: MappedFile) -> str:
+    """The type of the weights as a config.json names it."""
+    found = {info.dtype for info in file.header.tensors.values()} & _STORAGE.keys()
+    return _STORAGE[min(found)]
