@@ -6,8 +6,6 @@ The agent builds paths from the names in a manifest, so `parse_manifest` accepts
 from __future__ import annotations
 
 import hashlib
-import hmac
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -83,22 +81,8 @@ def files_digest(files: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{files[name]} {name}\n" for name in sorted(files)).encode()).hexdigest()
 
 
-#: The fields that an agent acts on. `digest` covers the names and SHA-256 of all files.
-_SIGNED: Final = ("run", "version", "sequence", "digest", "reason", "kind", "config_fingerprint", "d2t_sha256")
-
-
-def manifest_signature(key: str, document: Mapping[str, Any]) -> str:
-    """HMAC-SHA256 (hexadecimal) over the fields of a manifest that an agent acts on: the service signs, agents verify.
-
-    It proves who made the manifest. Digests from the same server cannot.
-    """
-    values = [document.get(name) for name in _SIGNED]
-    text = json.dumps([*values, _replayed_alpha(document.get("gate"))], separators=(",", ":"))
-    return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()
-
-
-def parse_manifest(document: object, run: str, signing_key: str | None = None) -> Manifest:
-    """Verify a manifest of `run`, and its signature where a key is given; raises ManifestError naming the fault."""
+def parse_manifest(document: object, run: str) -> Manifest:
+    """Verify a manifest of `run`; raises ManifestError naming the fault."""
     if not isinstance(document, dict):
         raise ManifestError(f"the manifest must be a JSON object, got {type(document).__name__}")
     if document.get("run") != run:
@@ -124,14 +108,6 @@ def parse_manifest(document: object, run: str, signing_key: str | None = None) -
     )
     if files_digest(sha256s) != manifest.digest:
         raise ManifestError(f"digest: {manifest.digest} does not match the listed files; do not use this version")
-    if signing_key:
-        wanted = manifest_signature(signing_key, document)
-        given = document.get("signature")
-        if not isinstance(given, str) or not hmac.compare_digest(given.encode(), wanted.encode()):
-            raise ManifestError(
-                "signature: it is missing or not made with this agent's DRAFTALIGN_SIGNING_KEY; set the same key on "
-                "the service, and do not use this version before that"
-            )
     return manifest
 
 

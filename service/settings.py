@@ -60,8 +60,8 @@ class Settings(BaseSettings):
         SecretStr(""), description='Tokens with scopes, "secret:write,read;other:admin". Empty: loopback only.'
     )
 
-    signing_key: SecretStr = Field(
-        SecretStr(""), description="Signs every manifest (HMAC-SHA256); agents with the key refuse other manifests."
+    signing_key_file: Path | None = Field(
+        None, description="Private Ed25519 key (PEM) that signs manifests; `draftalign keygen` makes one."
     )
 
     max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file.")

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from rl_hooks.release import manifest_signature
+from rl_hooks.signing import HEADER, NONCE_PATTERN
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
 from service.api.uploads import parse_body
@@ -69,8 +69,14 @@ async def get_latest(
     context: Context,
     run: RunQuery = "default",
     wait: Annotated[float, Query(ge=0, description="Seconds to wait for another drafter than If-None-Match.")] = 0.0,
+    nonce: Annotated[
+        str | None, Query(pattern=NONCE_PATTERN, description="Ask for a signature over this and the body.")
+    ] = None,
 ) -> Response:
-    """Read the manifest of the drafter to serve. With `If-None-Match` and `wait` it is a long poll."""
+    """Read the manifest of the drafter to serve. With `If-None-Match` and `wait` it is a long poll.
+
+    With `nonce` the answer is signed where the service has a key, and never 304: that could be an old one sent again.
+    """
     context.run(run)
     known = request.headers.get("if-none-match")
     deadline = time.monotonic() + min(wait, context.settings.long_poll_max_seconds)
@@ -86,18 +92,12 @@ async def get_latest(
     if manifest is None:
         raise Problem(404, "no-drafter-yet", f"run {run!r} has published no drafter yet; poll again, `wait` helps")
     headers = {"ETag": manifest.etag, "Cache-Control": "no-cache"}
-    if matches(known, manifest.etag):
+    if nonce is None and matches(known, manifest.etag):
         return Response(status_code=304, headers=headers)
-    return Response(_signed(context, manifest).model_dump_json(), media_type="application/json", headers=headers)
-
-
-def _signed(context: ServiceContext, manifest: Manifest) -> Manifest:
-    """The manifest with this service's signature, where a key is set."""
-    key = context.settings.signing_key.get_secret_value()
-    if not key:
-        return manifest
-    signature = manifest_signature(key, manifest.model_dump(mode="json"))
-    return manifest.model_copy(update={"signature": signature})
+    body = manifest.model_dump_json().encode()
+    if nonce is not None and context.signer is not None:
+        headers[HEADER] = context.signer.sign(nonce, body)
+    return Response(body, media_type="application/json", headers=headers)
 
 
 def _pointer_state(context: ServiceContext, run: str) -> tuple[int, int] | None:

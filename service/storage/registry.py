@@ -81,7 +81,6 @@ class Manifest(BaseModel):
     created: float
     alpha: dict[str, Any] | None = None
     gate: dict[str, Any] | None = None
-    signature: str | None = None
 
     @property
     def etag(self) -> str:
