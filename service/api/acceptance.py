@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.snapshot import read_snapshot, run_document
-from service.api.uploads import parse_body
+from service.api.uploads import json_body, parse_body
 from service.monitor.live_replay import Block, EngineVerdict, VerdictName, push_is_due, watch
 from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
 from service.settings import Settings
@@ -92,7 +92,7 @@ class AcceptanceReply(BaseModel):
     warning: str | None = None
 
 
-@router.post("/acceptance")
+@router.post("/acceptance", openapi_extra=json_body(AcceptanceReport))
 async def post_acceptance(request: Request, context: Context) -> AcceptanceReply:
     """Report an engine's acceptance counts; they are compared with replay. A drafter that it lost is pushed again."""
     report = await parse_body(request, AcceptanceReport)

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from rl_hooks.signing import HEADER, NONCE_PATTERN
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
-from service.api.uploads import parse_body
+from service.api.uploads import json_body, parse_body
 from service.storage.registry import MANIFEST, Manifest
 
 router = APIRouter(tags=["drafters"])
@@ -150,7 +150,7 @@ class RollbackRequest(BaseModel):
     reason: str = Field(min_length=1, max_length=400)
 
 
-@router.post("/drafter/{version}/rollback", response_model=Manifest)
+@router.post("/drafter/{version}/rollback", response_model=Manifest, openapi_extra=json_body(RollbackRequest))
 async def post_rollback(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
     """Serve an older version again, under a new sequence number. Body: `{"reason": "..."}`."""
     context.run(run)

@@ -27,7 +27,7 @@ from rl_hooks.wire import (
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem
 from service.api.runs import check_room
-from service.api.uploads import check_announcement, receive_file
+from service.api.uploads import FILE_BODY, check_announcement, receive_file
 from service.errors import RunNotFound
 from service.storage.layout import BATCH_ID
 from service.storage.queue import Batch, Enqueued
@@ -55,6 +55,7 @@ class Receipt(BaseModel):
 @router.post(
     "/rollouts",
     status_code=202,
+    openapi_extra=FILE_BODY,
     responses={200: {"description": "A duplicate: it is counted once."}, 429: {"description": "The queue is full."}},
 )
 async def post_rollouts(

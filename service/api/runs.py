@@ -18,7 +18,7 @@ from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
 from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.snapshot import read_headline
-from service.api.uploads import check_announcement, receive_file
+from service.api.uploads import FILE_BODY, check_announcement, receive_file
 from service.errors import RunNotFound
 from service.monitor.worth import step_speedup
 from service.storage.layout import RUN_NAME, FileId, file_id
@@ -48,6 +48,7 @@ _POLL_SECONDS: Final = 0.1
 @router.put(
     "/runs/{run}",
     status_code=201,
+    openapi_extra=FILE_BODY,
     responses={
         200: {"description": "The same target is registered already. `warning` says what was ignored."},
         409: {"description": "The run is another target's, or another policy's."},
@@ -244,6 +245,7 @@ async def post_drift(run: str, action: Literal["acknowledge", "reset"], context:
 @router.put(
     "/runs/{run}/head",
     status_code=201,
+    openapi_extra=FILE_BODY,
     responses={409: {"description": "The head is another policy's: it is near none of the run's heads."}},
 )
 async def put_head(run: str, request: Request, context: Context) -> dict[str, Any]:
