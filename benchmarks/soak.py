@@ -242,7 +242,7 @@ def soak(minutes: float, rate: float, tokens: int) -> Recording:
             ready(url, process)
             headers = {"Content-Type": CONTENT_TYPE}
             httpx.put(f"{url}/runs/default", content=World().run_file(), headers=headers).raise_for_status()
-            client = redis.Redis.from_url(EmbeddedValkey(place / "state").url)
+            client = redis.Redis.from_url(EmbeddedValkey(place / "state").url, decode_responses=True)
             began, stopped = time.monotonic(), threading.Event()
             threads = [
                 threading.Thread(target=send, args=(url, recording, began)),
@@ -260,7 +260,7 @@ def soak(minutes: float, rate: float, tokens: int) -> Recording:
             while client.xlen("da:{default}:queue") and time.monotonic() < deadline:
                 time.sleep(0.5)
             counters = client.hgetall("da:{default}:counters")
-            recording.ends = {name.decode(): int(count) for name, count in counters.items()}
+            recording.ends = {str(name): int(count) for name, count in counters.items()}
             client.close()
     return recording
 

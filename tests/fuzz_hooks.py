@@ -59,19 +59,19 @@ def known(given: dict[str, Any] | None) -> dict[str, Any] | None:
     return given
 
 
-@schemathesis.hook
+@schemathesis.hook  # type: ignore[untyped-decorator]
 def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
     """Hook of schemathesis."""
     return known(path_parameters)
 
 
-@schemathesis.hook
+@schemathesis.hook  # type: ignore[untyped-decorator]
 def map_query(context: Any, query: dict[str, Any] | None) -> dict[str, Any] | None:
     """Hook of schemathesis."""
     return known(query)
 
 
-@schemathesis.hook
+@schemathesis.hook  # type: ignore[untyped-decorator]
 def map_body(context: Any, body: Any) -> Any:
     """Hook of schemathesis: a report names its run, engine and drafter in its body."""
     if isinstance(body, dict) and "drafter_version" in body and zlib.crc32(repr(body).encode()) % 4:
@@ -79,7 +79,7 @@ def map_body(context: Any, body: Any) -> Any:
     return body
 
 
-@schemathesis.hook
+@schemathesis.hook  # type: ignore[untyped-decorator]
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """Hook of schemathesis: the runs that the names belong to stay."""
     if case.method.upper() == "DELETE" and case.path_parameters and case.path_parameters.get("run") in NAMES["run"]:

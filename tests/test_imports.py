@@ -17,8 +17,8 @@ PACKAGES = ("drafter", "rl_hooks", "service")
 ARROWS = {
     "service.cli": """service.api service.errors service.settings service.storage service.worker examples.demo
         drafter.batch drafter.errors drafter.files drafter.model drafter.policy drafter.reference drafter.replay
-        drafter.vocabulary rl_hooks.agent rl_hooks.format rl_hooks.lock rl_hooks.signing rl_hooks.wire""",
-    "service.api": "service.errors service.monitor service.settings service.storage rl_hooks.signing rl_hooks.wire",
+        drafter.vocabulary rl_hooks.agent rl_hooks.format rl_hooks.lock rl_hooks.release rl_hooks.wire""",
+    "service.api": "service.errors service.monitor service.settings service.storage rl_hooks.release rl_hooks.wire",
     "service.worker": """service.errors service.monitor service.settings service.storage drafter.batch drafter.device
         drafter.errors drafter.files drafter.model drafter.policy drafter.replay drafter.training drafter.vocabulary
         rl_hooks.durable rl_hooks.format rl_hooks.wire""",
@@ -45,14 +45,13 @@ ARROWS = {
     "rl_hooks.trl": "rl_hooks.errors rl_hooks.hook",
     "rl_hooks.hook": "rl_hooks.trainer",
     "rl_hooks.agent": """rl_hooks.durable rl_hooks.engines rl_hooks.errors rl_hooks.format rl_hooks.lock
-        rl_hooks.release rl_hooks.sending rl_hooks.signing rl_hooks.wire""",
+        rl_hooks.release rl_hooks.sending rl_hooks.wire""",
     "rl_hooks.trainer": "rl_hooks.errors rl_hooks.sending rl_hooks.wire",
     "rl_hooks.engines": """rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.release rl_hooks.sending
         rl_hooks.wire""",
     "rl_hooks.sending": "rl_hooks.errors rl_hooks.wire",
     "rl_hooks.format": "",
     "rl_hooks.release": "rl_hooks.errors",
-    "rl_hooks.signing": "rl_hooks.errors",
     "rl_hooks.errors": "",
     "rl_hooks.wire": "",
     "rl_hooks.durable": "",

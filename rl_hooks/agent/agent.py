@@ -34,8 +34,7 @@ from rl_hooks.engines.counters import Bucket
 from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.engines.protocol import Engine
 from rl_hooks.errors import AgentError, ManifestError, ReportError, SignatureError
-from rl_hooks.release import PLAIN_NAME, Manifest, Release, parse_manifest
-from rl_hooks.signing import HEADER, PublicKeys, new_nonce
+from rl_hooks.release import PLAIN_NAME, SIGNATURE_HEADER, Manifest, PublicKeys, Release, new_nonce, parse_manifest
 
 log = logging.getLogger("draftalign.agent")
 
@@ -261,7 +260,7 @@ class SwapAgent:
             raise ManifestError(f"GET /drafter/latest answered {status}: {response.text[:300]}")
         if config.public_keys is not None:
             if status == 200:
-                config.public_keys.check(nonce, response.content, response.headers.get(HEADER))
+                config.public_keys.check(nonce, response.content, response.headers.get(SIGNATURE_HEADER))
             elif self.offer is not None or status == 304:
                 raise SignatureError(f"signature: GET /drafter/latest answered {status}, which nobody signed")
         self.metrics.contact(_SERVICE)

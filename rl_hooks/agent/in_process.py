@@ -20,9 +20,8 @@ from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
-from rl_hooks.release import Release
+from rl_hooks.release import PublicKeys, Release
 from rl_hooks.sending.exchange import Origin, exchange
-from rl_hooks.signing import PublicKeys
 
 log = logging.getLogger("vllm.draftalign")
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, ParamSpec, TypeVar
 import redis.asyncio
 from fastapi import Depends, Query, Request
 
-from rl_hooks.signing import SigningKey
+from rl_hooks.release import SigningKey
 from service.errors import ConfigurationError
 from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, LiveRule, Replays, Watch, watch
 from service.monitor.records import ScoreRecord, StepSample

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from rl_hooks.signing import HEADER, NONCE_PATTERN
+from rl_hooks.release import NONCE_PATTERN, SIGNATURE_HEADER
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
 from service.api.uploads import json_body, parse_body
@@ -96,7 +96,7 @@ async def get_latest(
         return Response(status_code=304, headers=headers)
     body = manifest.model_dump_json().encode()
     if nonce is not None and context.signer is not None:
-        headers[HEADER] = context.signer.sign(nonce, body)
+        headers[SIGNATURE_HEADER] = context.signer.sign(nonce, body)
     return Response(body, media_type="application/json", headers=headers)
 
 

@@ -112,7 +112,7 @@ def agent(
     """
     from rl_hooks.agent.agent import AgentConfig, run_agent
     from rl_hooks.agent.canary import CanaryRule
-    from rl_hooks.signing import PublicKeys
+    from rl_hooks.release import PublicKeys
 
     try:
         config = AgentConfig(
@@ -140,7 +140,7 @@ def keygen(
     file: Annotated[Path, typer.Argument(help="Where the private key is written; it must not exist yet.")],
 ) -> None:
     """Make a key that signs manifests: the private half into FILE, the public one printed, for the agents."""
-    from rl_hooks.signing import new_key
+    from rl_hooks.release import new_key
 
     try:
         private, public = new_key()

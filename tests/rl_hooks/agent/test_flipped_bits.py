@@ -30,8 +30,7 @@ from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.worker import DrafterSwap
 from rl_hooks.errors import DigestError, EngineError, SignatureError
-from rl_hooks.release import Manifest, Release, files_digest, parse_manifest
-from rl_hooks.signing import PublicKeys, SigningKey, new_key, new_nonce
+from rl_hooks.release import Manifest, PublicKeys, Release, SigningKey, files_digest, new_key, new_nonce, parse_manifest
 
 FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "100"))
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))

@@ -21,7 +21,7 @@ from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.in_process import InProcessAgent
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.errors import SignatureError
-from rl_hooks.signing import HEADER, PublicKeys, SigningKey, new_nonce
+from rl_hooks.release import SIGNATURE_HEADER, PublicKeys, SigningKey, new_nonce
 from service.api.app import create_app
 from service.errors import ConfigurationError
 from service.settings import Settings
@@ -67,7 +67,7 @@ class Between(Peer):
             answer = self.latest(answer)
         elif path in self.files:
             answer = Answer(200, content=self.files[path])
-        names = ("ETag", "Content-Range", HEADER)
+        names = ("ETag", "Content-Range", SIGNATURE_HEADER)
         headers = {name: answer.headers[name] for name in names if name in answer.headers}
         self.send(handler, answer.status_code, answer.content, headers)
 
@@ -149,8 +149,8 @@ def test_publish_rollback_and_quiet_polls_pass_with_a_signature(
     "forge",
     [
         lambda answer: Answer(200, content=answer.content, headers={"ETag": answer.headers["ETag"]}),
-        lambda answer: Answer(200, content=answer.content, headers={**answer.headers, HEADER: "AAAA"}),
-        lambda answer: Answer(200, content=answer.content, headers={**answer.headers, HEADER: "é?".encode()}),
+        lambda answer: Answer(200, content=answer.content, headers={**answer.headers, SIGNATURE_HEADER: "AAAA"}),
+        lambda answer: Answer(200, content=answer.content, headers={**answer.headers, SIGNATURE_HEADER: "é?".encode()}),
         lambda answer: changed(answer, sequence=10**6),
         lambda answer: changed(answer, reason="pushed again: says somebody"),  # would pass the canary by
         lambda answer: changed(answer, gate={"alpha_served": 1.0}),  # would ask nothing of it
@@ -185,7 +185,7 @@ def test_arbitrary_installation_a_drafter_of_another_key_is_refused(
 
     def forge(answer: Answer) -> Answer:
         nonce = str(answer.request.url.params["nonce"])
-        return Answer(200, content=answer.content, headers={HEADER: forger.sign(nonce, answer.content)})
+        return Answer(200, content=answer.content, headers={SIGNATURE_HEADER: forger.sign(nonce, answer.content)})
 
     between.latest = forge
     with trusting(between, engine, tmp_path, keys) as agent:
@@ -316,15 +316,15 @@ def test_a_restarted_service_or_a_second_one_with_the_key_is_the_same_to_an_agen
     for one in (service, second):
         nonce = new_nonce()
         answer = one.client.get("/drafter/latest", params={"nonce": nonce})
-        PublicKeys.parse(keys["old"][1]).check(nonce, answer.content, answer.headers[HEADER])
+        PublicKeys.parse(keys["old"][1]).check(nonce, answer.content, answer.headers[SIGNATURE_HEADER])
         with pytest.raises(SignatureError):
-            PublicKeys.parse(keys["old"][1]).check(new_nonce(), answer.content, answer.headers[HEADER])
+            PublicKeys.parse(keys["old"][1]).check(new_nonce(), answer.content, answer.headers[SIGNATURE_HEADER])
 
 
 def test_what_nobody_asked_to_be_signed_is_answered_as_before(service: RunningService) -> None:
     publish(service, 1)
     answer = service.client.get("/drafter/latest")
-    assert HEADER not in answer.headers
+    assert SIGNATURE_HEADER not in answer.headers
     same = {"If-None-Match": answer.headers["ETag"]}
     assert service.client.get("/drafter/latest", headers=same).status_code == 304
     for nonce in ("", "short", "G" * 32, "a" * 65):
