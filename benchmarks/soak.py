@@ -66,6 +66,7 @@ class Recording:
     posts: list[tuple[float, float, int]] = field(default_factory=list)
     samples: list[dict[str, float]] = field(default_factory=list)
     ends: dict[str, int] = field(default_factory=dict)
+    keys: dict[str, int] = field(default_factory=dict)  # bytes in Redis in the end, by kind of key
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,9 @@ def soak(minutes: float, rate: float, tokens: int) -> Recording:
                 time.sleep(0.5)
             counters = client.hgetall("da:{default}:counters")
             recording.ends = {str(name): int(count) for name, count in counters.items()}
+            for key in client.scan_iter("da:{default}:*"):
+                kind = key.removeprefix("da:{default}:").partition(":")[0]
+                recording.keys[kind] = recording.keys.get(kind, 0) + (client.memory_usage(key) or 0)
             client.close()
     return recording
 
@@ -286,7 +290,7 @@ def table(recording: Recording) -> str:
     lines = [
         f"{recording.minutes:g} minutes, {recording.rate:g} rollouts a minute of {recording.tokens} tokens: "
         f"{len(recording.posts)} files, {rollouts} rollouts; {refused} were not accepted; "
-        f"{sum(len(found) - 1 for found in pids.values())} processes were restarted.",
+        f"{sum(max(0, len(found) - 1) for found in pids.values())} processes were restarted.",
         "",
         f"POST: p50 {1000 * quantile(seconds, 0.5):.0f} ms, p99 {1000 * quantile(seconds, 0.99):.0f} ms, "
         f"longest {1000 * max(seconds):.0f} ms. Batches in the end: {recording.ends}.",
@@ -298,9 +302,8 @@ def table(recording: Recording) -> str:
         lines.append(
             f"| {name} | {one.level:.1f} | {one.slope:+.1f} ({one.low:+.1f} to {one.high:+.1f}) | {one.verdict} |"
         )
-    found = series(recording)["redis MiB"]
-    per_rollout = found.slope * 2**20 / (60 * recording.rate)
-    lines += ["", f"Redis: {per_rollout:.0f} bytes a rollout; 7 days of it: {per_rollout * recording.rate * 10080 / 2**20:.0f} MiB."]  # fmt: skip  # noqa: E501
+    kinds = sorted(recording.keys.items(), key=lambda kind: -kind[1])[:5]
+    lines += ["", "Redis, bytes a rollout: " + ", ".join(f"{kind} {size / rollouts:.0f}" for kind, size in kinds)]
     return "\n".join(lines)
 
 
