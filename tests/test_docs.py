@@ -346,6 +346,25 @@ def test_every_test_and_file_that_the_pages_name_exists() -> None:
     assert sorted(file for file in files if not (ROOT / file).exists()) == []
 
 
+def promises() -> dict[str, str]:
+    """Number and name of each promise -> what docs/reference/guarantees.md says under it."""
+    parts = page("docs/reference/guarantees.md").split("\n## ")[1:]
+    return {heading: text for heading, _, text in (part.partition("\n") for part in parts)}
+
+
+def test_every_promise_has_its_tests_its_figure_and_its_limits() -> None:
+    assert [int(heading.partition(".")[0]) for heading in promises()] == list(range(1, 19))
+    for heading, text in promises().items():
+        parts = re.findall(r"^\* \*\*([A-Z][a-z ]+)\.?\*\*", text, re.MULTILINE)
+        assert parts == ["Promised", "Held by", "Figure", "Not promised"], heading
+        held, figure = (text.partition(f"* **{name}")[2].partition("\n* **")[0] for name in ("Held by", "Figure"))
+        assert re.search(r"`(pytest|python|make|DRAFTALIGN_\w+=\d+) ", figure), f"{heading}: which command prints it?"
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", held)
+        assert named, heading
+        for path, function in named:
+            assert f"def {function}(" in (ROOT / path).read_text("utf-8"), (heading, path, function)
+
+
 def test_every_method_that_the_pages_name_exists() -> None:
     classes = [node for path in sources() for node in ast.walk(syntax(path)) if isinstance(node, ast.ClassDef)]
     known = {node.name for node in classes}

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.signal import lfilter
 
-from benchmarks.soak import Recording, Trend, quantile, table, trend, warm_up_seconds
+from benchmarks.soak import Recording, Trend, quantile, soak, table, trend, warm_up_seconds
 
 SAMPLES = 1350  # an hour without its first quarter, every 2 s
 HOURS = 0.25 + np.arange(SAMPLES) / 1800
@@ -77,3 +77,16 @@ def test_the_table_says_what_was_recorded() -> None:
     assert warm_up_seconds(480) == 120
     assert warm_up_seconds(3600) == 900
     assert quantile([3.0, 1.0, 2.0], 0.99) == 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_640_rollouts_a_minute_are_accepted_and_trained_by_processes_that_stay() -> None:
+    """A quarter of a minute of it, with a real `draftalign up` and a reader."""
+    recording = soak(0.25, 640.0, 50)
+    assert len(recording.posts) == 20
+    assert {status for _, _, status in recording.posts} == {202}
+    assert (recording.ends["accepted_total"], recording.ends["acked_total"], recording.ends["items"]) == (20, 20, 0)
+    for name in ("api pid", "worker pid", "valkey pid"):
+        assert len({sample[name] for sample in recording.samples if name in sample}) == 1, name
+    assert recording.keys["rollout"] / (8 * len(recording.posts)) < 200
