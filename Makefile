@@ -60,8 +60,15 @@ coverage: $(VENV)/.ready ## The lines of service, drafter and rl_hooks that no t
 	@$(BIN)/python -m coverage run -m pytest $(PARALLEL) --ignore tests/vllm_server --ignore tests/stacks $(ARGS)
 	@$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report --skip-covered --show-missing
 
-chaos: $(VENV)/.ready ## The long form of the fault tests: 100 kills, a stop before every step (some ten minutes)
-	@DRAFTALIGN_CHAOS_KILLS=100 DRAFTALIGN_HANDOVERS=0 $(BIN)/python -m pytest -m chaos $(ARGS)
+chaos: $(VENV)/.ready ## The long form of the fault tests: 100 kills, a stop before every step, 1,000 bits (20 minutes)
+	@DRAFTALIGN_CHAOS_KILLS=100 DRAFTALIGN_HANDOVERS=0 DRAFTALIGN_FLIPS=1000 $(BIN)/python -m pytest -m chaos $(ARGS)
+
+.PHONY: fuzz soak
+fuzz: $(VENV)/.ready ## schemathesis on the API, 10,000 requests and more (ten minutes)
+	@DRAFTALIGN_FUZZ_EXAMPLES=700 $(BIN)/python -m pytest tests/service/api/test_fuzz.py -s $(ARGS)
+
+soak: $(VENV)/.ready ## An hour under load: is the service flat? (ARGS="--rate 64")
+	@$(BIN)/python -m benchmarks.soak --minutes 60 --rate 640 --json soak.json --plot soak.png $(ARGS)
 
 format: $(VENV)/.ready ## Rewrite to the style
 	@$(BIN)/ruff check --fix-only --quiet . ; $(BIN)/ruff format .

@@ -11,6 +11,7 @@ The swap agent's, for failures between it, the service and an engine:
 
 AgentError
 ├── ManifestError     the service's manifest is invalid; nothing was downloaded
+│   └── SignatureError  no key that the agent trusts signed the answer to this request
 ├── DownloadError     the files could not be downloaded; nothing was swapped
 │   └── DigestError   the downloaded files differ from the manifest
 ├── ReportError       the service did not accept a report; counts are cumulative, so nothing is lost
@@ -53,6 +54,10 @@ class AgentError(Exception):
 
 class ManifestError(AgentError):
     """The service's manifest is invalid."""
+
+
+class SignatureError(ManifestError):
+    """No key that the agent trusts signed this answer for this request."""
 
 
 class DownloadError(AgentError):

@@ -65,8 +65,8 @@ class Settings(BaseSettings):
     tls_cert: Path | None = Field(None, description="PEM file with the API's certificate chain: it then speaks https.")
     tls_key: Path | None = Field(None, description="PEM file with that certificate's private key.")
 
-    signing_key: SecretStr = Field(
-        SecretStr(""), description="Signs every manifest (HMAC-SHA256); agents with the key refuse other manifests."
+    signing_key_file: Path | None = Field(
+        None, description="Private Ed25519 key (PEM) that signs manifests; `draftalign keygen` makes one."
     )
 
     max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file.")

@@ -89,6 +89,7 @@ def test_every_setting_is_documented_with_its_default(name: str) -> None:
 def test_no_setting_is_documented_that_does_not_exist() -> None:
     documented = {name for name in rows(page("docs/reference/settings.md")) if name.startswith("DRAFTALIGN_")}
     own = {"DRAFTALIGN_LOG_LEVEL", "DRAFTALIGN_TOKEN", "DRAFTALIGN_ENGINE_TOKEN", "DRAFTALIGN_DRAFTER_DIR"}
+    own |= {"DRAFTALIGN_PUBLIC_KEYS"}
     own |= {"DRAFTALIGN_SWAP_TOKEN", "DRAFTALIGN_POLICY_DIR", "DRAFTALIGN_VLLM_PYTHON", "DRAFTALIGN_CA_FILE"}
     own |= {f"DRAFTALIGN_{name}" for name in ("URL", "RUN", "SAMPLE_FRACTION", "TOKENS_PER_MINUTE")}
     assert documented - own == {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields}
@@ -343,6 +344,25 @@ def test_every_test_and_file_that_the_pages_name_exists() -> None:
     assert sorted(named - functions - modules) == []
     files = set(re.findall(r"`((?:drafter|rl_hooks|service|examples|tests|deploy)/[\w/.]+\.\w+)", all_pages()))
     assert sorted(file for file in files if not (ROOT / file).exists()) == []
+
+
+def promises() -> dict[str, str]:
+    """Number and name of each promise -> what docs/reference/guarantees.md says under it."""
+    parts = page("docs/reference/guarantees.md").split("\n## ")[1:]
+    return {heading: text for heading, _, text in (part.partition("\n") for part in parts)}
+
+
+def test_every_promise_has_its_tests_its_figure_and_its_limits() -> None:
+    assert [int(heading.partition(".")[0]) for heading in promises()] == list(range(1, 19))
+    for heading, text in promises().items():
+        parts = re.findall(r"^\* \*\*([A-Z][a-z ]+)\.?\*\*", text, re.MULTILINE)
+        assert parts == ["Promised", "Held by", "Figure", "Not promised"], heading
+        held, figure = (text.partition(f"* **{name}")[2].partition("\n* **")[0] for name in ("Held by", "Figure"))
+        assert re.search(r"`(pytest|python|make|DRAFTALIGN_\w+=\d+) ", figure), f"{heading}: which command prints it?"
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", held)
+        assert named, heading
+        for path, function in named:
+            assert f"def {function}(" in (ROOT / path).read_text("utf-8"), (heading, path, function)
 
 
 def test_every_method_that_the_pages_name_exists() -> None:

@@ -34,8 +34,8 @@ from rl_hooks.agent.metrics import AgentMetrics, MetricsServer
 from rl_hooks.engines.counters import Bucket
 from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.engines.protocol import Engine
-from rl_hooks.errors import AgentError, ManifestError, ReportError
-from rl_hooks.release import PLAIN_NAME, Manifest, Release, parse_manifest
+from rl_hooks.errors import AgentError, ManifestError, ReportError, SignatureError
+from rl_hooks.release import PLAIN_NAME, SIGNATURE_HEADER, Manifest, PublicKeys, Release, new_nonce, parse_manifest
 from rl_hooks.sending.exchange import trusted
 
 log = logging.getLogger("draftalign.agent")
@@ -62,7 +62,8 @@ class AgentConfig:
     AgentConfig(..., engine_kind="sglang")                                  the adapter for the engines
     AgentConfig(..., ("in-process:rank 0",))                                an engine that is given to SwapAgent
 
-    `token` is the service's and is sent to nobody else; `engine_token` is the engines'.
+    `token` is the service's and is sent to nobody else; `engine_token` is the engines'. With `public_keys` nothing is
+    taken that the service did not sign for this agent's own request.
     """
 
     service_url: str
@@ -73,7 +74,7 @@ class AgentConfig:
     token: str | None = field(default=None, repr=False)
     engine_kind: EngineKind = "protocol"
     engine_token: str | None = field(default=None, repr=False)
-    signing_key: str | None = field(default=None, repr=False)
+    public_keys: PublicKeys | None = None
     wait_seconds: float = 30.0
     report_seconds: float = 5.0
     request_timeout_seconds: float = 10.0
@@ -247,33 +248,38 @@ class SwapAgent:
     # --- the service
     async def _follow_service(self, client: httpx.AsyncClient) -> None:
         """One long poll, and the download of the version that it offers."""
-        config, began = self.config, time.monotonic()
+        config, began, nonce = self.config, time.monotonic(), new_nonce()
+        signed = {"nonce": nonce} if config.public_keys else {}
         headers = {"If-None-Match": self._etag} if self._etag else {}
         response = await client.get(
             "/drafter/latest",
-            params={"run": config.run, "wait": config.wait_seconds},
+            params={"run": config.run, "wait": config.wait_seconds, **signed},
             headers=headers,
             timeout=config.request_timeout_seconds + config.wait_seconds,
         )
-        if response.status_code in (304, 404):
-            self.metrics.contact(_SERVICE)
-            if response.status_code == 404 and self.offer is None:
-                log.debug("no drafter yet: %s", response.text[:200])
-            await self._prune()
-            pause = _MIN_POLL_SECONDS - (time.monotonic() - began)
-            await asyncio.sleep(max(0.0, pause))
-            return
-        if response.status_code != 200:
-            raise ManifestError(f"GET /drafter/latest answered {response.status_code}: {response.text[:300]}")
+        status = response.status_code
+        if status not in (200, 304, 404):
+            raise ManifestError(f"GET /drafter/latest answered {status}: {response.text[:300]}")
+        if config.public_keys is not None:
+            if status == 200:
+                config.public_keys.check(nonce, response.content, response.headers.get(SIGNATURE_HEADER))
+            elif self.offer is not None or status == 304:
+                raise SignatureError(f"signature: GET /drafter/latest answered {status}, which nobody signed")
         self.metrics.contact(_SERVICE)
-        await self._take(response)
+        if status == 200 and await self._take(response):
+            return
+        if self.offer is None:
+            log.debug("no drafter yet: %s", response.text[:200])
+        await self._prune()
+        await asyncio.sleep(max(0.0, _MIN_POLL_SECONDS - (time.monotonic() - began)))
 
-    async def _take(self, response: httpx.Response) -> None:
+    async def _take(self, response: httpx.Response) -> bool:
+        """Download what the manifest offers; False where that is offered already."""
         try:
             document = response.json()
         except ValueError as error:
             raise ManifestError(f"GET /drafter/latest did not answer JSON: {response.text[:200]!r}") from error
-        manifest = parse_manifest(document, self.config.run, self.config.signing_key)
+        manifest = parse_manifest(document, self.config.run)
         loaded = max((follower.sequence for follower in self.followers.values()), default=-1)
         if manifest.sequence < loaded:
             raise ManifestError(
@@ -282,8 +288,7 @@ class SwapAgent:
             )
         if self.offer is not None and manifest.sequence <= self.offer.sequence:
             if manifest.sequence == self.offer.sequence and manifest.version == self.offer.version:
-                await asyncio.sleep(_MIN_POLL_SECONDS)  # the service does not honour If-None-Match
-                return
+                return False
             raise ManifestError(
                 f"sequence went from {self.offer.sequence} to {manifest.sequence}; latest never goes back "
                 "(was the service's state directory replaced? then restart the agent with an empty cache)"
@@ -295,6 +300,7 @@ class SwapAgent:
         self.offer, self._etag = release, response.headers.get("ETag", "")
         for event in self._offered.values():
             event.set()
+        return True
 
     def _download(self, manifest: Manifest, again: bool = False) -> Release:
         config = self.config

@@ -20,7 +20,7 @@ from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
-from rl_hooks.release import Release
+from rl_hooks.release import PublicKeys, Release
 from rl_hooks.sending.exchange import Origin, exchange
 
 log = logging.getLogger("vllm.draftalign")
@@ -45,7 +45,7 @@ class InProcessAgent:
             cache_dir=directory,
             agent_id=name,
             token=settings.token,
-            signing_key=os.environ.get("DRAFTALIGN_SIGNING_KEY") or None,
+            public_keys=PublicKeys.of_environment(os.environ),
         )
         self._agent: SwapAgent | None = None
         self._stopped, self._asked = threading.Event(), threading.Event()

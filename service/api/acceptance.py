@@ -14,7 +14,7 @@ from service.api.auth import Caller, check_covers
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem
 from service.api.snapshot import read_snapshot, run_document
-from service.api.uploads import parse_body
+from service.api.uploads import json_body, parse_body
 from service.monitor.live_replay import Block, EngineVerdict, VerdictName, push_is_due, watch
 from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
 from service.settings import Settings
@@ -105,7 +105,11 @@ class AcceptanceReply(BaseModel):
     warning: str | None = None
 
 
-@router.post("/acceptance", responses={409: {"description": "The run is archived."}})
+@router.post(
+    "/acceptance",
+    responses={409: {"description": "The run is archived."}},
+    openapi_extra=json_body(AcceptanceReport),
+)
 async def post_acceptance(request: Request, context: Context, caller: Caller) -> AcceptanceReply:
     """Report an engine's acceptance counts; they are compared with replay. A drafter that it lost is pushed again."""
     report = await parse_body(request, AcceptanceReport)

@@ -22,7 +22,7 @@ from fastapi import APIRouter, FastAPI, Response
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, PlainTextResponse
 
 from service.api import acceptance as acceptance_api
 from service.api import drafters as drafters_api
@@ -80,6 +80,7 @@ def create_app(settings: Settings) -> FastAPI:
         description="Keeps a speculative-decoding drafter in step with a policy that RL keeps changing.",
         lifespan=lifespan,
         redoc_url=None,
+        responses=problems.RESPONSES,
     )
     context = app.state.context = ServiceContext(settings, client)
     app.add_middleware(Guard, tokens=context.tokens, audit_log=AuditLog(context.layout))
@@ -117,7 +118,7 @@ async def readyz(context: Context) -> dict[str, str]:
     return {"status": "ready"}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def get_metrics(context: Context, caller: Caller) -> Response:
     """Read the metrics, in Prometheus' text format: of the runs that the token is for."""
     runs = filter(caller.covers, context.layout.run_names())

@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
 
 import redis.asyncio
 import redis.exceptions
 from fastapi import Depends, Query, Request
 
+from rl_hooks.release import SigningKey
+from service.errors import ConfigurationError
 from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, LiveRule, Replays, Watch, watch
 from service.monitor.records import ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
@@ -66,6 +69,7 @@ class ServiceContext:
         self.layout = Layout(settings.state_dir)
         self.registry = Registry(self.layout)
         self.spool = Spool(self.layout)
+        self.signer = _signing_key(settings.signing_key_file)
         #: Set when the server is asked to stop, so that long polls end at once.
         self.stopping = asyncio.Event()
         self.live_rule = LiveRule.of(settings)
@@ -184,6 +188,17 @@ class ServiceContext:
                     self.spool.delete(run, blob)
                     gone += 1
         return gone
+
+
+def _signing_key(path: Path | None) -> SigningKey | None:
+    if path is None:
+        return None
+    try:
+        key = SigningKey(path)
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"signing_key_file: {error}") from error
+    log.info("manifests are signed; the public key is %s", key.public)
+    return key
 
 
 def _context(request: Request) -> ServiceContext:

@@ -15,13 +15,13 @@ from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from rl_hooks.release import manifest_signature
+from rl_hooks.release import NONCE_PATTERN, SIGNATURE_HEADER
 from rl_hooks.wire import Header
 from service.api.auth import audit
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
 from service.api.runs import check_room
-from service.api.uploads import check_announcement, parse_body, receive_file
+from service.api.uploads import check_announcement, json_body, parse_body, receive_file
 from service.storage.registry import MANIFEST, Manifest
 from service.storage.runs import check_open
 from service.storage.sent import admit, read_sent_header
@@ -75,8 +75,14 @@ async def get_latest(
     context: Context,
     run: RunQuery = "default",
     wait: Annotated[float, Query(ge=0, description="Seconds to wait for another drafter than If-None-Match.")] = 0.0,
+    nonce: Annotated[
+        str | None, Query(pattern=NONCE_PATTERN, description="Ask for a signature over this and the body.")
+    ] = None,
 ) -> Response:
-    """Read the manifest of the drafter to serve. With `If-None-Match` and `wait` it is a long poll."""
+    """Read the manifest of the drafter to serve. With `If-None-Match` and `wait` it is a long poll.
+
+    With `nonce` the answer is signed where the service has a key, and never 304: that could be an old one sent again.
+    """
     context.run(run)
     known = request.headers.get("if-none-match")
     deadline = time.monotonic() + min(wait, context.settings.long_poll_max_seconds)
@@ -92,18 +98,12 @@ async def get_latest(
     if manifest is None:
         raise Problem(404, "no-drafter-yet", f"run {run!r} has published no drafter yet; poll again, `wait` helps")
     headers = {"ETag": manifest.etag, "Cache-Control": "no-cache"}
-    if matches(known, manifest.etag):
+    if nonce is None and matches(known, manifest.etag):
         return Response(status_code=304, headers=headers)
-    return Response(_signed(context, manifest).model_dump_json(), media_type="application/json", headers=headers)
-
-
-def _signed(context: ServiceContext, manifest: Manifest) -> Manifest:
-    """The manifest with this service's signature, where a key is set."""
-    key = context.settings.signing_key.get_secret_value()
-    if not key:
-        return manifest
-    signature = manifest_signature(key, manifest.model_dump(mode="json"))
-    return manifest.model_copy(update={"signature": signature})
+    body = manifest.model_dump_json().encode()
+    if nonce is not None and context.signer is not None:
+        headers[SIGNATURE_HEADER] = context.signer.sign(nonce, body)
+    return Response(body, media_type="application/json", headers=headers)
 
 
 def _pointer_state(context: ServiceContext, run: str) -> tuple[int, int] | None:
@@ -155,6 +155,7 @@ async def get_drafters(context: Context, run: RunQuery = "default") -> dict[str,
     "/drafters",
     status_code=201,
     response_model=Manifest,
+    openapi_extra=FILE_BODY,
     responses={
         200: {"description": "These very files are a version already; they wait for the gate (again)."},
         409: {"description": "Another lineage's drafter, too many that wait, none served yet, or an archived run."},
@@ -207,7 +208,9 @@ _HELD: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
-@router.post("/drafter/{version}/rollback", response_model=Manifest, responses=_HELD)
+@router.post(
+    "/drafter/{version}/rollback", response_model=Manifest, responses=_HELD, openapi_extra=json_body(RollbackRequest)
+)
 async def post_rollback(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
     """Serve an older version again, until the gate finds a better one. Body: `{"reason": "..."}`."""
     audit(request, "rollback", version=version)
@@ -218,7 +221,7 @@ async def post_rollback(request: Request, context: Context, version: str, run: R
     return await context.locking(context.registry.rollback, run, version, body.reason)
 
 
-@router.put("/drafter/{version}/hold", response_model=Manifest, responses=_HELD)
+@router.put("/drafter/{version}/hold", response_model=Manifest, responses=_HELD, openapi_extra=json_body(HoldRequest))
 async def put_hold(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
     """Serve a version and keep it served until it is released. Body: `{"reason": "...", "by": "..."}`.
 

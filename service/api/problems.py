@@ -20,6 +20,7 @@ from redis import exceptions as redis_errors
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from rl_hooks.wire import WireError
@@ -37,6 +38,23 @@ from service.errors import (
 log = logging.getLogger("draftalign.api")
 
 MEDIA_TYPE: Final = "application/problem+json"
+#: What every route may answer besides its own, for the OpenAPI document.
+RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    status: {
+        "description": f"{text}: a problem document (RFC 9457) says why.",
+        "content": {
+            MEDIA_TYPE: {
+                "schema": {
+                    "type": "object",
+                    "required": ["type", "title", "status", "detail", "instance"],
+                    "properties": {"status": {"type": "integer"}}
+                    | {name: {"type": "string"} for name in ("type", "title", "detail", "instance", "field")},
+                }
+            }
+        },
+    }
+    for status, text in (("4XX", "Refused"), ("5XX", "Failed"))
+}
 #: Scope key: "reading" once the request's body was asked for, "read" once all of it came.
 BODY_STATE: Final = "draftalign.body"
 #: Scope key, true once a request was refused: its connection is closed first when connections run out.
@@ -53,6 +71,7 @@ _UNUSABLE: Final = (
 )
 #: What a script's error says for the last, and what a Sentinel answers.
 _NO_WRITES: Final = ("ACL failure", "unknown command", "MISCONF", "NOREPLICAS")
+_METHODS: Final = ("DELETE", "GET", "HEAD", "POST", "PUT")
 _LINGER_SECONDS: Final = 10.0
 _LINGER_IDLE_SECONDS: Final = 1.0
 
@@ -177,11 +196,19 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
             return Problem(500, "bug", "the service failed; its log has the cause. The request may be repeated")
 
 
+def _takes(app: FastAPI, scope: Scope, method: str) -> bool:
+    asked = {**scope, "method": method}
+    return any(route.matches(asked)[0] is Match.FULL for route in app.routes)
+
+
 def install(app: FastAPI, retry_after_seconds: int) -> None:
     """Answer every error of `app` with a problem document."""
 
     async def handle(request: Request, error: Exception) -> ProblemResponse:
         problem = as_problem(error, retry_after_seconds)
+        if problem.status == HTTPStatus.METHOD_NOT_ALLOWED:  # Starlette names the methods of the first route only
+            methods = [method for method in _METHODS if _takes(app, request.scope, method)]
+            problem.headers["Allow"] = ", ".join(methods)
         if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             log.warning("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error)
         elif isinstance(error, ClientDisconnect):

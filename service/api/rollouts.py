@@ -33,7 +33,7 @@ from service.api.auth import Caller, check_covers
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem
 from service.api.runs import check_room
-from service.api.uploads import check_announcement, receive_file
+from service.api.uploads import FILE_BODY, check_announcement, receive_file
 from service.errors import RunClosed, RunNotFound
 from service.storage.layout import BATCH_ID
 from service.storage.queue import Batch, Enqueued
@@ -65,6 +65,7 @@ class Receipt(BaseModel):
 @router.post(
     "/rollouts",
     status_code=202,
+    openapi_extra=FILE_BODY,
     responses={
         200: {"description": "A duplicate: it is counted once."},
         409: {"description": "The run takes no more rollouts: it is draining or archived. Do not send it again."},

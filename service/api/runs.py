@@ -20,7 +20,7 @@ from service.api.auth import Caller, audit
 from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.snapshot import read_headline, read_standing
-from service.api.uploads import check_announcement, parse_body, receive_file
+from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
 from service.errors import RunNotFound
 from service.monitor.records import State
 from service.monitor.worth import step_speedup
@@ -54,6 +54,7 @@ _POLL_SECONDS: Final = 0.1
 @router.put(
     "/runs/{run}",
     status_code=201,
+    openapi_extra=FILE_BODY,
     responses={
         200: {"description": "The same target is registered already. `warning` says what was ignored."},
         409: {"description": "The run is another target's or policy's, or takes no more rollouts."},
@@ -221,7 +222,11 @@ class StateRequest(BaseModel):
     instead_of: State | None = Field(None, description="The state that the run must be in; 409 where it is not.")
 
 
-@router.patch("/runs/{run}", responses={409: {"description": "The run is not in the state `instead_of`."}})
+@router.patch(
+    "/runs/{run}",
+    responses={409: {"description": "The run is not in the state `instead_of`."}},
+    openapi_extra=json_body(StateRequest),
+)
 async def patch_run(run: str, request: Request, context: Context) -> dict[str, Any]:
     """Make a run active, paused, draining or archived. Worker and API processes obey within seconds.
 
@@ -307,6 +312,7 @@ async def post_drift(
 @router.put(
     "/runs/{run}/head",
     status_code=201,
+    openapi_extra=FILE_BODY,
     responses={409: {"description": "The head is near none of the run's heads, or the run is archived."}},
 )
 async def put_head(run: str, request: Request, context: Context) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -25,6 +26,21 @@ Model = TypeVar("Model", bound=BaseModel)
 OnHeader = Callable[[Header], Awaitable[bool]]
 #: A body slower than this on average is refused: it only holds a connection.
 _MIN_BYTES_PER_SECOND: Final = 4096
+
+
+#: The body of a route that takes a file, in the OpenAPI document. Handlers read bodies themselves, within bounds.
+FILE_BODY: Final[dict[str, Any]] = {
+    "requestBody": {"required": True, "content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+}
+
+
+def json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """The same of a route that takes a small JSON body."""
+    schema = model.model_json_schema()
+    parts, text = schema.pop("$defs", {}), json.dumps(schema)
+    for name, part in parts.items():  # a reference would be looked up in the whole document
+        text = text.replace(json.dumps({"$ref": f"#/$defs/{name}"}), json.dumps(part))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": json.loads(text)}}}}
 
 
 def check_announcement(request: Request, max_bytes: int) -> int:

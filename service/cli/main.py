@@ -124,10 +124,11 @@ def agent(
     """Keep inference engines on the newest drafter, and report their acceptance counts to the service.
 
     DRAFTALIGN_TOKEN: token for the service. DRAFTALIGN_ENGINE_TOKEN: token for engines that ask for one.
-    DRAFTALIGN_SIGNING_KEY: the service's key; manifests without its signature are then refused.
+    DRAFTALIGN_PUBLIC_KEYS: public keys of the service; what none of them signed is then refused.
     """
     from rl_hooks.agent.agent import AgentConfig, run_agent
     from rl_hooks.agent.canary import CanaryRule
+    from rl_hooks.release import PublicKeys
 
     try:
         config = AgentConfig(
@@ -143,11 +144,28 @@ def agent(
             canary=CanaryRule() if canary_rounds is None else CanaryRule(rounds=canary_rounds),
             token=os.environ.get("DRAFTALIGN_TOKEN"),
             engine_token=os.environ.get("DRAFTALIGN_ENGINE_TOKEN"),
-            signing_key=os.environ.get("DRAFTALIGN_SIGNING_KEY"),
+            public_keys=PublicKeys.of_environment(os.environ),
         )
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     run_agent(config)
+
+
+@app.command()
+def keygen(
+    file: Annotated[Path, typer.Argument(help="Where the private key is written; it must not exist yet.")],
+) -> None:
+    """Make a key that signs manifests: the private half into FILE, the public one printed, for the agents."""
+    from rl_hooks.release import new_key
+
+    try:
+        private, public = new_key()
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as out:
+        out.write(private)
+    typer.echo(public)
 
 
 @app.command()

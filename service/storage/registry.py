@@ -86,7 +86,6 @@ class Manifest(BaseModel):
     created: float
     alpha: dict[str, Any] | None = None
     gate: dict[str, Any] | None = None
-    signature: str | None = None
 
     @property
     def etag(self) -> str:

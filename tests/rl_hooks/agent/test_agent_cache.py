@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_fixtures import Engine, Service, drafter_bytes, eventually, running_agent, settle
+from agent_fixtures import Engine, Service, drafter_bytes, drafter_config, eventually, running_agent, settle
 
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
@@ -207,6 +209,36 @@ def command(service: Service, engine: Engine, cache: Path) -> list[str]:
         *("--cache-dir", str(cache), "--report-seconds", "0.05", "--agent-id", "agent"),
         *("--canary-rounds", str(SMALL.rounds)),
     ]
+
+
+def test_a_disk_that_is_full_half_way_through_a_download_leaves_the_drafter_that_serves(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    first = service.publish(1)
+    room = len(drafter_bytes(1))  # enough for the first; a write beyond it fails, as on a full disk
+
+    def little_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    argv = command(service, engine, tmp_path)
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, preexec_fn=little_room) as process:  # noqa: PLW1509
+        try:
+            eventually(lambda: engine.version == first, 60)
+            larger = {
+                "model.safetensors": drafter_bytes(2, hidden=32),
+                "config.json": json.dumps(drafter_config(32)).encode(),
+            }
+            second = service.publish(2, files=larger)
+            eventually(lambda: len(service.ranges) > 3)  # it tries again
+            settle(engine)
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        assert "File too large" in process.stderr.read()
+    assert engine.swapped == [first]
+    with running_agent(service, engine, cache=tmp_path):  # there is room again
+        eventually(lambda: engine.version == second)
+    check_everything_read_was_published(service, engine)
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["", "the service is away"])

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import uvicorn
 from agent_fixtures import eventually, start_agent
-from engine_fixtures import EOS_ID, base_policy, elicit_prompts, engine, random_drafter, trained_drafter, write
+from engine_fixtures import (
+    EOS_ID,
+    base_policy,
+    elicit_prompts,
+    engine,
+    meanwhile,
+    random_drafter,
+    trained_drafter,
+    write,
+)
+from safetensors.torch import load_file, save_file
 from service_fixtures import RunningService
 
 from drafter.files.checkpoint import config_fingerprint
@@ -19,6 +31,7 @@ from drafter.model.eagle3 import Eagle3Drafter
 from examples.engine import Engine
 from examples.engine_sequences import Sampling
 from examples.engine_server import create_app
+from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
 
 GREEDY = Sampling(64, temperature=0.0, eos_id=EOS_ID)
@@ -50,15 +63,22 @@ def served_engine() -> Iterator[ServedEngine]:
             running.stop()
 
 
-def _publish(service: RunningService, drafter: Eagle3Drafter, directory: Path) -> str:
+def _publish(
+    service: RunningService,
+    drafter: Eagle3Drafter,
+    directory: Path,
+    spoil: Callable[[Path], None] = lambda _: None,
+    **changes: Any,
+) -> str:
     write(drafter, directory)
+    spoil(directory)
     staged = service.registry.stage("default")
     for path in directory.iterdir():
         (staged / path.name).write_bytes(path.read_bytes())
     facts: dict[str, Any] = {"policy_version": 0, "parent": None, "aux_layers": drafter.config.aux_layers}
     facts["config_fingerprint"] = config_fingerprint(drafter.config, drafter.vocabulary)
     facts["d2t_sha256"] = drafter.vocabulary.digest
-    return service.registry.publish("default", staged, **facts).version
+    return service.registry.publish("default", staged, **(facts | changes)).version
 
 
 @pytest.mark.slow
@@ -106,3 +126,96 @@ def test_a_worse_drafter_is_tried_counted_and_swapped_back_while_text_stays_the_
     assert emitted <= ledger.version_counts(first).rounds + ledger.version_counts(first).accepted_tokens
     point = next(p for p in service.client.get("/alpha").json()["points"] if p["policy_version"] == 0)
     assert point["live_rounds"] == sum(ledger.version_counts(version).rounds for version in (first, second))
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        path.unlink()
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+    return spoil
+
+
+def _bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        data = change(path.read_bytes())
+        path.unlink()
+        path.write_bytes(data)
+
+    return spoil
+
+
+def _config(**fields: Any) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        path = directory / "config.json"
+        document = json.loads(path.read_text()) | fields
+        path.unlink()
+        path.write_text(json.dumps(document))
+
+    return spoil
+
+
+#: Each of them is published; how far it comes differs: the agent's manifest, its download, the engine.
+BAD: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
+    "NaN": (_tensors(lambda t: t["lm_head.weight"][3].fill_(torch.nan)), {}),
+    "infinity": (_tensors(lambda t: t["fc.weight"][0].fill_(torch.inf)), {}),
+    "missing tensor": (_tensors(lambda t: t.pop("midlayer.mlp.down_proj.weight")), {}),
+    "another tensor": (_tensors(lambda t: t.update({"midlayer.surprise.weight": torch.zeros(2)})), {}),
+    "wrong shape": (_tensors(lambda t: t.update({"fc.weight": t["fc.weight"][:, :-1]})), {}),
+    "wrong vocabulary": (_tensors(lambda t: t.update({"d2t": t["d2t"] - 1})), {}),
+    "another vocabulary, and it says so": (lambda _: None, {"d2t_sha256": "0" * 64}),
+    "cut off": (_bytes(lambda data: data[:-100]), {}),
+    "no safetensors": (_bytes(lambda data: b"\xff" * len(data)), {}),
+    "empty": (_bytes(lambda _: b""), {}),
+    "other sizes": (_config(hidden_size=32), {}),
+    "other layers": (_config(eagle_aux_hidden_state_layer_ids=[0, 1, 2], eagle_config={}), {}),
+    "no config": (lambda directory: (directory / "config.json").unlink(), {}),
+}
+
+
+@pytest.mark.slow
+def test_bad_drafters_one_after_the_other_cost_no_request_and_leave_the_good_one_serving(
+    service: RunningService, tmp_path: Path
+) -> None:
+    prompts = elicit_prompts(8)
+    drafters = [random_drafter(base_policy()[0], seed=seed, draft_vocab_size=96) for seed in (1, 2)]
+    with served_engine() as running:
+        text = [done.token_ids for done in running.engine.submit(prompts, GREEDY).result(timeout=60)]
+        served = 0
+
+        def generate() -> None:
+            nonlocal served
+            done = running.engine.submit(prompts, GREEDY).result(timeout=60)
+            assert [one.token_ids for one in done] == text
+            served += len(done)
+
+        with start_agent(service.url, running, cache=tmp_path / "cache", canary=CanaryRule(rounds=0)) as agent:
+            good = _publish(service, drafters[0], tmp_path / "good")
+            eventually(lambda: running.engine.drafter_version == good)
+            with meanwhile(generate) as raised:
+                for name, (spoil, changes) in BAD.items():
+                    before = failures(agent)
+                    _publish(service, drafters[1], tmp_path / name, spoil, **changes)
+                    eventually(lambda before=before: failures(agent) > before)  # type: ignore[misc]
+                    asked = served
+                    eventually(lambda asked=asked: served > asked or raised)  # type: ignore[misc]
+                    assert running.engine.drafter_version == good, name
+                last = _publish(service, drafters[1], tmp_path / "last")
+                eventually(lambda: running.engine.drafter_version == last)
+            assert raised == []
+            assert served >= len(prompts) * len(BAD)
+            assert running.engine.counters().drafter_swaps == 2
+
+
+def failures(agent: SwapAgent) -> float:
+    """Errors and refused swaps that the agent has counted."""
+    return sum(
+        sample.value
+        for family in agent.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "draftalign_agent_errors_total" or sample.labels.get("outcome") == "refused"
+    )

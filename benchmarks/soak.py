@@ -1,0 +1,361 @@
+"""Does the service stay as it is under load? A real `draftalign up`, a steady sender, and what each process holds.
+
+    python -m benchmarks.soak --minutes 60 --rate 640 [--tokens 200] [--json soak.json] [--plot docs/lab/soak.png]
+    python -m benchmarks.soak --table soak.json --plot docs/lab/soak.png        draw and judge a run that was kept
+
+`--rate` rollouts a minute come in files of 8 rollouts of `--tokens` tokens, on a clock: a POST that is late counts from
+when it was due. Beside them one reader asks for /metrics, /alpha and /drafters every 5 s, and an engine reports. Every
+2 s each process's resident memory and descriptors are read, Redis' memory, and the bytes under the state directory.
+
+The rule. The first quarter of the run (two minutes at least) is warm-up. The rest is cut into ten blocks; a line is
+fitted to their means, with a 95 % t-interval of its slope (8 degrees of freedom). Blocks, because readings that are
+seconds apart are not independent. With the slope an hour in shares of the level:
+    flat         the whole interval lies within ±5 % an hour
+    grows        the whole interval lies above +5 % an hour
+    falls        the whole interval lies below -5 % an hour
+    not settled  anything else: the run was too short, or too unsteady, to say
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import redis
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
+
+from worker_fixtures import DRAFT, World  # noqa: E402 - after the path is set
+
+from rl_hooks.wire import CONTENT_TYPE  # noqa: E402
+from service.cli.valkey import EmbeddedValkey  # noqa: E402
+
+ROLLOUTS: Final = 8
+BLOCKS: Final = 10
+#: 97.5 % point of Student's t with BLOCKS - 2 degrees of freedom.
+T_8: Final = 2.306
+TOLERANCE: Final = 0.05
+_SAMPLE_SECONDS: Final = 2.0
+_BATCHES_PER_POLICY: Final = 8
+
+
+@dataclass
+class Recording:
+    """What was seen: `posts` are (due, seconds until the answer, status), `samples` one table of readings each."""
+
+    rate: float
+    minutes: float
+    tokens: int
+    posts: list[tuple[float, float, int]] = field(default_factory=list)
+    samples: list[dict[str, float]] = field(default_factory=list)
+    ends: dict[str, int] = field(default_factory=dict)
+    keys: dict[str, int] = field(default_factory=dict)  # bytes in Redis in the end, by kind of key
+
+
+@dataclass(frozen=True)
+class Trend:
+    """One series after the warm-up: its mean, and its growth an hour with the interval's ends, in its own unit."""
+
+    level: float
+    slope: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        """The rule of this module."""
+        bound = TOLERANCE * abs(self.level)
+        if -bound <= self.low and self.high <= bound:
+            return "flat"
+        return "grows" if self.low > bound else "falls" if self.high < -bound else "not settled"
+
+
+def trend(hours: Sequence[float], values: Sequence[float]) -> Trend:
+    """Fit a line to the means of ten blocks; `hours` are since the start, warm-up left out by the caller."""
+    first, last = hours[0], hours[-1]
+    blocks: list[list[tuple[float, float]]] = [[] for _ in range(BLOCKS)]
+    for hour, value in zip(hours, values, strict=True):
+        blocks[min(BLOCKS - 1, int(BLOCKS * (hour - first) / (last - first)))].append((hour, value))
+    if not all(blocks):
+        raise ValueError(f"expected a reading in each of {BLOCKS} blocks; run longer")
+    means = [(statistics.fmean(x for x, _ in b), statistics.fmean(y for _, y in b)) for b in blocks]
+    slope, level = statistics.linear_regression([x for x, _ in means], [y for _, y in means])
+    middle = statistics.fmean(x for x, _ in means)
+    left = sum((y - level - slope * x) ** 2 for x, y in means) / (BLOCKS - 2)
+    error = math.sqrt(left / sum((x - middle) ** 2 for x, _ in means))
+    return Trend(statistics.fmean(y for _, y in means), slope, slope - T_8 * error, slope + T_8 * error)
+
+
+def warm_up_seconds(seconds: float) -> float:
+    """How much of a run of this length is left out."""
+    return min(max(seconds / 4, 120.0), seconds / 2)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of them do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+# --- what is running
+
+
+def processes(root: int) -> dict[str, int]:
+    """Names and ids of `up` and all that it started."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found, waiting = {"up": root}, [root]
+    while waiting:
+        pid = waiting.pop()
+        children = [child for child, parent in parents.items() if parent == pid]
+        waiting += children
+        for child in children:
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{child}/cmdline").read_bytes()
+                names = {b"valkey-server": "valkey", b"serve\0": "api", b"worker\0": "worker"}
+                found |= {name: child for mark, name in names.items() if mark in command}
+    return found
+
+
+def reading(pids: Mapping[str, int], client: Any, state: Path) -> dict[str, float]:
+    """Memory in MiB and descriptors of each process, Redis' memory in MiB, MiB on disk by part, batches queued."""
+    found: dict[str, float] = {}
+    for name, pid in pids.items():
+        with contextlib.suppress(OSError):
+            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            found[f"{name} MiB"] = int(status["VmRSS"].split()[0]) / 1024
+            found[f"{name} descriptors"] = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+            found[f"{name} pid"] = pid
+    found["redis MiB"] = client.info("memory")["used_memory"] / 2**20
+    found["queued batches"] = client.xlen("da:{default}:queue")
+    for part in ("valkey", "spool", "runs"):
+        total = 0
+        for folder, _, names in os.walk(state / part):
+            for file in names:
+                with contextlib.suppress(OSError):
+                    total += (Path(folder) / file).stat().st_size
+        found[f"disk {part} MiB"] = total / 2**20
+    return found
+
+
+@contextlib.contextmanager
+def service(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A `draftalign up` with settings for so small a policy, and its address."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "service.cli", "up", "--state-dir", str(place / "state"), "--port", str(port)]
+    tiny = {"DRAFTALIGN_VOCAB_MIN_TOKENS": "2000", "DRAFTALIGN_DRAFT_VOCAB_SIZE": str(DRAFT)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")} | tiny
+    with (place / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT)
+        try:
+            yield process, f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(90)
+
+
+def ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until it takes rollouts."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/readyz").status_code == 200:
+                return
+        time.sleep(0.1)
+    raise RuntimeError("the service did not become ready")
+
+
+def send(url: str, recording: Recording, began: float) -> None:
+    """Post files on a clock; each is made while the one before is due later."""
+    world, period = World(), 60.0 * ROLLOUTS / recording.rate
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+        for number in itertools.count():
+            due = number * period
+            if due >= 60 * recording.minutes:
+                return
+            body = world.rollout_file(
+                f"batch-{number}",
+                lengths=[recording.tokens] * ROLLOUTS,
+                policy_version=number // _BATCHES_PER_POLICY,
+            )
+            time.sleep(max(0.0, began + due - time.monotonic()))
+            status = 0
+            with contextlib.suppress(httpx.HTTPError):
+                answer = client.post("/rollouts?run=default", content=body, headers={"Content-Type": CONTENT_TYPE})
+                status = answer.status_code
+            recording.posts.append((due, time.monotonic() - began - due, status))
+
+
+def read_along(url: str, stopped: threading.Event) -> None:
+    """What a dashboard and an engine do, every 5 s."""
+    rounds = 0
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+        while not stopped.wait(5.0):
+            with contextlib.suppress(httpx.HTTPError):
+                for path in ("/metrics", "/alpha?run=default", "/drafters?run=default"):
+                    client.get(path)
+                latest = client.get("/drafter/latest?run=default")
+                if latest.status_code == 200:
+                    rounds += 1000
+                    client.post(
+                        "/acceptance",
+                        json={
+                            "run": "default",
+                            "reporter": "soak engine",
+                            "engine": "http://engine:8000",
+                            "method": "eagle3",
+                            "drafter_version": latest.json()["version"],
+                            "policy_version": None,
+                            "rounds": rounds,
+                            "accepted_tokens": rounds,
+                            "drafted_tokens": 4 * rounds,
+                            "accepted_per_position": [rounds, 0, 0, 0],
+                            "window_seconds": 5.0,
+                        },
+                    ).raise_for_status()
+
+
+def soak(minutes: float, rate: float, tokens: int) -> Recording:
+    """Run it."""
+    recording = Recording(rate, minutes, tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        with service(place) as (process, url):
+            ready(url, process)
+            headers = {"Content-Type": CONTENT_TYPE}
+            httpx.put(f"{url}/runs/default", content=World().run_file(), headers=headers).raise_for_status()
+            client = redis.Redis.from_url(EmbeddedValkey(place / "state").url, decode_responses=True)
+            began, stopped = time.monotonic(), threading.Event()
+            threads = [
+                threading.Thread(target=send, args=(url, recording, began)),
+                threading.Thread(target=read_along, args=(url, stopped)),
+            ]
+            for thread in threads:
+                thread.start()
+            while threads[0].is_alive():
+                sample = reading(processes(process.pid), client, place / "state")
+                recording.samples.append({"seconds": time.monotonic() - began} | sample)
+                threads[0].join(_SAMPLE_SECONDS)
+            stopped.set()
+            threads[1].join()
+            deadline = time.monotonic() + 120  # what is still queued has its turn
+            while client.xlen("da:{default}:queue") and time.monotonic() < deadline:
+                time.sleep(0.5)
+            counters = client.hgetall("da:{default}:counters")
+            recording.ends = {str(name): int(count) for name, count in counters.items()}
+            for key in client.scan_iter("da:{default}:*"):
+                kind = key.removeprefix("da:{default}:").partition(":")[0]
+                recording.keys[kind] = recording.keys.get(kind, 0) + (client.memory_usage(key) or 0)
+            client.close()
+    return recording
+
+
+# --- what is said of it
+
+
+def series(recording: Recording) -> dict[str, Trend]:
+    """The trend of every reading after the warm-up."""
+    first = warm_up_seconds(60 * recording.minutes)
+    kept = [sample for sample in recording.samples if sample["seconds"] >= first]
+    names = sorted({n for sample in kept for n in sample if n != "seconds" and not n.endswith(" pid")})
+    hours = [sample["seconds"] / 3600 for sample in kept]
+    return {name: trend(hours, [sample.get(name, math.nan) for sample in kept]) for name in names}
+
+
+def table(recording: Recording) -> str:
+    """The page's table, in Markdown."""
+    seconds = [took for _, took, _ in recording.posts]
+    refused = sum(status not in (200, 202) for _, _, status in recording.posts)
+    rollouts = ROLLOUTS * len(recording.posts)
+    pids = {name: {s[name] for s in recording.samples if name in s} for name in ("api pid", "worker pid", "valkey pid")}
+    lines = [
+        f"{recording.minutes:g} minutes, {recording.rate:g} rollouts a minute of {recording.tokens} tokens: "
+        f"{len(recording.posts)} files, {rollouts} rollouts; {refused} were not accepted; "
+        f"{sum(max(0, len(found) - 1) for found in pids.values())} processes were restarted.",
+        "",
+        f"POST: p50 {1000 * quantile(seconds, 0.5):.0f} ms, p99 {1000 * quantile(seconds, 0.99):.0f} ms, "
+        f"longest {1000 * max(seconds):.0f} ms. Batches in the end: {recording.ends}.",
+        "",
+        "| reading | mean | growth an hour (95 %) | verdict |",
+        "|---|---|---|---|",
+    ]
+    for name, one in series(recording).items():
+        lines.append(
+            f"| {name} | {one.level:.1f} | {one.slope:+.1f} ({one.low:+.1f} to {one.high:+.1f}) | {one.verdict} |"
+        )
+    kinds = sorted(recording.keys.items(), key=lambda kind: -kind[1])[:5]
+    lines += ["", "Redis, bytes a rollout: " + ", ".join(f"{kind} {size / rollouts:.0f}" for kind, size in kinds)]
+    return "\n".join(lines)
+
+
+def draw(recording: Recording, path: Path) -> None:
+    """The page's plot."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
+    minutes = [sample["seconds"] / 60 for sample in recording.samples]
+    groups = {
+        "resident memory, MiB": [f"{name} MiB" for name in ("api", "worker", "valkey", "up")],
+        "descriptors": [f"{name} descriptors" for name in ("api", "worker", "valkey")],
+        "Redis' memory and disk, MiB": ["redis MiB", "disk valkey MiB", "disk runs MiB", "disk spool MiB"],
+    }
+    for axis, (title, names) in zip(axes.flat[1:], groups.items(), strict=True):
+        for name in names:
+            axis.plot(minutes, [sample.get(name, math.nan) for sample in recording.samples], label=name, lw=1)
+        axis.set_title(title)
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=7)
+    posts = axes.flat[0]
+    posts.plot([due / 60 for due, _, _ in recording.posts], [1000 * took for _, took, _ in recording.posts], ".", ms=3)
+    posts.set_yscale("log")
+    posts.set_title("POST /rollouts, ms")
+    for axis in axes[1]:
+        axis.set_xlabel("minutes")
+    figure.savefig(path, dpi=90)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--rate", type=float, default=640.0)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    if args.table is not None:
+        recording = Recording(**json.loads(args.table.read_text()))
+    else:
+        recording = soak(args.minutes, args.rate, args.tokens)
+    if args.json is not None:
+        args.json.write_text(json.dumps(asdict(recording)))
+    print(table(recording))
+    if args.plot is not None:
+        draw(recording, args.plot)
+
+
+if __name__ == "__main__":
+    main()

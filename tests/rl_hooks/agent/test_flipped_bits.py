@@ -1,0 +1,236 @@
+"""One bit flips, at random, wherever a drafter's bytes are on their way to an engine: none of them is ever served.
+
+`DRAFTALIGN_FLIPS` sets how many flips each way gets (100; `make chaos` 1,000), `DRAFTALIGN_CHAOS_SEED` where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from agent_fixtures import Engine, Service, drafter_bytes, eventually, running_agent, settle
+from safetensors.torch import load
+
+from drafter.files.checkpoint import write_drafter
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.vocabulary import DraftVocabulary
+from rl_hooks.agent.download import RECEIPT, fetch_release
+from rl_hooks.agent.in_process import InProcessEngine
+from rl_hooks.engines.vllm import worker as module
+from rl_hooks.engines.vllm.draft import RunningDraft
+from rl_hooks.engines.vllm.worker import DrafterSwap
+from rl_hooks.errors import DigestError, EngineError, SignatureError
+from rl_hooks.release import Manifest, PublicKeys, Release, SigningKey, files_digest, new_key, new_nonce, parse_manifest
+
+FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "100"))
+SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(60 + FLIPS)]
+
+FILES = ("model.safetensors", "config.json")
+
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    """The same bytes but for one bit."""
+    changed = bytearray(data)
+    bit = rng.randrange(8 * len(data))
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    print(f"DRAFTALIGN_CHAOS_SEED={SEED} DRAFTALIGN_FLIPS={FLIPS}")
+    return random.Random(SEED)
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    peer = Service()
+    yield peer
+    peer.down()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    peer = Engine()
+    yield peer
+    peer.down()
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, trust_env=False, timeout=10) as made:
+        yield made
+
+
+def manifest_of(service: Service) -> Manifest:
+    return parse_manifest(service.manifest, "default")
+
+
+def is_published(service: Service, release: Release) -> bool:
+    return all((release.path / name).read_bytes() == service.files[release.version, name] for name in FILES)
+
+
+def test_a_bit_that_flips_in_a_download_is_refused(
+    service: Service, client: httpx.Client, tmp_path: Path, rng: random.Random
+) -> None:
+    version = service.publish(1)
+    manifest = manifest_of(service)
+    good = {name: service.files[version, name] for name in FILES}
+    for number in range(FLIPS):
+        name, cache = rng.choice(FILES), tmp_path / str(number)
+        service.files[version, name] = flipped(good[name], rng)
+        with pytest.raises(DigestError, match=name):
+            fetch_release(client, manifest, cache)
+        assert not (cache / "default" / version).exists()
+        service.files[version, name] = good[name]
+    assert is_published(service, fetch_release(client, manifest, cache))
+
+
+def test_a_bit_that_flips_in_what_a_broken_download_left_is_not_resumed_from(
+    service: Service, client: httpx.Client, tmp_path: Path, rng: random.Random
+) -> None:
+    version = service.publish(1)
+    manifest = manifest_of(service)
+    for number in range(FLIPS):
+        cache = tmp_path / str(number)
+        name = rng.choice(FILES)
+        data = service.files[version, name]
+        staging = cache / "default" / f"{version}.part"
+        staging.mkdir(parents=True)
+        left = flipped(data[: rng.randrange(1, len(data) + 1)], rng)
+        # Cut off under way, or complete and then rotten before the next start.
+        (staging / (f"{name}.part" if number % 2 else name)).write_bytes(left)
+        assert is_published(service, fetch_release(client, manifest, cache))
+
+
+def test_a_bit_that_flips_in_the_cache_is_replaced_before_a_load(
+    service: Service, client: httpx.Client, tmp_path: Path, rng: random.Random
+) -> None:
+    service.publish(1)
+    manifest = manifest_of(service)
+    release = fetch_release(client, manifest, tmp_path)
+    for _ in range(FLIPS):
+        path = release.path / rng.choice((*FILES, RECEIPT))
+        before, downloads = path.read_bytes(), len(service.ranges)
+        path.write_bytes(flipped(before, rng))
+        assert is_published(service, fetch_release(client, manifest, tmp_path))
+        # A receipt may say the same in other bytes; a file of the drafter may not.
+        assert path.name == RECEIPT or len(service.ranges) > downloads
+
+
+def test_a_bit_that_flips_before_an_engine_restarts_is_replaced_by_the_agent(
+    service: Service, engine: Engine, tmp_path: Path, rng: random.Random
+) -> None:
+    version = service.publish(1)
+    published = {name: hashlib.sha256(service.files[version, name]).hexdigest() for name in FILES}
+    with running_agent(service, engine, cache=tmp_path):
+        for _ in range(max(3, FLIPS // 20)):
+            eventually(lambda: engine.version == version)
+            settle(engine)
+            engine.down()
+            path = tmp_path / "default" / version / rng.choice(FILES)
+            path.write_bytes(flipped(path.read_bytes(), rng))
+            engine.restart()
+        eventually(lambda: engine.version == version)
+    assert len(engine.read) == max(3, FLIPS // 20) + 1
+    assert all(read.items() >= published.items() for read in engine.read)
+
+
+# --- the agent inside a vLLM: the engine reads what the agent has just verified
+
+
+CONFIG = DrafterConfig(
+    hidden_size=8,
+    target_hidden_size=8,
+    intermediate_size=12,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    vocab_size=16,
+    draft_vocab_size=8,
+    aux_layers=(1, 2, 3),
+    rope_theta=1e4,
+    model_type="qwen3",
+)
+VOCABULARY = DraftVocabulary(torch.arange(0, 16, 2), 16)
+
+
+class Link:
+    """Calls go to one worker, at once."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+
+    def call(self, method: str, *args: Any) -> Future[list[Any]]:
+        future: Future[list[Any]] = Future()
+        future.set_result([getattr(module, method)(self.worker, *args)])
+        return future
+
+
+def test_a_bit_that_flips_between_the_agents_look_and_the_engines_is_not_swapped_in(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are read and checked by vLLM's plugin; only its running model is not there."""
+    directory = tmp_path / "v1"
+    directory.mkdir()
+    drafter = Eagle3Drafter(CONFIG, VOCABULARY)
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter)
+    write_drafter(directory, drafter)
+    good = {name: (directory / name).read_bytes() for name in FILES}
+    loaded: list[dict[str, torch.Tensor]] = []
+    monkeypatch.setattr(DrafterSwap, "_check_method", lambda _: None)
+    monkeypatch.setattr(DrafterSwap, "_check_engine", lambda _: None)
+    monkeypatch.setattr(DrafterSwap, "_sizes", lambda _: CONFIG)
+    monkeypatch.setattr(DrafterSwap, "_d2t", lambda _: VOCABULARY.d2t)
+    monkeypatch.setattr(DrafterSwap, "_dtype", lambda _: torch.float32)
+    monkeypatch.setattr(DrafterSwap, "_read_initial", lambda *_: None)
+    monkeypatch.setattr(RunningDraft, "load", lambda _, tensors, __: loaded.append(dict(tensors)))
+    monkeypatch.setattr(module, "unread_weights", lambda _: {})
+    model = torch.nn.Linear(2, 2)
+    runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: model)
+    speculative = SimpleNamespace(method="eagle3")
+    worker = SimpleNamespace(model_runner=runner, vllm_config=SimpleNamespace(speculative_config=speculative))
+    inside = InProcessEngine("in-process:test", Link(worker), tmp_path)  # type: ignore[arg-type]
+    sha256s = {name: hashlib.sha256(data).hexdigest() for name, data in good.items()}
+    manifest = Manifest("default", "v1", 1, "published", files_digest(sha256s), (), "f", "d")
+    release = Release(manifest, directory, sha256s["model.safetensors"])
+
+    def swap() -> str | None:
+        return asyncio.run(inside.swap(release))
+
+    for _ in range(FLIPS):
+        path = directory / "model.safetensors"
+        path.write_bytes(flipped(good[path.name], rng))
+        with pytest.raises(EngineError):  # refused as damaged, or as other bytes than were verified
+            swap()
+        path.write_bytes(good[path.name])
+    assert loaded == []
+    assert swap() == release.sha256
+    assert loaded[0].keys() == load(good["model.safetensors"]).keys() - {"d2t", "t2d"}
+
+
+def test_a_bit_that_flips_in_a_signed_manifest_is_refused(service: Service, tmp_path: Path, rng: random.Random) -> None:
+    pytest.importorskip("cryptography", reason="signatures need the extra `signing`")
+    private, public = new_key()
+    (tmp_path / "key").write_bytes(private)
+    signer, keys = SigningKey(tmp_path / "key"), PublicKeys.parse(public)
+    service.publish(1, files={"model.safetensors": drafter_bytes(1)})
+    body, nonce = repr(service.manifest).encode(), new_nonce()
+    signature = signer.sign(nonce, body)
+    keys.check(nonce, body, signature)
+    for _ in range(FLIPS):
+        with pytest.raises(SignatureError):
+            keys.check(nonce, flipped(body, rng), signature)

@@ -1,0 +1,92 @@
+"""The soak's verdicts in worlds whose truth is known: hours of memory that wanders, jumps, grows, or does neither."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.signal import lfilter
+
+from benchmarks.soak import Recording, Trend, quantile, soak, table, trend, warm_up_seconds
+
+SAMPLES = 1350  # an hour without its first quarter, every 2 s
+HOURS = 0.25 + np.arange(SAMPLES) / 1800
+
+
+def wander(rng: np.random.Generator, share: float, memory_samples: float) -> NDArray[np.float64]:
+    """A series about 0 with this standard deviation that forgets within so many samples."""
+    keep = math.exp(-1 / memory_samples)
+    steps = rng.standard_normal(SAMPLES) * share * math.sqrt(1 - keep**2)
+    steps[0] = rng.standard_normal() * share
+    return np.asarray(lfilter([1.0], [1.0, -keep], steps))
+
+
+def verdicts(growth_an_hour: float, noise: float, memory_samples: float, runs: int = 60) -> Counter[str]:
+    rng = np.random.default_rng(7)
+    return Counter(
+        trend(list(HOURS), list(100 * (1 + growth_an_hour * HOURS + wander(rng, noise, memory_samples)))).verdict
+        for _ in range(runs)
+    )
+
+
+@pytest.mark.parametrize(("memory_samples", "flat"), [(1.0, 60), (30.0, 57), (150.0, 40)])
+def test_what_does_not_grow_is_hardly_ever_said_to(memory_samples: float, flat: int) -> None:
+    found = verdicts(0.0, 0.01, memory_samples)
+    assert found["grows"] + found["falls"] <= 2
+    assert found["flat"] >= flat
+
+
+def test_a_leak_of_a_fifth_an_hour_is_found_and_one_of_a_tenth_is_never_called_flat() -> None:
+    assert verdicts(0.20, 0.01, 30.0)["grows"] >= 58
+    found = verdicts(0.10, 0.01, 30.0)
+    assert found["flat"] == 0
+    assert found["grows"] >= 57
+
+
+def test_noise_that_hides_the_answer_is_not_settled() -> None:
+    found = verdicts(0.0, 0.10, 150.0)
+    assert found["not settled"] >= 50
+    assert found["grows"] + found["falls"] <= 6
+
+
+def test_a_constant_is_flat_and_a_short_run_is_refused() -> None:
+    assert trend(list(HOURS), [18.0] * SAMPLES).verdict == "flat"
+    assert Trend(0.0, 0.0, 0.0, 0.0).verdict == "flat"
+    with pytest.raises(ValueError, match="run longer"):
+        trend([0.0, 1.0], [1.0, 1.0])
+
+
+def test_the_table_says_what_was_recorded() -> None:
+    recording = Recording(640.0, 8.0, 200)
+    recording.posts = [(0.75 * i, 0.02 if i % 200 else 0.5, 202 if i else 503) for i in range(640)]
+    recording.samples = [
+        {"seconds": 2.0 * i, "api MiB": 80.0, "worker MiB": 400.0 + i, "redis MiB": 1.0, "api pid": 7.0 + (i > 99)}
+        for i in range(240)
+    ]
+    kept = Recording(**json.loads(json.dumps(asdict(recording))))
+    said = table(kept)
+    assert "5120 rollouts; 1 were not accepted; 1 processes were restarted" in said
+    assert "p50 20 ms, p99 20 ms, longest 500 ms" in said
+    assert "| api MiB | 80.0 | +0.0 (+0.0 to +0.0) | flat |" in said
+    assert "| grows |" in said.partition("worker MiB")[2]
+    assert warm_up_seconds(480) == 120
+    assert warm_up_seconds(3600) == 900
+    assert quantile([3.0, 1.0, 2.0], 0.99) == 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_640_rollouts_a_minute_are_accepted_and_trained_by_processes_that_stay() -> None:
+    """A quarter of a minute of it, with a real `draftalign up` and a reader."""
+    recording = soak(0.25, 640.0, 50)
+    assert len(recording.posts) == 20
+    assert {status for _, _, status in recording.posts} == {202}
+    assert (recording.ends["accepted_total"], recording.ends["acked_total"], recording.ends["items"]) == (20, 20, 0)
+    for name in ("api pid", "worker pid", "valkey pid"):
+        assert len({sample[name] for sample in recording.samples if name in sample}) == 1, name
+    assert recording.keys["rollout"] / (8 * len(recording.posts)) < 200
