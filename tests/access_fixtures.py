@@ -9,7 +9,7 @@ from typing import Any, Final
 import httpx
 from service_fixtures import HEADERS, RunningService, head_file, rollout_file, run_file
 
-from service.tokens import Entry, append_entry, hashed, new_secret
+from service.access.tokens import Entry, append_entry, hashed, new_secret
 
 OWN, OTHER = "math-1", "chess"
 #: Call -> scopes of which one is needed, and where it names its run. A new call needs a row.

@@ -24,6 +24,7 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 from starlette.responses import HTMLResponse, PlainTextResponse
 
+from service.access.audit import AuditLog
 from service.api import acceptance as acceptance_api
 from service.api import drafters as drafters_api
 from service.api import problems
@@ -37,7 +38,6 @@ from service.api.snapshot import read_snapshot, watch_headlines
 from service.errors import ConfigurationError
 from service.monitor import metrics
 from service.settings import Settings
-from service.storage.audit import AuditLog
 from service.storage.queue import Keys
 
 log = logging.getLogger("draftalign.api")

@@ -23,12 +23,12 @@ from urllib.parse import parse_qsl
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.access.audit import AuditLog
+from service.access.tokens import LOOPBACK, Token, Tokens
 from service.api.problems import Problem, ProblemResponse
 from service.errors import ConfigurationError
 from service.settings import SCOPES, Settings
 from service.settings import Scope as TokenScope
-from service.storage.audit import AuditLog
-from service.tokens import LOOPBACK, Token, Tokens
 
 log = logging.getLogger("draftalign.api")
 

@@ -17,6 +17,7 @@ import redis.exceptions
 from fastapi import Depends, Query, Request
 
 from rl_hooks.release import SigningKey
+from service.access.tokens import Tokens
 from service.errors import ConfigurationError
 from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, LiveRule, Replays, Watch, watch
 from service.monitor.records import ScoreRecord, StepSample
@@ -30,7 +31,6 @@ from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
 from service.storage.runs import RunRecord, load_run, sweep_deleted
 from service.storage.spool import Spool
-from service.tokens import Tokens
 
 log = logging.getLogger("draftalign.api")
 

@@ -21,10 +21,10 @@ from service.api.auth import audit
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
 from service.api.runs import check_room
-from service.api.uploads import check_announcement, json_body, parse_body, receive_file
+from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
+from service.storage.admission.sent import admit, read_sent_header
 from service.storage.registry import MANIFEST, Manifest
 from service.storage.runs import check_open
-from service.storage.sent import admit, read_sent_header
 
 router = APIRouter(tags=["drafters"])
 

@@ -24,8 +24,8 @@ from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_
 from service.errors import RunNotFound
 from service.monitor.records import State
 from service.monitor.worth import step_speedup
+from service.storage.admission.nearness import check_finite, check_head, join_run
 from service.storage.layout import RUN_NAME, FileId, file_id
-from service.storage.nearness import check_finite, check_head, join_run
 from service.storage.runs import (
     RunRecord,
     change_state,

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from service.access.audit import AuditLog
+from service.access.tokens import ALL_RUNS, Entry, append_entry, hashed, new_secret
 from service.errors import ConfigurationError
 from service.settings import Settings
-from service.storage.audit import AuditLog
 from service.storage.layout import Layout
-from service.tokens import ALL_RUNS, Entry, append_entry, hashed, new_secret
 
 
 def add_commands(app: typer.Typer) -> None:

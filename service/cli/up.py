@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 
+from service.access.tokens import Tokens
 from service.api.auth import check_binding
 from service.api.connections import tls_context
 from service.cli.checks import check_redis, port_is_free
@@ -13,7 +14,6 @@ from service.cli.supervisor import Child, Supervisor
 from service.cli.valkey import EmbeddedValkey
 from service.errors import ConfigurationError
 from service.settings import Settings
-from service.tokens import Tokens
 
 log = logging.getLogger("draftalign.up")
 

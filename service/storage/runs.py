@@ -32,8 +32,8 @@ from rl_hooks.wire import (
 )
 from service.errors import RunClosed, RunConflict, RunNotFound
 from service.monitor.records import RunState, State
+from service.storage.admission.nearness import differences
 from service.storage.layout import FileId, Layout, file_id
-from service.storage.nearness import differences
 from service.storage.registry import Registry, locked
 from service.storage.spool import Upload
 

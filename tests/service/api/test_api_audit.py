@@ -15,10 +15,10 @@ from access_fixtures import OTHER, OWN, RULES, TokenFile, ask, request_of
 from service_fixtures import HEADERS, RunningService, head_file, run_file
 from typer.testing import CliRunner
 
+from service.access import audit
+from service.access.audit import AuditLog
 from service.api.auth import brings_data
 from service.cli.main import app as command_line
-from service.storage import audit
-from service.storage.audit import AuditLog
 from service.storage.layout import Layout
 
 

@@ -15,12 +15,12 @@ from access_fixtures import OTHER, OWN, RULES, TokenFile, ask, request_of
 from service_fixtures import HEADERS, RunningService, rollout_file, run_file
 from typer.testing import CliRunner
 
+from service.access.tokens import Token, Tokens, new_secret, read_entries
 from service.api.app import create_app
 from service.api.auth import PUBLIC, named_runs
 from service.cli.main import app as command_line
 from service.errors import ConfigurationError
 from service.settings import Settings
-from service.tokens import Token, Tokens, new_secret, read_entries
 
 #: Name -> scopes and runs.
 CREDENTIALS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {

@@ -1,0 +1,1 @@
+"""What is checked of weights before a run takes them."""
