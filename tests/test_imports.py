@@ -17,7 +17,8 @@ PACKAGES = ("drafter", "rl_hooks", "service")
 ARROWS = {
     "service.cli": """service.api service.errors service.settings service.storage service.tokens service.worker
         examples.demo drafter.batch drafter.errors drafter.files drafter.model drafter.policy drafter.reference
-        drafter.replay drafter.vocabulary rl_hooks.agent rl_hooks.format rl_hooks.lock rl_hooks.sending rl_hooks.wire""",
+        drafter.replay drafter.vocabulary rl_hooks.agent rl_hooks.format rl_hooks.lock rl_hooks.sending
+        rl_hooks.wire""",
     "service.api": """service.errors service.monitor service.settings service.storage service.tokens rl_hooks.release
         rl_hooks.wire""",
     "service.tokens": "service.errors service.settings rl_hooks.durable",
