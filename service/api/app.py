@@ -179,6 +179,7 @@ def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
 def run_api(settings: Settings) -> None:
     """Serve in this process until SIGTERM or SIGINT."""
     server = make_server(settings)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it calls https http, where the handshake is ours
     log.info("process %d serves %s://%s:%d/", os.getpid(), settings.scheme, settings.host, settings.port)
     server.run()
     if not server.started:
