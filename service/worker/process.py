@@ -48,8 +48,7 @@ log = logging.getLogger("draftalign.worker")
 _BEAT_SECONDS = 3.0
 _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
-#: A run may have taken so much more of the worker's time than another one that has work; and after so long at work, the
-#: runs that had nothing to do are asked again.
+#: How far a run may be ahead of another one that has work; after this time at work, the runs that had none are asked.
 _AHEAD_SECONDS = 0.25
 #: After an error of the disk.
 _DISK_SECONDS = 5.0

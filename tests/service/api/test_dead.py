@@ -177,6 +177,20 @@ def test_the_reaper_keeps_a_dead_batchs_file_until_it_is_old_or_the_disk_is_full
     assert (bench.spooled(), [one["has_file"] for one in service.client.get(DEAD).json()["dead"]]) == ([], [False] * 2)
 
 
+def test_a_file_that_was_given_up_cannot_be_put_back_though_it_is_still_there(bench: Bench, serve: Serve) -> None:
+    """A reaper is paused between the two: what it deletes next must be nobody's."""
+    service = serve()
+    bench.begin()
+    (batch_id,) = die(bench, service, "bad")
+    (given_up,) = bench.queue.sweep_dead(older_than_seconds=3600.0, max_bytes=0)
+    assert bench.spooled() == [given_up]
+    assert service.client.post(f"{DEAD}/{batch_id}/retry").status_code == 410
+    assert check_ledger(bench)["items"] == 0
+    assert not service.client.get(DEAD).json()["dead"][0]["has_file"]
+    reap(bench, orphan_age_seconds=1e-9)
+    assert bench.spooled() == []
+
+
 def test_the_file_and_whatever_changes_something_need_an_admin(bench: Bench, serve: Serve) -> None:
     service = serve(tokens="reader:read;sender:write;boss:admin")
     bench.begin()

@@ -257,11 +257,11 @@ def test_a_redis_that_goes_away_between_two_batches_of_a_claim_loses_neither(
     good, bad = bench.post("good"), bench.post("bad", change=spoil)
     dead_letter, asked = RolloutQueue.dead_letter, []
 
-    def away(self: RolloutQueue, *arguments: Any) -> bool:
+    def away(self: RolloutQueue, *arguments: Any, **named: Any) -> bool:
         asked.append(arguments)
         if len(asked) == 1:
             raise RedisAwayError("away")
-        return dead_letter(self, *arguments)
+        return dead_letter(self, *arguments, **named)
 
     monkeypatch.setattr(RolloutQueue, "dead_letter", away)
     worker = bench.worker(claim_tokens=10_000)
