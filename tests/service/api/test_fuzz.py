@@ -1,6 +1,6 @@
 """schemathesis on the API's own OpenAPI document: single calls, and sequences of calls that use each other's answers.
 
-`DRAFTALIGN_FUZZ_EXAMPLES` sets the most cases for each call (5; `make fuzz` 700), `DRAFTALIGN_FUZZ_SEED` the seed.
+`DRAFTALIGN_FUZZ_EXAMPLES` sets the most cases for each call (5; `make fuzz` 460), `DRAFTALIGN_FUZZ_SEED` the seed.
 """
 
 from __future__ import annotations
