@@ -313,6 +313,9 @@ def request_of(new: Any) -> Request | None:
         return None
     if getattr(new, "prompt_embeds", None) is not None:
         return None
+    # V2 resumes a preempted request as a new one, with what it has generated: older weights may have drawn that.
+    if len(getattr(new, "prefill_token_ids", None) or ()) > len(new.prompt_token_ids):
+        return None
     plain = all(getattr(params, name, value) == value for name, value in _PLAIN.items())
     if not plain or any(getattr(params, name, None) for name in _ABSENT):
         return None

@@ -474,6 +474,33 @@ def test_an_update_that_nobody_announced_drops_what_either_weights_may_have_draw
     assert [one.request.request_id for one in collected] == ["done"]
 
 
+def test_a_request_that_an_update_preempts_is_not_collected_again_under_the_next_policy() -> None:
+    """V2's scheduler resumes it as a new request that has generated already (`pause_generation(mode="keep")`)."""
+    collected: list[Collected] = []
+    tapped = VllmTap.__new__(VllmTap)
+    tapped.tap = tap(collected.append, policy_version=3)
+    named, script = named_arguments(Runner().execute_model, ("scheduler_output",)), Script("r", [2, 3], [])
+
+    def schedule(*prefills: list[int], finished: Sequence[str] = ()) -> None:
+        news = [scheduled(prompt_token_ids=[2, 3], prefill_token_ids=prefill) for prefill in prefills]
+        output = SimpleNamespace(finished_req_ids=finished, scheduled_new_reqs=news, num_scheduled_tokens={"r": 1})
+        tapped._watch(named, (0, output), {})
+
+    schedule([2, 3])
+    tapped.tap.step(step([(script, 0, [2, 3], 0, 4)]))
+    tapped.tap.step(step([(script, 2, [4], 0, 5)]))
+    tapped.tap.cut()
+    tapped.tap.turn(4, HEAD, lambda: None)
+    schedule([2, 3, 4, 5])
+    tapped.tap.step(step([(script, 0, [2, 3, 4, 5], 0, 6)]))
+    schedule(finished=["r"])
+    schedule([2, 3])  # another one of that name, from its beginning
+    tapped.tap.step(step([(script, 0, [2, 3], 0, 9)]))
+    schedule(finished=["r"])
+    eventually(lambda: len(collected) > 1)
+    assert [(c.policy_version, c.input_ids.tolist()) for c in collected] == [(3, [2, 3, 4, 5]), (4, [2, 3, 9])]
+
+
 def test_files_hold_one_policy_version() -> None:
     sent: list[list[int]] = []
     batcher = Batcher(lambda batch: sent.append([one.policy_version for one in batch]), seconds=1000)
