@@ -16,7 +16,7 @@ import torch
 from agent_fixtures import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tap_fixtures import HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, states, step
+from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, states, step
 
 from rl_hooks import wire
 from rl_hooks.engines.tap import (
@@ -155,6 +155,53 @@ def test_only_the_sampled_fraction_is_collected_and_only_within_the_budget() -> 
         poor.begin(Request(f"r{i}", [2] * 10, PLAIN, frozenset(), None))
     assert poor.tally["begun"] == 5
     assert poor.tally["skipped_budget"] == 35
+
+
+def held_bytes(tapped: FeatureTap) -> int:
+    """Host memory of the rows of the requests under way."""
+    found: dict[int, int] = {}
+    for chunk in (chunk for tracked in tapped._tracked.values() for chunk in tracked.chunks):
+        for tensor in (*chunk._own.values(), *(chunk._step.wait().values() if chunk._step else ())):
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def test_a_long_request_keeps_no_rows_of_the_short_ones_beside_it() -> None:
+    done: list[str] = []
+    tapped, long = tap(lambda one: done.append(one.request.request_id)), Script("long", [2], [])
+    tapped.begin(long.request())
+    for wave in range(10):
+        short = [Script(f"s{wave}_{i}", [2], []) for i in range(20)]
+        for one in short:
+            tapped.begin(one.request())
+        tapped.step(step([(long, wave, [2], 0, 2), *((one, 0, [2], 0, STOP) for one in short)]))
+        tapped.end([one.name for one in short])
+    eventually(lambda: len(done) == 200)
+    eventually(lambda: tapped.tally["rows"] == 10)
+    row = 3 * 8 + 4 * HIDDEN * (AUX + 1) + 2 * 4  # positions, tokens, labels; states; logsumexp, log p
+    assert held_bytes(tapped) == 10 * row
+
+
+def test_rows_of_all_requests_together_are_bounded_and_freed() -> None:
+    tapped = tap(lambda _: None, tokens_per_minute=40, max_tokens=10)
+    scripts = [Script(f"r{i}", [2], []) for i in range(20)]
+    most = 0
+    for one in scripts:
+        tapped.begin(one.request())
+    for position in range(12):
+        tapped.step(step([(one, position, [2], 0, 2) for one in scripts]))
+        most = max(most, tapped.tally["rows"])
+    assert 40 < most <= 2 * 40
+    assert tapped.tally["skipped_memory"] == 14  # six hold 12 rows each
+    tapped.begin(Script("late", [2], []).request())
+    assert tapped.tally["skipped_memory"] == 15
+    tapped.end([one.name for one in scripts])
+    eventually(lambda: tapped.tally["rows"] == 0)
+    tapped.begin(Script("later", [2], []).request())
+    tapped.step(step([(Script("later", [2], []), 0, [2], 0, 2)]))
+    assert tapped.tally["rows"] == 1
+    tapped.turn(1, HEAD, lambda: None)
+    assert tapped.tally["rows"] == 0
 
 
 def test_a_step_that_makes_no_sense_costs_its_requests_and_nothing_else() -> None:
