@@ -123,6 +123,11 @@ class _Chunk:
         return self._own
 
 
+def _detach(chunks: Iterable[_Chunk]) -> None:
+    for chunk in chunks:
+        chunk.detach()
+
+
 @dataclass(slots=True)
 class _Tracked:
     request: Request
@@ -174,7 +179,7 @@ class FeatureTap:
         self._weights, self._moved = weights, moved
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[_Tracked] = []
-        self._finished: queue.SimpleQueue[tuple[list[_Tracked], Callable[[], bool]] | Callable[[], object] | None]
+        self._finished: queue.SimpleQueue[tuple[list[_Tracked], Callable[[], bool]] | Callable[[], None] | None]
         self._finished = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="draftalign-tap", daemon=True)
         self._thread.start()
@@ -289,7 +294,7 @@ class FeatureTap:
         chunks = [_Chunk(copies, slice(end - n, end)) for n, end in zip(counts.tolist(), ends, strict=True)]
         for i, chunk, count in zip(chosen, chunks, counts.tolist(), strict=True):
             self._append(step.request_ids[i], chunk, count)
-        self._finished.put(lambda: [chunk.detach() for chunk in chunks])
+        self._finished.put(lambda: _detach(chunks))
 
     def _append(self, name: str, chunk: _Chunk, rows: int) -> None:
         tracked = self._tracked[name]
@@ -314,7 +319,7 @@ class FeatureTap:
             self._do(task)
             del task  # its rows must not stay until the next one comes
 
-    def _do(self, task: tuple[list[_Tracked], Callable[[], bool]] | Callable[[], object]) -> None:
+    def _do(self, task: tuple[list[_Tracked], Callable[[], bool]] | Callable[[], None]) -> None:
         ended = [] if callable(task) else task[0]
         try:
             if callable(task):
