@@ -133,7 +133,8 @@ class EngineFollower:
         exact = snapshot is not None and snapshot.exact is not None
         if snapshot is not None and exact:
             earlier = None if since.restarted else before
-            verdict = self.books.book_exact(earlier, snapshot, state, since.seconds, self._clock())
+            mistrusted = self._process.mistrusted
+            verdict = self.books.book_exact(earlier, snapshot, state, since.seconds, self._clock(), mistrusted)
         pending = self._process.pending
         if pending is not None and since.known != self.seen.known and state.serving == pending.version:
             # The swap was done, but its answer was lost, or the agent that asked died before it came.

@@ -107,6 +107,8 @@ class Counts:
         return replace(self, rounds=max(self.rounds, self.emitted_tokens - self.accepted_tokens))
 
 
+#: Drafter of rounds that are no version's: its weights were lost, or somebody has loaded others.
+NO_VERSION: Final = ""
 #: (drafter version, policy version, counts) of an engine that counts by both; None: it does not know that version.
 ExactCounts: TypeAlias = tuple[tuple[str | None, int | None, Counts], ...]
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counters import NO_VERSION, Snapshot
 from rl_hooks.engines.vllm.rounds import RoundCounter
 from rl_hooks.engines.vllm.swapper import answered, joint_state
 from rl_hooks.sending.sampling import sampling_position
@@ -144,7 +144,7 @@ class CoreLink:
 
     def snapshot(self) -> Snapshot | None:
         """Rounds so far, by drafter and policy version; None where this vLLM's scheduler is unknown."""
-        return None if self._rounds is None else self._rounds.read()
+        return None if self._rounds is None or self._rounds.failed else self._rounds.read()
 
     # --- own
     def _run(self, method: str, args: tuple[Any, ...], future: Future[list[Any]]) -> None:
@@ -172,12 +172,16 @@ class CoreLink:
 
     def _take(self, states: list[dict[str, Any]]) -> None:
         self.state = joint_state(states)
-        if self._rounds is not None:
-            self._rounds.serve(self.state["version"], self.state["policy_version"])
+        self._serve()
 
     def _count(self) -> None:
         self._rounds = RoundCounter(self.core.scheduler)
-        self._rounds.serve(self.state["version"], self.state["policy_version"])
+        self._serve()
+
+    def _serve(self) -> None:
+        if self._rounds is not None:
+            drafter = self.state["version"] if self.state["loaded"] else NO_VERSION
+            self._rounds.serve(drafter, self.state["policy_version"])
 
     def _named(self) -> str | None:
         named = getattr(self.core, "_weight_version", None)

@@ -235,6 +235,15 @@ def test_the_policys_own_module_is_counted_under_its_method_and_n_grams_are_not(
         assert books.ledger.unattributed_rounds == (0 if booked else 10)
 
 
+def test_a_version_of_which_the_engine_read_other_bytes_gets_no_rounds() -> None:
+    counts = Counts(10, 30, 12, (8, 4), 22)
+    after = Snapshot.of_exact((("v1", 4, counts), ("v2", 4, counts)), Counts(), 4)
+    books = EngineBooks(CanaryRule())
+    books.book_exact(None, after, EngineState("v2", True, 1), 1.0, 0.0, "v2")
+    assert [bucket.drafter_version for bucket in books.ledger.buckets()] == ["v1"]
+    assert books.ledger.unattributed_rounds == 10
+
+
 def test_counts_that_an_engine_tells_exactly_are_never_taken_for_a_restart() -> None:
     state, counts = EngineState("v1", True, 1), Counts(10, 40, 15, (8,), 25)
     seen = Seen(0.0)

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from rounds_fixtures import Scheduler
 
+from rl_hooks.agent.books import EngineBooks
+from rl_hooks.agent.canary import CanaryRule
+from rl_hooks.engines.protocol import engine_state
 from rl_hooks.engines.vllm.core import CoreLink, hook
 from rl_hooks.engines.vllm.swapper import WorkerError
 
@@ -292,6 +295,23 @@ def test_a_bug_of_ours_around_a_step_costs_one_line(
             core.wake_up()
     assert caplog.text.count("a failure of ours around step;") == 1
     assert caplog.text.count("a failure of ours around wake_up;") == 1
+
+
+def test_rounds_with_weights_that_are_not_the_versions_are_not_credited_to_it(hooked: Hooked) -> None:
+    """A restore failed, or a trainer has loaded other weights over it. The policy's own module is not credited too."""
+    core = hooked(linked)()
+    state = STATE | {"version": "v7", "loaded": False, "swaps": 1, "method": "mtp", "takes": "mtp"}
+    core.model_executor.answers["draftalign_settle"] = [state]
+    core.step()
+    scheduler = core.scheduler
+    while sum(scheduler.truth.values()) < 10:
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, scheduler.execute(output))
+    snapshot = vars(core)["_draftalign"].snapshot()
+    books = EngineBooks(CanaryRule())
+    books.book_exact(None, snapshot, engine_state("engine", state), 1.0, 0.0)
+    assert books.ledger.buckets() == []
+    assert books.ledger.unattributed_rounds == sum(scheduler.truth.values())
 
 
 def test_a_rank_that_fails_is_told_after_all_have_answered_and_the_counts_get_what_is_loaded_then(
