@@ -32,6 +32,7 @@ from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.tap import ServiceSettings
+from service.storage.reports import StoreKeys
 
 
 class Link:
@@ -71,11 +72,16 @@ def agent(url: str, tmp_path: Path, **settings: Any) -> InProcessAgent:
     return InProcessAgent(ServiceSettings(url, **settings), tmp_path / "cache", "host 1 dp0")
 
 
-def test_a_run_is_joined_at_the_version_that_the_service_knows(service: RunningService, tmp_path: Path) -> None:
+def test_a_run_is_joined_at_the_version_that_the_service_knows(
+    service: RunningService, redis_url: str, tmp_path: Path
+) -> None:
     assert agent(service.url, tmp_path, run="new").newest_policy(5) is None
     assert agent(service.url, tmp_path).newest_policy(5) == 0
     service.client.put("/runs/default/head", content=head_file(7), headers=HEADERS).raise_for_status()
     assert agent(service.url, tmp_path).newest_policy(5) == 7
+    with Redis.from_url(redis_url) as redis:
+        redis.set(StoreKeys("default").latest_policy, 57)  # as the queue does when a batch arrives
+    assert agent(service.url, tmp_path).newest_policy(5) == 57
 
 
 @contextmanager
