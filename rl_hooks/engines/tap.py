@@ -46,6 +46,8 @@ from rl_hooks.sending.tally import Tally
 
 log = logging.getLogger("draftalign.tap")
 
+#: Longest prompt that is collected.
+MAX_TOKENS: Final = 8192
 _REJECTED: Final = -1
 
 
@@ -164,7 +166,7 @@ class FeatureTap:
         *,
         fraction: float,
         tokens_per_minute: int,
-        max_tokens: int = 8192,
+        max_tokens: int = MAX_TOKENS,
         weights: WeightSample | None = None,
         policy_version: int = 0,
         moved: Callable[[], None] = lambda: None,

@@ -22,8 +22,10 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from rl_hooks.engines.counters import NO_VERSION, Snapshot
+from rl_hooks.engines.tap import MAX_TOKENS
 from rl_hooks.engines.vllm.rounds import RoundCounter
 from rl_hooks.engines.vllm.swapper import answered, joint_state
+from rl_hooks.engines.vllm.tap import is_plain
 from rl_hooks.sending.sampling import sampling_position
 
 log = logging.getLogger("vllm.draftalign")
@@ -60,7 +62,9 @@ class CoreLink:
         begun = self._begin is None  # before that nobody knows whether there will be a tap
         if (begun and self.state.get("tap") is None) or getattr(self.core.scheduler, "connector", None) is not None:
             return  # a KV connector's tokens come without rows, whatever the prefix cache does
-        if sampling_position(request.request_id, "tap") < self.sample_fraction:
+        if sampling_position(request.request_id, "tap") >= self.sample_fraction:
+            return
+        if is_plain(request) and len(request.prompt_token_ids) <= MAX_TOKENS:  # the others are not tapped
             request.skip_reading_prefix_cache = True
 
     def before_step(self) -> None:

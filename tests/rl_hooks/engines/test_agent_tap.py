@@ -16,7 +16,7 @@ import torch
 from agent_fixtures import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, states, step
+from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, scheduled, states, step
 
 from rl_hooks import wire
 from rl_hooks.engines.tap import (
@@ -290,30 +290,6 @@ def test_a_file_that_cannot_be_made_does_not_end_the_sending_of_others() -> None
 
 
 # --- what vLLM hands over
-
-
-def scheduled(**changes: Any) -> Any:
-    params = SimpleNamespace(
-        temperature=0.7,
-        top_p=1.0,
-        top_k=-1,
-        stop_token_ids=[7],
-        all_stop_token_ids={7, 9},
-        eos_token_id=9,
-        ignore_eos=False,
-        max_tokens=20,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        min_p=0.0,
-        min_tokens=0,
-    )
-    new = SimpleNamespace(
-        req_id="r", prompt_token_ids=[1, 2], sampling_params=params, mm_features=[], lora_request=None
-    )
-    for name, value in changes.items():
-        setattr(params if hasattr(params, name) or name in ("logit_bias", "bad_words") else new, name, value)
-    return new
 
 
 def test_a_request_of_vllm_is_described_by_what_ends_it_and_how_it_is_drawn() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rounds_fixtures import Scheduler
+from tap_fixtures import scheduled
 
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule
@@ -180,7 +181,7 @@ def test_an_engine_that_follows_nothing_is_left_as_it_is(hooked: Hooked) -> None
 
 def test_only_requests_that_will_be_tapped_compute_their_whole_prompt(hooked: Hooked) -> None:
     core = hooked(lambda core: linked(core, fraction=0.25))()
-    requests = [SimpleNamespace(request_id=f"r{i}", skip_reading_prefix_cache=False) for i in range(400)]
+    requests = [scheduled(request_id=f"r{i}", skip_reading_prefix_cache=False) for i in range(400)]
     for request in requests:
         core.add_request(request)
     assert 60 < sum(request.skip_reading_prefix_cache for request in requests) < 140
@@ -195,9 +196,30 @@ def test_an_engine_without_a_tap_or_with_a_kv_connector_keeps_its_prefix_cache(
     scheduler.connector = connector
     core.model_executor.answers["draftalign_settle"] = [STATE | {"tap": tap}]
     core.step()
-    request = SimpleNamespace(request_id="r", skip_reading_prefix_cache=False)
+    request = scheduled(skip_reading_prefix_cache=False)
     core.add_request(request)
     assert request.skip_reading_prefix_cache is skips
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": [2] * 8193},
+        {"prompt_token_ids": None},
+        {"lora_request": object()},
+        {"mm_features": [object()]},
+        {"min_p": 0.1},
+        {"sampling_params": None},
+    ],
+    ids=("long", "embeddings", "lora", "images", "min_p", "pooling"),
+)
+def test_a_request_that_the_tap_will_refuse_keeps_its_prefix_cache(hooked: Hooked, changes: dict[str, Any]) -> None:
+    core = hooked(linked)()
+    core.model_executor.answers["draftalign_settle"] = [STATE | {"tap": {}}]
+    core.step()
+    request = scheduled(**changes, skip_reading_prefix_cache=False)
+    core.add_request(request)
+    assert not request.skip_reading_prefix_cache
 
 
 def test_the_draft_vocabulary_is_kept_before_the_first_sleep_and_a_sleeping_engine_is_not_read(hooked: Hooked) -> None:
