@@ -354,6 +354,31 @@ def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
     assert step_v1(runner, given_v1 | {"aux_hidden_states": None}) is None
 
 
+@pytest.mark.parametrize("as_lists", [False, True])
+def test_a_prompt_that_is_computed_in_parts_is_collected_in_either_form(as_lists: bool) -> None:
+    """Of a part, vLLM samples a token that it throws away, or leaves the list empty."""
+    collected: list[Collected] = []
+    tapped, script = tap(collected.append), Script("r", [2, 3, 4, 5], [6, STOP])
+    tapped.begin(script.request())
+    for tokens, first, kept, thrown in (([2, 3], 0, [], [9]), ([4, 5], 2, [6], []), ([6, 7], 4, [STOP], [-1])):
+        sampled: Any = [kept] if as_lists else torch.tensor([kept + thrown])
+        drafts = {"r": [7]} if first == 4 else {}
+        output = SimpleNamespace(num_scheduled_tokens={"r": 2}, scheduled_spec_decode_tokens=drafts)
+        runner = SimpleNamespace(
+            input_batch=SimpleNamespace(req_ids=["r"]),
+            input_ids=torch.tensor(tokens),
+            positions=torch.tensor([first, first + 1]),
+        )
+        last = states(tokens, [first, first + 1])
+        given_v1 = dict(zip(V1_ARGUMENTS, (output, sampled, last, [2 * last, 3 * last]), strict=True))
+        read = step_v1(runner, given_v1)
+        assert read is not None
+        tapped.step(read)
+    tapped.end(["r"])
+    eventually(lambda: tapped.tally["delivered"] + tapped.tally["skipped_short"] == 1)
+    check(collected[0], script)
+
+
 class Runner:
     """A model runner whose parameters stand in another order than today's, with new ones between."""
 
