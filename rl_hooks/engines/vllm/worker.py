@@ -129,6 +129,8 @@ class DrafterSwap:
             raise RuntimeError(staged.failed)
         if self._is_updated():
             raise RuntimeError("a trainer is updating this worker's weights; ask again")
+        if self.watch is not None and self.watch.asleep:
+            raise RuntimeError("this worker sleeps, and its weights are not in memory; ask again when it is awake")
         if self.draft is not None and staged.sha256 != sha256:
             raise RuntimeError(f"this worker read {staged.sha256} for {version}, another one read {sha256}")
         previous, self._staged = self._served, None

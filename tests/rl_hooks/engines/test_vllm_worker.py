@@ -14,7 +14,7 @@ from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
-from rl_hooks.engines.vllm.worker import DrafterSwap, Served
+from rl_hooks.engines.vllm.worker import DrafterSwap, Served, Staged
 
 OURS = {"weight": torch.full((4, 4), 2.0)}
 
@@ -104,6 +104,19 @@ def test_a_drafter_that_a_deep_sleep_took_comes_back_once(loads: list[Any]) -> N
     assert torch.equal(worker.draft.layer.weight, OURS["weight"])
     assert swap.settle(None)["loaded"] is True
     assert len(loads) == 1
+
+
+def test_a_worker_that_sleeps_takes_no_drafter_and_keeps_what_is_staged(loads: list[Any]) -> None:
+    worker = Worker()
+    swap = serving(worker)
+    swap._staged = staged = Staged("/v2", "v2", OURS, "digest")
+    staged.done.set()
+    worker.sleep(level=2)
+    with pytest.raises(RuntimeError, match="sleeps"):
+        swap.apply("v2", "digest")
+    assert loads == []
+    worker.wake_up()
+    assert swap.apply("v2", "digest") == {"previous": "v1", "version": "v2"}
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
