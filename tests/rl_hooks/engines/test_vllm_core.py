@@ -269,13 +269,16 @@ def test_failures_of_ours_cost_a_line_and_no_step(hooked: Hooked, caplog: pytest
     assert caplog.text.count("settings that make no sense") == 1
     caplog.clear()
     core = hooked(linked)()
+    core.step()  # from here on there is something to end
     core.model_executor.broken = True
     with caplog.at_level(logging.WARNING, "vllm.draftalign"):
         for _ in range(3):
             core.collective_rpc("load")
             assert core.step() == "outputs"
         core.shutdown()
-    assert caplog.text.count("a worker's failure") == 1
+    assert caplog.text.count("looking at the weights failed") == 1
+    assert caplog.text.count("ending failed") == 1
+    assert core.done[-1] == "shutdown"
 
 
 def test_a_call_that_fails_tells_its_caller(hooked: Hooked) -> None:
