@@ -177,6 +177,28 @@ def test_a_drafter_that_cannot_be_restored_is_tried_once_for_each_loss(
     assert loads == []
 
 
+def test_the_drafter_of_the_start_is_read_once_however_often_it_is_lost(
+    loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[bool] = []
+
+    def initial(_: DrafterSwap, *_args: Any) -> dict[str, Tensor]:
+        read.append(True)
+        return OURS
+
+    monkeypatch.setattr(DrafterSwap, "_read_initial", initial)
+    monkeypatch.setattr(DrafterSwap, "_d2t", lambda _: None)
+    worker = Worker()
+    swap = DrafterSwap(worker)
+    swap.settle(None)
+    for losses in (1, 2, 3):
+        worker.sleep(level=2)
+        worker.wake_up()
+        assert swap.settle(None)["loaded"] is True
+        assert len(loads) == losses
+    assert len(read) == 1
+
+
 def test_a_run_that_is_another_policys_gets_nothing_more(loads: list[Any]) -> None:
     del loads
     swap = DrafterSwap(Worker())
