@@ -29,6 +29,8 @@ log = logging.getLogger("draftalign.tap")
 #: Events after which weights are gone, and none have come.
 _DEEP_SLEEP: Final = "sleep of level 2"
 _DISCARD: Final = "discard of the weights"
+#: Names of vLLM's worker (0.32) by which updates and sleeps are noticed.
+_USED: Final = ("start_weight_update", "_weight_update_active", "sleep", "wake_up")
 #: A weight version with more digits is no count of updates.
 _MAX_DIGITS: Final = 15
 
@@ -89,6 +91,8 @@ class PolicyWatch:
         self._versions: PolicyVersions | None = None
         self._moved = False
         self._named: str | None = None
+        if missing := [name for name in _USED if not hasattr(worker, name)]:
+            log.warning("draftalign: vLLM's worker has no %s: updates may go unnoticed", ", ".join(missing))
         on_reload(worker, self._announced)
         before_call(worker, "sleep", self._sleeps)
         before_call(worker, "wake_up", self._wakes)

@@ -39,6 +39,12 @@ _DISCARDING: Final = ("sleep", "discard")
 #: vLLM's weight version before anybody has set one.
 _UNNAMED: Final = "default"
 
+#: Methods of vLLM's EngineCore that are wrapped.
+_WRAPPED: Final = (
+    *("step", "step_with_batch_queue", "add_request", "sleep", "shutdown", "collective_rpc", "wake_up"),
+    "set_weight_version",
+)
+
 Begin = Callable[["CoreLink"], None]
 
 
@@ -217,6 +223,8 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
             core._draftalign = None
             try:
                 core._draftalign = link_of(core)
+                if core._draftalign is not None and (missing := unknown_names(core)):
+                    log.warning("draftalign: this vLLM has no %s; the plugin knows 0.32 and 0.33", ", ".join(missing))
             except Exception as error:  # noqa: BLE001 - the engine must not feel this
                 log.warning("draftalign: this engine does not follow a service: %s", error)
         found: CoreLink | None = core._draftalign
@@ -255,6 +263,12 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
     _wrap(EngineCore, "collective_rpc", before=collective_rpc, after=touch)
     for name in ("wake_up", "set_weight_version"):
         _wrap(EngineCore, name, after=touch)
+
+
+def unknown_names(core: Any) -> list[str]:
+    """What the plugin uses of an engine core, and this vLLM has not: what stands on it goes unnoticed."""
+    names = [f"EngineCore.{name}" for name in (*_WRAPPED, "_weight_version") if not hasattr(core, name)]
+    return names + ([] if hasattr(core.model_executor, "is_sleeping") else ["Executor.is_sleeping"])
 
 
 def _wrap(

@@ -316,6 +316,11 @@ def test_without_sampling_only_a_number_that_vllm_was_told_counts() -> None:
     assert watch.version == 12
 
 
+def test_what_a_worker_lacks_of_the_names_that_are_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    PolicyWatch(Worker())
+    assert "worker has no _weight_update_active: updates may go unnoticed" in caplog.text
+
+
 def test_an_engine_that_sleeps_is_known_to_sleep_until_its_weights_are_back() -> None:
     worker = Worker()
     watch = PolicyWatch(worker)

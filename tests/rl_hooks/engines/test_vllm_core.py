@@ -281,6 +281,16 @@ def test_failures_of_ours_cost_a_line_and_no_step(hooked: Hooked, caplog: pytest
     assert core.done[-1] == "shutdown"
 
 
+def test_what_a_vllm_lacks_of_the_names_that_are_used_is_told_once(
+    hooked: Hooked, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = hooked(linked)()
+    del core._weight_version
+    for _ in range(3):
+        core.step()
+    assert caplog.text.count("has no EngineCore.step_with_batch_queue, EngineCore._weight_version;") == 1
+
+
 def test_a_call_that_fails_tells_its_caller(hooked: Hooked) -> None:
     begun: list[CoreLink] = []
     core = hooked(lambda core: linked(core, begun))()
