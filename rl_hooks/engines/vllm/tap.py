@@ -359,9 +359,8 @@ def step_v1(runner: Any, given: Mapping[str, Any]) -> Step | None:
         last=hidden,
         # Without drafts (a prefill) nothing was rejected, whatever stands in the sampled tokens.
         rejected=torch.where(drafted > 0, drafted + 1 - accepted, torch.zeros_like(drafted)),
-        last_sampled=sampled.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0].clamp(
-            min=0
-        ),  # -1: a part of a prompt
+        # -1: of a part of a prompt, whose last row is not rejected.
+        last_sampled=sampled.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0),
     )
 
 
