@@ -162,7 +162,7 @@ class WeightSample:
     def retake(self) -> None:
         """Compare with the weights as they are now from now on."""
         taken = self._take()
-        if taken is None:  # an update has left a parameter that cannot be read, and may do so for ever
+        if taken is None:  # an update has left a parameter that cannot be read: choose among the others
             self._chosen = self._choose()
             taken = self._take()
             assert taken is not None  # noqa: S101 - those that can be read were chosen

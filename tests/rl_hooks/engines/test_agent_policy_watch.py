@@ -240,7 +240,11 @@ def test_a_look_that_is_judged_after_its_update_was_counted_does_not_count_it_ag
     model = Model()
     watch, tap, collected = collecting(model)
     busy = threading.Event()
-    tap._finished.put(lambda: busy.wait(10) and None)
+
+    def send() -> None:
+        busy.wait(10)
+
+    tap._finished.put(send)
     run(tap, "of both")
     a_few_weights(model)
     tap.release()
@@ -273,7 +277,7 @@ def test_a_parameter_that_an_update_leaves_unreadable_is_one_update(caplog: pyte
     model = Model()
     watch, _, _ = collecting(model)
     model.load_weights(iter(WEIGHTS))
-    model.layers[3].weight = nn.Parameter(torch.randn(64, 64).t(), requires_grad=False)  # type: ignore[union-attr]
+    model.layers[3].weight = nn.Parameter(torch.randn(64, 64).t(), requires_grad=False)
     for _ in range(3):
         assert not watch.settle(None)
     assert watch.version == 4
