@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,3 +74,28 @@ def step(parts: list[tuple[Script, int, list[int], int, int]]) -> Step:
         rejected=torch.tensor([rejected for *_, rejected, _ in parts]),
         last_sampled=torch.tensor([sampled for *_, sampled in parts]),
     )
+
+
+def scheduled(**changes: Any) -> Any:
+    """A request as vLLM's scheduler hands it to the model runner, and as the engine core gets it."""
+    params = SimpleNamespace(
+        temperature=0.7,
+        top_p=1.0,
+        top_k=-1,
+        stop_token_ids=[7],
+        all_stop_token_ids={7, 9},
+        eos_token_id=9,
+        ignore_eos=False,
+        max_tokens=20,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        min_p=0.0,
+        min_tokens=0,
+    )
+    new = SimpleNamespace(
+        req_id="r", request_id="r", prompt_token_ids=[1, 2], sampling_params=params, mm_features=[], lora_request=None
+    )
+    for name, value in changes.items():
+        setattr(params if hasattr(params, name) or name in ("logit_bias", "bad_words") else new, name, value)
+    return new

@@ -323,12 +323,25 @@ class SwapAgent:
 
     # --- the engines
     async def _follow_engine(self, follower: EngineFollower, offered: asyncio.Event) -> None:
-        """One tick, then a pause that a new offer cuts short."""
+        """One tick, then a pause that a new offer cuts short.
+
+        An engine swaps before its next step, for which an idle one may wait for hours. Meanwhile counts are reported,
+        and in an engine of this process a newer offer replaces the one that waits.
+        """
         offered.clear()
+        tick, newer = asyncio.ensure_future(follower.tick(self.offer)), asyncio.ensure_future(offered.wait())
+        awaited = {tick} if self._engine is None else {tick, newer}
         try:
-            await follower.tick(self.offer)
+            while not tick.done():
+                await asyncio.wait(awaited, timeout=self.config.report_seconds, return_when=asyncio.FIRST_COMPLETED)
+                self._counted.set()  # counts are reported also where the swap after them failed
+                if newer in awaited and newer.done() and not tick.done():
+                    return
+            await tick
         finally:
-            self._counted.set()  # counts are reported also where the swap after them failed
+            newer.cancel()
+            tick.cancel()
+            await asyncio.wait({tick, newer})
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(offered.wait(), self.config.report_seconds)
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rl_hooks.agent.canary import Canary, CanaryRule, Verdict
-from rl_hooks.engines.counters import Counts, Ledger, Snapshot
+from rl_hooks.engines.counters import NO_VERSION, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.step_times import StepTimes
 
@@ -35,7 +35,13 @@ class EngineBooks:
         return self.canary.count(version, counts, now)
 
     def book_exact(
-        self, before: Snapshot | None, after: Snapshot, state: EngineState, seconds: float, now: float
+        self,
+        before: Snapshot | None,
+        after: Snapshot,
+        state: EngineState,
+        seconds: float,
+        now: float,
+        mistrusted: str | None = None,
     ) -> Verdict | None:
         """Credit the counts of an engine that knows whose each round is; a drafter without a name gets none.
 
@@ -51,7 +57,7 @@ class EngineBooks:
             if version is None and method is not None:
                 self.ledger.book(method, policy, new, method=method)
                 continue
-            if version is None:
+            if version in (None, NO_VERSION, mistrusted):
                 self.ledger.set_aside(new.rounds)
                 continue
             self.ledger.book(version, policy, new)

@@ -54,6 +54,7 @@ class EngineFollower:
         self.url = engine.url
         self.books = EngineBooks(rule)
         self.seen = Seen(clock())
+        self._uncounted = ""  # the last error of the counters: it comes up again at every tick
         self._choice = ReleaseChoice()
         self._process = EngineProcess()
         self._engine = engine
@@ -121,7 +122,8 @@ class EngineFollower:
         except MetricsError as error:
             # An engine without counters still gets its drafters.
             self._metrics.error(self.url, "metrics")
-            log.error("%s: %s", self.url, error)
+            log.log(logging.DEBUG if str(error) == self._uncounted else logging.ERROR, "%s: %s", self.url, error)
+            self._uncounted = str(error)
             return None
 
     def _account(self, snapshot: Snapshot | None, state: EngineState) -> Verdict | None:
@@ -133,7 +135,8 @@ class EngineFollower:
         exact = snapshot is not None and snapshot.exact is not None
         if snapshot is not None and exact:
             earlier = None if since.restarted else before
-            verdict = self.books.book_exact(earlier, snapshot, state, since.seconds, self._clock())
+            mistrusted = self._process.mistrusted
+            verdict = self.books.book_exact(earlier, snapshot, state, since.seconds, self._clock(), mistrusted)
         pending = self._process.pending
         if pending is not None and since.known != self.seen.known and state.serving == pending.version:
             # The swap was done, but its answer was lost, or the agent that asked died before it came.

@@ -89,7 +89,10 @@ class InProcessAgent:
         link.guard("following the service", lambda: asyncio.run(agent.run()))
 
     def newest_policy(self, timeout_seconds: float) -> int | None:
-        """The newest policy version of the run that the service has a head of; None for a new run. Raises OSError."""
+        """The newest policy version of the run that the service has seen; None for a new run. Raises OSError.
+
+        A head that has hardly moved is not sent again, so the newest head may be much older than the newest rollouts.
+        """
         headers = {"Authorization": f"Bearer {self._settings.token}"} if self._settings.token else {}
         path = f"/runs/{quote(self._settings.run, safe='')}"
         reply = exchange(Origin.parse(self._settings.url), "GET", path, headers, (), timeout_seconds=timeout_seconds)
@@ -97,7 +100,7 @@ class InProcessAgent:
             return None
         if reply.status != 200:
             raise OSError(f"GET {path} answered {reply.status}: {reply.detail}")
-        known = [reply.fields.get(name) for name in ("policy_version", "latest_head")]
+        known = [reply.fields.get(name) for name in ("policy_version", "latest_head", "latest_policy")]
         return max((version for version in known if type(version) is int and version >= 0), default=0)
 
 

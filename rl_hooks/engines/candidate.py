@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from rl_hooks import wire
@@ -24,6 +23,16 @@ from rl_hooks.format.engines import EngineName, limits
 
 #: What the engine shares with the policy, in the names of drafters' files.
 _SHARED: Final = ("embed_tokens", "shared_head.head")
+_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 #: Of an engine's own copy: what it captures and what it shares is looked up in its modules.
 _NOT_BY_CONFIG: Final = ("eagle_aux_hidden_state_layer_ids", "eagle_config", "tie_word_embeddings")
 
@@ -67,11 +76,8 @@ def read_candidate(
 
     The header is judged before any tensor is made. Raises `DrafterRefusedError`.
     """
-    _check_header(body, running)
-    try:
-        tensors = load(body)
-    except SafetensorError as error:
-        raise DrafterRefusedError(f"{MODEL_FILE} is damaged: {error}; fetch it again") from error
+    header = _check_header(body, running)
+    tensors = {name: _tensor(body, header.header_bytes + info.begin, info) for name, info in header.tensors.items()}
     _check_vocabulary(tensors.pop("d2t", torch.zeros_like(d2t)), tensors.pop("t2d", None), d2t, running.vocab_size)
     weights = {name: tensor.to(torch.float32 if name in float32 else dtype) for name, tensor in tensors.items()}
     for name, weight in weights.items():
@@ -89,11 +95,22 @@ def vocabulary_digest(d2t: Tensor, vocab_size: int) -> str:
     return drafter.vocabulary_digest(vocab_size, ids.numpy().astype("<i8").tobytes())
 
 
-def _check_header(body: bytes, running: Sizes) -> None:
+def _tensor(body: bytes, offset: int, info: wire.TensorInfo) -> Tensor:
+    # NumPy copies without the GIL. `safetensors.torch.load` holds it, and the engine's steps stand still meanwhile.
+    flat = np.frombuffer(body, np.uint8, info.end - info.begin, offset).copy()
+    return torch.from_numpy(flat).view(_DTYPES[info.dtype]).view(info.shape)
+
+
+def _check_header(body: bytes, running: Sizes) -> wire.Header:
     try:
-        infos = wire.parse_header(body).tensors
+        header = wire.parse_header(body)
     except wire.WireError as error:
         raise DrafterRefusedError(f"{MODEL_FILE} is no safetensors file: {error}") from error
+    if header.file_bytes != len(body):
+        raise DrafterRefusedError(
+            f"{MODEL_FILE} is damaged: {len(body)} bytes, where its header says {header.file_bytes}; fetch it again"
+        )
+    infos = header.tensors
     if poison := sorted(name for name in infos if any(shared in name for shared in _SHARED)):
         raise DrafterRefusedError(
             f"{poison[0]} must not be in a drafter's file: the engine shares that module with the policy, whose "
@@ -106,6 +123,7 @@ def _check_header(body: bytes, running: Sizes) -> None:
     maps = MAPS if isinstance(running, DrafterConfig) else ()
     if extra := sorted(infos.keys() - drafter.weight_shapes(running).keys() - set(maps)):  # beside an MTP module
         raise DrafterRefusedError(f"not part of the drafter: {named(extra)}")
+    return header
 
 
 def _check_vocabulary(found: Tensor, mask: Tensor | None, served: Tensor, vocab_size: int) -> None:

@@ -43,7 +43,7 @@ _NAMES: Final = (*_COUNTED, EMITTED, GENERATED, STARTED, FINISHED, POLICY_VERSIO
 _MAX_POSITIONS: Final = 64
 #: Method of counts that were made with a published drafter.
 OUR_DRAFTER: Final = "drafter"
-#: Buckets kept per engine; older ones have been reported as final.
+#: Buckets kept per engine: the oldest that the service has acknowledged goes first.
 MAX_BUCKETS: Final = 32
 
 
@@ -107,6 +107,8 @@ class Counts:
         return replace(self, rounds=max(self.rounds, self.emitted_tokens - self.accepted_tokens))
 
 
+#: Drafter of rounds that are no version's: its weights were lost, or somebody has loaded others.
+NO_VERSION: Final = ""
 #: (drafter version, policy version, counts) of an engine that counts by both; None: it does not know that version.
 ExactCounts: TypeAlias = tuple[tuple[str | None, int | None, Counts], ...]
 
@@ -204,6 +206,11 @@ class Bucket:
     #: The counts, and whether the drafter was still loaded, as the service last acknowledged them.
     reported: tuple[int, bool] | None = None
 
+    @property
+    def unreported_rounds(self) -> int:
+        """Rounds that the service has not acknowledged."""
+        return self.counts.rounds - (self.reported[0] if self.reported else 0)
+
 
 class Ledger:
     """Cumulative counts of one engine per (drafter version, policy version)."""
@@ -225,7 +232,8 @@ class Ledger:
         bucket.counts += counts
         self._buckets[key] = bucket  # last in order: most recently used
         while len(self._buckets) > MAX_BUCKETS:
-            del self._buckets[next(iter(self._buckets))]
+            gone = min(self._buckets, key=lambda one: self._buckets[one].unreported_rounds > 0)  # the first of such
+            self.set_aside(self._buckets.pop(gone).unreported_rounds)
 
     def set_aside(self, rounds: int) -> None:
         """Count rounds that belong to no single version."""

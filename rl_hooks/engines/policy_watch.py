@@ -29,6 +29,8 @@ log = logging.getLogger("draftalign.tap")
 #: Events after which weights are gone, and none have come.
 _DEEP_SLEEP: Final = "sleep of level 2"
 _DISCARD: Final = "discard of the weights"
+#: Names of vLLM's worker (0.32) by which updates and sleeps are noticed.
+_USED: Final = ("start_weight_update", "_weight_update_active", "sleep", "wake_up")
 #: A weight version with more digits is no count of updates.
 _MAX_DIGITS: Final = 15
 
@@ -88,8 +90,9 @@ class PolicyWatch:
         self.noticed: Callable[[], None] = lambda: None
         self._versions: PolicyVersions | None = None
         self._moved = False
-        self._found = False
         self._named: str | None = None
+        if missing := [name for name in _USED if not hasattr(worker, name)]:
+            log.warning("draftalign: vLLM's worker has no %s: updates may go unnoticed", ", ".join(missing))
         on_reload(worker, self._announced)
         before_call(worker, "sleep", self._sleeps)
         before_call(worker, "wake_up", self._wakes)
@@ -105,8 +108,7 @@ class PolicyWatch:
         return self._versions.current
 
     def found_moved(self) -> None:
-        """Somebody has seen that the weights differ. Any thread."""
-        self._found = True
+        """A look has found other weights; the next `settle` counts them, if it has not counted them yet. Any thread."""
         self.noticed()
 
     def settle(self, named: str | None) -> bool:
@@ -114,8 +116,8 @@ class PolicyWatch:
 
         True: the weights were changed and nobody had announced it, so the newest rows may be of either weights.
         """
-        found = self._found or not (self._moved or self.weights.look()())
-        moved, self._moved, self._found = self._moved or found, False, False
+        found = self.weights.differed or not (self._moved or self.weights.look()())
+        moved, self._moved = self._moved or found, False
         if moved:
             self.weights.retake()
         self.updated |= found or named not in (None, self._named)
@@ -148,17 +150,23 @@ class WeightSample:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Experts move between GPUs while a policy stays the same.
-        found = [(name, p) for name, p in model.named_parameters() if _readable(p) and "experts" not in name]
-        last = len(found) - 1
-        chosen = {round(i * last / (_PARAMETERS - 1)) for i in range(_PARAMETERS)} if found else set()
-        self._chosen = [(found[i][0], found[i][1].shape, found[i][1].dtype) for i in sorted(chosen)]
+        self._then = self._differs_from = torch.empty(0, dtype=torch.uint8)
+        self._chosen = self._choose()
         self.retake()
+
+    @property
+    def differed(self) -> bool:
+        """Whether a look has found other weights than were last taken. One that began before that does not count."""
+        return self._differs_from is self._then
 
     def retake(self) -> None:
         """Compare with the weights as they are now from now on."""
         taken = self._take()
-        self._then = None if taken is None else taken.cpu()
+        if taken is None:  # an update has left a parameter that cannot be read: choose among the others
+            self._chosen = self._choose()
+            taken = self._take()
+            assert taken is not None  # noqa: S101 - those that can be read were chosen
+        self._then = taken.cpu()
 
     def look(self) -> Callable[[], bool]:
         """Start to copy the sampled weights as they are now, without waiting for the device.
@@ -166,15 +174,25 @@ class WeightSample:
         The returned function waits for the copy, and tells whether they are as when last taken. Call `look` only when
         a forward is about to read the weights: the weights of an engine that sleeps must not be read.
         """
-        taken = self._take()
-        if taken is None:
-            return lambda: False
-        copies, then = HostCopies({"weights": taken}), self._then
+        taken, then = self._take(), self._then
+        copies = None if taken is None else HostCopies({"weights": taken})
 
         def unchanged() -> bool:
-            return then is not None and torch.equal(copies.wait()["weights"], then)
+            same = copies is not None and torch.equal(copies.wait()["weights"], then)
+            if not same:
+                self._differs_from = then
+            return same
 
         return unchanged
+
+    def _choose(self) -> list[tuple[str, torch.Size, torch.dtype]]:
+        # Experts move between GPUs while a policy stays the same.
+        found = [(name, p) for name, p in self._model.named_parameters() if _readable(p) and "experts" not in name]
+        if not found:
+            log.warning("draftalign: no weight of the policy can be read: only updates that are announced are noticed")
+        last = len(found) - 1
+        chosen = {round(i * last / (_PARAMETERS - 1)) for i in range(_PARAMETERS)} if found else set()
+        return [(found[i][0], found[i][1].shape, found[i][1].dtype) for i in sorted(chosen)]
 
     @torch.inference_mode()
     def _take(self) -> Tensor | None:

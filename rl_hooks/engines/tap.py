@@ -13,6 +13,8 @@ Invariants
   way: what the old weights drew is sent, what the new ones add is not collected. With `weights`, a request is sent
   after its end, and only if the weights are still those of its version; `moved` is called where they are not.
 * The last token never goes through the target. It is a label; its own row is zeros, which nothing reads.
+* Host memory is bounded: beyond `rows` of all requests together none begins, and beyond twice as many those that add
+  to them are dropped.
 * No failure of ours reaches the engine: it is counted and logged once, and that request is not collected.
 
 Legend: N rows taken in a step, A aux layers, H hidden size, V vocabulary, T tokens of a rollout.
@@ -26,7 +28,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -44,6 +46,8 @@ from rl_hooks.sending.tally import Tally
 
 log = logging.getLogger("draftalign.tap")
 
+#: Longest prompt that is collected.
+MAX_TOKENS: Final = 8192
 _REJECTED: Final = -1
 
 
@@ -102,15 +106,28 @@ class Head:
         return score_rows(last_NH, self.weight, labels, temperature=temperature_N, logit_map=self.logit_map)
 
 
-@dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Rows of one request from one step, on their way to the host."""
+    """Rows of one request from one step, on their way to the host. Its methods are for the tap's thread."""
 
-    copies: HostCopies
-    rows: slice
+    def __init__(self, copies: HostCopies, rows: slice) -> None:
+        self._step: HostCopies | None = copies
+        self._rows = rows
+        self._own: dict[str, Tensor] = {}
+
+    def detach(self) -> None:
+        """Keep the request's own rows only: those of its whole step would stay as long as its slowest request."""
+        if self._step is not None:
+            self._own = {name: tensor[self._rows].clone() for name, tensor in self._step.wait().items()}
+            self._step = None
 
     def host(self) -> dict[str, Tensor]:
-        return {name: tensor[self.rows] for name, tensor in self.copies.wait().items()}
+        self.detach()
+        return self._own
+
+
+def _detach(chunks: Iterable[_Chunk]) -> None:
+    for chunk in chunks:
+        chunk.detach()
 
 
 @dataclass(slots=True)
@@ -149,12 +166,13 @@ class FeatureTap:
         *,
         fraction: float,
         tokens_per_minute: int,
-        max_tokens: int = 8192,
+        max_tokens: int = MAX_TOKENS,
         weights: WeightSample | None = None,
         policy_version: int = 0,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.head, self.fraction, self.max_tokens = head, fraction, max_tokens
+        self._rows = max(tokens_per_minute, 4 * max_tokens)
         #: Of what is begun now; None between `cut` and `turn`, when nothing is.
         self.policy_version: int | None = policy_version
         self.tally = Tally(log)
@@ -179,6 +197,9 @@ class FeatureTap:
         if request.prompt_tokens > self.max_tokens or not self._budget.spend(request.prompt_tokens):
             self.tally.add("skipped_budget")
             return
+        if self.tally["rows"] >= self._rows:
+            self.tally.add("skipped_memory")
+            return
         self.tally.add("begun")
         # A copy: the engine may append to its own list when a session goes on.
         self._tracked[request.request_id] = _Tracked(
@@ -197,8 +218,7 @@ class FeatureTap:
                 self._take(step, chosen)
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
             self.note("step", error)
-            for i in chosen:
-                self._tracked.pop(step.request_ids[i], None)
+            self._free(t for i in chosen if (t := self._tracked.pop(step.request_ids[i], None)) is not None)
 
     def end(self, request_ids: Collection[str]) -> None:
         """These requests have ended, for whatever reason."""
@@ -221,7 +241,7 @@ class FeatureTap:
         """The policy is about to change: rollouts end here, and none begins until `turn`. Reads no weights."""
         ended = [*self._ended, *self._tracked.values()]
         self.tally.add("cut", len(self._tracked))
-        self._drop()
+        self._forget()
         if ended:
             self._finished.put((ended, lambda: True))
 
@@ -230,7 +250,8 @@ class FeatureTap:
 
         `ready` is called in the tap's thread, when all that was collected before has been delivered.
         """
-        self._drop()
+        self._free([*self._ended, *self._tracked.values()])
+        self._forget()
         self.head, self.policy_version = head, policy_version
         self._finished.put(ready)
 
@@ -243,7 +264,7 @@ class FeatureTap:
         self._finished.put(None)
         self._thread.join(timeout_seconds)
 
-    def _drop(self) -> None:
+    def _forget(self) -> None:
         self.policy_version = None
         self._tracked.clear()
         self._ended.clear()
@@ -271,18 +292,24 @@ class FeatureTap:
             "logsumexp": logsumexp,
             "logprob": logprob,
         }
-        copies, begin = HostCopies(taken), 0
-        for i, count in zip(chosen, counts.tolist(), strict=True):
-            self._append(step.request_ids[i], _Chunk(copies, slice(begin, begin + count)), count)
-            begin += count
+        copies, ends = HostCopies(taken), np.cumsum(counts).tolist()
+        chunks = [_Chunk(copies, slice(end - n, end)) for n, end in zip(counts.tolist(), ends, strict=True)]
+        for i, chunk, count in zip(chosen, chunks, counts.tolist(), strict=True):
+            self._append(step.request_ids[i], chunk, count)
+        self._finished.put(lambda: _detach(chunks))
 
     def _append(self, name: str, chunk: _Chunk, rows: int) -> None:
         tracked = self._tracked[name]
         tracked.chunks.append(chunk)
         tracked.rows += rows
-        if tracked.rows > 4 * self.max_tokens:  # with all its rejected drafts
-            self.tally.add("skipped_long")
-            del self._tracked[name]
+        self.tally.add("rows", rows)
+        long = tracked.rows > 4 * self.max_tokens  # with all its rejected drafts
+        if long or self.tally["rows"] > 2 * self._rows:
+            self.tally.add("skipped_long" if long else "skipped_memory")
+            self._free([self._tracked.pop(name)])
+
+    def _free(self, dropped: Iterable[_Tracked]) -> None:
+        self.tally.add("rows", -sum(tracked.rows for tracked in dropped))
 
     def _temperature(self, name: str) -> float:
         # Greedy (0) is scored at 1, as the rollout file says.
@@ -290,24 +317,25 @@ class FeatureTap:
 
     # --- the tap's thread
     def _work(self) -> None:
-        while True:
-            task = self._finished.get()
-            if task is None:
-                return
-            try:
-                if callable(task):
-                    task()
-                    continue
-                ended, unchanged = task
-                if not unchanged():
-                    self.tally.add("skipped_moved", len(ended))
-                    self._moved()
-                    continue
-            except Exception as error:  # noqa: BLE001 - one failed comparison must not end the thread
-                self.note("comparing the weights", error)
-                continue
-            for tracked in ended:
-                self._send(tracked)
+        while (task := self._finished.get()) is not None:
+            self._do(task)
+            del task  # its rows must not stay until the next one comes
+
+    def _do(self, task: tuple[list[_Tracked], Callable[[], bool]] | Callable[[], None]) -> None:
+        ended = [] if callable(task) else task[0]
+        try:
+            if callable(task):
+                task()
+            elif task[1]():
+                for tracked in ended:
+                    self._send(tracked)
+            else:
+                self.tally.add("skipped_moved", len(ended))
+                self._moved()
+        except Exception as error:  # noqa: BLE001 - one failed comparison must not end the thread
+            self.note("comparing the weights", error)
+        finally:
+            self._free(ended)
 
     def _send(self, tracked: _Tracked) -> None:
         try:

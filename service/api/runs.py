@@ -245,7 +245,7 @@ async def patch_run(run: str, request: Request, context: Context) -> dict[str, A
 
 @router.get("/runs/{run}")
 async def get_run(run: str, context: Context) -> dict[str, Any]:
-    """Read a run's registration, its newest drafter and head, and its headline."""
+    """Read a run's registration, its newest drafter, head and policy, and its headline."""
     return await describe(context, run)
 
 
@@ -265,6 +265,7 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
             "drafter": None if latest is None else latest.version,
             "reference_version": versions[0] if versions else None,
             "latest_head": await context.store(run).latest_head(),
+            "latest_policy": await context.store(run).latest_policy(),
             "worker_error": worker.error or None,
             # Size of the draft vocabulary in use, and its coverage of the newest scored tokens.
             "draft_vocab_size": worker.draft_vocab_size or record.draft_vocab_size,

@@ -238,6 +238,11 @@ class AsyncStore:
         value = await self._redis.get(self._keys.latest_head)
         return None if value is None else int(value)
 
+    async def latest_policy(self) -> int | None:
+        """Policy version of the batch that was accepted last; None before the first."""
+        value = await self._redis.get(self._keys.latest_policy)
+        return None if value is None else int(value)
+
     async def forget(self) -> int:
         """Delete every key of the run, those of the queue included; returns how many there were."""
         keys = [key async for key in self._redis.scan_iter(match=f"{glob_escape(self._keys.prefix)}*", count=1000)]

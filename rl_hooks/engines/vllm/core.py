@@ -21,9 +21,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counters import NO_VERSION, Snapshot
+from rl_hooks.engines.tap import MAX_TOKENS
 from rl_hooks.engines.vllm.rounds import RoundCounter
 from rl_hooks.engines.vllm.swapper import answered, joint_state
+from rl_hooks.engines.vllm.tap import is_plain
 from rl_hooks.sending.sampling import sampling_position
 
 log = logging.getLogger("vllm.draftalign")
@@ -36,6 +38,12 @@ _HARMLESS: Final = frozenset({"draftalign_stage", "draftalign_staged"})
 _DISCARDING: Final = ("sleep", "discard")
 #: vLLM's weight version before anybody has set one.
 _UNNAMED: Final = "default"
+
+#: Methods of vLLM's EngineCore that are wrapped.
+_WRAPPED: Final = (
+    *("step", "step_with_batch_queue", "add_request", "sleep", "shutdown", "collective_rpc", "wake_up"),
+    "set_weight_version",
+)
 
 Begin = Callable[["CoreLink"], None]
 
@@ -60,7 +68,9 @@ class CoreLink:
         begun = self._begin is None  # before that nobody knows whether there will be a tap
         if (begun and self.state.get("tap") is None) or getattr(self.core.scheduler, "connector", None) is not None:
             return  # a KV connector's tokens come without rows, whatever the prefix cache does
-        if sampling_position(request.request_id, "tap") < self.sample_fraction:
+        if sampling_position(request.request_id, "tap") >= self.sample_fraction:
+            return
+        if is_plain(request) and len(request.prompt_token_ids) <= MAX_TOKENS:  # the others are not tapped
             request.skip_reading_prefix_cache = True
 
     def before_step(self) -> None:
@@ -144,7 +154,7 @@ class CoreLink:
 
     def snapshot(self) -> Snapshot | None:
         """Rounds so far, by drafter and policy version; None where this vLLM's scheduler is unknown."""
-        return None if self._rounds is None else self._rounds.read()
+        return None if self._rounds is None or self._rounds.failed else self._rounds.read()
 
     # --- own
     def _run(self, method: str, args: tuple[Any, ...], future: Future[list[Any]]) -> None:
@@ -172,12 +182,16 @@ class CoreLink:
 
     def _take(self, states: list[dict[str, Any]]) -> None:
         self.state = joint_state(states)
-        if self._rounds is not None:
-            self._rounds.serve(self.state["version"], self.state["policy_version"])
+        self._serve()
 
     def _count(self) -> None:
         self._rounds = RoundCounter(self.core.scheduler)
-        self._rounds.serve(self.state["version"], self.state["policy_version"])
+        self._serve()
+
+    def _serve(self) -> None:
+        if self._rounds is not None:
+            drafter = self.state["version"] if self.state["loaded"] else NO_VERSION
+            self._rounds.serve(drafter, self.state["policy_version"])
 
     def _named(self) -> str | None:
         named = getattr(self.core, "_weight_version", None)
@@ -209,6 +223,8 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
             core._draftalign = None
             try:
                 core._draftalign = link_of(core)
+                if core._draftalign is not None and (missing := unknown_names(core)):
+                    log.warning("draftalign: this vLLM has no %s; the plugin knows 0.32 and 0.33", ", ".join(missing))
             except Exception as error:  # noqa: BLE001 - the engine must not feel this
                 log.warning("draftalign: this engine does not follow a service: %s", error)
         found: CoreLink | None = core._draftalign
@@ -247,6 +263,12 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
     _wrap(EngineCore, "collective_rpc", before=collective_rpc, after=touch)
     for name in ("wake_up", "set_weight_version"):
         _wrap(EngineCore, name, after=touch)
+
+
+def unknown_names(core: Any) -> list[str]:
+    """What the plugin uses of an engine core, and this vLLM has not: what stands on it goes unnoticed."""
+    names = [f"EngineCore.{name}" for name in (*_WRAPPED, "_weight_version") if not hasattr(core, name)]
+    return names + ([] if hasattr(core.model_executor, "is_sleeping") else ["Executor.is_sleeping"])
 
 
 def _wrap(

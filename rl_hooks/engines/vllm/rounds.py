@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rl_hooks.engines.counters import Counts, Snapshot
+
+log = logging.getLogger("vllm.draftalign")
 
 _MAX_BUCKETS: Final = 64
 #: What vLLM's scheduler tells for each request that had drafts to verify.
@@ -56,6 +60,8 @@ class RoundCounter:
 
     def __init__(self, scheduler: Any) -> None:
         self.serving: _Law = (None, None)
+        #: A fault of ours has ended the counting; the scheduler's methods pass through.
+        self.failed = False
         self._buckets: dict[_Law, _Bucket] = {}
         self._gone = Counts()  # of those that were not counted for longest, beyond the bound
         self._reading = threading.Lock()  # of both: `read` must not see a bucket twice, or not at all
@@ -103,19 +109,32 @@ class RoundCounter:
             num_invalid_spec_tokens: dict[str, int] | None,
             request_id: str,
         ) -> Any:
-            invalid = num_invalid_spec_tokens.get(request_id, 0) if num_invalid_spec_tokens else 0
-            append((request_id, num_draft_tokens - invalid, num_accepted_tokens))
+            with self._guarded():
+                invalid = num_invalid_spec_tokens.get(request_id, 0) if num_invalid_spec_tokens else 0
+                append((request_id, num_draft_tokens - invalid, num_accepted_tokens))
             return told(spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
 
         def counted_update(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self._law = self._laws.pop(id(scheduler_output), self.serving)
+            self._step.clear()  # of an update that raised
             outputs = update(scheduler_output, *args, **kwargs)
-            self._end(scheduler_output, outputs)
+            if not self.failed:
+                with self._guarded():
+                    self._end(scheduler_output, outputs)
             return outputs
 
         scheduler.make_spec_decoding_stats = counted
         scheduler.schedule = counted_schedule
         scheduler.update_from_output = counted_update
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A fault of ours costs the counts and one line, not the engine: an exception here would end it."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the engine must not feel this
+            self.failed = True
+            log.warning("draftalign: rounds are no longer counted in this engine: %r", error)
 
     def _end(self, scheduler_output: Any, outputs: dict[int, Any]) -> None:
         drafter, policy = self._law

@@ -306,15 +306,23 @@ class VllmTap:
         return {**self.tap.tally.counts(), **sender}
 
 
+def is_plain(request: Any) -> bool:
+    """Whether a request, vLLM's own or the scheduler's, is drawn from the policy's plain distribution."""
+    params = request.sampling_params
+    if params is None or not request.prompt_token_ids or request.mm_features or request.lora_request is not None:
+        return False
+    if getattr(request, "prompt_embeds", None) is not None or any(getattr(params, name, None) for name in _ABSENT):
+        return False
+    return all(getattr(params, name, value) == value for name, value in _PLAIN.items())
+
+
 def request_of(new: Any) -> Request | None:
-    """A request of the scheduler's, if its tokens are drawn from the policy's plain distribution."""
+    """A request of the scheduler's, if it can be collected from its beginning."""
     params = new.sampling_params
-    if params is None or not new.prompt_token_ids or new.mm_features or new.lora_request is not None:
+    if not is_plain(new):
         return None
-    if getattr(new, "prompt_embeds", None) is not None:
-        return None
-    plain = all(getattr(params, name, value) == value for name, value in _PLAIN.items())
-    if not plain or any(getattr(params, name, None) for name in _ABSENT):
+    # V2 resumes a preempted request as a new one, with what it has generated: older weights may have drawn that.
+    if len(getattr(new, "prefill_token_ids", None) or ()) > len(new.prompt_token_ids):
         return None
     stop = frozenset(params.stop_token_ids or ()) if params.ignore_eos else frozenset(params.all_stop_token_ids)
     if not params.ignore_eos and params.eos_token_id is not None:
@@ -351,7 +359,8 @@ def step_v1(runner: Any, given: Mapping[str, Any]) -> Step | None:
         last=hidden,
         # Without drafts (a prefill) nothing was rejected, whatever stands in the sampled tokens.
         rejected=torch.where(drafted > 0, drafted + 1 - accepted, torch.zeros_like(drafted)),
-        last_sampled=sampled.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0],
+        # -1: of a part of a prompt, whose last row is not rejected.
+        last_sampled=sampled.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0),
     )
 
 

@@ -129,6 +129,8 @@ class DrafterSwap:
             raise RuntimeError(staged.failed)
         if self._is_updated():
             raise RuntimeError("a trainer is updating this worker's weights; ask again")
+        if self.watch is not None and self.watch.asleep:
+            raise RuntimeError("this worker sleeps, and its weights are not in memory; ask again when it is awake")
         if self.draft is not None and staged.sha256 != sha256:
             raise RuntimeError(f"this worker read {staged.sha256} for {version}, another one read {sha256}")
         previous, self._staged = self._served, None
@@ -258,15 +260,17 @@ class DrafterSwap:
     def _restore(self) -> None:
         """Load the served drafter again from host memory: a level-2 sleep discards it, and vLLM does not bring it back.
 
-        Of the drafter that vLLM started with no copy is kept; it is read from its files.
+        The drafter that vLLM started with is read from its files, once.
         """
         assert self.draft is not None  # noqa: S101 - the caller has checked
         began = time.perf_counter()
         try:
             self._check_engine()
-            tensors = self._served.tensors or self._read_initial(self._sizes(), self._d2t())
+            tensors = self._served.tensors or self._initial or self._read_initial(self._sizes(), self._d2t())
             if tensors is None:
                 raise RuntimeError("its files could not be read")  # noqa: TRY301 - one way out for both
+            if self._served.version is None:
+                self._initial = tensors  # the next loss costs no disk in the middle of a step
             self.draft.load(tensors, unread_weights(self._sizes()))
         except Exception as error:  # noqa: BLE001 - the policy verifies every draft; its text is right in any case
             # The state says that it is not loaded, so a version is pushed.

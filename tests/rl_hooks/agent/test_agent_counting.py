@@ -600,6 +600,25 @@ def test_nonsense_metrics_are_an_error(text: str, said: str) -> None:
         Snapshot.parse(text)
 
 
+def test_rounds_that_the_service_has_not_got_yet_are_kept_or_set_aside() -> None:
+    """The service is away while the policy moves on; every pair of drafter and policy has a bucket."""
+    ledger = Ledger()
+    for policy in range(MAX_BUCKETS):
+        ledger.book("v1", policy, Counts(10))
+    for acknowledged in (3, 5):
+        ledger.buckets()[acknowledged].reported = (10, False)
+    ledger.buckets()[0].reported = (4, True)  # and six rounds more since then
+    kept = {policy: Counts(10) for policy in (MAX_BUCKETS, MAX_BUCKETS + 1)}
+    for policy, counts in kept.items():
+        ledger.book("v1", policy, counts)
+    policies = [bucket.policy_version for bucket in ledger.buckets()]
+    assert policies == [policy for policy in range(MAX_BUCKETS + 2) if policy not in (3, 5)]
+    assert ledger.unattributed_rounds == 0
+    ledger.book("v1", MAX_BUCKETS + 2, Counts(10))
+    assert ledger.buckets()[0].policy_version == 1
+    assert ledger.unattributed_rounds == 6
+
+
 def test_buckets_are_bounded_and_the_least_recent_goes_first() -> None:
     ledger = Ledger()
     for policy in range(MAX_BUCKETS + 5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -234,6 +235,62 @@ def test_an_announced_update_is_one_version_however_many_buckets_bring_it() -> N
     assert watch.version == 4
 
 
+def test_a_look_that_is_judged_after_its_update_was_counted_does_not_count_it_again() -> None:
+    """The comparison waits while the tap's thread sends; an RPC or the clock brings the settle before it."""
+    model = Model()
+    watch, tap, collected = collecting(model)
+    busy = threading.Event()
+
+    def send() -> None:
+        busy.wait(10)
+
+    tap._finished.put(send)
+    run(tap, "of both")
+    a_few_weights(model)
+    tap.release()
+    assert watch.settle(None)
+    tap.turn(4, HEAD, lambda: None)
+    run(tap, "good")
+    busy.set()
+    eventually(lambda: tap.tally["skipped_moved"] == 1)
+    assert not watch.settle(None)
+    assert watch.version == 4
+    tap.release()
+    eventually(lambda: collected)
+    assert [(c.request.request_id, c.policy_version) for c in collected] == [("good", 4)]
+
+
+def test_weights_that_came_and_went_between_two_settles_are_counted() -> None:
+    model = Model()
+    watch, _, _ = collecting(model)
+    weight = model.lm_head.weight.data.clone()
+    the_head_alone(model)
+    assert not watch.weights.look()()
+    model.lm_head.weight.data.copy_(weight)
+    assert watch.settle(None)
+    assert not watch.settle(None)
+    assert watch.version == 4
+
+
+def test_a_parameter_that_an_update_leaves_unreadable_is_one_update(caplog: pytest.LogCaptureFixture) -> None:
+    """FP8 kernels keep a transposed weight."""
+    model = Model()
+    watch, _, _ = collecting(model)
+    model.load_weights(iter(WEIGHTS))
+    model.layers[3].weight = nn.Parameter(torch.randn(64, 64).t(), requires_grad=False)
+    for _ in range(3):
+        assert not watch.settle(None)
+    assert watch.version == 4
+    the_head_alone(model)
+    assert watch.settle(None), "the others are still compared"
+    model.to("meta")
+    assert watch.settle(None)
+    for _ in range(3):
+        assert not watch.settle(None)
+    assert watch.version == 6
+    assert caplog.text.count("no weight of the policy can be read") == 1
+
+
 @pytest.mark.parametrize(
     ("start", "said", "numbers"),
     [
@@ -261,6 +318,11 @@ def test_without_sampling_only_a_number_that_vllm_was_told_counts() -> None:
     assert watch.version is None
     watch.settle("12")
     assert watch.version == 12
+
+
+def test_what_a_worker_lacks_of_the_names_that_are_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    PolicyWatch(Worker())
+    assert "worker has no _weight_update_active: updates may go unnoticed" in caplog.text
 
 
 def test_an_engine_that_sleeps_is_known_to_sleep_until_its_weights_are_back() -> None:

@@ -16,7 +16,7 @@ import torch
 from agent_fixtures import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tap_fixtures import HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, states, step
+from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, scheduled, states, step
 
 from rl_hooks import wire
 from rl_hooks.engines.tap import (
@@ -157,6 +157,53 @@ def test_only_the_sampled_fraction_is_collected_and_only_within_the_budget() -> 
     assert poor.tally["skipped_budget"] == 35
 
 
+def held_bytes(tapped: FeatureTap) -> int:
+    """Host memory of the rows of the requests under way."""
+    found: dict[int, int] = {}
+    for chunk in (chunk for tracked in tapped._tracked.values() for chunk in tracked.chunks):
+        for tensor in (*chunk._own.values(), *(chunk._step.wait().values() if chunk._step else ())):
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def test_a_long_request_keeps_no_rows_of_the_short_ones_beside_it() -> None:
+    done: list[str] = []
+    tapped, long = tap(lambda one: done.append(one.request.request_id)), Script("long", [2], [])
+    tapped.begin(long.request())
+    for wave in range(10):
+        short = [Script(f"s{wave}_{i}", [2], []) for i in range(20)]
+        for one in short:
+            tapped.begin(one.request())
+        tapped.step(step([(long, wave, [2], 0, 2), *((one, 0, [2], 0, STOP) for one in short)]))
+        tapped.end([one.name for one in short])
+    eventually(lambda: len(done) == 200)
+    eventually(lambda: tapped.tally["rows"] == 10)
+    row = 3 * 8 + 4 * HIDDEN * (AUX + 1) + 2 * 4  # positions, tokens, labels; states; logsumexp, log p
+    assert held_bytes(tapped) == 10 * row
+
+
+def test_rows_of_all_requests_together_are_bounded_and_freed() -> None:
+    tapped = tap(lambda _: None, tokens_per_minute=40, max_tokens=10)
+    scripts = [Script(f"r{i}", [2], []) for i in range(20)]
+    most = 0
+    for one in scripts:
+        tapped.begin(one.request())
+    for position in range(12):
+        tapped.step(step([(one, position, [2], 0, 2) for one in scripts]))
+        most = max(most, tapped.tally["rows"])
+    assert 40 < most <= 2 * 40
+    assert tapped.tally["skipped_memory"] == 14  # six hold 12 rows each
+    tapped.begin(Script("late", [2], []).request())
+    assert tapped.tally["skipped_memory"] == 15
+    tapped.end([one.name for one in scripts])
+    eventually(lambda: tapped.tally["rows"] == 0)
+    tapped.begin(Script("later", [2], []).request())
+    tapped.step(step([(Script("later", [2], []), 0, [2], 0, 2)]))
+    assert tapped.tally["rows"] == 1
+    tapped.turn(1, HEAD, lambda: None)
+    assert tapped.tally["rows"] == 0
+
+
 def test_a_step_that_makes_no_sense_costs_its_requests_and_nothing_else() -> None:
     collected: list[Collected] = []
     tapped = tap(collected.append)
@@ -245,30 +292,6 @@ def test_a_file_that_cannot_be_made_does_not_end_the_sending_of_others() -> None
 # --- what vLLM hands over
 
 
-def scheduled(**changes: Any) -> Any:
-    params = SimpleNamespace(
-        temperature=0.7,
-        top_p=1.0,
-        top_k=-1,
-        stop_token_ids=[7],
-        all_stop_token_ids={7, 9},
-        eos_token_id=9,
-        ignore_eos=False,
-        max_tokens=20,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        min_p=0.0,
-        min_tokens=0,
-    )
-    new = SimpleNamespace(
-        req_id="r", prompt_token_ids=[1, 2], sampling_params=params, mm_features=[], lora_request=None
-    )
-    for name, value in changes.items():
-        setattr(params if hasattr(params, name) or name in ("logit_bias", "bad_words") else new, name, value)
-    return new
-
-
 def test_a_request_of_vllm_is_described_by_what_ends_it_and_how_it_is_drawn() -> None:
     assert request_of(scheduled()) == Request("r", [1, 2], Sampling(0.7, 1.0, 0), frozenset({7, 9}), 20)
     assert request_of(scheduled(ignore_eos=True)) == Request("r", [1, 2], Sampling(0.7, 1.0, 0), frozenset({7}), 20)
@@ -329,6 +352,31 @@ def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
         assert one.rejected.tolist() == [0, 2, 0]
         assert one.last_sampled.tolist() == [20, 22, 26]
     assert step_v1(runner, given_v1 | {"aux_hidden_states": None}) is None
+
+
+@pytest.mark.parametrize("as_lists", [False, True])
+def test_a_prompt_that_is_computed_in_parts_is_collected_in_either_form(as_lists: bool) -> None:
+    """Of a part, vLLM samples a token that it throws away, or leaves the list empty."""
+    collected: list[Collected] = []
+    tapped, script = tap(collected.append), Script("r", [2, 3, 4, 5], [6, STOP])
+    tapped.begin(script.request())
+    for tokens, first, kept, thrown in (([2, 3], 0, [], [9]), ([4, 5], 2, [6], []), ([6, 7], 4, [STOP], [-1])):
+        sampled: Any = [kept] if as_lists else torch.tensor([kept + thrown])
+        drafts = {"r": [7]} if first == 4 else {}
+        output = SimpleNamespace(num_scheduled_tokens={"r": 2}, scheduled_spec_decode_tokens=drafts)
+        runner = SimpleNamespace(
+            input_batch=SimpleNamespace(req_ids=["r"]),
+            input_ids=torch.tensor(tokens),
+            positions=torch.tensor([first, first + 1]),
+        )
+        last = states(tokens, [first, first + 1])
+        given_v1 = dict(zip(V1_ARGUMENTS, (output, sampled, last, [2 * last, 3 * last]), strict=True))
+        read = step_v1(runner, given_v1)
+        assert read is not None
+        tapped.step(read)
+    tapped.end(["r"])
+    eventually(lambda: tapped.tally["delivered"] + tapped.tally["skipped_short"] == 1)
+    check(collected[0], script)
 
 
 class Runner:
@@ -472,6 +520,33 @@ def test_an_update_that_nobody_announced_drops_what_either_weights_may_have_draw
     tapped.turn(5, HEAD, lambda: None)
     tapped.end(["going"])
     assert [one.request.request_id for one in collected] == ["done"]
+
+
+def test_a_request_that_an_update_preempts_is_not_collected_again_under_the_next_policy() -> None:
+    """V2's scheduler resumes it as a new request that has generated already (`pause_generation(mode="keep")`)."""
+    collected: list[Collected] = []
+    tapped = VllmTap.__new__(VllmTap)
+    tapped.tap = tap(collected.append, policy_version=3)
+    named, script = named_arguments(Runner().execute_model, ("scheduler_output",)), Script("r", [2, 3], [])
+
+    def schedule(*prefills: list[int], finished: Sequence[str] = ()) -> None:
+        news = [scheduled(prompt_token_ids=[2, 3], prefill_token_ids=prefill) for prefill in prefills]
+        output = SimpleNamespace(finished_req_ids=finished, scheduled_new_reqs=news, num_scheduled_tokens={"r": 1})
+        tapped._watch(named, (0, output), {})
+
+    schedule([2, 3])
+    tapped.tap.step(step([(script, 0, [2, 3], 0, 4)]))
+    tapped.tap.step(step([(script, 2, [4], 0, 5)]))
+    tapped.tap.cut()
+    tapped.tap.turn(4, HEAD, lambda: None)
+    schedule([2, 3, 4, 5])
+    tapped.tap.step(step([(script, 0, [2, 3, 4, 5], 0, 6)]))
+    schedule(finished=["r"])
+    schedule([2, 3])  # another one of that name, from its beginning
+    tapped.tap.step(step([(script, 0, [2, 3], 0, 9)]))
+    schedule(finished=["r"])
+    eventually(lambda: len(collected) > 1)
+    assert [(c.policy_version, c.input_ids.tolist()) for c in collected] == [(3, [2, 3, 4, 5]), (4, [2, 3, 9])]
 
 
 def test_files_hold_one_policy_version() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
 import random
 import threading
@@ -54,6 +56,70 @@ class Told(Scheduler):
             self.make_spec_decoding_stats(None, drafted, accepted, invalid, f"r{number}")
         # The last request ended at its first token of this round.
         return {0: SimpleNamespace(outputs=[SimpleNamespace(request_id="r2", new_token_ids=[1])])}
+
+
+class Strange(Scheduler):
+    """Answers an update in another form than today's vLLM, or raises at one."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__(3)
+        self.answer = answer
+
+    def update_from_output(self, scheduler_output: Output, makers: dict[str, str | None]) -> dict[int, Any]:
+        outputs = super().update_from_output(scheduler_output, makers)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return outputs if self.answer == "invalid" else {0: self.answer}
+
+    def make_spec_decoding_stats(self, *args: Any, **told: Any) -> None:
+        super().make_spec_decoding_stats(*args, **told)
+
+    make_spec_decoding_stats.__signature__ = inspect.signature(Scheduler.make_spec_decoding_stats)  # type: ignore[attr-defined]
+
+
+def rounds_of(scheduler: Scheduler, steps: int) -> None:
+    for _ in range(steps):
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, scheduler.execute(output))
+
+
+@pytest.mark.parametrize("answer", [None, SimpleNamespace(outputs=[SimpleNamespace(request_id="r")])])
+def test_a_scheduler_that_answers_otherwise_costs_the_counts_and_no_step(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = Strange(answer)
+    counter = RoundCounter(scheduler)
+    rounds_of(scheduler, 30)
+    assert counter.failed
+    assert caplog.text.count("no longer counted") == 1
+    assert scheduler.told > 0
+
+
+def test_drafts_told_in_another_form_cost_the_counts_and_no_step() -> None:
+    scheduler = Told(0)
+    counter = RoundCounter(scheduler)
+    output = scheduler.schedule()
+    forms: Any = [(3, 0, [1, 2])]
+    assert scheduler.update_from_output(output, forms)
+    assert counter.failed
+
+
+def test_an_update_that_raises_is_the_engines_and_its_rounds_count_for_no_later_step() -> None:
+    scheduler = Strange(RuntimeError("the engine's own"))
+    counter = RoundCounter(scheduler)
+    raised = 0
+    for _ in range(10):
+        with contextlib.suppress(RuntimeError):
+            rounds_of(scheduler, 1)
+            raised -= 1
+        raised += 1
+    assert raised == 10
+    assert scheduler.told > 0
+    scheduler.answer = "invalid"
+    before = sum(scheduler.truth.values())
+    rounds_of(scheduler, 10)
+    assert counter.read().rounds == sum(scheduler.truth.values()) - before > 0
+    assert not counter.failed
 
 
 def test_positions_ends_and_drafts_that_a_grammar_forbade_are_counted_as_vllm_does() -> None:

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 from rounds_fixtures import Scheduler
+from tap_fixtures import scheduled
 
+from rl_hooks.agent.books import EngineBooks
+from rl_hooks.agent.canary import CanaryRule
+from rl_hooks.engines.protocol import engine_state
 from rl_hooks.engines.vllm.core import CoreLink, hook
 from rl_hooks.engines.vllm.swapper import WorkerError
 
@@ -177,7 +181,7 @@ def test_an_engine_that_follows_nothing_is_left_as_it_is(hooked: Hooked) -> None
 
 def test_only_requests_that_will_be_tapped_compute_their_whole_prompt(hooked: Hooked) -> None:
     core = hooked(lambda core: linked(core, fraction=0.25))()
-    requests = [SimpleNamespace(request_id=f"r{i}", skip_reading_prefix_cache=False) for i in range(400)]
+    requests = [scheduled(request_id=f"r{i}", skip_reading_prefix_cache=False) for i in range(400)]
     for request in requests:
         core.add_request(request)
     assert 60 < sum(request.skip_reading_prefix_cache for request in requests) < 140
@@ -192,9 +196,30 @@ def test_an_engine_without_a_tap_or_with_a_kv_connector_keeps_its_prefix_cache(
     scheduler.connector = connector
     core.model_executor.answers["draftalign_settle"] = [STATE | {"tap": tap}]
     core.step()
-    request = SimpleNamespace(request_id="r", skip_reading_prefix_cache=False)
+    request = scheduled(skip_reading_prefix_cache=False)
     core.add_request(request)
     assert request.skip_reading_prefix_cache is skips
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": [2] * 8193},
+        {"prompt_token_ids": None},
+        {"lora_request": object()},
+        {"mm_features": [object()]},
+        {"min_p": 0.1},
+        {"sampling_params": None},
+    ],
+    ids=("long", "embeddings", "lora", "images", "min_p", "pooling"),
+)
+def test_a_request_that_the_tap_will_refuse_keeps_its_prefix_cache(hooked: Hooked, changes: dict[str, Any]) -> None:
+    core = hooked(linked)()
+    core.model_executor.answers["draftalign_settle"] = [STATE | {"tap": {}}]
+    core.step()
+    request = scheduled(**changes, skip_reading_prefix_cache=False)
+    core.add_request(request)
+    assert not request.skip_reading_prefix_cache
 
 
 def test_the_draft_vocabulary_is_kept_before_the_first_sleep_and_a_sleeping_engine_is_not_read(hooked: Hooked) -> None:
@@ -244,13 +269,26 @@ def test_failures_of_ours_cost_a_line_and_no_step(hooked: Hooked, caplog: pytest
     assert caplog.text.count("settings that make no sense") == 1
     caplog.clear()
     core = hooked(linked)()
+    core.step()  # from here on there is something to end
     core.model_executor.broken = True
     with caplog.at_level(logging.WARNING, "vllm.draftalign"):
         for _ in range(3):
             core.collective_rpc("load")
             assert core.step() == "outputs"
         core.shutdown()
-    assert caplog.text.count("a worker's failure") == 1
+    assert caplog.text.count("looking at the weights failed") == 1
+    assert caplog.text.count("ending failed") == 1
+    assert core.done[-1] == "shutdown"
+
+
+def test_what_a_vllm_lacks_of_the_names_that_are_used_is_told_once(
+    hooked: Hooked, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = hooked(linked)()
+    del core._weight_version
+    for _ in range(3):
+        core.step()
+    assert caplog.text.count("has no EngineCore.step_with_batch_queue, EngineCore._weight_version;") == 1
 
 
 def test_a_call_that_fails_tells_its_caller(hooked: Hooked) -> None:
@@ -292,6 +330,23 @@ def test_a_bug_of_ours_around_a_step_costs_one_line(
             core.wake_up()
     assert caplog.text.count("a failure of ours around step;") == 1
     assert caplog.text.count("a failure of ours around wake_up;") == 1
+
+
+def test_rounds_with_weights_that_are_not_the_versions_are_not_credited_to_it(hooked: Hooked) -> None:
+    """A restore failed, or a trainer has loaded other weights over it. The policy's own module is not credited too."""
+    core = hooked(linked)()
+    state = STATE | {"version": "v7", "loaded": False, "swaps": 1, "method": "mtp", "takes": "mtp"}
+    core.model_executor.answers["draftalign_settle"] = [state]
+    core.step()
+    scheduler = core.scheduler
+    while sum(scheduler.truth.values()) < 10:
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, scheduler.execute(output))
+    snapshot = vars(core)["_draftalign"].snapshot()
+    books = EngineBooks(CanaryRule())
+    books.book_exact(None, snapshot, engine_state("engine", state), 1.0, 0.0)
+    assert books.ledger.buckets() == []
+    assert books.ledger.unattributed_rounds == sum(scheduler.truth.values())
 
 
 def test_a_rank_that_fails_is_told_after_all_have_answered_and_the_counts_get_what_is_loaded_then(

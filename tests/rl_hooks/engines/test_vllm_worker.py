@@ -14,7 +14,7 @@ from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
-from rl_hooks.engines.vllm.worker import DrafterSwap, Served
+from rl_hooks.engines.vllm.worker import DrafterSwap, Served, Staged
 
 OURS = {"weight": torch.full((4, 4), 2.0)}
 
@@ -106,6 +106,19 @@ def test_a_drafter_that_a_deep_sleep_took_comes_back_once(loads: list[Any]) -> N
     assert len(loads) == 1
 
 
+def test_a_worker_that_sleeps_takes_no_drafter_and_keeps_what_is_staged(loads: list[Any]) -> None:
+    worker = Worker()
+    swap = serving(worker)
+    swap._staged = staged = Staged("/v2", "v2", OURS, "digest")
+    staged.done.set()
+    worker.sleep(level=2)
+    with pytest.raises(RuntimeError, match="sleeps"):
+        swap.apply("v2", "digest")
+    assert loads == []
+    worker.wake_up()
+    assert swap.apply("v2", "digest") == {"previous": "v1", "version": "v2"}
+
+
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_a_drafter_without_any_value_comes_back_though_nobody_has_told(loads: list[Any], value: float) -> None:
     worker = Worker()
@@ -162,6 +175,28 @@ def test_a_drafter_that_cannot_be_restored_is_tried_once_for_each_loss(
     worker.draft.layer.weight.data.fill_(3.0)
     assert swap.settle(None)["loaded"] is True  # somebody brought one
     assert loads == []
+
+
+def test_the_drafter_of_the_start_is_read_once_however_often_it_is_lost(
+    loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[bool] = []
+
+    def initial(_: DrafterSwap, *_args: Any) -> dict[str, Tensor]:
+        read.append(True)
+        return OURS
+
+    monkeypatch.setattr(DrafterSwap, "_read_initial", initial)
+    monkeypatch.setattr(DrafterSwap, "_d2t", lambda _: None)
+    worker = Worker()
+    swap = DrafterSwap(worker)
+    swap.settle(None)
+    for losses in (1, 2, 3):
+        worker.sleep(level=2)
+        worker.wake_up()
+        assert swap.settle(None)["loaded"] is True
+        assert len(loads) == losses
+    assert len(read) == 1
 
 
 def test_a_run_that_is_another_policys_gets_nothing_more(loads: list[Any]) -> None:
