@@ -47,6 +47,15 @@ RULES: Final[dict[tuple[str, str], tuple[str, str]]] = {
 }
 
 
+#: Of those, the ones that these requests do not satisfy: there is no dead batch, and a run's file is no drafter.
+UNSATISFIED: Final = {
+    ("POST", "/drafters"),
+    ("GET", "/runs/{run}/dead/{batch_id}/file"),
+    ("POST", "/runs/{run}/dead/{batch_id}/retry"),
+    ("DELETE", "/runs/{run}/dead/{batch_id}"),
+}
+
+
 class TokenFile:
     """A token file, and the secrets of its entries."""
 
@@ -74,7 +83,7 @@ def request_of(service: RunningService, method: str, template: str, run: str) ->
     versions = service.registry.versions(run)
     values = {"{run}": run, "{version}": versions[0] if versions else "v000001-00000000", "{file}": "config.json"}
     path = template
-    for name, value in (values | {"{rollout_id}": "a", "{action}": "reset"}).items():
+    for name, value in (values | {"{rollout_id}": "a", "{action}": "reset", "{batch_id}": "0" * 32}).items():
         path = path.replace(name, value)
     call: dict[str, Any] = {"method": method, "url": path}
     if RULES[method, template][1] == "query":
@@ -89,8 +98,12 @@ def request_of(service: RunningService, method: str, template: str, run: str) ->
         case "POST", "/acceptance":
             counts = {"rounds": 1, "accepted_tokens": 1, "drafted_tokens": 4}
             call["json"] = {"run": run, "reporter": "e", "drafter_version": values["{version}"]} | counts
-        case "POST", "/drafter/{version}/rollback":
+        case ("POST", "/drafter/{version}/rollback") | ("PUT", "/drafter/{version}/hold"):
             call["json"] = {"reason": "try"}
+        case "PATCH", "/runs/{run}":
+            call["json"] = {"state": "active", "reason": "try"}
+        case "POST", "/drafters":
+            call |= {"content": run_file(), "headers": HEADERS}
     return call
 
 

@@ -173,9 +173,9 @@ async def post_drafter(
 
     The body is a safetensors file of its tensors; `format` and `drafter_config` stand in the metadata.
     """
+    audit(request, "send a drafter", reason=reason)
     context.run(run)
     check_open(context.layout, run)
-    audit(request, "send a drafter", reason=reason)
     length = check_announcement(request, context.settings.max_run_bytes)
 
     async def on_header(header: Header) -> bool:
@@ -227,6 +227,7 @@ async def put_hold(request: Request, context: Context, version: str, run: RunQue
 
     Rollouts are scored and trained on meanwhile; the gate looks at none of them, and nothing is published.
     """
+    audit(request, "hold", version=version)
     context.run(run)
     check_open(context.layout, run)
     body = await parse_body(request, HoldRequest)

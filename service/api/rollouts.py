@@ -29,7 +29,7 @@ from rl_hooks.wire import (
     check_index,
     check_rollout_header,
 )
-from service.api.auth import Caller, check_covers
+from service.api.auth import Caller, audit, check_covers
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem
 from service.api.runs import check_room
@@ -320,8 +320,9 @@ async def get_dead_file(run: str, batch_id: str, context: Context) -> FileRespon
         429: {"description": "The queue is full."},
     },
 )
-async def retry_dead(run: str, batch_id: str, response: Response, context: Context) -> dict[str, Any]:
+async def retry_dead(run: str, batch_id: str, request: Request, response: Response, context: Context) -> dict[str, Any]:
     """Put a dead batch back into the queue, once however often it is asked. Rollouts that came again are left out."""
+    audit(request, "put back", batch_id=batch_id)
     settings, batch = context.settings, await _batch(context, run, batch_id)
     if batch["state"] == "dead":
         _kept(context, run, batch_id, batch)
@@ -350,8 +351,9 @@ async def retry_dead(run: str, batch_id: str, response: Response, context: Conte
 @router.delete(
     "/runs/{run}/dead/{batch_id}", status_code=204, responses={409: {"description": "The batch is not dead."}}
 )
-async def discard_dead(run: str, batch_id: str, context: Context) -> None:
+async def discard_dead(run: str, batch_id: str, request: Request, context: Context) -> None:
     """Take a dead batch from the list and delete its file. It stays dead, and a duplicate when it is sent again."""
+    audit(request, "discard", batch_id=batch_id)
     batch = await _batch(context, run, batch_id)
     state, blob = await context.dead(run).discard(batch_id)
     if state != "dead":

@@ -233,6 +233,7 @@ async def patch_run(run: str, request: Request, context: Context) -> dict[str, A
     `paused`: rollouts are queued within the queue's bounds and not worked on. `draining`: rollouts are refused with
     409, those in the queue are worked on. `archived`: the worker drops the run and its queue; only reading is left.
     """
+    audit(request, "change of state")
     context.run(run)
     body = await parse_body(request, StateRequest)
     audit(request, body.state, reason=body.reason)
