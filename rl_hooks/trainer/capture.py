@@ -134,7 +134,7 @@ class FeatureCapture:
         `packed` row may be longer in the forward: trainers pad it to the size of a bucket.
         """
         self._rows, self._shape, self._packed = rows, shape, packed
-        self._states, self._boundaries, self._error = {}, {}, None
+        self.clear()
         self._armed = True
         try:
             yield self
@@ -156,7 +156,10 @@ class FeatureCapture:
         boundaries, self._boundaries = self._boundaries, {}
         error, self._error = self._error, None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and so those of the trainer: a circle
         wanted = [f"layer {index}" for index in self.aux_layers]
         missed = [name for name in [*wanted, "norm"] if name not in states]
         if missed:
@@ -166,6 +169,10 @@ class FeatureCapture:
                 "were replaced afterwards."
             )
         return Captured(tuple(states[name] for name in wanted), states["norm"], boundaries)
+
+    def clear(self) -> None:
+        """Hold nothing of a forward any longer."""
+        self._states, self._boundaries, self._error = {}, {}, None
 
     def close(self) -> None:
         """Remove the hooks. Safe to call twice."""
@@ -192,7 +199,7 @@ class FeatureCapture:
             self._states[name] = flat if self._rows is None else flat.index_select(0, self._rows.to(flat.device))
             self.firings += 1
         except Exception as error:  # noqa: BLE001 - a hook must never raise into the trainer's forward; pop raises it
-            self._error = self._error or error
+            self._error = self._error or error.with_traceback(None)  # whose frames hold the trainer's tensors
         if not compiling:
             self.hook_seconds += time.perf_counter() - started
 

@@ -207,15 +207,19 @@ class DrafterHook:
         if plan is None or targets is None:
             yield
             return
-        with ExitStack() as armed:
-            armed.enter_context(
-                self._features.armed(rows=targets.rows, shape=plan.layout.shape, packed=plan.layout.packed)
-            )
-            armed.enter_context(self._head.armed(partial(self._at_head, plan, targets)))
-            if self._registrar is not None:
-                armed.enter_context(self._registrar.armed())
-            yield
-        self.guard(self._submit, plan)
+        try:
+            with ExitStack() as armed:
+                armed.enter_context(
+                    self._features.armed(rows=targets.rows, shape=plan.layout.shape, packed=plan.layout.packed)
+                )
+                armed.enter_context(self._head.armed(partial(self._at_head, plan, targets)))
+                if self._registrar is not None:
+                    armed.enter_context(self._registrar.armed())
+                yield
+            self.guard(self._submit, plan)
+        finally:  # where the trainer's forward raises too: the device's memory is the trainer's
+            self._features.clear()
+            self._head.clear()
 
     def stats(self) -> dict[str, Any]:
         """Counters of the hook and of its sender."""

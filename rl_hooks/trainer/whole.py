@@ -59,9 +59,12 @@ class WholeWeight(Generic[_Made]):
     def pop(self) -> _Made | None:
         """What the work returned; None where the weight was never whole. Raises the error of the work."""
         made, error = self._made, self._error
-        self._made = self._error = None
+        self.clear()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and so those of the trainer: a circle
         return made
 
     def look(self) -> None:
@@ -76,9 +79,13 @@ class WholeWeight(Generic[_Made]):
             work, self._work = self._work, None
             self._made = work(weight.detach())
         except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
-            self._work, self._error = None, error
+            self._work, self._error = None, error.with_traceback(None)  # whose frames hold the trainer's tensors
         finally:
             self.seconds += time.perf_counter() - started
+
+    def clear(self) -> None:
+        """Hold nothing of a forward any longer."""
+        self._made = self._error = None
 
     def close(self) -> None:
         """Remove the hooks. Safe to call twice."""

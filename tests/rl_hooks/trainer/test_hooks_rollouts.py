@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from rl_hooks import wire
 from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.sampling import sampling_position
+from rl_hooks.trainer import staging
 
 LENGTHS = [(3, 9), (7, 4), (1, 12), (5, 1)]
 TEMPERATURE = 0.7
@@ -745,4 +749,47 @@ def test_a_boundary_inside_what_was_called_one_rollout_is_refused(service: Recei
         hook.capture(input_ids=row.input_ids, loss_mask=row.loss_mask, cu_seqlens=told, policy_version=0),
     ):
         model(row.input_ids, position_ids=said["position_ids"], use_cache=False)
+    hook.close()
+
+
+@pytest.mark.parametrize("trouble", ["other tokens", "no scores"])
+def test_a_capture_that_fails_keeps_no_tensor_of_the_trainer(
+    service: Receiver, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    told = inputs(batch)
+    if trouble == "other tokens":
+        told = {name: nn.functional.pad(tensor, (0, 3)) for name, tensor in told.items()}
+    else:
+        monkeypatch.setattr(staging, "score_rows", Mock(side_effect=RuntimeError("out of memory")))
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    logits: list[weakref.ref[torch.Tensor]] = []
+
+    def step(version: int) -> None:
+        with hook.capture(**told, policy_version=version):
+            out = model(batch.input_ids, attention_mask=batch.attention_mask)
+        logits.append(weakref.ref(out.logits))
+
+    gc.collect()
+    gc.disable()  # a circle that only the collector breaks would hold them
+    try:
+        for version in range(3):
+            step(version)
+        assert [one() is None for one in logits] == [True] * 3
+    finally:
+        gc.enable()
+    assert hook.stats()["failures"] == 3
+    hook.close()
+
+
+def test_a_forward_that_raises_leaves_nothing_captured_on_the_device(service: Receiver) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    held: list[weakref.ref[torch.Tensor]] = []
+    with pytest.raises(MemoryError), torch.no_grad(), hook.capture(**inputs(batch), policy_version=0):
+        model(batch.input_ids, attention_mask=batch.attention_mask)
+        held.append(weakref.ref(hook._features.normed()))
+        raise MemoryError
+    assert held[0]() is None
+    assert hook._head.pop() is None
     hook.close()
