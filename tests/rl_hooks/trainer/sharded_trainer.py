@@ -141,6 +141,7 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
             }
             found["requests"] = [f"{r.method} {r.path}" for r in service.requests]
             found["closed"] = hook.close()
+            staging.score_rows = score_rows  # what `break_inside` took away
             hooks = [
                 one for m in model.modules() for one in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())
             ]
@@ -155,7 +156,7 @@ def break_inside(hook: DrafterHook) -> None:
 
     def no_rows(plan: Any, input_ids: torch.Tensor) -> Any:
         targets = good(plan, input_ids)
-        return targets if plan.policy_version else dataclasses.replace(targets, rows=targets.rows + 10**6)
+        return targets if plan.policy_version else dataclasses.replace(targets, rows=targets.rows - 10**6)
 
     def no_score(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room for logits")
