@@ -141,7 +141,7 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
             }
             found["requests"] = [f"{r.method} {r.path}" for r in service.requests]
             found["closed"] = hook.close()
-            staging.score_rows = score_rows  # what `break_inside` took away
+            vars(staging)["score_rows"] = score_rows  # what `break_inside` took away
             hooks = [
                 one for m in model.modules() for one in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())
             ]
@@ -162,7 +162,7 @@ def break_inside(hook: DrafterHook) -> None:
         raise MemoryError("no room for logits")
 
     hook._targets = no_rows  # type: ignore[method-assign]
-    staging.score_rows = no_score
+    vars(staging)["score_rows"] = no_score
 
 
 def whole_copy(model: Any, words: list[str]) -> Any:

@@ -119,7 +119,8 @@ def test_a_compiled_forward_is_not_compiled_again_for_each_shape_that_is_capture
         return graph.forward
 
     model = tiny_qwen3()
-    capture, forward = FeatureCapture(model, (1, 2)), torch.compile(model, backend=backend)
+    capture = FeatureCapture(model, (1, 2))
+    forward: Any = torch.compile(model, backend=backend)
     for length in range(9, 17):
         batch = padded_batch([(3, length), (7, length - 2)])
         rows = batch.attention_mask.flatten().nonzero()[:, 0]

@@ -809,7 +809,7 @@ def test_weights_that_a_step_changed_inside_the_capture_are_not_sent_as_those_of
     torch._dynamo.reset()
     model, batch = tiny(tied=tied), padded_batch(LENGTHS)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), head_tolerance=0.0)
-    forward = torch.compile(model, backend="eager")  # then the head is read after the forward
+    forward: Any = torch.compile(model, backend="eager")  # then the head is read after the forward
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for version, inside in ((0, False), (1, True)):
         with hook.capture(**inputs(batch), policy_version=version):

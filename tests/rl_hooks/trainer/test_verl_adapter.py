@@ -61,6 +61,7 @@ def test_rollouts_of_several_temperatures_are_refused() -> None:
 
 def test_rollouts_with_images_are_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
     tally = Tally(logging.getLogger("rl_hooks"))
+    text_only: dict[str, Any]
     for text_only in ({}, {"multi_modal_inputs": [None, {}]}):
         assert told_of(PADDED | text_only, tally) is not None
     assert not caplog.records
