@@ -150,10 +150,34 @@ def head_weight(model: nn.Module) -> Tensor:
     return weight if is_sharded(weight) else weight.detach()
 
 
+def policy_head(model: nn.Module) -> Tensor:
+    """`head_weight` of a policy in training. Raises `UnsupportedModelError` where a plain tensor is a slice of it."""
+    weight = head_weight(model)
+    config: Any = getattr(unwrap(model), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = int(getattr(text, "vocab_size", None) or 0)
+    if not is_sharded(weight) and weight.shape[0] < size:
+        raise UnsupportedModelError(
+            f"lm_head has {weight.shape[0]} rows, and the config's vocab_size is {size}: it is a slice (tensor "
+            "parallel). Data parallelism and its sharded forms (FSDP2, ZeRO-3) are supported; else let the "
+            "engine's tap send"
+        )
+    return weight
+
+
 def embedding_weight(model: nn.Module) -> Tensor:
-    """The policy's embedding [V, H], detached; where `is_sharded`, what this rank holds of it."""
+    """The policy's embedding [V, H], detached; where `is_sharded`, what this rank holds of it.
+
+    Raises `UnsupportedModelError` where it carries LoRA factors: the model embeds by more than the table.
+    """
     inner: Any = unwrap(model)
-    weight: Tensor = _weight(inner.get_input_embeddings())
+    embedding = inner.get_input_embeddings()
+    if len(getattr(embedding, "lora_embedding_A", ())):
+        raise UnsupportedModelError(
+            "the input embedding carries LoRA factors; leave it out of the adapter's target modules, or train it whole "
+            "(modules_to_save)"
+        )
+    weight: Tensor = _weight(embedding)
     return weight if is_sharded(weight) else weight.detach()
 
 

@@ -115,6 +115,7 @@ class FeatureCapture:
         self._packed = False
         self._rows: Tensor | None = None
         self._states: dict[str, Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._boundaries: dict[str, Tensor | None] = {}
         self._error: Exception | None = None
         self._handles: list[RemovableHandle] = [
@@ -134,7 +135,7 @@ class FeatureCapture:
         `packed` row may be longer in the forward: trainers pad it to the size of a bucket.
         """
         self._rows, self._shape, self._packed = rows, shape, packed
-        self._states, self._boundaries, self._error = {}, {}, None
+        self.clear()
         self._armed = True
         try:
             yield self
@@ -154,9 +155,13 @@ class FeatureCapture:
         """The states of the last armed forward. Raises `CaptureMissedError` if any hook did not fire."""
         states, self._states = self._states, {}
         boundaries, self._boundaries = self._boundaries, {}
+        shapes, self._shapes = self._shapes, {}
         error, self._error = self._error, None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and so those of the trainer: a circle
         wanted = [f"layer {index}" for index in self.aux_layers]
         missed = [name for name in [*wanted, "norm"] if name not in states]
         if missed:
@@ -165,7 +170,13 @@ class FeatureCapture:
                 "model was compiled before the hooks were registered (attach before torch.compile), or the modules "
                 "were replaced afterwards."
             )
+        for name, found in shapes.items():
+            _check_shape(name, found, self._shape, packed=self._packed)
         return Captured(tuple(states[name] for name in wanted), states["norm"], boundaries)
+
+    def clear(self) -> None:
+        """Hold nothing of a forward any longer."""
+        self._states, self._shapes, self._boundaries, self._error = {}, {}, {}, None
 
     def close(self) -> None:
         """Remove the hooks. Safe to call twice."""
@@ -188,17 +199,22 @@ class FeatureCapture:
         compiling = torch.compiler.is_compiling()
         started = 0.0 if compiling else time.perf_counter()
         try:
-            flat = _flatten(name, state, self._shape, packed=self._packed)
-            self._states[name] = flat if self._rows is None else flat.index_select(0, self._rows.to(flat.device))
-            self.firings += 1
+            flat = _flatten(name, state)
+            # `pop` compares the shape: a comparison here would make Dynamo compile again for each length of a batch.
+            self._shapes[name] = state.shape
+            if self._rows is not None:
+                # Rows beyond a state that does not fit would be an assertion on the device, which ends the process.
+                flat = flat.index_select(0, self._rows.to(flat.device).clamp(max=flat.shape[0] - 1))
+            self._states[name] = flat
         except Exception as error:  # noqa: BLE001 - a hook must never raise into the trainer's forward; pop raises it
-            self._error = self._error or error
+            self._error = self._error or error.with_traceback(None)  # whose frames hold the trainer's tensors
         if not compiling:
+            self.firings += 1
             self.hook_seconds += time.perf_counter() - started
 
 
-def _flatten(name: str, state: Any, shape: tuple[int, ...] | None, *, packed: bool) -> Tensor:
-    """The state as detached rows [B * S, H]; raises if it is no hidden state or does not fit [B, S]."""
+def _flatten(name: str, state: Any) -> Tensor:
+    """The state as detached rows [B * S, H]; raises if it is no hidden state."""
     if not isinstance(state, Tensor) or state.ndim < 2:
         raise RolloutError(f"{name} was given {type(state).__name__}; expected a hidden state [B, S, H]")
     if state.ndim > 3:
@@ -206,14 +222,18 @@ def _flatten(name: str, state: Any, shape: tuple[int, ...] | None, *, packed: bo
             f"the hidden state of {name} is {list(state.shape)}: several residual streams (AltUp, hyper-connections). "
             "A drafter reads one [B, S, H]; such models are not supported"
         )
-    found = tuple(state.shape[:-1])
+    return state.detach().reshape(-1, state.shape[-1])
+
+
+def _check_shape(name: str, state: tuple[int, ...], shape: tuple[int, ...] | None, *, packed: bool) -> None:
+    """Raise where a state of this shape does not fit [B, S]."""
+    found = tuple(state[:-1])
     padded = packed and shape is not None and shape[0] == 1 and found[:-1] in ((), (1,)) and found[-1] >= shape[1]
     if shape is not None and found != shape and not padded:
         raise RolloutError(
-            f"the hidden state of {name} is {list(state.shape)}, but input_ids are {list(shape)}. Sequence and context "
+            f"the hidden state of {name} is {list(state)}, but input_ids are {list(shape)}. Sequence and context "
             "parallelism, and forwards that pack (padding-free) or cut a padded batch, are not supported."
         )
-    return state.detach().reshape(-1, state.shape[-1])
 
 
 def _check_layers(aux_layers: Sequence[int] | str, num_layers: int) -> tuple[int, ...]:

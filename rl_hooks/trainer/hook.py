@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from rl_hooks import wire
 from rl_hooks.sending.features import FeatureDtype
-from rl_hooks.sending.registration import RunRegistration, head_weight, is_sharded, refuse_model_parallel, unwrap
+from rl_hooks.sending.registration import RunRegistration, is_sharded, policy_head, refuse_model_parallel, unwrap
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.capture import FeatureCapture
@@ -99,7 +99,7 @@ class DrafterHook:
         self.run = run
         # Made before the hooks are registered: a refused model is left as it was found.
         refuse_model_parallel(model)
-        sharded = is_sharded(head_weight(model))
+        sharded = is_sharded(policy_head(model))
         wait_for_run = frozenset({404}) if rank or sharded else frozenset()
         self.sender = RolloutSender(
             url,
@@ -135,10 +135,8 @@ class DrafterHook:
             drafter_version=drafter_version,
         )
         head: Any = unwrap(model)
-        self._head: WholeWeight[tuple[Tensor, Tensor]] = WholeWeight(
-            partial(head_weight, model),
-            [self._features.norm, head.get_output_embeddings()],
-            ready=self._features.is_past_norm,
+        self._head: WholeWeight[tuple[Tensor, Tensor] | None] = WholeWeight(
+            partial(policy_head, model), [self._features.norm, head.get_output_embeddings()]
         )
         # Rank 0 registers the run, and sends the head for all.
         self._registrar = None if rank else Registrar(model, registration, self.sender, self.tally, head_tolerance)
@@ -206,17 +204,23 @@ class DrafterHook:
         # Copied before the forward: a copy inside would make the device wait.
         targets = None if plan is None else self.guard(self._targets, plan, input_ids)
         if plan is None or targets is None:
-            yield
+            with self._unsampled(policy_version):
+                yield
             return
-        with ExitStack() as armed:
-            armed.enter_context(
-                self._features.armed(rows=targets.rows, shape=plan.layout.shape, packed=plan.layout.packed)
-            )
-            armed.enter_context(self._head.armed(partial(self._at_head, plan, targets)))
-            if self._registrar is not None:
-                armed.enter_context(self._registrar.armed())
-            yield
-        self.guard(self._submit, plan)
+        score = partial(self._at_head, plan, targets)
+        try:
+            with ExitStack() as armed:
+                armed.enter_context(
+                    self._features.armed(rows=targets.rows, shape=plan.layout.shape, packed=plan.layout.packed)
+                )
+                armed.enter_context(self._head.armed(score, self._features.is_past_norm))
+                if self._registrar is not None:
+                    armed.enter_context(self._registrar.armed())
+                yield
+            self.guard(self._submit, plan)
+        finally:  # where the trainer's forward raises too: the device's memory is the trainer's
+            self._features.clear()
+            self._head.clear()
 
     def stats(self) -> dict[str, Any]:
         """Counters of the hook and of its sender, and how the run stands (`run_stands`; rank 0 asks the service)."""
@@ -257,6 +261,18 @@ class DrafterHook:
     def _targets(self, plan: BatchPlan, input_ids: Tensor) -> Targets:
         return self._staging.targets(plan, input_ids.device)
 
+    @contextmanager
+    def _unsampled(self, policy_version: int) -> Iterator[None]:
+        """Around a forward of which no rollout is sent: rank 0 speaks for the ranks that send some."""
+        registrar = self._registrar
+        if registrar is None or not registrar.wants(policy_version):
+            yield
+            return
+        with self._head.armed(partial(registrar.saw, policy_version=policy_version)), registrar.armed():
+            yield
+        self.guard(self._head.pop)
+        self.guard(registrar.check)
+
     def _at_head(self, plan: BatchPlan, targets: Targets, head_VH: Tensor) -> tuple[Tensor, Tensor]:
         """The head is whole: tell the service of it, and score."""
         if self._registrar is not None:
@@ -264,9 +280,9 @@ class DrafterHook:
         return self._staging.score(plan, targets, self._features.normed(), head_VH)
 
     def _submit(self, plan: BatchPlan) -> None:
+        captured, scored = self._features.pop(), self._head.pop()
         if self._registrar is not None:
             self._registrar.check()
-        captured, scored = self._features.pop(), self._head.pop()
         attention, recurrent = how_it_reads(self._model)
         check_forward(captured.boundaries, plan.layout, attention, recurrent=recurrent)
         if scored is None:

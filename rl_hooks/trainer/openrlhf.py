@@ -7,13 +7,16 @@
 `strategy.prepare`. Written against OpenRLHF 0.11.2. Four questions are answered here:
 
 - tokens and mask: the arguments of `Actor.forward`; its action mask is of the last tokens of each row;
-- version: how often the policy was trained between two passes that make experience;
+- version: how often the policy was trained between two passes that make experience; a rank that such a pass may leave
+  out has to be told it (`version`);
 - which forward: one without gradients, which makes experience. The reference model is another Actor;
 - which rank sends: each its own rollouts; rank 0 registers the run. Ring attention is left out, and said.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,17 +37,21 @@ def experience_rollouts(sequences: Tensor, action_mask: Tensor, attention_mask: 
     return {"input_ids": sequences[real], "loss_mask": loss_mask[real], "cu_seqlens": bounds}
 
 
-def attach(actor: Any, url: str, *, rank: int, world_size: int, **options: Any) -> DrafterHook:
+def attach(
+    actor: Any, url: str, *, rank: int, world_size: int, version: Callable[[], int] | None = None, **options: Any
+) -> DrafterHook:
     """Send what this Actor's passes for experience see to the service at `url`; returns the hook.
 
-    `options` are those of `DrafterHook`; after a resume, `policy_version` is what versions go on from. Raises
+    `options` are those of `DrafterHook`; after a resume, `policy_version` is what versions go on from. `version`: says
+    the policy's version at each pass, for ranks that some passes leave out: such a rank cannot count them. Raises
     `UnsupportedTrainerError` for another kind of object.
     """
     missing = [name for name in ("model", "packing_samples", "temperature") if not hasattr(actor, name)]
     if missing:
         raise UnsupportedTrainerError(f"{type(actor).__name__} lacks {missing}: it is no Actor of OpenRLHF 0.11.2")
     hook = DrafterHook(actor.model, url, rank=rank, world_size=world_size, **options)
-    forward, state = actor.forward, {"version": int(options.get("policy_version", 0)), "trained": False}
+    forward, named = actor.forward, inspect.signature(actor.forward).parameters.keys()
+    state = {"version": int(options.get("policy_version", 0)), "trained": False}
 
     def captured(
         sequences: Tensor, action_mask: Any = None, attention_mask: Any = None, *args: Any, **more: Any
@@ -53,16 +60,22 @@ def attach(actor: Any, url: str, *, rank: int, world_size: int, **options: Any) 
         if torch.is_grad_enabled():
             state["trained"] = True
             return forward(*arguments, **more)
+        if state["trained"]:  # whatever becomes of this pass
+            state.update(version=state["version"] + 1, trained=False)
+        if more.keys() - named:  # the model's inputs beside the text
+            hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            return forward(*arguments, **more)
         if action_mask is None or attention_mask is None or more.get("ring_attn_group") is not None:
             hook.tally.warn("left out", "a forward without masks, or of ring attention, was left out")
             return forward(*arguments, **more)
-        if state["trained"]:
-            state.update(version=state["version"] + 1, trained=False)
         packed = actor.packing_samples
         told = hook.guard(experience_rollouts, sequences, action_mask, attention_mask, packed=packed)
         if told is None:
             return forward(*arguments, **more)
-        with hook.capture(**told, policy_version=state["version"], temperature=actor.temperature):
+        now = state["version"] if version is None else hook.guard(version)
+        if now is None:
+            return forward(*arguments, **more)
+        with hook.capture(**told, policy_version=now, temperature=actor.temperature):
             return forward(*arguments, **more)
 
     actor.forward = captured

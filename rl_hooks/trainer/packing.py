@@ -163,13 +163,13 @@ def _by_position(positions_BS: Ints, real_BS: npt.NDArray[np.bool_]) -> list[Int
     for row in range(len(positions_BS)):
         at = np.flatnonzero(real_BS[row])
         positions = positions_BS[row, at]
-        begins = np.diff(positions, prepend=-2) != 1
+        begins = np.append(True, np.diff(positions) != 1)[: len(at)]
         if (wrong := np.flatnonzero(begins & (positions != 0))).size:
             before = "the row begins with" if wrong[0] == 0 else f"after {positions[wrong[0] - 1]} comes"
             raise RolloutError(
                 f"position_ids count up from 0 in each rollout, but {before} {positions[wrong[0]]} at token "
                 f"{at[wrong[0]]} of row {row}: a part of a row (sequence parallel), or a rollout whose first token "
-                "cannot be told. Pass cu_seqlens= of the whole row"
+                "cannot be told. Pass cu_seqlens= of the whole row, and attention_mask= where it begins with padding"
             )
         found += [row * S + part for part in np.split(at, np.flatnonzero(begins)[1:])] if len(at) else []
     return found

@@ -27,31 +27,33 @@ class Registrar:
     def __init__(
         self, model: nn.Module, registration: RunRegistration, sender: RolloutSender, tally: Tally, tolerance: float
     ) -> None:
-        self._registration = registration
+        #: Until it is queued: it holds the embedding, the head and the initial drafter.
+        self._registration: RunRegistration | None = registration
         self._sender = sender
         self._tally = tally
         self._tolerance = tolerance
         self._path = f"/runs/{quote(sender.run, safe='')}"
         self._watch: HeadWatch | None = None
+        self._asked_version: int | None = None
         self._embedding: WholeWeight[None] | None = None
         if registration.complete:
-            self._register(head_weight(model), int(registration.metadata["policy_version"]))
+            self._register(registration, head_weight(model), int(registration.metadata["policy_version"]))
         elif "embed_tokens" not in registration.tensors:
             inner: Any = unwrap(model)
             self._embedding = WholeWeight(partial(embedding_weight, model), [inner.get_input_embeddings()])
 
-    @property
-    def registered(self) -> bool:
-        """Whether the run's registration was queued."""
-        return self._watch is not None
+    def wants(self, policy_version: int) -> bool:
+        """Whether it has not seen this version's head: the run is not registered, or it may have moved."""
+        return self._watch is None or policy_version != self._asked_version
 
     @contextmanager
     def armed(self) -> Iterator[None]:
         """Take the embedding from the forward inside, if it is still needed."""
-        if self._embedding is None or "embed_tokens" in self._registration.tensors:
+        waiting = self._registration
+        if self._embedding is None or waiting is None or "embed_tokens" in waiting.tensors:
             yield
             return
-        with self._embedding.armed(self._registration.add_embedding):
+        with self._embedding.armed(waiting.add_embedding):
             yield
 
     def check(self) -> None:
@@ -61,14 +63,18 @@ class Registrar:
 
     def saw(self, head_VH: Tensor, policy_version: int) -> None:
         """The whole head of the forward that is captured: register the run with it, or send it if it has moved."""
-        if self._watch is None:
-            if not self._registration.has_head:
-                self._registration.add_head(head_VH)
-            if self._registration.complete:
-                self._registration.metadata["policy_version"] = str(policy_version)
-                self._register(head_VH, policy_version)
+        if not self.wants(policy_version):
+            return  # to ask again would make the host wait for the device
+        if (waiting := self._registration) is not None:
+            if not waiting.has_head:
+                waiting.add_head(head_VH)
+            if waiting.complete:
+                waiting.metadata["policy_version"] = str(policy_version)
+                self._register(waiting, head_VH, policy_version)
                 self.close()
-        elif self._watch.is_due(head_VH, policy_version):
+            return
+        self._asked_version = policy_version
+        if self._watch is not None and self._watch.is_due(head_VH, policy_version):
             size = head_VH.numel() * head_VH.element_size()
             body = head_body(head_VH, policy_version)
             if self._sender.submit_job(Job("PUT", f"{self._path}/head", body, size, keep=True)):
@@ -80,7 +86,8 @@ class Registrar:
         if self._embedding is not None:
             self._embedding.close()
 
-    def _register(self, head_VH: Tensor, policy_version: int) -> None:
+    def _register(self, complete: RunRegistration, head_VH: Tensor, policy_version: int) -> None:
         self._watch = HeadWatch(head_VH, self._tolerance, policy_version)
-        size = sum(tensor.data.nbytes for tensor in self._registration.tensors.values())
-        self._sender.submit_job(Job("PUT", self._path, self._registration.encode, size, keep=True))
+        size = sum(tensor.data.nbytes for tensor in complete.tensors.values())
+        self._sender.submit_job(Job("PUT", self._path, complete.encode, size, keep=True))
+        self._registration = None

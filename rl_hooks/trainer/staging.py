@@ -68,6 +68,13 @@ class RolloutStaging:
 
     def score(self, plan: BatchPlan, targets: Targets, last_NH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Normaliser and log p, [N] each, of the tokens that the policy generated; with the head as it is now."""
+        generated = plan.index.input_ids[plan.index.loss_mask == 1]
+        if generated.min() < 0 or generated.max() >= len(head_VH):
+            # On the device the gather would be an assertion, which ends the trainer's process.
+            raise RolloutError(
+                f"generated tokens are {generated.min()} to {generated.max()}, but lm_head has {len(head_VH)} rows: "
+                "loss_mask is 1 at a token that the policy cannot have generated, or the head is a slice"
+            )
         device = last_NH.device
         at = targets.scored.to(device)
         lse, logp = score_rows(

@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.hook import DrafterHook
 
 VENDOR: Final = "draftalign"
@@ -55,6 +56,14 @@ def micro_batch_rollouts(micro_batch: Any) -> dict[str, Any]:
         "logprobs": over_rollouts("rollout_log_probs"),
         "temperature": temperatures.pop(),
     }
+
+
+def told_of(micro_batch: Any, tally: Tally) -> dict[str, Any] | None:
+    """`micro_batch_rollouts`; None where any has images. (The others of a mixed one have None, or no entries.)"""
+    if any(getattr(one, "data", one) for one in micro_batch.get("multi_modal_inputs", [])):
+        tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+        return None
+    return micro_batch_rollouts(micro_batch)
 
 
 def register() -> type:
@@ -103,7 +112,7 @@ def register() -> type:
             self._passes += wanted
             if hook is not None and not self._passes:
                 hook.tally.warn("no pass", "verl updates without a pass for old log-probabilities: nothing is captured")
-            told = hook.guard(micro_batch_rollouts, micro_batch) if hook is not None and wanted else None
+            told = hook.guard(told_of, micro_batch, hook.tally) if hook is not None and wanted else None
             if hook is None or told is None:
                 return super().forward_step(micro_batch, loss_function, forward_only)
             with hook.capture(**told, policy_version=int(self.lr_scheduler.last_epoch)):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from rl_hooks.errors import RolloutError
 from rl_hooks.sending.registration import is_sharded
 
 _Made = TypeVar("_Made")
@@ -26,18 +27,18 @@ _Made = TypeVar("_Made")
 class WholeWeight(Generic[_Made]):
     """Runs some work on a weight, once in each armed forward, at the first place where the weight is whole.
 
-    `read` returns the weight as it is at that moment. It is asked before and after each of `modules`, where `ready`
-    says so, and once more after the forward. A work that fails never disturbs the forward: `pop` raises its error.
+    `read` returns the weight as it is at that moment. It is asked before and after each of `modules`, and once more
+    after the forward. A work that fails never disturbs the forward: `pop` raises its error.
     """
 
-    def __init__(
-        self, read: Callable[[], Tensor], modules: Sequence[nn.Module], ready: Callable[[], bool] = lambda: True
-    ) -> None:
+    def __init__(self, read: Callable[[], Tensor], modules: Sequence[nn.Module]) -> None:
         #: Wall time of all work.
         self.seconds = 0.0
         self._read: Final = read
-        self._ready: Final = ready
         self._work: Callable[[Tensor], _Made] | None = None
+        self._ready: Callable[[], bool] = lambda: True
+        #: How often the weight had been written to when the forward began; None: not to be known.
+        self._writes: int | None = None
         self._made: _Made | None = None
         self._error: Exception | None = None
         self._handles: list[RemovableHandle] = []
@@ -47,24 +48,36 @@ class WholeWeight(Generic[_Made]):
             self._handles.append(module.register_forward_hook(self._at))
 
     @contextmanager
-    def armed(self, work: Callable[[Tensor], _Made]) -> Iterator[None]:
-        """Do `work` in the forward that happens inside, or right after it."""
-        self._work, self._made, self._error = work, None, None
+    def armed(self, work: Callable[[Tensor], _Made], ready: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Do `work` in the forward that happens inside, or right after it; not before `ready` says so.
+
+        Right after it only where no optimizer's step has changed the weight since: `pop` raises RolloutError. (What
+        writes through `.data` is not seen.)
+        """
+        self.clear()
+        self._work, self._ready = work, ready
+        try:
+            self._writes = _writes(self._read())
+        except Exception:  # noqa: BLE001 - `look` meets it again, and keeps it
+            self._writes = None
         try:
             yield
-            self.look()
+            self.look(late=True)
         finally:
             self._work = None
 
     def pop(self) -> _Made | None:
         """What the work returned; None where the weight was never whole. Raises the error of the work."""
         made, error = self._made, self._error
-        self._made = self._error = None
+        self.clear()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and so those of the trainer: a circle
         return made
 
-    def look(self) -> None:
+    def look(self, *, late: bool = False) -> None:
         """Do the work if the weight is whole now and nothing was done in this forward."""
         if self._work is None or not self._ready():
             return
@@ -73,12 +86,25 @@ class WholeWeight(Generic[_Made]):
             weight = self._read()
             if is_sharded(weight):
                 return
+            if late:
+                self._refuse_change(weight)
             work, self._work = self._work, None
             self._made = work(weight.detach())
         except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
-            self._work, self._error = None, error
+            self._work, self._error = None, error.with_traceback(None)  # whose frames hold the trainer's tensors
         finally:
             self.seconds += time.perf_counter() - started
+
+    def _refuse_change(self, weight: Tensor) -> None:
+        if self._writes not in (None, _writes(weight)):
+            raise RolloutError(
+                f"lm_head or the embedding, {list(weight.shape)}, was changed inside `capture`, before it could be "
+                "read: it is no longer of this policy_version. Keep the optimizer's step out of `capture`"
+            )
+
+    def clear(self) -> None:
+        """Hold nothing of a forward any longer."""
+        self._made = self._error = None
 
     def close(self) -> None:
         """Remove the hooks. Safe to call twice."""
@@ -90,3 +116,8 @@ class WholeWeight(Generic[_Made]):
         # A compiled forward cannot run it; where weights are whole anyway, it is done after the forward.
         if not torch.compiler.is_compiling():
             self.look()
+
+
+def _writes(weight: Tensor) -> int | None:
+    """How often a whole matrix was written to in place; None where that is not counted."""
+    return None if is_sharded(weight) or weight.is_inference() else weight._version

@@ -83,6 +83,15 @@ def test_heads_that_the_rollout_file_cannot_describe_are_refused() -> None:
         target_config(nn.Linear(2, 2))
 
 
+def test_an_embedding_with_lora_factors_is_refused_by_name() -> None:
+    model = tiny_qwen3(tied=False)
+    model.model.embed_tokens.lora_embedding_A = nn.ParameterDict()  # as PEFT leaves it in a layer of another kind
+    assert RunRegistration(model, aux_layers=(1, 2, 3)).complete
+    model.model.embed_tokens.lora_embedding_A["default"] = nn.Parameter(torch.zeros(2, VOCAB))
+    with pytest.raises(UnsupportedModelError, match="input embedding carries LoRA factors"):
+        RunRegistration(model, aux_layers=(1, 2, 3))
+
+
 def test_weights_that_are_sharded_are_awaited_and_nothing_is_registered_without_them() -> None:
     model = tiny_qwen3(tied=False)
     whole = model.lm_head.weight.data

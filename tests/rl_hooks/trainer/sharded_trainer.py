@@ -7,6 +7,7 @@ A case is words: how the model is wrapped (`root`, `keep`, `group`, `head`, `emb
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from rank_fixtures import run_two_ranks
 
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import score_rows
+from rl_hooks.trainer import staging
 
 AUX = (1, 2, 3)
 TEMPERATURE = 0.7
@@ -100,7 +102,7 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
         if attached and hook is None:
             hook = attach()
         if hook is not None and "broken" in words and rank == 1:
-            hook._staging = None  # type: ignore[assignment]
+            break_inside(hook)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(STEPS):
             given, told, sequences = inputs_of(words, seed=10 * step + rank)
@@ -122,6 +124,8 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
             with capture:
                 out = model(**given, use_cache=False, output_hidden_states=True)
                 (out.logits.float().logsumexp(-1) * 1e-2).mean().backward()  # gathers again; checkpoints run again
+            if hook is not None:
+                found.setdefault("said", []).append(hook.stats()["last_failure"])
             optimizer.step()
             optimizer.zero_grad()
             if hook is not None and whole is not None:
@@ -136,8 +140,29 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
                 k: v for k, v in hook.stats().items() if k in ("failures", "captured_rollouts", "last_failure")
             }
             found["requests"] = [f"{r.method} {r.path}" for r in service.requests]
-            found["hooks_left"] = hook.close() and len(model.lm_head._forward_pre_hooks)
+            found["closed"] = hook.close()
+            vars(staging)["score_rows"] = score_rows  # what `break_inside` took away
+            hooks = [
+                one for m in model.modules() for one in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())
+            ]
+            ours = [one for one in hooks if getattr(one, "func", one).__module__.startswith("rl_hooks")]
+            found["hooks_left"] = len(ours)
     return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in model.parameters()]
+
+
+def break_inside(hook: DrafterHook) -> None:
+    """Let the hook fail within the forward: first where it copies rows, and then where it scores them."""
+    good = hook._targets
+
+    def no_rows(plan: Any, input_ids: torch.Tensor) -> Any:
+        targets = good(plan, input_ids)
+        return targets if plan.policy_version else dataclasses.replace(targets, rows=targets.rows - 10**6)
+
+    def no_score(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no room for logits")
+
+    hook._targets = no_rows  # type: ignore[method-assign]
+    vars(staging)["score_rows"] = no_score
 
 
 def whole_copy(model: Any, words: list[str]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,27 @@ def test_a_hook_registered_after_compile_says_that_it_missed() -> None:
             forward(batch.input_ids)
     with pytest.raises(CaptureMissedError, match=r"attach before torch\.compile"):
         capture.pop()
+
+
+def test_a_compiled_forward_is_not_compiled_again_for_each_shape_that_is_captured() -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = tiny_qwen3()
+    capture = FeatureCapture(model, (1, 2))
+    forward: Any = torch.compile(model, backend=backend)
+    for length in range(9, 17):
+        batch = padded_batch([(3, length), (7, length - 2)])
+        rows = batch.attention_mask.flatten().nonzero()[:, 0]
+        with torch.no_grad(), capture.armed(rows=rows, shape=tuple(batch.input_ids.shape)):
+            forward(batch.input_ids, attention_mask=batch.attention_mask)
+        assert capture.pop().last.shape == (len(rows), HIDDEN)
+    # The first shape, and one graph for those that follow.
+    assert len(graphs) <= 2, len(graphs)
 
 
 def test_eagle3_layers_are_the_engines_triple_and_refuse_shallow_models() -> None:

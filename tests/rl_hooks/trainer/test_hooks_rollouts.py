@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import re
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,9 +23,11 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 
 from rl_hooks import wire
-from rl_hooks.errors import RolloutError
+from rl_hooks.errors import RolloutError, UnsupportedModelError
 from rl_hooks.hook import DrafterHook
+from rl_hooks.sending.registration import HeadWatch, RunRegistration
 from rl_hooks.sending.sampling import sampling_position
+from rl_hooks.trainer import staging
 
 LENGTHS = [(3, 9), (7, 4), (1, 12), (5, 1)]
 TEMPERATURE = 0.7
@@ -745,4 +751,156 @@ def test_a_boundary_inside_what_was_called_one_rollout_is_refused(service: Recei
         hook.capture(input_ids=row.input_ids, loss_mask=row.loss_mask, cu_seqlens=told, policy_version=0),
     ):
         model(row.input_ids, position_ids=said["position_ids"], use_cache=False)
+    hook.close()
+
+
+@pytest.mark.parametrize("trouble", ["other tokens", "no scores"])
+def test_a_capture_that_fails_keeps_no_tensor_of_the_trainer(
+    service: Receiver, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    told = inputs(batch)
+    if trouble == "other tokens":
+        told = {name: nn.functional.pad(tensor, (0, 3)) for name, tensor in told.items()}
+    else:
+        monkeypatch.setattr(staging, "score_rows", Mock(side_effect=RuntimeError("out of memory")))
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    logits: list[weakref.ref[torch.Tensor]] = []
+
+    def step(version: int) -> None:
+        with hook.capture(**told, policy_version=version):
+            out = model(batch.input_ids, attention_mask=batch.attention_mask)
+        logits.append(weakref.ref(out.logits))
+
+    gc.collect()
+    gc.disable()  # a circle that only the collector breaks would hold them
+    try:
+        for version in range(3):
+            step(version)
+        assert [one() is None for one in logits] == [True] * 3
+    finally:
+        gc.enable()
+    assert hook.stats()["failures"] == 3
+    hook.close()
+
+
+def test_a_forward_that_raises_leaves_nothing_captured_on_the_device(service: Receiver) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def step() -> None:
+        with torch.no_grad(), hook.capture(**inputs(batch), policy_version=0):
+            model(batch.input_ids, attention_mask=batch.attention_mask)
+            held.append(weakref.ref(hook._features.normed()))
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        step()
+    assert held[0]() is None
+    assert hook._head.pop() is None
+    hook.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_a_step_changed_inside_the_capture_are_not_sent_as_those_of_its_version(
+    service: Receiver, tied: bool
+) -> None:
+    torch._dynamo.reset()
+    model, batch = tiny(tied=tied), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), head_tolerance=0.0)
+    forward: Any = torch.compile(model, backend="eager")  # then the head is read after the forward
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for version, inside in ((0, False), (1, True)):
+        with hook.capture(**inputs(batch), policy_version=version):
+            forward(batch.input_ids, attention_mask=batch.attention_mask).logits.logsumexp(-1).mean().backward()
+            if inside:
+                optimizer.step()
+        assert hook.flush(20)
+        assert (hook.stats()["failures"], len(service.rollouts())) == (inside, 1)
+        optimizer.step()
+    assert [request.method for request in service.requests] == ["PUT", "POST"]
+    assert re.search(r"changed inside `capture`.*optimizer's step out", hook.stats()["last_failure"])
+    hook.close()
+
+
+def test_the_head_is_sent_of_a_version_of_which_this_rank_samples_no_rollout(service: Receiver, tmp_path: Path) -> None:
+    model, batch = tiny(tied=False), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    nothing = inputs(batch) | {"loss_mask": torch.zeros_like(batch.loss_mask)}
+    for version in (0, 1):
+        run_once(hook, model, batch, version=version, **nothing)
+        run_once(hook, model, batch, version=version, **nothing)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2.0)
+    assert hook.flush(20)
+    assert [f"{r.method} {r.path}" for r in service.requests] == ["PUT /runs/default", "PUT /runs/default/head"]
+    sent = as_float(mapped(service.requests[-1], tmp_path), "lm_head")
+    assert torch.equal(sent, model.lm_head.weight / 2.0)
+    hook.close()
+
+
+def test_a_sharded_run_is_registered_though_its_first_rank_samples_no_rollout(service: Receiver) -> None:
+    model, batch = tiny(tied=False), padded_batch(LENGTHS)
+    gathered(model, model.lm_head.weight.data)
+    hook = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), strict=True)
+    run_once(hook, model, batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    assert hook.flush(20)
+    assert [request.path for request in service.requests] == ["/runs/r"]
+    hook.close()
+
+
+def test_the_device_is_asked_whether_the_head_moved_once_a_version(
+    service: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Mock(return_value=False)
+    monkeypatch.setattr(HeadWatch, "is_due", asked)
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    for version in (0, 0, 0, 1, 1):
+        run_once(hook, model, batch, version=version)
+    assert [call.args[1] for call in asked.call_args_list] == [0, 1]
+    hook.close()
+
+
+def test_what_was_registered_is_not_kept(service: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, sent = RunRegistration.encode, []
+
+    def noted(self: RunRegistration) -> Any:
+        sent.append(weakref.ref(self))
+        return encode(self)
+
+    monkeypatch.setattr(RunRegistration, "encode", noted)
+    model, batch = tiny(tied=False), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    run_once(hook, model, batch)  # the sender's thread holds the newest request
+    assert hook.flush(20)
+    gc.collect()
+    assert [one() for one in sent] == [None]
+    hook.close()
+
+
+def test_a_slice_of_the_head_is_refused_when_attaching_and_in_the_forward(service: Receiver) -> None:
+    model, batch = tiny(tied=False), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight[: VOCAB // 2].detach().clone())
+    with pytest.raises(UnsupportedModelError, match=rf"{VOCAB // 2} rows.*vocab_size is {VOCAB}.*slice"):
+        run_once(hook, model, batch)
+    hook.close()
+    with pytest.raises(UnsupportedModelError, match="slice"):
+        DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+
+
+def test_a_token_that_the_head_has_no_row_for_is_refused_on_the_host(
+    service: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    scored = Mock(side_effect=AssertionError)
+    monkeypatch.setattr(staging, "score_rows", scored)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    for wrong in (VOCAB, -100):
+        ids = torch.where(batch.loss_mask == 1, wrong, batch.input_ids)
+        with pytest.raises(RolloutError, match=rf"tokens are {wrong} .*{VOCAB} rows"):
+            run_once(hook, model, batch, input_ids=ids)
+    assert not scored.called
     hook.close()

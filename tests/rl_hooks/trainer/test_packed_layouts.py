@@ -209,6 +209,16 @@ def test_what_the_caller_says_of_a_packed_row_must_agree(ids: Tensor, told: dict
         assert len(lay_out(ids, cu_seqlens=BOUNDS["seam"], **said).rollouts) == 2
 
 
+def test_padding_before_the_first_rollout_is_never_its_first_token() -> None:
+    ids = torch.arange(6)[None]
+    for padding in (1, 2):  # what cumsum(mask) - 1 gives padding on the left
+        positions = torch.tensor([[-1] * padding + [*range(6 - padding)]])
+        with pytest.raises(RolloutError, match=r"the row begins with -1 at token 0.*attention_mask="):
+            lay_out(ids, None, None, positions)
+        mask = (positions >= 0).long()
+        assert [one.tolist() for one in lay_out(ids, mask, None, positions).rollouts] == [[*range(padding, 6)]]
+
+
 def test_generated_tokens_of_no_rollout_are_refused() -> None:
     forgot = lay_out(ROW, None, torch.tensor([0, 3]), None)
     with pytest.raises(

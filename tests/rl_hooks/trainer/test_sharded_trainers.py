@@ -79,6 +79,15 @@ def test_a_hook_that_fails_on_one_rank_stops_neither_rank(ranks: list[dict[str, 
     well, broken = (found[BROKEN]["stats"] for found in ranks)
     assert (well["captured_rollouts"], well["failures"]) == (8, 0)
     assert (broken["captured_rollouts"], broken["failures"]) == (0, 2)
+    # Both failures came inside the forward: where rows are copied, and where they are scored.
+    rows, score = ranks[1][BROKEN]["said"]
+    assert "out of range" in rows
+    assert "no room for logits" in score
+
+
+@pytest.mark.parametrize("case", [*WHOLE, NEVER_WHOLE, BROKEN])
+def test_nothing_of_the_hook_is_left_on_the_model(ranks: list[dict[str, Any]], case: str) -> None:
+    assert [(found[case]["closed"], found[case]["hooks_left"]) for found in ranks] == [(True, 0)] * 2
 
 
 #: How `accelerate launch` says FSDP2.

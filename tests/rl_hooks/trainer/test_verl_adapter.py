@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from rl_hooks.errors import UnsupportedTrainerError
-from rl_hooks.trainer.verl import micro_batch_rollouts
+from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.verl import micro_batch_rollouts, told_of
 
 ROOT = Path(__file__).parents[3]
 #: Two rollouts: 2 + 3 tokens, and 1 + 2; the first response has a tool's token in the middle.
@@ -56,9 +59,22 @@ def test_rollouts_of_several_temperatures_are_refused() -> None:
         micro_batch_rollouts(NESTED | {"temperature": torch.tensor([0.5, 1.0])})
 
 
-@pytest.mark.parametrize(("vendor", "says"), [("draftalign", "draftalign is OFF: this verl"), ("nvidia", "")])
-def test_a_verl_that_cannot_be_extended_is_named_and_another_vendor_touches_nothing(vendor: str, says: str) -> None:
+def test_rollouts_with_images_are_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    tally = Tally(logging.getLogger("rl_hooks"))
+    text_only: dict[str, Any]
+    for text_only in ({}, {"multi_modal_inputs": [None, {}]}):
+        assert told_of(PADDED | text_only, tally) is not None
+    assert not caplog.records
+    image = {"pixel_values": torch.zeros(4, 8)}
+    for one in (image, types.SimpleNamespace(data=image)):  # as tensordict holds it
+        assert told_of(PADDED | {"multi_modal_inputs": [None, one]}, tally) is None
+    assert [record.message for record in caplog.records if "images" in record.message] == [caplog.records[0].message]
+
+
+@pytest.mark.parametrize(("vendor", "refused"), [("draftalign", True), ("nvidia", False)])
+def test_a_verl_that_cannot_be_extended_is_named_and_another_vendor_touches_nothing(vendor: str, refused: bool) -> None:
     environment = os.environ | {"VERL_ENGINE_VENDOR": vendor}
     command = [sys.executable, "-c", "import rl_hooks.trainer.verl"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode != 0, says in done.stderr) == (bool(says), True)
+    assert (done.returncode != 0, "draftalign is OFF: this verl" in done.stderr) == (refused, refused)
+    assert refused or not done.stderr
