@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -87,8 +87,18 @@ class Sender(threading.Thread):
             count += 1
 
 
+def wait_for_answers(senders: Sequence[Sender], count: int) -> None:
+    """Until so many more batches are answered: on a busy machine a life of half a second may answer none."""
+    deadline = time.monotonic() + 60
+    wanted = count + sum(len(sender.answered) for sender in senders)
+    while sum(len(sender.answered) for sender in senders) < wanted:
+        assert time.monotonic() < deadline, "the API does not answer"
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.chaos
+@pytest.mark.timeout(400)
 def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(tmp_path: Path) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
@@ -106,6 +116,7 @@ def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(tmp_pa
                     assert put.status_code == 201
                     for sender in senders:
                         sender.start()
+                wait_for_answers(senders, 6)
                 time.sleep(rng.uniform(0.05, 0.5))
                 if life % 2:
                     assert valkey.pid is not None

@@ -235,6 +235,7 @@ class FeatureTap:
         try:
             self._finished.put((ended, self._weights.look() if self._weights is not None else lambda: True))
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
+            self._free(ended)
             self.note("sampling the weights", error)
 
     def cut(self) -> None:

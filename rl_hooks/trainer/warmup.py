@@ -52,7 +52,7 @@ def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
     messages, to which the tokenizer's chat template is applied. A line of any other file is a text. Raises HookError.
     """
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         prompt: Any = line

@@ -35,7 +35,7 @@ from service.api.connections import BoundedProtocol, Places, TlsDoor, tls_contex
 from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.snapshot import read_snapshot, watch_headlines
-from service.errors import ConfigurationError
+from service.errors import ConfigurationError, RunNotFound
 from service.monitor import metrics
 from service.settings import Settings
 from service.storage.queue import Keys
@@ -122,10 +122,22 @@ async def readyz(context: Context) -> dict[str, str]:
 async def get_metrics(context: Context, caller: Caller) -> Response:
     """Read the metrics, in Prometheus' text format: of the runs that the token is for."""
     runs = filter(caller.covers, context.layout.run_names())
-    snapshots = {run: await read_snapshot(context, run) for run in runs}
+    snapshots: dict[str, metrics.RunSnapshot] = {}
+    unreadable = []
+    for run in runs:
+        try:
+            snapshots[run] = await read_snapshot(context, run)
+        except RunNotFound:
+            continue  # deleted meanwhile
+        except RedisError:
+            raise
+        except Exception as error:  # noqa: BLE001 - one damaged run must not blind the alerts of the others
+            unreadable.append(run)
+            log.error("the metrics lack run %s: %s", run, error)
     text = await asyncio.to_thread(
         metrics.render,
         snapshots,
+        unreadable=unreadable,
         queue_limit_bytes=context.settings.queue_max_bytes,
         token_file_broken=None if context.settings.token_file is None else context.tokens.trouble is not None,
     )

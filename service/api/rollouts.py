@@ -324,6 +324,7 @@ async def retry_dead(run: str, batch_id: str, request: Request, response: Respon
     """Put a dead batch back into the queue, once however often it is asked. Rollouts that came again are left out."""
     audit(request, "put back", batch_id=batch_id)
     settings, batch = context.settings, await _batch(context, run, batch_id)
+    check_open(context.layout, run, for_rollouts=True)
     if batch["state"] == "dead":
         _kept(context, run, batch_id, batch)
     outcome = await context.dead(run).put_back(

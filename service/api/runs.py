@@ -8,12 +8,14 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_jsonable_python
+from redis.exceptions import RedisError
 
 from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
 from service.api.auth import Caller, audit
@@ -22,6 +24,7 @@ from service.api.problems import Problem
 from service.api.snapshot import read_headline, read_standing
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
 from service.errors import RunNotFound
+from service.monitor.headline import Headline
 from service.monitor.records import State
 from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
@@ -170,11 +173,19 @@ async def get_runs(context: Context, caller: Caller) -> list[dict[str, Any]]:
     """List the runs that the token is for: name, Unix time of the registration, served drafter and headline."""
     found = []
     for run in filter(caller.covers, await asyncio.to_thread(context.layout.run_names)):
-        with contextlib.suppress(RunNotFound):  # deleted meanwhile
+        try:
             record, latest = context.run(run), context.registry.latest(run)
             facts = {"run": run, "created": record.created, "drafter": None if latest is None else latest.version}
             facts["state"] = read_state(context.layout, run).state
             found.append(facts | {"headline": to_jsonable_python(await read_headline(context, run))})
+        except RunNotFound:
+            continue  # deleted meanwhile
+        except RedisError:
+            raise
+        except Exception as error:  # noqa: BLE001 - one damaged run must not hide the others
+            log.error("run %s cannot be read: %s", run, error)
+            said = Headline("bad", "unreadable", "Unreadable", f"Unreadable: {error}")
+            found.append({"run": run, "created": None, "drafter": None, "state": None, "headline": asdict(said)})
     return found
 
 

@@ -17,12 +17,21 @@ from service.errors import ConfigurationError
 if TYPE_CHECKING:
     import httpx
 
+    from rl_hooks.hook import DrafterHook
     from rl_hooks.trainer.warmup import Sent
 
 _POLL_SECONDS: Final = 0.5
 #: The policy does not answer more prompts than so many batches ahead of the worker: a training is judged on rollouts
 #: that came after it.
 _BATCHES_AHEAD: Final = 2
+#: What a batch of a large policy may have: the hook's usual queue is for a trainer that must not be slowed down.
+_QUEUE_BYTES: Final = 4 << 30
+#: A worker that has not read a batch after so long waits for more before it chooses the draft vocabulary.
+_READ_SECONDS: Final = 20.0
+#: So long a service may be away, or a worker's trouble last.
+_TROUBLE_SECONDS: Final = 120.0
+#: Counters of the hook that tell of rollouts which were not sent.
+_LOST: Final = frozenset({"dropped_full", "dropped_error", "dropped_closed", "skipped_budget", "failures"})
 
 
 def warmup(
@@ -61,7 +70,7 @@ def warmup(
     from rl_hooks.errors import HookError
     from rl_hooks.hook import DrafterHook
     from rl_hooks.sending.exchange import trusted
-    from rl_hooks.trainer.warmup import Sampling, read_prompts, send_rollouts
+    from rl_hooks.trainer.warmup import Sampling, send_rollouts
 
     if out is not None and out.exists() and any(out.iterdir()):
         raise ConfigurationError(f"{out} holds files already; name a directory that does not")
@@ -73,12 +82,18 @@ def warmup(
         timeout=60.0,
     ) as client:
         _ask(client, "/healthz")  # before a large policy is loaded
-        model, tokenizer = _load(policy, device)
-        texts = read_prompts(prompts, tokenizer)
+        model, texts = _load(policy, device, prompts)
         typer.echo(f"{len(texts):,} prompts, {rollouts:,} answers at most; the page: {service}")
         try:
             hook = DrafterHook(
-                model, service, run=run, token=token, initial_drafter=drafter, aux_layers=_layers(aux_layers)
+                model,
+                service,
+                run=run,
+                token=token,
+                initial_drafter=drafter,
+                aux_layers=_layers(aux_layers),
+                max_tokens_per_step=1 << 62,  # all of it is of one policy version
+                queue_bytes=_QUEUE_BYTES,
             )
         except (HookError, ValueError) as error:
             raise ConfigurationError(f"{policy}: {error}") from error
@@ -87,8 +102,7 @@ def warmup(
             for sent in send_rollouts(
                 model, hook, texts, rollouts, Sampling(batch, max_new_tokens, temperature), seed=seed
             ):
-                if not hook.flush(120.0) or hook.stats()["failures"]:
-                    raise ConfigurationError(f"the rollouts do not reach the service: {hook.stats()['last_failure']}")
+                _check_sent(hook)
                 if watch.add(sent):
                     break
             watch.settle()
@@ -116,13 +130,15 @@ class _Watch:
         self._say = say
         self._waiting: list[str] = []  # one rollout of each batch that the worker has not done with
         self._answered = 0
+        self._trained = 0  # batches of this warm-up
 
     def add(self, sent: Sent) -> bool:
         """Wait until the worker is near; True once it has nothing left to learn from this policy."""
         self._waiting.append(sent.rollout_id)
         self._answered += sent.rollouts
         self._wait(_BATCHES_AHEAD)
-        return self._report() == "converged"
+        # What the headroom says before a batch of this warm-up was trained on is of an earlier one.
+        return self._report() == "converged" and self._trained > _BATCHES_AHEAD
 
     def settle(self) -> None:
         """Wait until the worker is done with all of it."""
@@ -130,26 +146,50 @@ class _Watch:
         self._report()
 
     def _wait(self, ahead: int) -> None:
+        """Wait until at most `ahead` batches wait for the worker, or those that do wait for others."""
+        moved = time.monotonic()
         while len(self._waiting) > ahead:
             fate = _ask(self._client, f"/rollouts/{self._waiting[0]}", run=self._run)
             if fate["state"] == "dead":
                 raise ConfigurationError(f"the worker refused the rollouts: {fate['reason']}")
-            if fate["state"] == "queued":
-                said = _ask(self._client, f"/runs/{self._run}")["headline"]
-                if said["state"] == "gathering":  # these wait for others
-                    return
-                time.sleep(_POLL_SECONDS)
-            else:
+            if fate["state"] != "queued":
                 self._waiting.pop(0)
+                self._trained += 1
+                moved = time.monotonic()
+                continue
+            found = _ask(self._client, f"/runs/{self._run}")
+            now = found["headline"]["text"]
+            gathering = any("draft vocabulary" in text for text in (now, *found["headline"]["also"]))
+            if now != self.said:
+                self._tell(now)
+                moved = time.monotonic()
+            waited = time.monotonic() - moved
+            if gathering and (ahead or waited > _READ_SECONDS):
+                return  # others are still to be drawn
+            if found["headline"]["level"] == "bad" and waited > _TROUBLE_SECONDS:
+                raise ConfigurationError(f"the worker does not get on: {now}")
+            time.sleep(_POLL_SECONDS)
 
     def _report(self) -> str:
         """Say the run's headline where it is another than before; returns what the headroom's state is."""
         found = _ask(self._client, "/alpha", run=self._run)
         state: str = found["headroom"]["state"]
         if found["headline"]["text"] != self.said:
-            self.said = found["headline"]["text"]
-            self._say(f"{self._answered:>7,} of {self._rollouts:,} answers: {self.said}")
+            self._tell(found["headline"]["text"])
         return state
+
+    def _tell(self, text: str) -> None:
+        self.said = text
+        self._say(f"{self._answered:>7,} of {self._rollouts:,} answers: {text}")
+
+
+def _check_sent(hook: DrafterHook) -> None:
+    """Wait until the rollouts are with the service. Raises where some are not, and why."""
+    flushed, found = hook.flush(_TROUBLE_SECONDS), hook.stats()
+    lost = {name: count for name, count in found.items() if count and name in _LOST}
+    if lost or not flushed:
+        why = found["last_failure"] or found["last_error"] or "it does not answer"
+        raise ConfigurationError(f"the rollouts do not reach the service ({lost or 'they wait'}): {why}")
 
 
 def _layers(named: str | None) -> Sequence[int] | Literal["eagle3"]:
@@ -161,26 +201,45 @@ def _layers(named: str | None) -> Sequence[int] | Literal["eagle3"]:
         raise ConfigurationError(f"--aux-layers must be layer numbers like 2,18,33, got {named!r}") from None
 
 
-def _load(policy: str, device: str) -> tuple[Any, Any]:
+def _load(policy: str, device: str, prompts: Path) -> tuple[Any, list[list[int]]]:
+    """The policy and the prompts' tokens. The prompts are read first: they are what is mistyped."""
+    from jinja2 import TemplateError
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rl_hooks.errors import HookError
+    from rl_hooks.trainer.warmup import read_prompts
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(policy)
-        return AutoModelForCausalLM.from_pretrained(policy, dtype="auto").to(device).eval(), tokenizer
     except (OSError, ValueError) as error:
+        raise ConfigurationError(f"the policy {policy} cannot be loaded: {error}") from error
+    try:
+        texts = read_prompts(prompts, tokenizer)
+    except (HookError, ValueError, TemplateError) as error:
+        raise ConfigurationError(f"{prompts}: {error}") from error
+    try:
+        return AutoModelForCausalLM.from_pretrained(policy, dtype="auto").to(device).eval(), texts
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigurationError(f"the policy {policy} cannot be loaded: {error}") from error
 
 
 def _ask(client: httpx.Client, path: str, **query: str) -> Any:
+    """The answer. A service that restarts is waited for."""
     import httpx
 
-    try:
-        answer = client.get(path, params=query)
-    except httpx.HTTPError as error:
-        raise ConfigurationError(f"{client.base_url} does not answer: {error}; is `draftalign up` running?") from error
-    if not answer.is_success:
-        raise ConfigurationError(f"{client.base_url} answered {answer.status_code} to {path}: {answer.text[:300]}")
-    return answer.json()
+    deadline = time.monotonic() + (0.0 if path == "/healthz" else _TROUBLE_SECONDS)
+    while True:
+        try:
+            answer = client.get(path, params=query)
+            if answer.is_success:
+                return answer.json()
+            trouble = f"answered {answer.status_code} to {path}: {answer.text[:300]}"
+            passing = answer.status_code == 429 or answer.status_code >= 500
+        except httpx.HTTPError as error:
+            trouble, passing = f"does not answer: {error}; is `draftalign up` running?", True
+        if not passing or time.monotonic() > deadline:
+            raise ConfigurationError(f"{client.base_url} {trouble}")
+        time.sleep(_POLL_SECONDS)
 
 
 def _save(client: httpx.Client, run: str, out: Path) -> None:

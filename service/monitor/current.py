@@ -28,8 +28,8 @@ from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, ScoreRec
 ENOUGH_ROUNDS: Final = 200
 #: Batches among which a figure that the newest lack is looked for.
 LOOK_BACK: Final = 256
-#: A tilt is called a bias beyond so many standard errors and beyond that much: 10 % in odds, where features in bfloat16
-#: make a few per cent of one.
+#: A tilt is called a bias beyond so many standard errors and beyond that much: 10 % in odds. Features in bfloat16 and
+#: heads that are half a per cent off make less (`tests/drafter/replay/test_lossless.py`).
 _SURE: Final = 4.5
 _LEAST_TILT: Final = 0.1
 #: Two machines' clocks may differ by so much; a report from further ahead was made before the clock was set back.

@@ -35,6 +35,8 @@ _DEAD_IN_A_ROW: Final = 3
 _STUCK_SECONDS: Final = 600.0
 _QUEUE_NEARLY_FULL: Final = 0.8
 _BEHIND_SHARE: Final = 0.1  # of the served drafter's α: a publication lag above it is worth a word
+_LARGE_TILT: Final = 0.3  # a smaller one may come of answers that are chosen by their reward
+_MOST_TILT: Final = 5.0  # beyond it a tilt's exponential says no more than "very much"
 _MIX: Final = 0.05  # a fall of log α by another mix of prompts: above it is worth a word
 _BETTER, _WORSE = 1.02, 0.98  # served over frozen: between them they are level
 _REASON_CHARACTERS: Final = 300
@@ -284,7 +286,8 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
     if facts.current is None:
         return
     if facts.current.tilt is not None and facts.current.tilt.biased:
-        yield _found("bad", "not_lossless", "Not lossless", _of_tilt(facts.current.tilt))
+        level: Level = "bad" if abs(facts.current.tilt.value) > _LARGE_TILT else "warn"
+        yield _found(level, "not_lossless", "Not lossless", _of_tilt(facts.current.tilt))
     if facts.last_engine_report is None:
         yield _found("note", "no_engine", "No engine", " reports what it accepts.")
     elif (age := facts.now - facts.last_engine_report) > ENGINE_SILENT_SECONDS:
@@ -292,11 +295,10 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
 
 
 def _of_tilt(tilt: Tilt) -> str:
-    times, low, high = (math.exp(x) for x in (tilt.value, tilt.low, tilt.high))
+    times, low, high = (math.exp(max(-_MOST_TILT, min(x, _MOST_TILT))) for x in (tilt.value, tilt.low, tilt.high))
     much = f"{times:.2f} times the odds that the policy gives it ({low:.2f} to {high:.2f}, {tilt.tokens:,} tokens)"
-    why = "the engines accept drafts too freely, or sample otherwise than the rollouts say"
-    if tilt.value < 0:
-        why = "the engines sample otherwise than the rollouts say, or the features are of other weights"
+    others = "sample otherwise than the rollouts say, or only some of the answers are sent, by their reward, say"
+    why = f"the engines accept drafts too freely or {others}" if tilt.value > 0 else f"the engines {others}"
     return f": what the drafter proposes comes at {much}: {why}."
 
 

@@ -77,14 +77,18 @@ class RunSnapshot:
 
 
 def render(
-    stores: Mapping[str, RunSnapshot], *, queue_limit_bytes: int | None = None, token_file_broken: bool | None = None
+    stores: Mapping[str, RunSnapshot],
+    *,
+    unreadable: Sequence[str] = (),
+    queue_limit_bytes: int | None = None,
+    token_file_broken: bool | None = None,
 ) -> bytes:
     """Render the snapshots (run name -> snapshot) in the text format. `queue_limit_bytes`: the setting, per run.
 
-    `token_file_broken`: None where there is no token file.
+    `unreadable`: runs of which nothing could be read. `token_file_broken`: None where there is no token file.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshots(stores, queue_limit_bytes, token_file_broken))
+    registry.register(_Snapshots(stores, unreadable, queue_limit_bytes, token_file_broken))
     return generate_latest(registry)
 
 
@@ -92,9 +96,14 @@ class _Snapshots(Collector):
     """Turns snapshots into metric families; samples exist only where there is a number."""
 
     def __init__(
-        self, stores: Mapping[str, RunSnapshot], queue_limit_bytes: int | None, token_file_broken: bool | None
+        self,
+        stores: Mapping[str, RunSnapshot],
+        unreadable: Sequence[str],
+        queue_limit_bytes: int | None,
+        token_file_broken: bool | None,
     ) -> None:
         self._stores = stores
+        self._unreadable = unreadable
         self._queue_limit_bytes = queue_limit_bytes
         self._token_file_broken = token_file_broken
 
@@ -108,6 +117,9 @@ class _Snapshots(Collector):
             _add_totals(families, run, snapshot)
             _add_service(families, run, snapshot)
             _add_drafter(families, run, snapshot)
+        for run in self._unreadable:
+            text = "1 for a run whose state could not be read; the API's log says why."
+            families.gauge("draftalign_run_unreadable", text, 1, run=run)
         families.gauge(
             "draftalign_queue_limit_bytes", "Spooled bytes at which a run's queue answers 429.", self._queue_limit_bytes
         )

@@ -78,6 +78,7 @@ class Entry:
     """One claimed batch. `deliveries` counts this one; `bytes` and `tokens` are of the spooled file `blob`.
 
     `known`: places in the file of the rollouts that came in an earlier batch. They are not to be used again.
+    `put_back`: it had died, and a person wants it to be worked on however old it is.
     """
 
     entry_id: str
@@ -90,6 +91,7 @@ class Entry:
     policy_version_max: int
     deliveries: int
     known: tuple[int, ...] = ()
+    put_back: bool = False
 
     @property
     def suspect(self) -> bool:
@@ -167,14 +169,20 @@ class RolloutQueue:
         entries: list[Entry] = []
         last = ""
         while True:
-            pending = self._redis.xpending_range(
-                self._keys.queue,
-                GROUP,
-                f"({last}" if last else "-",
-                "+",
-                1,
-                consumername=consumer,
-            )
+            try:
+                pending = self._redis.xpending_range(
+                    self._keys.queue,
+                    GROUP,
+                    f"({last}" if last else "-",
+                    "+",
+                    1,
+                    consumername=consumer,
+                )
+            except ResponseError as error:
+                if "NOGROUP" not in str(error):
+                    raise
+                self.ensure_group()  # the server was emptied meanwhile
+                return entries
             if not pending:
                 return entries
             if entries and int(pending[0]["times_delivered"]) >= MAX_DELIVERIES - 1:
@@ -442,5 +450,6 @@ def _entry(message: Any, deliveries: int) -> Entry:
         policy_version=int(fields["policy_version"]),
         policy_version_max=int(fields["policy_version_max"]),
         deliveries=deliveries,
+        put_back=fields.get("put_back") == "1",
         known=tuple(json.loads(fields.get("known", "[]"))),  # of an older service: none
     )

@@ -187,6 +187,7 @@ class Inbox:
             return None
         path = self._layout.blob(self._queue.run, entry.blob)
         lag = self._settings.max_policy_lag
+        lag = None if entry.put_back else lag
         if lag is not None and (behind := self._newest_policy() - entry.policy_version_max) > lag:
             if self._acknowledge(entry, "skipped", f"{behind} policy versions old; limit {lag}"):
                 path.unlink(missing_ok=True)  # else another worker ended it, and it may be put back by now

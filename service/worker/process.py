@@ -245,7 +245,13 @@ class Worker:
             if not wanted.worked_on:
                 self._rest(run, state)
                 if wanted.state == "archived" and state.empty_until <= now:
-                    self._clear(run, state)
+                    try:
+                        self._clear(run, state)
+                    except RedisError:
+                        raise
+                    except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                        log.error("the queue of archived run %s is not cleared: %s", run, error)
+                        state.empty_until = now + _LOOK_AT_ARCHIVED_SECONDS
                 continue
             if state.worker is not None and state.file != file:
                 state.worker = None

@@ -5,6 +5,7 @@ One record per batch (docs/reference/architecture.md, "Score record"). Only sums
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from drafter.batch import RolloutBatch, prompt_hashes
+from drafter.device import is_device_fault
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
@@ -21,6 +23,8 @@ from drafter.replay.lossless import drafters_favour
 from drafter.replay.ngram import ngram_replay
 from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
 from service.monitor.records import DrafterSums, Favour, Replayed, ScoreRecord
+
+log = logging.getLogger("draftalign.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ def score(
     prompts = prompt_hashes(batch)
     unpublished = drafters["candidate"][0] if "candidate" in drafters else None
     sums = {name: DrafterSums.of(found.tokens, found.rounds) for name, found in replays.items()}
-    favour = drafters_favour(drafters["served"][1], batch, policy) if "served" in drafters else None
+    favour = _favour(drafters["served"][1], batch, policy) if "served" in drafters else None
     record = ScoreRecord(
         served=sums.get("served"),
         candidate=sums.get("candidate"),
@@ -116,9 +120,23 @@ def score(
         entry_id=entry_id,
         drafter_version=drafter_version,
         logprob_gap=logprob_gap,
-        favour=None if favour is None else Favour(*favour),
+        favour=favour,
     )
     return Scores(replays, record, by_version, prompts, batch.strata, _entropies(batch))
+
+
+def _favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour | None:
+    """Whether its tokens lean towards the drafter; None where that cannot be said. It never costs the batch."""
+    try:
+        found = drafters_favour(drafter, batch, policy)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if is_device_fault(error):
+            raise
+        log.exception("whether speculation is lossless is not known of this batch")
+        return None
+    return None if found is None else Favour(*found)
 
 
 def _replayed(version: str, found: Replay, prompts: Sequence[str]) -> Replayed:

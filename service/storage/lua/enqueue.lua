@@ -43,17 +43,22 @@ end
 
 -- Rollouts that another batch brought before, by their place in the file. A batch that died or was skipped trained
 -- nothing: its rollouts are whose who brings them next.
-local ids, known, states = cjson.decode(ARGV[14]), {}, {}
-for place, id in ipairs(ids) do
-  local other = redis.call('GET', prefix .. 'rollout:' .. id)
-  if other and other ~= ARGV[7] then
-    states[other] = states[other] or redis.call('HGET', prefix .. 'batch:' .. other, 'state') or 'expired'
-    if states[other] == 'queued' or states[other] == 'trained' or states[other] == 'held_out' then
-      known[#known + 1] = place - 1
-      state = states[other]
+local ids = cjson.decode(ARGV[14])
+local function brought_before()
+  local known, states = {}, {}
+  for place, id in ipairs(ids) do
+    local other = redis.call('GET', prefix .. 'rollout:' .. id)
+    if other and other ~= ARGV[7] then
+      states[other] = states[other] or redis.call('HGET', prefix .. 'batch:' .. other, 'state') or 'expired'
+      if states[other] == 'queued' or states[other] == 'trained' or states[other] == 'held_out' then
+        known[#known + 1] = place - 1
+        state = states[other]
+      end
     end
   end
+  return known
 end
+local known = brought_before()
 if #known == #ids then
   if back then
     state = 'skipped'
@@ -101,6 +106,8 @@ if ARGV[3] == 'drop_oldest' and over() then
   end
 end
 
+if #dropped > 0 then known = brought_before() end -- of batches that wait still
+
 if over() then
   redis.call('HINCRBY', counters, 'rejected_total', 1)
   local reply = { 'full', tostring(held('items')), tostring(held('bytes')) }
@@ -110,7 +117,7 @@ end
 
 local entry_id = redis.call('XADD', queue, '*', 'batch_id', ARGV[7], 'blob', ARGV[8], 'bytes', ARGV[9],
   'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
-  'known', #known > 0 and cjson.encode(known) or '[]')
+  'known', #known > 0 and cjson.encode(known) or '[]', 'put_back', back and '1' or '0')
 if died then leave_the_dead() end
 redis.call('HINCRBY', counters, 'items', 1)
 redis.call('HINCRBY', counters, 'bytes', bytes)

@@ -641,3 +641,17 @@ def test_rollouts_that_were_on_their_way_leave_nothing_behind(
     assert service.post(rollout_file()).status_code == 404
     assert service.spooled() == []
     assert redis_client.xlen("da:{default}:queue") == 0
+
+
+def test_a_run_whose_files_are_damaged_hides_no_other(service: RunningService) -> None:
+    for run in ("good", "hurt"):
+        service.client.put(f"/runs/{run}", content=run_file(), headers=HEADERS).raise_for_status()
+        service.publish(run)
+    service.layout.latest("hurt").write_text("{")
+    listed = {one["run"]: one for one in service.client.get("/runs").raise_for_status().json()}
+    assert listed["hurt"]["headline"]["state"] == "unreadable"
+    assert listed["good"]["headline"]["state"] != "unreadable"
+    text = service.client.get("/metrics").raise_for_status().text
+    assert 'draftalign_run_unreadable{run="hurt"} 1.0' in text
+    assert 'draftalign_drafter_sequence{run="good"} 1.0' in text
+    assert 'draftalign_drafter_sequence{run="hurt"}' not in text

@@ -30,7 +30,9 @@ from examples.demo import SERVICE_SETTINGS, child, free_port
 from examples.policy import load
 from rl_hooks.errors import HookError
 from rl_hooks.hook import DrafterHook
-from rl_hooks.trainer.warmup import Sampling, read_prompts, send_rollouts
+from rl_hooks.trainer.warmup import Sampling, Sent, read_prompts, send_rollouts
+from service.cli import warmup
+from service.errors import ConfigurationError
 
 POLICY = Path(recall.TASK.base_policy)
 
@@ -192,3 +194,64 @@ def test_a_run_begins_with_a_drafter_that_knows_the_policy(tmp_path: Path) -> No
     batch = load_batch(tmp_path / "batch")
     found = replay(read_drafter(out), batch, Policy(0, head, TargetHead(head)), depth=4, drafting="probabilistic")
     assert found.alpha > 1.4, found.alpha
+
+
+def test_rollouts_that_are_left_out_on_the_way_end_the_warm_up_with_their_number() -> None:
+    model = tiny_qwen3()
+    with receiver() as service:
+        hook = DrafterHook(model, service.url, aux_layers=(0, 1, 3), strict=True, max_tokens_per_step=10)
+        list(send_rollouts(model, hook, [[5, 6, 7, 8]], 4, Sampling(2, 4), seed=0))
+        with pytest.raises(ConfigurationError, match=r"do not reach the service .*skipped_budget"):
+            warmup._check_sent(hook)
+        hook.close(5.0)
+
+
+def watch_of(monkeypatch: pytest.MonkeyPatch, states: list[str], headline: dict[str, Any], said: list[str]) -> Any:
+    """Watches a service that says this of every rollout (the last state for ever) and of the run."""
+    monkeypatch.setattr(warmup, "_TROUBLE_SECONDS", 0.3)
+    monkeypatch.setattr(warmup, "_READ_SECONDS", 0.3)
+    monkeypatch.setattr(warmup, "_POLL_SECONDS", 0.01)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.startswith("/rollouts/"):
+            state = states.pop(0) if len(states) > 1 else states[0]
+            return httpx.Response(200, json={"state": state, "reason": "because"})
+        return httpx.Response(200, json={"headline": headline, "headroom": {"state": "converged"}})
+
+    client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://service")
+    return warmup._Watch(client, "default", 100, said.append)
+
+
+def test_a_worker_that_does_not_get_on_ends_the_warm_up_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    silent = {"text": "Worker silent for 20 min.", "state": "worker_silent", "level": "bad", "also": []}
+    watch = watch_of(monkeypatch, ["queued"], silent, said)
+    assert not any(watch.add(Sent(f"r{number}", 10, 100)) for number in range(2))
+    with pytest.raises(ConfigurationError, match=r"does not get on: Worker silent for 20 min\."):
+        watch.add(Sent("r2", 10, 100))
+    assert said == ["     10 of 100 answers: Worker silent for 20 min."]
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_batches_that_wait_for_the_draft_vocabulary_are_not_waited_for(
+    hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathers = "Waiting for the draft vocabulary: 10 of 20 response tokens gathered."
+    worse = {"text": "Queue 85 % full: ...", "state": "queue_full", "level": "warn", "also": [gathers]}
+    headline = worse if hidden else {"text": gathers, "state": "gathering", "level": "wait", "also": []}
+    watch = watch_of(monkeypatch, ["queued"], headline, [])
+    for number in range(9):
+        assert not watch.add(Sent(f"r{number}", 10, 100)), "what the headroom says is of an earlier run"
+    watch.settle()
+
+
+def test_it_ends_once_its_own_batches_were_trained_on_and_nothing_is_left_to_gain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    level = {"text": "Level.", "state": "level", "level": "good", "also": []}
+    watch = watch_of(monkeypatch, ["trained"], level, [])
+    ended = [watch.add(Sent(f"r{number}", 10, 100)) for number in range(7)]
+    assert ended == [False] * 4 + [True] * 3
+    refused = watch_of(monkeypatch, ["dead"], level, [])
+    with pytest.raises(ConfigurationError, match="the worker refused the rollouts: because"):
+        list(map(refused.add, [Sent(f"r{number}", 10, 100) for number in range(4)]))

@@ -69,6 +69,10 @@ def test_an_engine_that_is_not_lossless_is_said_with_how_much() -> None:
     assert (found.level, found.state) == ("bad", "not_lossless")
     assert "comes at 2.00 times the odds that the policy gives it (1.50 to 2.50, 12,000 tokens)" in found.text
     assert "accept drafts too freely" in found.text
+    sure = headline(facts(current=replace(POINT, tilt=Tilt(1200.0, 1100.0, 1300.0, 8_000, biased=True))))
+    assert "148.41 times the odds" in sure.text
+    small = headline(facts(current=replace(POINT, tilt=Tilt(0.2, 0.15, 0.25, 400_000, biased=True))))
+    assert (small.level, small.state) == ("warn", "not_lossless")
     shy = replace(POINT, tilt=Tilt(-0.3, -0.4, -0.2, 12_000, biased=True))
     assert "accept drafts too freely" not in headline(facts(current=shy)).text
     sound = replace(POINT, tilt=Tilt(0.01, -0.1, 0.12, 12_000, biased=False))

@@ -24,6 +24,9 @@ NAMES = {
     "draftalign_alpha": {"run", "drafter"},
     "draftalign_publication_lag": {"run"},
     "draftalign_sampling_tilt": {"run"},
+    "draftalign_run_unreadable": {"run"},
+    "draftalign_dead_file_bytes": {"run"},
+    "draftalign_rollouts_put_back_total": {"run"},
     "draftalign_sampling_biased": {"run"},
     "draftalign_headroom_ratio": {"run"},
     "draftalign_speculation_speedup_ratio": {"run", "batch"},
@@ -100,6 +103,8 @@ def full_snapshot() -> RunSnapshot:
         ],
         counters={
             "items": 2,
+            "dead_file_bytes": 100,
+            "put_back_total": 1,
             "bytes": 4096,
             "accepted_total": 20,
             "duplicates_total": 1,
@@ -155,7 +160,12 @@ def value(text: bytes, name: str, **labels: str) -> float:
 
 
 def test_names_and_labels_are_the_documented_ones() -> None:
-    text = render({"a": full_snapshot(), "b": full_snapshot()}, queue_limit_bytes=1 << 30, token_file_broken=True)
+    text = render(
+        {"a": full_snapshot(), "b": full_snapshot()},
+        unreadable=["c"],
+        queue_limit_bytes=1 << 30,
+        token_file_broken=True,
+    )
     found: dict[str, set[str]] = {}
     for name, labels in samples(text):
         assert found.setdefault(name, {k for k, _ in labels}) == {k for k, _ in labels}
