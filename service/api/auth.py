@@ -149,6 +149,8 @@ class Guard:
         method, path = scope["method"], scope["path"]
         if path in PUBLIC:
             return _NOBODY
+        if method not in _READS and headers.get(b"sec-fetch-site") == "cross-site":  # browsers set it, pages cannot
+            raise Problem(403, "cross-site", "a web page of another site may not change anything here")
         if not self._tokens.required:
             host = headers.get(b"host", "")
             if _is_loopback(host):

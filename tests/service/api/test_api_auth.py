@@ -289,3 +289,14 @@ def test_the_page_is_served(service: RunningService) -> None:
     assert reply.status_code == 200
     assert reply.headers["content-type"].startswith("text/html")
     assert "α" in reply.text
+
+
+def test_a_page_of_another_site_changes_nothing(service: RunningService) -> None:
+    """A form needs no permission to be sent: without tokens a browser on this machine is let in."""
+    service.register()
+    path = "/runs/default/drift/reset"
+    crossed = service.client.post(path, headers={"Sec-Fetch-Site": "cross-site"})
+    assert (crossed.status_code, crossed.json()["type"]) == (403, "urn:draftalign:cross-site")
+    assert service.client.post(path, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 202
+    assert service.client.post(path).status_code == 202
+    assert service.client.get("/runs", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200
