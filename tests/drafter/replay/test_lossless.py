@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -115,11 +115,8 @@ def colder(p: Tensor, q: Tensor, drafts: Tensor, **more: Any) -> tuple[Tensor, T
     [(REAL, False), (lax, True), (no_residual, True), (colder, True)],
     ids=lambda x: getattr(x, "__name__", x),
 )
-def test_a_sampler_that_is_not_lossless_is_seen_in_the_tokens(
-    verify: Verify, biased: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decode, "verify_chain", verify)
-    tilt, z = tilt_of(*trained())
+def test_a_sampler_that_is_not_lossless_is_seen_in_the_tokens(verify: Verify, biased: bool) -> None:
+    tilt, z = tilt_of(drawn(verify))
     assert (z > 5) if biased else abs(z) < 3.5, (tilt, z)
 
 
@@ -146,27 +143,38 @@ def moved(policy: Policy) -> Policy:
 @pytest.mark.parametrize("inexact", [shifted, rounded, scaled, moved], ids=lambda x: x.__name__)
 def test_what_rounding_and_a_head_of_half_a_per_cent_off_do_is_no_bias(inexact: Any) -> None:
     """The hook sends a head again once it has moved by half a per cent; features travel in bfloat16."""
-    target, drafter = trained()
     of_policy = inexact in (scaled, moved)
-    exact, _ = tilt_of(target, drafter)
-    found, _ = tilt_of(target, drafter, **{"of_policy" if of_policy else "of_batch": inexact})
+    exact, _ = tilt_of(drawn(REAL))
+    found, _ = tilt_of(drawn(REAL), **{"of_policy" if of_policy else "of_batch": inexact})
     assert abs(found - exact) < 0.05
 
 
+@cache
+def drawn(verify: Verify) -> tuple[RolloutBatch, ...]:
+    """What an engine that verifies like this draws."""
+    target, drafter = trained()
+    batches = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "verify_chain", verify)
+        for seed in range(2):
+            asked = make_prompts(256, 64, seed=seed)
+            generator = torch.Generator().manual_seed(seed)
+            made = generate(target, drafter, asked, max_tokens=24, eos_id=EOS, generator=generator)
+            batches.append(log_rollouts(target, asked, made))
+    return tuple(batches)
+
+
 def tilt_of(
-    target: Any,
-    drafter: Eagle3Drafter,
+    batches: Sequence[RolloutBatch],
     *,
     of_batch: Callable[[RolloutBatch], RolloutBatch] = lambda batch: batch,
     of_policy: Callable[[Policy], Policy] = lambda policy: policy,
 ) -> tuple[float, float]:
-    """λ, and how many standard errors that is, over rollouts that are drawn now."""
+    """λ, and how many standard errors that is."""
+    target, drafter = trained()
     excess = variance = 0.0
-    for seed in range(2):
-        asked = make_prompts(256, 64, seed=seed)
-        generator = torch.Generator().manual_seed(seed)
-        made = generate(target, drafter, asked, max_tokens=24, eos_id=EOS, generator=generator)
-        found = drafters_favour(drafter, of_batch(log_rollouts(target, asked, made)), of_policy(policy_of(target)))
+    for batch in batches:
+        found = drafters_favour(drafter, of_batch(batch), of_policy(policy_of(target)))
         assert found is not None
         excess, variance = excess + found.excess, variance + found.variance
     return excess / variance, excess / math.sqrt(variance)
