@@ -71,7 +71,7 @@ _UNUSABLE: Final = (
 )
 #: What a script's error says for the last, and what a Sentinel answers.
 _NO_WRITES: Final = ("ACL failure", "unknown command", "MISCONF", "NOREPLICAS")
-_METHODS: Final = ("DELETE", "GET", "HEAD", "POST", "PUT")
+_METHODS: Final = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _LINGER_SECONDS: Final = 10.0
 _LINGER_IDLE_SECONDS: Final = 1.0
 
