@@ -127,19 +127,29 @@ def whoami() -> str:
         return f"user {os.getuid()}"
 
 
-def call(method: str, service: str, path: str, **more: Any) -> httpx.Response:
-    """Ask the service; what it refuses is a ConfigurationError."""
+def client_of(service: str, **more: Any) -> httpx.Client:
+    """A client of the service, with the token and the authorities that the environment names."""
     import httpx
 
     from rl_hooks.sending.exchange import trusted
 
     token = os.environ.get("DRAFTALIGN_TOKEN")
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    headers |= more.pop("headers", {})
+    tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
     try:
-        tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
-        answer = httpx.request(method, f"{service.rstrip('/')}{path}", headers=headers, verify=tls, **more)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return httpx.Client(base_url=service.rstrip("/"), headers=headers, verify=tls, **more)
+    except httpx.InvalidURL as error:
+        raise ConfigurationError(f"--service {service!r} is no URL: {error}") from error
+
+
+def call(method: str, service: str, path: str, timeout: float = 5.0, **more: Any) -> httpx.Response:
+    """Ask the service; what it refuses is a ConfigurationError. `timeout` in seconds."""
+    import httpx
+
+    try:
+        with client_of(service, timeout=timeout) as client:
+            answer = client.request(method, path, **more)
+    except httpx.HTTPError as error:
         hint = "; set DRAFTALIGN_CA_FILE to its authority's PEM file" if "CERTIFICATE_VERIFY" in str(error) else ""
         raise ConfigurationError(f"{service} does not answer: {error}{hint}") from error
     if not answer.is_success:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
+from service.cli.remote import client_of
 from service.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -65,43 +66,19 @@ def warmup(
     The service must be running (`draftalign up`). The RL run then goes on under the same name. DRAFTALIGN_TOKEN: token
     for the service, of scopes write and read.
     """
-    import httpx
-
-    from rl_hooks.errors import HookError
-    from rl_hooks.hook import DrafterHook
-    from rl_hooks.sending.exchange import trusted
     from rl_hooks.trainer.warmup import Sampling, send_rollouts
 
     if out is not None and out.exists() and any(out.iterdir()):
         raise ConfigurationError(f"{out} holds files already; name a directory that does not")
-    token = os.environ.get("DRAFTALIGN_TOKEN")
-    with httpx.Client(
-        base_url=service.rstrip("/"),
-        headers={} if token is None else {"Authorization": f"Bearer {token}"},
-        verify=trusted(os.environ.get("DRAFTALIGN_CA_FILE")),
-        timeout=60.0,
-    ) as client:
+    with client_of(service, timeout=60.0) as client:
         _ask(client, "/healthz")  # before a large policy is loaded
         model, texts = _load(policy, device, prompts)
         typer.echo(f"{len(texts):,} prompts, {rollouts:,} answers at most; the page: {service}")
+        hook = _attach(model, service, run, drafter, _layers(aux_layers))
+        watch = _Watch(client, run, rollouts, typer.echo)
         try:
-            hook = DrafterHook(
-                model,
-                service,
-                run=run,
-                token=token,
-                initial_drafter=drafter,
-                aux_layers=_layers(aux_layers),
-                max_tokens_per_step=1 << 62,  # all of it is of one policy version
-                queue_bytes=_QUEUE_BYTES,
-            )
-        except (HookError, ValueError) as error:
-            raise ConfigurationError(f"{policy}: {error}") from error
-        try:
-            watch = _Watch(client, run, rollouts, typer.echo)
-            for sent in send_rollouts(
-                model, hook, texts, rollouts, Sampling(batch, max_new_tokens, temperature), seed=seed
-            ):
+            sampling = Sampling(batch, max_new_tokens, temperature)
+            for sent in send_rollouts(model, hook, texts, rollouts, sampling, seed=seed):
                 _check_sent(hook)
                 if watch.add(sent):
                     break
@@ -181,6 +158,28 @@ class _Watch:
     def _tell(self, text: str) -> None:
         self.said = text
         self._say(f"{self._answered:>7,} of {self._rollouts:,} answers: {text}")
+
+
+def _attach(
+    model: Any, service: str, run: str, drafter: Path | None, layers: Sequence[int] | Literal["eagle3"]
+) -> DrafterHook:
+    """Register the run, and capture all that is sent: warm-up has no trainer that must not be slowed down."""
+    from rl_hooks.errors import HookError
+    from rl_hooks.hook import DrafterHook
+
+    try:
+        return DrafterHook(
+            model,
+            service,
+            run=run,
+            token=os.environ.get("DRAFTALIGN_TOKEN"),
+            initial_drafter=drafter,
+            aux_layers=layers,
+            max_tokens_per_step=1 << 62,  # all of it is of one policy version
+            queue_bytes=_QUEUE_BYTES,
+        )
+    except (HookError, ValueError) as error:
+        raise ConfigurationError(f"the policy cannot be captured: {error}") from error
 
 
 def _check_sent(hook: DrafterHook) -> None:
