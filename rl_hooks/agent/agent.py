@@ -20,7 +20,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -45,6 +45,7 @@ _SERVICE: Final = "service"
 IN_PROCESS: Final = "in-process:"
 #: At least this long between two polls: a service or proxy may answer a long poll at once.
 _MIN_POLL_SECONDS: Final = 0.5
+_CANCEL_AGAIN_SECONDS: Final = 0.5
 #: Answers to a report that will not change when it is sent again.
 _UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
 #: vLLM and SGLang close a connection that was idle for 5 seconds, and the agent asks them every 5 seconds. A request on
@@ -181,16 +182,16 @@ class SwapAgent:
             try:
                 await stopping.wait()
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await _end(tasks)
                 if server is not None:
                     server.close()
             if self._engine is not None:  # it ends with this process: nobody else will read its last counts
                 with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
-                    await asyncio.wait_for(self.followers[config.engine_urls[0]].tick(None), timeout=1.0)
+                    async with asyncio.timeout(1.0):
+                        await self.followers[config.engine_urls[0]].tick(None)
             with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
-                await asyncio.wait_for(self._report_all(service), timeout=2.0)
+                async with asyncio.timeout(2.0):
+                    await self._report_all(service)
 
     def _loops(self, service: httpx.AsyncClient, engines: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
         config = self.config
@@ -339,11 +340,10 @@ class SwapAgent:
                     return
             await tick
         finally:
-            newer.cancel()
-            tick.cancel()
-            await asyncio.wait({tick, newer})
+            await _end([tick, newer])
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(offered.wait(), self.config.report_seconds)
+            async with asyncio.timeout(self.config.report_seconds):
+                await offered.wait()
 
     # --- the reports
     async def _report(self, client: httpx.AsyncClient) -> None:
@@ -409,6 +409,19 @@ class SwapAgent:
             if isinstance(warning, str) and self._warned.get(engine) != warning:
                 log.warning("%s: %s", engine, warning)
                 self._warned[engine] = warning
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks until all have ended.
+
+    Once is not enough: a cancellation that comes together with what a task waits for can be lost on its way through a
+    library (`asyncio.wait_for` before Python 3.12, cpython issue 86296). The task would then go on for ever.
+    """
+    waiting = set(tasks)
+    while waiting:
+        for task in waiting:
+            task.cancel()
+        _, waiting = await asyncio.wait(waiting, timeout=_CANCEL_AGAIN_SECONDS)
 
 
 def _tls() -> ssl.SSLContext:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -412,6 +413,28 @@ def test_what_the_engines_use_is_read_in_the_thread_that_changes_it(
         service.publish(1)
         eventually(lambda: readers)
     assert not {name for name in readers if name.startswith("asyncio")}, readers  # asyncio.to_thread's names
+
+
+def test_an_agent_ends_where_a_cancellation_was_lost(
+    service: Service, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio.wait_for of Python 3.11 loses one that comes together with its result (cpython issue 86296)."""
+    began: list[bool] = []
+    lost: list[bool] = []
+
+    async def deaf_once(*_: object) -> None:
+        began.append(True)
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            if lost:
+                raise
+            lost.append(True)
+
+    monkeypatch.setattr(SwapAgent, "_follow_engine", deaf_once)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: began)
+    assert lost
 
 
 def test_own_metrics_are_served_on_loopback_and_bounded(service: Service, engine: Engine, tmp_path: Path) -> None:
