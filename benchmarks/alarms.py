@@ -27,8 +27,11 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from service.monitor.cause import cause_of
-from service.monitor.drift import DriftConfig, DriftMonitor, DriftState, Succession, Traffic
+from service.monitor.drift.cause import cause_of
+from service.monitor.drift.limits import DriftConfig
+from service.monitor.drift.monitor import DriftMonitor
+from service.monitor.drift.state import DriftState, Traffic
+from service.monitor.drift.succession import Succession
 from service.monitor.records import Estimate
 
 try:

@@ -18,9 +18,9 @@ from service.api.context import ServiceContext
 from service.api.problems import Problem
 from service.errors import ServiceError
 from service.monitor.alpha import Attempt, alpha_series, attempts
-from service.monitor.cause import Cause, as_fraction, explain
 from service.monitor.counts import servers, sound
 from service.monitor.current import current
+from service.monitor.drift.cause import Cause, as_fraction, explain
 from service.monitor.headline import (
     ENGINE_SILENT_SECONDS,
     RECENT_BATCHES,

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from service.monitor.cause import Cause, as_fraction
 from service.monitor.current import Current, Tilt
+from service.monitor.drift.cause import Cause, as_fraction
 from service.monitor.headroom import Advice, trainer_silent
 from service.monitor.live_replay import UNREVIVED_PUSHES, EngineVerdict, Watch
 from service.monitor.records import HeldVersion, RunState

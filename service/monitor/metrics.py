@@ -20,9 +20,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from service.monitor.cause import as_fraction, explain
 from service.monitor.counts import sound
 from service.monitor.current import Current, current
+from service.monitor.drift.cause import as_fraction, explain
 from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
 from service.monitor.live_replay import Watch, failed_pushes
 from service.monitor.records import (

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.alarms import TROUBLES, Bank, make_bank, named
-from service.monitor.cause import Evidence, Row, cause_of, engine_change
-from service.monitor.drift import DriftMonitor
+from service.monitor.drift.cause import Evidence, Row, cause_of, engine_change
+from service.monitor.drift.monitor import DriftMonitor
 from service.monitor.records import AcceptanceRecord, Change, DrafterSums, Estimate, ScoreRecord
 
 SMALL = 0.0001  # variance: 1 %

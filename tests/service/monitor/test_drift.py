@@ -32,16 +32,10 @@ from benchmarks.alarms import (
     wander,
     weekend,
 )
-from service.monitor.drift import (
-    DriftConfig,
-    DriftError,
-    DriftMonitor,
-    DriftReading,
-    DriftState,
-    Lane,
-    Succession,
-    cusum_limit,
-)
+from service.monitor.drift.limits import DriftConfig, DriftError, Lane, cusum_limit
+from service.monitor.drift.monitor import DriftMonitor, DriftReading
+from service.monitor.drift.state import DriftState
+from service.monitor.drift.succession import Succession
 
 SEED = 20_240_611
 

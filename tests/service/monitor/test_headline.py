@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from service.monitor.alpha import Compared
-from service.monitor.cause import Cause, cause_of
 from service.monitor.counts import LiveAlpha
 from service.monitor.current import Current, Tilt
+from service.monitor.drift.cause import Cause, cause_of
 from service.monitor.headline import (
     Headline,
     RunFacts,

@@ -1,0 +1,1 @@
+"""The drift alarm: numbers in, alarm out."""

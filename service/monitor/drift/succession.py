@@ -1,0 +1,129 @@
+"""Which drafter is served, and by how much it differs from the one before it, on the same rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from service.monitor.drift.monitor import DriftMonitor, DriftReading
+
+#: Batches that may have been scored before the watched version changed; after so many in a row it was deleted.
+_SCORED_BEFORE: Final = 64
+#: Versions whose order is remembered. Engines are not further behind than this.
+_OFFERED_VERSIONS: Final = 32
+#: Rollouts on which a drafter is compared with the one that it replaces, before its α is watched: one tick's worth.
+_COMPARED_ROLLOUTS: Final = 64
+
+
+@dataclass(slots=True)
+class Succession:
+    """Follows which drafter is served, and compares each new one with the one before it on the same rollouts.
+
+    It does not matter what changed it: a publish, a rollback by a person, another worker. The rollouts came after the
+    change, so the drafter was not selected on them.
+    """
+
+    watched: str | None = None  # the version whose α the monitor is fed
+    offered: list[str] = field(default_factory=list)  # versions, in the order in which they last became the latest
+    returned: list[str] = field(default_factory=list)  # those that became the latest more than once
+    successor: str | None = None  # the version that is compared with the watched one
+    previous: str | None = None  # the version watched before
+    passed: int = 0  # batches in a row that were scored with that one and not with the watched one
+    differences: dict[str, list[float]] = field(default_factory=dict)  # prompt -> [sum of differences of α, rollouts]
+
+    def feed(
+        self,
+        monitor: DriftMonitor,
+        replays: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+        prompts: Sequence[str],
+        *,
+        served: str,
+        latest: str | None,
+        strata: Sequence[str] | None = None,
+        entropies: Sequence[float] | None = None,
+        arrived: float | None = None,
+    ) -> list[DriftReading]:
+        """Show the monitor one batch: per version the rollouts' replay tokens and rounds. One reading per tick closed.
+
+        `strata`, `entropies`, `arrived`: as `DriftMonitor.observe` takes them. `served` drafted the batch's rollouts,
+        `latest` is offered to engines now, `prompts` names the prompt of each rollout. Engines load a new version one
+        after another. Rollouts of an engine that still has an older version count too, replayed with the watched
+        version. If the watched version was deleted, and so was not replayed, the monitor's baseline starts from
+        scratch with the served one.
+        """
+        if latest is not None and self.offered[-1:] != [latest]:
+            self.returned = sorted({*self.returned, latest} & {*self.offered})
+            self.offered = [*(v for v in self.offered if v != latest), latest][-_OFFERED_VERSIONS:]
+        if self.watched is None:
+            self.watched = served
+        elif self.watched not in replays and self.previous in replays and self.passed < _SCORED_BEFORE:
+            self.passed += 1
+            return []  # it was scored before the watched version was
+        elif self.watched not in replays:
+            monitor.rebase(0.0, math.inf)
+            self._watch(served)
+        elif self._is_newer(served):
+            if self.successor not in (None, served):  # a third version is served before the comparison is done
+                self._succeed(monitor)
+                return []  # this batch was not replayed with the version now watched
+            self._compare(monitor, replays, prompts, served)
+        self.passed = 0
+        tokens, rounds = replays[self.watched]
+        return monitor.observe(tokens, rounds, strata, entropies=entropies, arrived=arrived)
+
+    def _is_newer(self, version: str) -> bool:
+        """Whether it became the latest after the watched version; False if it was never seen as the latest."""
+        places = {v: place for place, v in enumerate(self.offered)}
+        return places.get(version, -1) > places.get(self.watched or "", -1)
+
+    def _compare(
+        self,
+        monitor: DriftMonitor,
+        replays: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+        prompts: Sequence[str],
+        successor: str,
+    ) -> None:
+        self.successor = successor
+        tokens, before = replays[self.watched or successor]
+        for prompt, token, old, new in zip(prompts, tokens, before, replays[successor][1], strict=True):
+            if old > 0 and new > 0:
+                sums = self.differences.setdefault(prompt, [0.0, 0.0])
+                sums[0] += token / new - token / old
+                sums[1] += 1
+        if sum(count for _, count in self.differences.values()) >= _COMPARED_ROLLOUTS:
+            self._succeed(monitor)
+
+    def _succeed(self, monitor: DriftMonitor) -> None:
+        """Watch the successor from now on."""
+        mean, variance = self.difference()
+        monitor.rebase(mean, variance, decided=self._served_again(self.successor or ""))
+        self._watch(self.successor)
+
+    def _served_again(self, version: str) -> bool:
+        """Whether it was the latest before: it was seen so, or its number is lower than the watched one's."""
+        return version in self.returned or _number(version) < _number(self.watched or "")
+
+    def _watch(self, version: str | None) -> None:
+        self.previous, self.watched, self.successor, self.differences = self.watched, version, None, {}
+
+    def difference(self) -> tuple[float, float]:
+        """Mean over rollouts of the successor's α minus the watched one's, and the variance of that mean.
+
+        Rollouts of one prompt are one observation; of fewer than two prompts the variance is infinite.
+        """
+        if not self.differences:
+            return 0.0, math.inf
+        n = math.fsum(count for _, count in self.differences.values())
+        mean = math.fsum(total for total, _ in self.differences.values()) / n
+        clusters = len(self.differences)
+        if clusters < 2:
+            return mean, math.inf
+        squares = math.fsum((total - count * mean) ** 2 for total, count in self.differences.values())
+        return mean, squares / n**2 * clusters / (clusters - 1)
+
+
+def _number(version: str) -> int:
+    digits = version.partition("-")[0].removeprefix("v")
+    return int(digits) if digits.isascii() and digits.isdigit() else 0
