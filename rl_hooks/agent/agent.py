@@ -415,7 +415,7 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancel tasks until all have ended.
 
     Once is not enough: a cancellation that comes together with what a task waits for can be lost on its way through a
-    library (`asyncio.wait_for` before Python 3.12, cpython issue 86296). The task would then go on, and nothing would end it.
+    library (`asyncio.wait_for` before Python 3.12, cpython issue 86296). The task would then go on and never end.
     """
     waiting = set(tasks)
     while waiting:
