@@ -19,7 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from service.monitor.live_replay import Block, LiveRule, Replays, Watch, counted, watch
+from service.monitor.live.blocks import Block, counted
+from service.monitor.live.engine import LiveRule
+from service.monitor.live.replays import Replays
+from service.monitor.live.watch import Watch, watch
 from service.monitor.records import AcceptanceRecord, DrafterSums, Replayed, ScoreRecord
 
 Floats = npt.NDArray[np.float64]

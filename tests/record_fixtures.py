@@ -8,7 +8,10 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from service.monitor.live_replay import Block, LiveRule, Replays, Watch, counted, watch
+from service.monitor.live.blocks import Block, counted
+from service.monitor.live.engine import LiveRule
+from service.monitor.live.replays import Replays
+from service.monitor.live.watch import Watch, watch
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import AcceptanceRecord, RunEvent, ScoreRecord, ServedDrafter, WorkerGauges, read
 

@@ -15,7 +15,8 @@ from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem
 from service.api.snapshot import read_snapshot, run_document
 from service.api.uploads import json_body, parse_body
-from service.monitor.live_replay import Block, EngineVerdict, VerdictName, push_is_due, watch
+from service.monitor.live.blocks import Block
+from service.monitor.live.watch import EngineVerdict, VerdictName, push_is_due, watch
 from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
 from service.settings import Settings
 from service.storage.registry import Manifest, canary_key

@@ -19,7 +19,9 @@ from fastapi import Depends, Query, Request
 from rl_hooks.release import SigningKey
 from service.access.tokens import Tokens
 from service.errors import ConfigurationError
-from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, LiveRule, Replays, Watch, watch
+from service.monitor.live.engine import LiveRule
+from service.monitor.live.replays import REPLAYED_BATCHES, Replays
+from service.monitor.live.watch import EVIDENCE_SECONDS, Watch, watch
 from service.monitor.records import ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
 from service.settings import Settings

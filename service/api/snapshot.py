@@ -29,7 +29,7 @@ from service.monitor.headline import (
     headline,
 )
 from service.monitor.headroom import longest_pause
-from service.monitor.live_replay import EngineVerdict, failed_pushes
+from service.monitor.live.watch import EngineVerdict, failed_pushes
 from service.monitor.metrics import RunSnapshot, advice_of
 from service.monitor.records import (
     AcceptanceRecord,

@@ -16,7 +16,7 @@ from typing import Final, Literal
 from service.monitor.current import Current, Tilt
 from service.monitor.drift.cause import Cause, as_fraction
 from service.monitor.headroom import Advice, trainer_silent
-from service.monitor.live_replay import UNREVIVED_PUSHES, EngineVerdict, Watch
+from service.monitor.live.watch import UNREVIVED_PUSHES, EngineVerdict, Watch
 from service.monitor.records import HeldVersion, RunState
 
 #: So many of the last batches, by arrival, are looked at.

@@ -24,7 +24,7 @@ from service.monitor.counts import sound
 from service.monitor.current import Current, current
 from service.monitor.drift.cause import as_fraction, explain
 from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
-from service.monitor.live_replay import Watch, failed_pushes
+from service.monitor.live.watch import Watch, failed_pushes
 from service.monitor.records import (
     DRAFTERS,
     AcceptanceRecord,

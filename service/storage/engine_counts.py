@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 
 from service.errors import TooManyReporters
 from service.monitor.counts import since, total
-from service.monitor.live_replay import Block, counted
+from service.monitor.live.blocks import Block, counted
 from service.monitor.records import AcceptanceRecord, StepSample, read, written
 
 #: Records of a reporter that stay apart: twice what an agent keeps, which reports all of them again after a restart.

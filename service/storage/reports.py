@@ -21,7 +21,10 @@ from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
 from service.monitor.current import LOOK_BACK
-from service.monitor.live_replay import REPLAYED_BATCHES, Block, LiveRule, Replays, Watch, watch
+from service.monitor.live.blocks import Block
+from service.monitor.live.engine import LiveRule
+from service.monitor.live.replays import REPLAYED_BATCHES, Replays
+from service.monitor.live.watch import Watch, watch
 from service.monitor.records import AcceptanceRecord, ScoreRecord, StepSample, WorkerGauges, read, written
 from service.storage.engine_counts import (
     Account,

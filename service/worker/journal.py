@@ -18,7 +18,8 @@ from service.monitor.drift.monitor import DriftMonitor, DriftReading
 from service.monitor.drift.state import DriftState
 from service.monitor.drift.succession import Succession
 from service.monitor.headroom import LearningCurve
-from service.monitor.live_replay import EVIDENCE_SECONDS, LiveRule
+from service.monitor.live.engine import LiveRule
+from service.monitor.live.watch import EVIDENCE_SECONDS
 from service.monitor.records import Headroom, ScoreRecord
 from service.settings import Settings
 from service.storage.queue import Entry

@@ -27,7 +27,7 @@ from drafter.device import ahead
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
 from service.monitor.headroom import LearningCurve
-from service.monitor.live_replay import LiveRule
+from service.monitor.live.engine import LiveRule
 from service.monitor.records import DrafterSums, arrival
 from service.settings import Settings
 from service.storage.layout import Layout

@@ -15,7 +15,9 @@ from redis import Redis
 from service_fixtures import RunningService
 from storage_fixtures import Store
 
-from service.monitor.live_replay import REPLAYED_BATCHES, EngineVerdict, LiveRule, failed_pushes, push_is_due
+from service.monitor.live.engine import LiveRule
+from service.monitor.live.replays import REPLAYED_BATCHES
+from service.monitor.live.watch import EngineVerdict, failed_pushes, push_is_due
 from service.storage.reports import StoreKeys
 
 

@@ -24,7 +24,7 @@ from storage_fixtures import Store
 from worker_fixtures import Bench, nest
 
 import service.monitor.headline
-from service.monitor.live_replay import EngineVerdict, Watch
+from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import DrafterSums, Lane, RunEvent
 from service.monitor.worth import AtBatch, Worth

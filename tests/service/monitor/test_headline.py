@@ -20,7 +20,8 @@ from service.monitor.headline import (
     headline,
 )
 from service.monitor.headroom import Advice
-from service.monitor.live_replay import EngineVerdict, Stretch, Watch
+from service.monitor.live.engine import Stretch
+from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.records import Change, Estimate, HeldVersion, RunState
 
 NOW = 10_000.0

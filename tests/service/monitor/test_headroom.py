@@ -10,7 +10,7 @@ import pytest
 from record_fixtures import stored
 
 from service.monitor.headroom import STATES, Advice, LearningCurve, advise, trainer_silent
-from service.monitor.live_replay import Watch
+from service.monitor.live.watch import Watch
 from service.monitor.metrics import advice_of
 from service.monitor.records import Headroom
 

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from record_fixtures import acceptance
 
 from benchmarks.live_replay import WORLDS, cases, false_names, until_named
-from service.monitor.live_replay import KEPT_BLOCKS, Block, LiveRule, Replays, Watch, counted, watch
+from service.monitor.live.blocks import KEPT_BLOCKS, Block, counted
+from service.monitor.live.engine import LiveRule
+from service.monitor.live.replays import Replays
+from service.monitor.live.watch import Watch, watch
 from service.monitor.records import DrafterSums, Replayed, ScoreRecord
 
 RULE = LiveRule()

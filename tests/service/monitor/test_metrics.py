@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from record_fixtures import stored
 
 from service.monitor.headroom import STATES
-from service.monitor.live_replay import EngineVerdict, Stretch, Watch
+from service.monitor.live.engine import Stretch
+from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot, render
 from service.monitor.records import HeldVersion, RunState
 from service.monitor.worth import AtBatch, Worth

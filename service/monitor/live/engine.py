@@ -1,0 +1,260 @@
+"""One engine by itself: where its counts begin to differ from replay, and how."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Protocol
+
+from service.monitor.live.blocks import Block
+from service.monitor.live.replays import Cell, Replays
+
+#: Variance of log α below which nothing is told from nothing.
+_LEAST: Final = 1e-8
+#: Drafts that replay expects at a position where the engine has none, before they are called missing.
+MISSING: Final = 20.0
+#: Standard errors by which a newer stretch must lie above half of a fall for the fall to be over.
+OVER: Final = 3.0
+
+
+class _Settings(Protocol):
+    @property
+    def depth(self) -> int: ...
+    @property
+    def dead_min_rounds(self) -> int: ...
+    @property
+    def dead_live_alpha(self) -> float: ...
+    @property
+    def dead_replay_alpha(self) -> float: ...
+    @property
+    def push_again_seconds(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRule:
+    """When live and replay α differ.
+
+    `dead_band`: a fall of log α that is not worth a word: the natural gap between engines and replay is below 3 %.
+    `above_band`: the same for live above replay, where engines that do not count trimmed tokens are by nature.
+    `certain`: standard errors. `depth`: K that the service replays. `min_rounds`, `live_alpha`, `replay_alpha`: a
+    drafter is dead that emits at most `live_alpha` over `min_rounds` and more than `replay_alpha` in replay.
+    `push_again_seconds`: pause after the first push; it doubles with each one that does not help, up to 30 min.
+    """
+
+    depth: int = 4
+    min_rounds: int = 200
+    live_alpha: float = 1.05
+    replay_alpha: float = 1.3
+    push_again_seconds: float = 30.0
+    dead_band: float = 0.04
+    above_band: float = 0.15
+    certain: float = 4.5
+
+    @classmethod
+    def of(cls, settings: _Settings) -> LiveRule:
+        """The rule of a service with these settings."""
+        return cls(
+            depth=settings.depth,
+            min_rounds=settings.dead_min_rounds,
+            live_alpha=settings.dead_live_alpha,
+            replay_alpha=settings.dead_replay_alpha,
+            push_again_seconds=settings.push_again_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Live against replay over some rounds. `log_ratio`: log(live α / replay α), with its standard `error`."""
+
+    rounds: int
+    live_alpha: float
+    replay_alpha: float
+    log_ratio: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A block with its replay, and both at the depth that they have in common."""
+
+    block: Block
+    cell: Cell
+    tokens: float
+    expected: float
+
+
+def at_common_depth(block: Block, replays: Replays, rule: LiveRule) -> Known | None:
+    """A block beside its replay, at the depth that both have; None where that cannot be told."""
+    cell = replays.get(block)
+    if cell is None:
+        return None
+    depth, ours = _drafts(block, cell), len(cell.accepted) or rule.depth
+    tokens: float = block.tokens
+    if depth is not None and depth > ours:
+        if not block.accepted:
+            return None
+        tokens, depth = block.rounds + sum(block.accepted[:ours]), None
+    alpha = cell.alpha(depth if depth is not None and depth < ours - 0.01 else None)
+    return None if alpha is None else Known(block, cell, tokens, alpha * block.rounds)
+
+
+def _drafts(block: Block, cell: Cell) -> float | None:
+    """Tokens that the engine drafts a round: fewer than it says where later positions never accept one."""
+    depth = block.depth
+    kept = [n for n in block.accepted if n > 0]
+    if not kept or len(kept) >= len(cell.accepted) or len(kept) >= len(cell.reached):
+        return depth
+    at = len(kept)
+    expected = kept[-1] * cell.accepted[at] / cell.reached[at] if cell.reached[at] > 0 else 0.0
+    return float(at) if expected >= MISSING else depth
+
+
+class Scan:
+    """Sums over the newest blocks, one more with each call of `add`."""
+
+    def __init__(self, spread: float) -> None:
+        self._spread = spread
+        self._tokens = self._expected = self._flips = self._rounds = 0.0
+        self._replayed = 0.0  # sum of expected_i² / replayed rounds_i
+        self._of: defaultdict[int, float] = defaultdict(float)
+
+    def add(self, known: Known) -> Stretch:
+        """Take one block in; returns the stretch from it to the newest."""
+        cell = id(known.cell)
+        before = self._of[cell]
+        self._of[cell] = now = before + known.expected
+        self._replayed += (now * now - before * before) / known.cell.rounds
+        self._tokens += known.tokens
+        self._expected += known.expected
+        self._rounds += known.block.rounds
+        self._flips += known.cell.flips * known.block.rounds
+        ratio = max(self._tokens, 1.0) / self._expected
+        variance = (self._spread + self._flips / self._rounds) / self._rounds
+        variance += self._spread * self._replayed / self._expected**2
+        rounds, error = self._rounds, math.sqrt(max(variance, _LEAST))
+        return Stretch(int(rounds), self._tokens / rounds, self._expected / rounds, math.log(ratio), error)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the blocks of one engine say by themselves."""
+
+    kind: Literal["healthy", "unknown", "depth", "dead", "low", "above"]
+    text: str
+    stretch: Stretch | None = None
+    blocks: tuple[Known, ...] = ()  # that the finding is about
+    before: tuple[Known, ...] = ()  # older ones
+    since: float | None = None
+
+
+def find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding:
+    """Judge an engine by its own blocks, oldest first."""
+    dead = _find_dead(blocks, replays, rule)
+    if dead is not None:
+        return dead
+    known = [found for block in blocks if (found := at_common_depth(block, replays, rule)) is not None]
+    rounds = sum(k.block.rounds for k in known)
+    if not known:
+        return Finding("unknown", "no replay α of what it drafts with, on rollouts of the same policy version, so far")
+    if replays.spread is None:
+        return Finding("unknown", "too few rollouts are scored to say how far live and replay α may differ")
+    if rounds < rule.min_rounds:
+        return Finding("unknown", f"{rounds} rounds so far; {rule.min_rounds} are needed to judge")
+    begin, kind = _change(known, replays.spread, replace(rule, above_band=_above_band(known, replays, rule)))
+    about, scan = known[begin:], Scan(replays.spread)
+    stretch = [scan.add(k) for k in reversed(about)][-1]
+    if kind == "healthy":
+        depth = _other_depth(about, rule)
+        if depth is not None:
+            return Finding("depth", depth, stretch, tuple(about))
+        return Finding("healthy", f"{_evidence(stretch)}: they agree", stretch, tuple(about))
+    return Finding(kind, _evidence(stretch), stretch, tuple(about), tuple(known[:begin]))
+
+
+def _above_band(known: Sequence[Known], replays: Replays, rule: LiveRule) -> float:
+    """How far live α may lie above replay α. Stock engines count what a response's last round emits beyond its end.
+
+    That is at most the depth in each response. Replay does not count it; an engine that trims says fewer tokens than
+    its rounds and accepted drafts make.
+    """
+    trimmed = all(k.block.tokens < k.block.rounds + sum(k.block.accepted) for k in known)
+    if trimmed or not replays.response_tokens:
+        return rule.above_band
+    return rule.above_band + math.log1p(rule.depth / replays.response_tokens)
+
+
+def _change(known: Sequence[Known], spread: float, rule: LiveRule) -> tuple[int, Literal["healthy", "low", "above"]]:
+    """Where the newest stretch that differs begins, and how; 0 and healthy where none does."""
+    begin = 0
+    while True:
+        scan, stretches = Scan(spread), []
+        for one in reversed(known[begin:]):
+            stretches.append(scan.add(one))
+        low = min(range(len(stretches)), key=lambda i: (stretches[i].log_ratio + rule.dead_band) / stretches[i].error)
+        high = max(range(len(stretches)), key=lambda i: (stretches[i].log_ratio - rule.above_band) / stretches[i].error)
+        if (stretches[low].log_ratio + rule.dead_band) / stretches[low].error < -rule.certain:
+            at, sign, kind = low, 1.0, "low"
+        elif (stretches[high].log_ratio - rule.above_band) / stretches[high].error > rule.certain:
+            at, sign, kind = high, -1.0, "above"
+        else:
+            return (begin, "healthy")
+        half = stretches[at].log_ratio / 2
+        over = [i for i in range(at) if sign * (stretches[i].log_ratio - half) / stretches[i].error > OVER]
+        if not over:
+            return len(known) - 1 - at, "low" if kind == "low" else "above"
+        begin = len(known) - 1 - over[-1]
+
+
+def _find_dead(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding | None:
+    """The old rule, which needs no variance: nothing is accepted of what replay accepts."""
+    tokens = rounds = 0
+    for block in reversed(blocks):
+        if block.drafter_version != blocks[-1].drafter_version:
+            return None
+        tokens, rounds = tokens + block.tokens, rounds + block.rounds
+        if rounds >= rule.min_rounds:
+            break
+    if rounds < rule.min_rounds or tokens > rule.live_alpha * rounds:
+        return None
+    live, replayed = tokens / rounds, replays.alpha(blocks[-1].drafter_version)
+    if replayed is None:
+        return Finding("unknown", f"live α {live:.2f}, but no replay α of this version to compare with")
+    text = f"live α {live:.2f} over {rounds:,} rounds against replay α {replayed:.2f}"
+    if replayed <= rule.replay_alpha:
+        return Finding("healthy", f"{text}: they agree; it is bad, not dead")
+    stretch = Stretch(rounds, live, replayed, math.log(max(live, 0.5) / replayed), 1 / math.sqrt(rounds))
+    return Finding("dead", text, stretch, since=blocks[-1].since)
+
+
+def _evidence(stretch: Stretch) -> str:
+    return (
+        f"live α {stretch.live_alpha:.2f} over {stretch.rounds:,} rounds against replay α {stretch.replay_alpha:.2f} "
+        f"({_percent(stretch.log_ratio)} ± {100 * 2 * stretch.error:.0f} %)"
+    )
+
+
+def _percent(log_ratio: float) -> str:
+    return f"{100 * math.expm1(log_ratio):+.0f} %"
+
+
+def _other_depth(known: Sequence[Known], rule: LiveRule) -> str | None:
+    """What to say where the newest block was drafted at another depth than the service replays."""
+    newest = known[-1]
+    depth, ours = _drafts(newest.block, newest.cell), len(newest.cell.accepted) or rule.depth
+    if depth is None or abs(depth - ours) <= 0.25:
+        return None
+    return (
+        f"it drafts {depth:.2g} tokens a round where the service replays and trains {ours}; at the depth that "
+        "both have it accepts what replay says"
+    )
+
+
+def was_sound(found: Finding, spread: float) -> bool:
+    """Whether the engine accepted, before it fell, significantly more than halfway to what it accepts now."""
+    if not found.before or found.stretch is None:
+        return False
+    scan = Scan(spread)
+    before = [scan.add(one) for one in found.before][-1]
+    return (before.log_ratio - found.stretch.log_ratio / 2) / before.error > OVER

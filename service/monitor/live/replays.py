@@ -1,0 +1,135 @@
+"""What replay says of every drafter version, by policy version: the replay side."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from service.monitor.live.blocks import Block
+from service.monitor.records import DrafterSums, ScoreRecord
+
+#: Score records that are read: the replay side.
+REPLAYED_BATCHES: Final = 256
+#: Fewest prompts from which it is measured how unlike they are.
+_CLUSTERS: Final = 8
+#: Variance of clustered rounds over that of rollouts taken for independent, where no sums by prompt are known.
+_DESIGN_EFFECT: Final = 4.0
+#: Variance of log α from one round's coin flips, at most, for depths up to 4, where no positions are known.
+COIN_FLIPS: Final = 0.45
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Replay of one drafter version on the rollouts of one policy version."""
+
+    tokens: float
+    rounds: float
+    accepted: tuple[float, ...]
+    reached: tuple[float, ...]
+
+    def alpha(self, depth: float | None = None) -> float | None:
+        """Tokens per round, for an engine that drafts `depth` tokens; None where that cannot be told."""
+        if depth is None or depth >= len(self.accepted) > 0:
+            return self.tokens / self.rounds
+        if not self.accepted:
+            return None
+        whole = int(depth)
+        kept = math.fsum(self.accepted[:whole]) + (depth - whole) * self.accepted[whole]
+        return 1.0 + kept / self.rounds
+
+    @property
+    def flips(self) -> float:
+        """Variance of log α from the coin flips of one round: E[a²] = sum (2i + 1) P_i of the drafts kept."""
+        if not self.accepted:
+            return COIN_FLIPS
+        mean = math.fsum(self.accepted) / self.rounds
+        square = math.fsum((2 * i + 1) * kept for i, kept in enumerate(self.accepted)) / self.rounds
+        return max(square - mean * mean, 0.0) / (1.0 + mean) ** 2
+
+
+class Replays:
+    """Replay of every drafter version that was scored of late, by policy version.
+
+    `spread`: variance of log α that one round's worth of text brings; None where there are too few rollouts to say.
+    """
+
+    def __init__(self, scores: Iterable[ScoreRecord]) -> None:
+        found: defaultdict[tuple[str, int | None], list[Cell]] = defaultdict(list)
+        prompts: defaultdict[tuple[str, int | None], DrafterSums] = defaultdict(lambda: DrafterSums(0.0, 0.0))
+        rollouts: list[DrafterSums] = []
+        for score in sorted(scores, key=lambda one: one.arrival):
+            for version, cell in _replayed(score):
+                found[version, score.policy_version].append(cell)
+            for one in score.replayed or ():
+                if one.version == score.drafter_version:  # pooled, for a batch may be of one prompt
+                    prompts[one.version, score.policy_version] += one.sums
+            rollouts += [sums for sums in [score.sums("served")] if sums is not None]
+        self._cells = {key: _pooled(cells) for key, cells in found.items()}
+        self._of: defaultdict[int | None, dict[str, Cell]] = defaultdict(dict)
+        for (version, policy), cell in self._cells.items():
+            self._of[policy][version] = cell
+        spread = _spread([*prompts.values()], 1.0)
+        self.spread = _spread(rollouts, _DESIGN_EFFECT) if spread is None else spread
+        responses = math.fsum(sums.rollouts for sums in rollouts)
+        #: Tokens that rounds emit in one response, on average; None where nobody knows.
+        self.response_tokens = math.fsum(sums.tokens for sums in rollouts) / responses if responses > 0 else None
+
+    def get(self, block: Block) -> Cell | None:
+        """Replay of the block's drafter version on rollouts of its policy version."""
+        return self._cells.get((block.drafter_version, block.policy_version))
+
+    def others(self, block: Block) -> Mapping[str, Cell]:
+        """Replay of the other versions that were scored on rollouts of the block's policy version."""
+        return {v: c for v, c in self._of.get(block.policy_version, {}).items() if v != block.drafter_version}
+
+    def survival(self, drafter_version: str) -> list[float]:
+        """Share of a version's rounds that keep the first draft, the first two, ...; empty where nobody knows."""
+        cells = [cell for (version, _), cell in self._cells.items() if version == drafter_version]
+        pooled = _pooled(cells) if cells else None
+        return [] if pooled is None else [min(max(kept / pooled.rounds, 0.0), 1.0) for kept in pooled.accepted]
+
+    def alpha(self, drafter_version: str) -> float | None:
+        """Replay α of a version over all policy versions."""
+        cells = [cell for (version, _), cell in self._cells.items() if version == drafter_version]
+        return sum(c.tokens for c in cells) / sum(c.rounds for c in cells) if cells else None
+
+
+def _replayed(score: ScoreRecord) -> Iterable[tuple[str, Cell]]:
+    if score.replayed is not None:
+        for one in score.replayed:
+            if one.sums.rounds > 0 and one.sums.tokens > 0:
+                yield one.version, Cell(one.sums.tokens, one.sums.rounds, one.accepted, one.reached)
+    elif score.drafter_version is not None and (sums := score.sums("served")) is not None and sums.tokens > 0:
+        yield score.drafter_version, Cell(sums.tokens, sums.rounds, (), ())
+
+
+def _pooled(cells: Sequence[Cell]) -> Cell:
+    """Sum of cells; positions only where all have as many."""
+    alike = len({(len(c.accepted), len(c.reached)) for c in cells}) == 1
+    accepted = tuple(map(math.fsum, zip(*(c.accepted for c in cells), strict=True))) if alike else ()
+    reached = tuple(map(math.fsum, zip(*(c.reached for c in cells), strict=True))) if alike else ()
+    return Cell(math.fsum(c.tokens for c in cells), math.fsum(c.rounds for c in cells), accepted, reached)
+
+
+def _spread(clustered: Sequence[DrafterSums], effect: float) -> float | None:
+    """Variance of log α times rounds, from sums by prompt, or by rollout with their design `effect`.
+
+    With n clusters the estimate is off by sqrt(2/n) itself: it is taken two of these higher. None below `_CLUSTERS` of
+    them.
+    """
+    known = [sums for sums in clustered if sums.rollouts >= 2 and sums.tokens > 0]
+    clusters = math.fsum(s.rollouts for s in known) - len(known)
+    if clusters < _CLUSTERS:
+        return None
+    residual = math.fsum(
+        (s.tokens_squared - 2 * s.alpha * s.tokens_rounds + s.alpha**2 * s.rounds_squared)
+        / s.alpha**2
+        * s.rollouts
+        / (s.rollouts - 1)
+        for s in known
+    )
+    within = max(residual, 0.0) / math.fsum(s.rounds for s in known)
+    return effect * within * (1 + 2 * math.sqrt(2 / clusters))

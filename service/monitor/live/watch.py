@@ -1,0 +1,198 @@
+"""Live α of every engine beside replay α of the same drafter version, on rollouts of the same policy version.
+
+Both must agree: replay says what the drafter would accept with the trainer's features, an engine counts what it accepts
+with its own. Where they differ beyond chance, the difference names who is to blame:
+
+    positions beyond K' all missing         depth             the engine drafts another number of tokens
+    nothing accepted                        dead              a weight sync, sleep or refit lost the drafter
+    lower since a drafter version or a
+      moment, or as another version would   stale weights     the engine does not run what it says
+    lower from the start, or from the
+      second draft on                       engine features   aux layers or feedback are wrong in the engine
+    lower in all engines, or falling while
+      replay heals, or live above replay    trainer features  what is replayed and trained on is wrong
+
+The rule is sequential. Of each engine the last stretches of rounds (`Block`) are kept; after every report all of its
+newest stretches are tested at once, so that a change shows however old the engine is. The statistic of a stretch is
+
+    d = log(tokens emitted / sum of rounds_i · replay α_i),   i: drafter version and policy version
+    var d = (s + r)/rounds + s · sum w_i²/replayed rounds_i,   w_i: share of the expected tokens
+
+with s the variance of log α that one round's worth of text brings (prompts differ: measured between them), and r that
+of the coin flips in one round. It is called low where
+(d + `dead_band`)/sd < -`certain`: a scan over change points with a fixed limit. Its error over a whole run is measured,
+not derived: benchmarks/live_replay.py.
+
+Pure: no torch, no Redis, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from service.monitor.live.blocks import Block
+from service.monitor.live.engine import OVER, Finding, LiveRule, Scan, Stretch, at_common_depth, find, was_sound
+from service.monitor.live.replays import Replays
+from service.monitor.live.shape import as_another, fell_while_replay_healed, only_later, shape_of
+
+#: Share of the judged engines that makes a trouble everybody's.
+_ALL: Final = 0.8
+#: Pushes that did not revive a drafter before it is said that pushing does not help.
+UNREVIVED_PUSHES: Final = 3
+_LONGEST_PAUSE_SECONDS: Final = 1800.0
+#: An engine that has reported nothing for so long is not judged.
+EVIDENCE_SECONDS: Final = 1800.0
+VerdictName = Literal["healthy", "unknown", "depth", "dead", "stale weights", "engine features", "trainer features"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineVerdict:
+    """What is the matter with one engine. `text`: the evidence, a sentence. `since`: Unix seconds, of `dead` only."""
+
+    reporter: str
+    name: VerdictName
+    text: str
+    drafter_version: str | None = None
+    stretch: Stretch | None = None
+    since: float | None = None
+
+    @property
+    def sick(self) -> bool:
+        """Whether what it counts says nothing about the drafter."""
+        return self.name not in ("healthy", "unknown", "depth", "trainer features")
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that the verdict rests on."""
+        return 0 if self.stretch is None else self.stretch.rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What all engines' counts say. `hold`: why nothing may be published now; None where it may."""
+
+    engines: tuple[EngineVerdict, ...] = ()
+    hold: str | None = None
+
+    def get(self, reporter: str) -> EngineVerdict | None:
+        """The verdict on one engine."""
+        return next((one for one in self.engines if one.reporter == reporter), None)
+
+    @property
+    def sick(self) -> frozenset[tuple[str, str | None]]:
+        """Reporter and drafter version of the engines whose counts are no evidence about the drafter."""
+        return frozenset((one.reporter, one.drafter_version) for one in self.engines if one.sick)
+
+    @property
+    def gap(self) -> Stretch | None:
+        """Live against replay over all engines that are judged and not sick; None where there are none."""
+        found = [e.stretch for e in self.engines if e.stretch is not None and not e.sick]
+        rounds = sum(s.rounds for s in found)
+        if not rounds:
+            return None
+        live = math.fsum(s.live_alpha * s.rounds for s in found) / rounds
+        replayed = math.fsum(s.replay_alpha * s.rounds for s in found) / rounds
+        # The replay side is the same for all of them, so their errors do not shrink like independent ones.
+        error = math.fsum(s.error * s.rounds for s in found) / rounds
+        return Stretch(rounds, live, replayed, math.log(live / replayed) if live > 0 else -math.inf, error)
+
+
+def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRule) -> Watch:
+    """Judge all engines: their blocks by reporter, oldest first."""
+    findings = {reporter: find(blocks, replays, rule) for reporter, blocks in engines.items() if blocks}
+    judged = {r: f for r, f in findings.items() if f.kind != "unknown"}
+    above = [r for r, f in judged.items() if f.kind == "above"]
+    together = _together(engines, judged, replays, rule)
+    all_above = len(above) >= _ALL * len(judged) > 0
+    verdicts = []
+    for reporter, found in sorted(findings.items()):
+        name, text = _named(found, replays, together=together, all_above=all_above)
+        verdicts.append(
+            EngineVerdict(reporter, name, text, engines[reporter][-1].drafter_version, found.stretch, found.since)
+        )
+    return Watch(tuple(verdicts), _hold(verdicts, together=together, judged=len(judged)))
+
+
+def _together(
+    engines: Mapping[str, Sequence[Block]], judged: Mapping[str, Finding], replays: Replays, rule: LiveRule
+) -> bool:
+    """Whether all engines are low: nearly all of them each by itself, or the other ones as one sum.
+
+    The sum is over what they counted since the first low one fell: it shows sooner than each of them.
+    """
+    low = [r for r, found in judged.items() if found.kind == "low"]
+    others = [r for r, found in judged.items() if found.kind not in ("low", "dead")]
+    alive = sum(found.kind != "dead" for found in judged.values())
+    if not low or alive < 2:
+        return False
+    if len(others) <= (1 - _ALL) * alive:
+        return True
+    began = min(judged[r].blocks[0].block.policy_version for r in low)
+    scan, found = Scan(replays.spread or 0.0), None
+    for reporter in others:
+        for block in engines[reporter]:
+            if block.policy_version >= began and (known := at_common_depth(block, replays, rule)) is not None:
+                found = scan.add(known)
+    return found is not None and (found.log_ratio + rule.dead_band) / found.error < -OVER
+
+
+def _named(found: Finding, replays: Replays, *, together: bool, all_above: bool) -> tuple[VerdictName, str]:
+    if found.kind in ("healthy", "unknown", "depth", "dead"):
+        return found.kind, found.text
+    if found.kind == "above":
+        if all_above:
+            blame = "the trainer's features or log-probabilities that are replayed are wrong, or of other weights"
+            return "trainer features", f"{found.text}: more than the drafter could accept; {blame}"
+        return "unknown", f"{found.text}: other engines agree with replay, so its traffic is easier than the trainer's"
+    spread = replays.spread or 0.0
+    if fell_while_replay_healed([*found.before, *found.blocks], spread):
+        blame = "live fell from version to version while replay rose: it trains on features that engines do not have"
+        return "trainer features", f"{found.text}: {blame}"
+    if only_later(shape_of(found.blocks, spread)):
+        blame = "its first drafts are accepted as in replay and the later ones are not: what it feeds back is wrong"
+        return "engine features", f"{found.text}: {blame}"
+    if together:
+        blame = "so it is in all engines; the trainer's features are wrong, or the weights that the service serves"
+        return "trainer features", f"{found.text}: {blame}"
+    other = as_another(found.blocks, replays)
+    if other is not None:
+        return "stale weights", f"{found.text}: it accepts what {other} would"
+    if was_sound(found, spread):
+        versions = {k.block.drafter_version for k in found.before}
+        new = found.blocks[0].block.drafter_version not in versions
+        began = "with this version" if new else "in the middle of a version"
+        return "stale weights", f"{found.text}: it began {began}, so the engine does not run the weights that it names"
+    blame = "so it has been from its first rounds: aux layers in another order, or other states than the trainer sends"
+    return "engine features", f"{found.text}: {blame}"
+
+
+def _hold(verdicts: Sequence[EngineVerdict], *, together: bool, judged: int) -> str | None:
+    blamed = [v for v in verdicts if v.name == "trainer features"]
+    if not blamed:
+        blamed = [v for v in verdicts if v.sick] if together else []
+    if not blamed:
+        return None
+    worst = max(blamed, key=lambda v: v.rounds)
+    return f"live and replay α disagree in {len(blamed)} of {judged} engines: {worst.reporter}: {worst.text}"
+
+
+def push_is_due(rule: LiveRule, verdict: EngineVerdict, pushes: Sequence[float], now: float) -> bool:
+    """Whether to push again what `verdict` calls dead or stale: at once, then after 30 s, 1, 2, ... 30 min.
+
+    `pushes`: times of the last ones, oldest first. Only those count that did not help: since the engine went wrong.
+    """
+    failed = failed_pushes(verdict, pushes)
+    if not failed:
+        last = max((when for when in pushes if when <= now), default=None)
+        return last is None or now - last >= rule.push_again_seconds
+    pause = min(rule.push_again_seconds * 2.0 ** (len(failed) - 1), _LONGEST_PAUSE_SECONDS)
+    # A clock that was set back: the last push is ahead of now, and a dead engine need not wait for it.
+    return not 0 <= now - failed[-1] < pause
+
+
+def failed_pushes(verdict: EngineVerdict, pushes: Sequence[float]) -> list[float]:
+    """The pushes since which the engine has gone on accepting nothing."""
+    return [when for when in pushes if verdict.since is not None and when > verdict.since]
