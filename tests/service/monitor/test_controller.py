@@ -157,6 +157,72 @@ def test_looks_are_paid_from_a_credit_that_no_noise_can_overdraw() -> None:
     assert looks <= 12
 
 
+def idle(**values: object) -> Controller:
+    """An idle controller in the middle of a run, which is sure that nothing is to be gained."""
+    state = {"trainings": 9, "gain": 0.0, "variance": 1e-6, "looks": 1.5, "idle": True} | values
+    return Controller.from_json({**state, "level": {"claims": 64.0, "mean": math.log(3.0), "variance": 1e-4}})
+
+
+def test_a_look_after_a_fall_doubts_the_gain_by_the_size_of_the_fall_and_begins_a_new_level() -> None:
+    controller = idle(looks=1.5)
+    controller.level.evidence = 5.5  # a claim 40 % lower, at most four deviations of one, raises the alarm
+    decision = controller.decide(ECONOMY, 1.8)
+    assert decision.action is Action.PROBE
+    assert decision.reason == "served α fell beyond chance, last by 40.0%; testing whether training pays again"
+    fall = math.log(3.0 / 1.8)
+    assert controller.variance == pytest.approx(1e-6 + 0.003**2 + fall**2)
+    assert controller.looks == pytest.approx(1.5 + 1 / 28 - 1)
+    assert (controller.level.claims, controller.level.evidence) == (6.0, 0.0)
+
+
+def test_a_small_fall_is_a_reason_to_expect_three_percent() -> None:
+    controller = idle()
+    controller.level.evidence = 5.5
+    assert controller.decide(ECONOMY, 2.95).action is Action.PROBE
+    assert controller.variance == pytest.approx(1e-6 + 0.003**2 + 0.03**2)
+
+
+@pytest.mark.parametrize(("looks", "action"), [(0.95, Action.IDLE), (1.0 - 1 / 28, Action.PROBE), (1.2, Action.PROBE)])
+def test_a_look_takes_a_whole_credit(looks: float, action: Action) -> None:
+    controller = idle(looks=looks)
+    controller.level.evidence = 9.0
+    assert controller.decide(ECONOMY, 3.0).action is action
+
+
+def test_a_full_credit_and_a_promising_look_are_reasons_of_their_own() -> None:
+    """A gain that pays, though not by a standard error, is tested again."""
+    full, promising, neither = idle(looks=2.0), idle(gain=0.02, variance=0.03**2), idle()
+    for controller in (full, promising, neither):
+        controller.variance = max(controller.variance, 0.005**2)  # two of these above the price of 0.5 %
+    assert full.decide(ECONOMY, 3.0).reason == "none was due for a while; testing whether training pays again"
+    assert promising.decide(ECONOMY, 3.0).reason == "the last look promised +2.0%; testing again"
+    assert neither.decide(ECONOMY, 3.0).action is Action.IDLE
+
+
+@pytest.mark.parametrize(("sd", "action"), [(0.0020, Action.IDLE), (0.0045, Action.PROBE)])
+def test_no_look_where_two_standard_errors_do_not_reach_the_price(sd: float, action: Action) -> None:
+    """The price is 1 %, the gain 0.2 %; the claim adds (0.3 %)² to the variance."""
+    controller = idle(looks=2.0, gain=0.002, variance=sd**2)
+    economy = replace(ECONOMY, min_gain=0.01)
+    assert controller.decide(economy, 3.0).action is action
+
+
+def test_the_first_seconds_are_taken_as_they_are_and_later_ones_smoothed() -> None:
+    controller = Controller()
+    for train, version in ((10.0, None), (20.0, 4.0), (20.0, 8.0)):
+        controller.learn(gain=0.0, error=None, promoted=False, train_seconds=train, version_seconds=version)
+    assert controller.train_seconds == pytest.approx(10 + 0.4 * 10 + 0.4 * 6)
+    assert controller.version_seconds == pytest.approx(4 + 0.4 * 4)
+    assert (controller.trainings, controller.gain, controller.variance) == (3, 0.05, 0.05**2)
+
+
+def test_a_measured_gain_is_weighed_by_its_error() -> None:
+    controller = Controller()
+    controller.learn(gain=0.01, error=0.05, promoted=False, train_seconds=1.0, version_seconds=None)
+    assert controller.gain == pytest.approx(0.03)  # as sure as what was expected before
+    assert controller.variance == pytest.approx(0.05**2 / 2)
+
+
 @pytest.mark.parametrize(
     ("train_seconds", "version_seconds", "expected"),
     [(20.0, None, 0.005), (20.0, 0.0, 0.005), (0.0, 60.0, 0.005), (1e9, 1.0, math.inf)],
