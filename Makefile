@@ -63,6 +63,11 @@ coverage: $(VENV)/.ready ## The lines of service, drafter and rl_hooks that no t
 chaos: $(VENV)/.ready ## The long form of the fault tests: 100 kills, a stop before every step, 1,000 bits (20 minutes)
 	@DRAFTALIGN_CHAOS_KILLS=100 DRAFTALIGN_HANDOVERS=0 DRAFTALIGN_FLIPS=1000 $(BIN)/python -m pytest -m chaos $(ARGS)
 
+.PHONY: mutants
+mutants: $(VENV)/.ready ## Change gate, acceptance, drift and controller: which changes no test notices? (ARGS="service.monitor.controller*")
+	@$(BIN)/python -m pip install --quiet mutmut==3.8.1
+	@OMP_NUM_THREADS=1 $(BIN)/mutmut run $(ARGS); $(BIN)/mutmut results
+
 .PHONY: fuzz soak
 fuzz: $(VENV)/.ready ## schemathesis on the API, some 10,000 requests (a quarter of an hour)
 	@DRAFTALIGN_FUZZ_EXAMPLES=460 $(BIN)/python -m pytest tests/service/api/test_fuzz.py -s $(ARGS)
