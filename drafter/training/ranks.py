@@ -60,17 +60,16 @@ class Ranks:
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Where all ranks do the same: what is raised here and was not agreed on leaves them out of step (RanksLost)."""
+        """Where all ranks do the same. What is raised and was not agreed on leaves them out of step: `RanksLost`."""
         yield
 
 
 class JoinedRanks(Ranks):
     """One of several processes."""
 
-    def __init__(self, device: torch.device) -> None:
-        """The default process group is there. `device`: of this rank."""
+    def __init__(self) -> None:
+        """The default process group is there: gradients go over it."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._device = device
         self._idle = dist.new_group(backend="gloo", timeout=_IDLE)
         self._host = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._agreed: Exception | None = None  # what all ranks have raised last
@@ -103,7 +102,11 @@ class JoinedRanks(Ranks):
         with _unless_lost():
             size = torch.tensor([len(data)])
             dist.broadcast(size, 0, group=group)
-            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+            sent = (
+                torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                if data
+                else torch.empty(int(size), dtype=torch.uint8)
+            )
             dist.broadcast(sent, 0, group=group)
         if error is not None:
             raise self._agree(error)
@@ -131,13 +134,13 @@ class JoinedRanks(Ranks):
         with _unless_lost():
             dist.all_reduce(flat)
             dist.all_reduce(figures)
-        for parameter, part in zip(moved, flat.split([p.numel() for p in moved]), strict=True):
+        for parameter, part in zip(moved, torch.split(flat, [p.numel() for p in moved]), strict=True):
             parameter.grad = part.view_as(parameter)
         return figures
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Where all ranks do the same: what is raised here and was not agreed on leaves them out of step (RanksLost)."""
+        """Where all ranks do the same. What is raised and was not agreed on leaves them out of step: `RanksLost`."""
         try:
             yield
         except Exception as error:
@@ -171,8 +174,9 @@ def _described(error: Exception) -> dict[str, str]:
 def _retold(told: dict[int, dict[str, str]]) -> Exception:
     """The failure of the lowest rank that failed, as whoever is to blame for it needs to know."""
     rank, found = min(told.items())
-    kinds = {"memory": MemoryError, "rejected": BatchRejected, "drafter": DrafterError, "disk": OSError}
-    return kinds.get(found["kind"], RuntimeError)(f"on rank {rank}: {found['text']}")
+    kinds: dict[str, type[Exception]] = {"memory": MemoryError, "rejected": BatchRejected, "disk": OSError}
+    kind = kinds.get(found["kind"], DrafterError if found["kind"] == "drafter" else RuntimeError)
+    return kind(f"on rank {rank}: {found['text']}")
 
 
 @contextlib.contextmanager
@@ -184,26 +188,24 @@ def _unless_lost() -> Iterator[None]:
 
 
 ALONE: Final = Ranks()
-_current: Ranks = ALONE
+_joined: Final = [ALONE]
 
 
 def current() -> Ranks:
-    """This process's ranks: as the process group that they are, a process has one."""
-    return _current
+    """The ranks of this process, which has but one process group."""
+    return _joined[-1]
 
 
 @contextlib.contextmanager
 def joined(device: torch.device) -> Iterator[Ranks]:
     """Join the processes that were started with this one, if there are any; `device` is this rank's."""
-    global _current
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         yield ALONE
         return
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    _joined.append(JoinedRanks())
     try:
-        _current = JoinedRanks(device)
-        yield _current
+        yield current()
     finally:
-        _current = ALONE
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+        _joined.pop()
+    dist.destroy_process_group()  # not after an error: it may wait for a rank that has gone

@@ -348,6 +348,13 @@ class DrafterTrainer(Generic[_D]):
             )
             self.warm_windows = 0
 
+    def fingerprint(self) -> str:
+        """Equal where training goes on alike, to the last bit: the drafter, moments, counters and configuration."""
+        tensors = dict(self.drafter.named_parameters()) | self._optimizer.moments()
+        sums = {name: float(tensor.detach().sum(dtype=torch.float64)) for name, tensor in sorted(tensors.items())}
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        return json.dumps([self._identity(), asdict(self.config), counters, sums])
+
     def _identity(self) -> dict[str, Any]:
         """What a state must agree on to be loaded, as JSON gives it back."""
         return self.drafter.config.identity() | {"vocabulary": self.drafter.vocabulary.digest}

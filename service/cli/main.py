@@ -82,9 +82,9 @@ def serve(
 @app.command()
 def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
     """Run the worker: scores rollouts, trains the drafter, gates and publishes (needs a Redis, as `serve`)."""
-    from service.worker.process import run_worker
+    from service.ranks import run_on_ranks
 
-    run_worker(_settings(state_dir, redis_url=redis_url))
+    run_on_ranks(_settings(state_dir, redis_url=redis_url))
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,12 @@ from rank_fixtures import run_two_ranks
 from torch import nn
 
 from drafter.batch import RolloutBatch
-from drafter.device import RanksLost
-from drafter.errors import BatchRejected
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.policy import Policy
-from drafter.training.loss import DraftLoss
 from drafter.training.optimizer import Optimizer
 from drafter.training.ranks import ALONE, JoinedRanks, Ranks
 from drafter.training.trainer import DrafterTrainer, StepReport, TrainConfig
 
-CPU = torch.device("cpu")
 SHAPE = SHAPES["packed, awkward"]
 CONFIG = TrainConfig(
     steps_ahead=3, learning_rate=1e-2, weight_decay=0.1, warmup_windows=2, optimizer="adamw", grad_clip=0.5
@@ -90,7 +85,7 @@ def test_two_ranks_take_the_steps_of_one_process(tmp_path: Path, config: TrainCo
     alone, told = train(config, ALONE, 6)
 
     def work(rank: int) -> None:
-        found, reports = train(config, JoinedRanks(CPU), 6, empty=2)
+        found, reports = train(config, JoinedRanks(), 6, empty=2)
         torch.save((found, reports), tmp_path / f"{rank}.pt")
 
     assert run_two_ranks(work) == 0
