@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -20,6 +22,8 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from drafter.device import RanksLost, is_device_fault, is_out_of_memory
 from drafter.errors import BatchRejected, DrafterError
@@ -43,7 +47,7 @@ class Ranks:
         """Do this rank's part of something; raises on every rank where it failed on one."""
         return work()
 
-    def shared(self, work: Callable[[], _T], *, idle: bool = False) -> _T:
+    def shared(self, work: Callable[[], _T], *, idle: bool = False) -> _T:  # noqa: ARG002 - of several
         """What `work` gave on rank 0, as JSON keeps it; nowhere else is it called. `idle`: it may take days."""
         return work()
 
@@ -51,7 +55,7 @@ class Ranks:
         """The sums over all ranks."""
         return list(counts)
 
-    def add_gradients(self, parameters: Sequence[nn.Parameter], figures: Tensor) -> Tensor:
+    def add_gradients(self, parameters: Sequence[nn.Parameter], figures: Tensor) -> Tensor:  # noqa: ARG002 - of several
         """Sum all gradients over all ranks, in place; returns the sums of `figures`.
 
         A parameter that has a gradient on no rank keeps none.
@@ -196,13 +200,37 @@ def current() -> Ranks:
     return _joined[-1]
 
 
+def _unwritten(store: dist.Store, rank: int, world: int) -> dist.Store:
+    """A part of the store that no earlier start wrote to.
+
+    `torchrun` keeps the store when it starts ranks again, and with it the addresses of those that have gone: a rank
+    that reads one connects to nobody. So rank 0 names the start, and answers those who call themselves by that name.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + _PATIENCE.total_seconds()
+    if rank == 0:
+        store.set("start", mine)
+        for other in [store.get(f"{mine}/{number}") for number in range(1, world)]:
+            store.set(f"{mine}/{other.decode()}", "here")
+        return PrefixStore(mine, store)
+    while time.monotonic() < deadline:
+        start = store.get("start").decode()
+        store.set(f"{start}/{rank}", mine)
+        with contextlib.suppress(dist.DistStoreError):  # nobody answers: it may be the name of an earlier start
+            store.wait([f"{start}/{mine}"], timedelta(seconds=1))
+            return PrefixStore(start, store)
+    raise RanksLost(f"rank 0 did not start within {_PATIENCE}")
+
+
 @contextlib.contextmanager
 def joined(device: torch.device) -> Iterator[Ranks]:
     """Join the processes that were started with this one, if there are any; `device` is this rank's."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         yield ALONE
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    store, rank, world = next(rendezvous("env://", timeout=_PATIENCE))
+    store = _unwritten(store, rank, world)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
     _joined.append(JoinedRanks())
     try:
         yield current()

@@ -104,7 +104,7 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path: Path, redis_url: str)
                 file.write(".")
             real(self, directory)
 
-        DrafterTrainer.load = loading  # type: ignore[method-assign]
+        DrafterTrainer.load = loading  # type: ignore[assignment,method-assign]
 
     with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
         five(bench)
@@ -128,7 +128,7 @@ def dies_in_window(number: int) -> Callable[[int], None]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(self, *arguments)
 
-        DrafterTrainer._accumulate = dying  # type: ignore[method-assign]
+        DrafterTrainer._accumulate = dying  # type: ignore[assignment,method-assign]
 
     return arm
 
@@ -169,7 +169,7 @@ def test_a_batch_that_fails_on_one_rank_ends_alone_and_the_ranks_go_on(
                 raise RuntimeError("boom")
             return real(self, batch)
 
-        DrafterTrainer.prepare = failing  # type: ignore[method-assign]
+        DrafterTrainer.prepare = failing  # type: ignore[assignment,method-assign]
 
     with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
         bench.begin()
