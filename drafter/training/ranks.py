@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from drafter.device import RanksLost, is_device_fault, is_out_of_memory
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 _PATIENCE = timedelta(minutes=10)
 #: How long it waits for the next order: as long as no rollouts come.
 _IDLE = timedelta(days=3650)
-_ERROR_BYTES: Final = 1024
+_ERROR_BYTES: Final = 8192
 
 
 class Ranks:
@@ -61,6 +61,9 @@ class Ranks:
         A parameter that has a gradient on no rank keeps none.
         """
         return figures
+
+    def give(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """Put what that rank has into everybody's tensors."""
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
@@ -152,6 +155,15 @@ class JoinedRanks(Ranks):
                 raise
             raise RanksLost(f"this rank failed where the others go on: {type(error).__name__}: {error}") from error
 
+    def give(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """Put what that rank has into everybody's tensors, which are of one type."""
+        if tensors:
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            with _unless_lost():
+                dist.broadcast(flat, rank)
+            for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
     def _gathered(self, error: Exception | None) -> dict[int, dict[str, str]]:
         """What each rank that failed says of it."""
         data = b"" if error is None else json.dumps(_described(error)).encode()
@@ -171,8 +183,8 @@ def _described(error: Exception) -> dict[str, str]:
     kinds = {"memory": is_out_of_memory(error), "rejected": isinstance(error, BatchRejected)}
     kinds |= {"drafter": isinstance(error, DrafterError), "disk": isinstance(error, OSError)}
     kind = next((name for name, holds in kinds.items() if holds), "")
-    # In JSON a character takes six bytes at the most.
-    return {"kind": kind, "text": f"{type(error).__name__}: {error}"[: (_ERROR_BYTES - 64) // 6]}
+    # In JSON a character takes twelve bytes at the most.
+    return {"kind": kind, "text": f"{type(error).__name__}: {error}"[: (_ERROR_BYTES - 64) // 12]}
 
 
 def _retold(told: dict[int, dict[str, str]]) -> Exception:
@@ -200,7 +212,7 @@ def current() -> Ranks:
     return _joined[-1]
 
 
-def _unwritten(store: dist.Store, rank: int, world: int) -> dist.Store:
+def _unwritten(store: Store, rank: int, world: int) -> Store:
     """A part of the store that no earlier start wrote to.
 
     `torchrun` keeps the store when it starts ranks again, and with it the addresses of those that have gone: a rank

@@ -151,6 +151,7 @@ class DrafterTrainer(Generic[_D]):
             weight_decay=config.weight_decay,
             betas=config.betas,
             epsilon=config.epsilon,
+            ranks=ranks,
         )
 
     @property
@@ -271,6 +272,7 @@ class DrafterTrainer(Generic[_D]):
             if self.config.grad_clip:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, total)
             self.ranks.together(lambda: self._optimizer.step(learning_rate))
+            self._optimizer.exchange()
         return _Outcome(skipped, loss, norm, kl_sums, acceptance_sums)
 
     def _figures(self, results: Sequence[DraftLoss]) -> Tensor:
