@@ -15,16 +15,17 @@ import pytest
 import torch
 from rank_fixtures import run_two_ranks
 from safetensors.torch import load_file
-from worker_fixtures import Bench, final_state, states
+from worker_fixtures import Bench, World, final_state, states
 
 import drafter.training.ranks
 import service.ranks
 from drafter.batch import RolloutBatch, load_batch
 from drafter.device import RanksLost
 from drafter.training.ranks import JoinedRanks
-from drafter.training.trainer import DrafterTrainer
+from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.ranks import Follower
 from service.storage.queue import MAX_DELIVERIES
+from service.worker.checkpoint import hand_over, taken_over
 from service.worker.learner import TrainingStopped
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
@@ -218,9 +219,48 @@ def test_a_rank_that_cannot_read_a_file_is_no_fault_of_the_batch(tmp_path: Path,
         assert states(bench) == ["trained"]
 
 
+def test_a_trainer_that_differs_in_the_last_bit_is_taken_over_and_an_equal_one_is_not(tmp_path: Path) -> None:
+    """In a weight, a moment, a counter, the configuration; afterwards it is the same."""
+    world = World()
+    (tmp_path / "file").write_bytes(world.rollout_file("a"))
+    batch, policy, directory = load_batch(tmp_path / "file"), world.policy(), tmp_path / "worker"
+    directory.mkdir()
+
+    def changed(t: DrafterTrainer, what: str) -> DrafterTrainer:
+        if what == "weight":
+            vector = next(p for p in t.drafter.parameters() if p.ndim == 1)
+            vector.data[0] = torch.nextafter(vector.data[0], torch.tensor(9.0))
+        elif what == "moment":
+            moment = next(m for name, m in t._optimizer.moments().items() if name.startswith("exp_avg_sq."))
+            moment.mul_(1.5)
+        elif what == "counter":
+            t.tokens_trained += 1
+        return t
+
+    def work(rank: int) -> None:
+        ranks = JoinedRanks()
+        for what in ("", "weight", "moment", "counter", "absent"):
+            own: DrafterTrainer = DrafterTrainer(world.drafter(), TrainConfig(learning_rate=1e-2))
+            own.step([(batch, policy)])
+            if rank == 0:
+                own.ranks = ranks
+                hand_over(own, directory)
+                continue
+            wanted = own.fingerprint()
+            mine = None if what == "absent" else changed(own, what)
+            found = taken_over(
+                ranks, mine, directory, lambda drafter: DrafterTrainer(drafter, TrainConfig(learning_rate=1e-2))
+            )
+            assert (found is mine) == (what == ""), what
+            assert found.fingerprint() == wanted, what
+
+    assert run_two_ranks(work) == 0
+    assert list(directory.iterdir()) == [], "the copies are gone"
+
+
 RANK = """
 import os, signal, sys
-from drafter.training.trainer import DrafterTrainer
+from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.cli.main import app
 
 real = DrafterTrainer._accumulate
