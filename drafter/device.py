@@ -133,6 +133,12 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
+class RanksLost(RuntimeError):  # noqa: N818 - reads as what happened
+    """A process that trains the same drafter on another device has gone, or is out of step; this one must end too."""
+
+
 def is_device_fault(error: Exception) -> bool:
-    """Whether the device failed (an assertion in a kernel, a lost GPU): this process cannot use it any more."""
-    return isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
+    """Whether a device failed (an assertion in a kernel, a lost GPU, a lost rank): this process cannot go on."""
+    return isinstance(error, torch.AcceleratorError | RanksLost) or (
+        isinstance(error, RuntimeError) and "CUDA error" in str(error)
+    )

@@ -3,6 +3,9 @@
 Muon (Keller Jordan, 2024; torch's own) replaces a matrix's momentum by the nearest orthogonal one, so that all its
 directions move alike. Its steps are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982), so one learning rate
 serves both. An lm_head is a table of tokens and no map between states: AdamW moves it, and all that is not a matrix.
+
+Of several ranks each moves a part of Muon's matrices, and they exchange them; momentum, which costs little, each keeps
+of all. So moments and weights are the same on every rank, to the bit what one rank would make of the same gradients.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from drafter.training.ranks import ALONE, Ranks
+
 #: What moves matrices.
 Method = Literal["muon", "adamw"]
 
@@ -22,6 +27,19 @@ HEAD: Final = "lm_head.weight"
 _ADAMW: Final = ("exp_avg", "exp_avg_sq", "step")
 _MUON: Final = ("momentum_buffer",)
 _MUON_MOMENTUM: Final = 0.95
+
+
+def _shared_out(shapes: Mapping[str, torch.Size], world: int) -> dict[str, int]:
+    """Which rank moves which matrix: the dearest first, each to the rank that has least to do.
+
+    An iteration of Muon on a matrix of m x n, m <= n, costs 4 m^2 n + 2 m^3 operations.
+    """
+    costs = {name: 4 * min(shape) * shape.numel() + 2 * min(shape) ** 3 for name, shape in shapes.items()}
+    load, movers = [0] * world, {}
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        movers[name] = load.index(min(load))
+        load[movers[name]] += costs[name]
+    return movers
 
 
 class Optimizer:
@@ -35,9 +53,12 @@ class Optimizer:
         weight_decay: float,  # of matrices only
         betas: tuple[float, float],  # AdamW's
         epsilon: float,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._named = dict(named)
         self._by_muon = {n for n, p in named.items() if method == "muon" and p.ndim == 2 and n != HEAD}
+        self._ranks = ranks
+        self._movers = _shared_out({n: named[n].shape for n in sorted(self._by_muon)}, ranks.world)
         fused = all(p.device.type == "cuda" for p in named.values())
         self._counts_on_device = fused  # AdamW's own kernel there counts its steps on the device, else the CPU does
         others = {n: p for n, p in named.items() if n not in self._by_muon}
@@ -65,17 +86,31 @@ class Optimizer:
             optimizer.zero_grad(set_to_none=True)
 
     def step(self, learning_rate: float) -> None:
-        """Move every parameter that has a gradient; by Muon, none whose gradient is zero. Waits for no device."""
+        """Move every parameter that has a gradient; by Muon, none whose gradient is zero. Waits for no device.
+
+        Of several ranks: but those that other ranks move, which `exchange` brings. They lose their gradient here.
+        """
         for name in self._by_muon:
-            parameter = self._named[name]
-            momentum = self._state(name)[0].get(parameter, {}).get("momentum_buffer")
-            if parameter.grad is not None and momentum is not None:
+            parameter, state = self._named[name], self._state(name)[0]
+            if parameter.grad is None:
+                continue
+            momentum = state.get(parameter, {}).get("momentum_buffer")
+            if momentum is not None:
                 # Muon makes a whole step of any momentum, however old: an expert that no row chose would walk away.
                 momentum.mul_(parameter.grad.any())
+            if self._movers[name] != self._ranks.rank:
+                momentum = torch.zeros_like(parameter.grad) if momentum is None else momentum
+                state[parameter] = {"momentum_buffer": momentum.lerp_(parameter.grad, 1 - _MUON_MOMENTUM)}
+                parameter.grad = None
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             optimizer.step()
+
+    def exchange(self) -> None:
+        """After `step`: give every rank the matrices that another one moved."""
+        for rank in range(self._ranks.world):
+            self._ranks.give([self._named[n].detach() for n, mover in self._movers.items() if mover == rank], rank)
 
     def _state(self, name: str) -> tuple[dict[Any, Any], tuple[str, ...]]:
         """Where a parameter's moments are kept, and their names."""

@@ -16,11 +16,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from drafter.batch import RolloutBatch
 from drafter.errors import CheckpointError, DrafterError
@@ -29,6 +30,7 @@ from drafter.policy import Policy
 from drafter.training.chain_loss import chain_loss
 from drafter.training.loss import DraftLoss, draft_loss
 from drafter.training.optimizer import HEAD, Method, Optimizer
+from drafter.training.ranks import ALONE, Ranks
 from drafter.training.target import DraftTarget, draft_target
 from drafter.unroll.plan import Plan
 
@@ -119,12 +121,19 @@ class _Outcome:
     acceptance_sums: Sequence[float]  # K
 
 
+_NOTHING_SUPERVISED: Final = _Outcome(
+    "no supervised row: no batches, or responses are too short", math.nan, math.nan, [], []
+)
+
+
 class DrafterTrainer(Generic[_D]):
     """Trains `drafter` in place; its parameters become the float32 (or float64) masters."""
 
-    def __init__(self, drafter: _D, config: TrainConfig) -> None:
+    def __init__(self, drafter: _D, config: TrainConfig, ranks: Ranks = ALONE) -> None:
+        """`ranks`: the processes that train it together; the drafter's parameters are the same on each."""
         self.drafter = drafter
         self.config = config
+        self.ranks = ranks
         self.windows = 0  # optimizer steps taken
         self.warm_windows = 0  # of them since the optimizer began without moments
         self.skipped_windows = 0
@@ -142,6 +151,7 @@ class DrafterTrainer(Generic[_D]):
             weight_decay=config.weight_decay,
             betas=config.betas,
             epsilon=config.epsilon,
+            ranks=ranks,
         )
 
     @property
@@ -158,19 +168,31 @@ class DrafterTrainer(Generic[_D]):
         return Prepared(batch.pinned() if self.device.type == "cuda" else batch, plan)
 
     def step(self, window: Sequence[tuple[RolloutBatch | Prepared, Policy]]) -> StepReport:
-        """One optimizer step on all the batches together, prepared ahead or not, each with the policy that wrote it."""
+        """One optimizer step on all the batches together, prepared ahead or not, each with the policy that wrote it.
+
+        Of several ranks, each brings its share of the window, which may be nothing; the report is of the whole window.
+        """
         started = time.perf_counter()
-        pairs = [(self.prepare(b) if isinstance(b, RolloutBatch) else b, policy) for b, policy in window]
-        response_tokens = sum(p.batch.response_tokens for p, _ in pairs)
+        pairs = self.ranks.together(
+            lambda: [(self.prepare(b) if isinstance(b, RolloutBatch) else b, policy) for b, policy in window]
+        )
+        response_tokens, tokens, *entries = self.ranks.add(
+            [
+                sum(p.batch.response_tokens for p, _ in pairs),
+                sum(p.batch.tokens for p, _ in pairs),
+                *(sum(p.plan.entries[j] for p, _ in pairs) for j in range(self.config.steps_ahead)),
+            ]
+        )
         self._optimizer.forget_gradients()
-        results = [
-            result
-            for prepared, policy in pairs
-            if (result := self._accumulate(prepared, policy, max(response_tokens, 1))) is not None
-        ]
+        results = self.ranks.together(
+            lambda: [
+                result
+                for prepared, policy in pairs
+                if (result := self._accumulate(prepared, policy, max(response_tokens, 1))) is not None
+            ]
+        )
         learning_rate = self._learning_rate()
-        entries = [sum(r.entries[j] for r in results) for j in range(self.config.steps_ahead)]
-        outcome = self._update(results, learning_rate)
+        outcome = self._update(results, learning_rate) if any(entries) else _NOTHING_SUPERVISED
         if outcome.skipped is None:
             self.windows += 1
             self.warm_windows += 1
@@ -184,7 +206,7 @@ class DrafterTrainer(Generic[_D]):
             acceptance_per_step=_means(outcome.acceptance_sums, entries),
             entries_per_step=tuple(entries),
             response_tokens=response_tokens,
-            tokens=sum(p.batch.tokens for p, _ in pairs),
+            tokens=tokens,
             grad_norm=outcome.grad_norm,
             learning_rate=learning_rate,
             seconds=time.perf_counter() - started,
@@ -236,14 +258,11 @@ class DrafterTrainer(Generic[_D]):
 
         The window's only wait for the device is here: one copy of all its figures, once everything is queued.
         """
-        if not results:
-            return _Outcome("no supervised row: no batches, or responses are too short", math.nan, math.nan, [], [])
         parameters, steps = list(self._named.values()), self.config.steps_ahead
+        figures = self.ranks.add_gradients(parameters, self._figures(results))
         total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        losses = torch.stack([r.loss.double() for r in results]).sum()
-        sums = [torch.stack([getattr(r, n) for r in results]).double().sum(0) for n in ("kl_sums", "acceptance_sums")]
-        figures = torch.cat([losses[None], total.double()[None], *sums]).tolist()
-        loss, norm, kl_sums, acceptance_sums = figures[0], figures[1], figures[2 : 2 + steps], figures[2 + steps :]
+        loss, *sums, norm = torch.cat([figures, total.double()[None]]).tolist()
+        kl_sums, acceptance_sums = sums[:steps], sums[steps:]
         skipped = None
         if not math.isfinite(loss):
             skipped = f"the loss is {loss}"
@@ -252,8 +271,16 @@ class DrafterTrainer(Generic[_D]):
         else:
             if self.config.grad_clip:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, total)
-            self._optimizer.step(learning_rate)
+            self.ranks.together(lambda: self._optimizer.step(learning_rate))
+            self._optimizer.exchange()
         return _Outcome(skipped, loss, norm, kl_sums, acceptance_sums)
+
+    def _figures(self, results: Sequence[DraftLoss]) -> Tensor:
+        """The loss and the sums of each draft step, [1 + 2K] on the device; of no rows, zeros."""
+        if not results:
+            return torch.zeros(1 + 2 * self.config.steps_ahead, dtype=torch.float64, device=self.device)
+        rows = [torch.cat([r.loss[None].double(), r.kl_sums.double(), r.acceptance_sums.double()]) for r in results]
+        return torch.stack(rows).sum(0)
 
     # --- state on disk ----------------------------------------------------------------------------------------------
 
@@ -322,6 +349,13 @@ class DrafterTrainer(Generic[_D]):
                 len(strays),
             )
             self.warm_windows = 0
+
+    def fingerprint(self) -> str:
+        """Equal where training goes on alike, to the last bit: the drafter, moments, counters and configuration."""
+        tensors = dict(self.drafter.named_parameters()) | self._optimizer.moments()
+        sums = {name: float(tensor.detach().sum(dtype=torch.float64)) for name, tensor in sorted(tensors.items())}
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        return json.dumps([self._identity(), asdict(self.config), counters, sums])
 
     def _identity(self) -> dict[str, Any]:
         """What a state must agree on to be loaded, as JSON gives it back."""

@@ -81,10 +81,13 @@ def serve(
 
 @app.command()
 def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
-    """Run the worker: scores rollouts, trains the drafter, gates and publishes (needs a Redis, as `serve`)."""
-    from service.worker.process import run_worker
+    """Run the worker: scores rollouts, trains the drafter, gates and publishes (needs a Redis, as `serve`).
 
-    run_worker(_settings(state_dir, redis_url=redis_url))
+    Under `torchrun` it is one of several ranks, which train one drafter together.
+    """
+    from service.ranks import run_on_ranks
+
+    run_on_ranks(_settings(state_dir, redis_url=redis_url))
 
 
 @app.command()

@@ -64,6 +64,7 @@ def run_up(settings: Settings) -> None:
         environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
     children.append(Child("api", ["service.cli", "serve"], environment))
     # On SIGTERM it finishes the optimizer step and writes a checkpoint.
-    children.append(Child("worker", ["service.cli", "worker"], environment, patience_seconds=45.0))
+    alone = environment | {"WORLD_SIZE": "1"}  # also where a rank of a trainer has started this
+    children.append(Child("worker", ["service.cli", "worker"], alone, patience_seconds=45.0))
     log.info("page and API at %s://%s:%d/", settings.scheme, settings.host, settings.port)
     Supervisor(children).run()

@@ -9,7 +9,7 @@ import contextlib
 import json
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from drafter.files.kinds import read_kind, write_kind
 from drafter.model.draft_model import DraftModel
+from drafter.training.ranks import Ranks
 from drafter.training.trainer import DrafterTrainer
 from rl_hooks.durable import AtomicDirectory
 from service.errors import WorkerError
@@ -50,11 +51,7 @@ class WorkerCheckpoint:
         mine = self._directory / f"{_PREFIX}{number:09d}"
         self._clear_leftovers()
         with AtomicDirectory.make(self._directory, ".writing-") as staged:
-            for part in ("trainer", "drafter"):
-                (staged.path / part).mkdir()
-            with full_disk_as_os_error():
-                trainer.save(staged.path / "trainer")
-                write_kind(staged.path / "drafter", trainer.drafter)
+            _write(trainer, staged.path)
             (staged.path / "state.json").write_text(json.dumps(state))
             try:
                 staged.commit(mine, check=self._check_not_superseded)
@@ -96,6 +93,48 @@ class WorkerCheckpoint:
         if newest is None:
             raise FileNotFoundError(f"{self._directory} holds no checkpoint")
         return newest
+
+
+def _write(trainer: DrafterTrainer, directory: Path) -> None:
+    for part in ("trainer", "drafter"):
+        (directory / part).mkdir()
+    with full_disk_as_os_error():
+        trainer.save(directory / "trainer")
+        write_kind(directory / "drafter", trainer.drafter)
+
+
+def hand_over(trainer: DrafterTrainer, directory: Path) -> None:
+    """Rank 0's part of `taken_over`; `directory` may hold a copy for as long as it takes to read it."""
+    ranks = trainer.ranks
+    ranks.shared(trainer.fingerprint)
+    if any(ranks.add([0])):
+        with contextlib.ExitStack() as stack:
+
+            def written() -> str:
+                staged = stack.enter_context(AtomicDirectory.make(directory, ".writing-"))
+                _write(trainer, staged.path)
+                return staged.path.name
+
+            ranks.shared(written)
+            ranks.together(lambda: None)
+
+
+def taken_over(
+    ranks: Ranks, mine: DrafterTrainer | None, directory: Path, make: Callable[[DraftModel], DrafterTrainer]
+) -> DrafterTrainer:
+    """The trainer as rank 0 has it: `mine` where it is the same to the last bit, else made anew of a copy."""
+    fingerprint = ranks.shared(str)
+    same = mine if mine is not None and mine.fingerprint() == fingerprint else None
+    if not any(ranks.add([same is None])) and same is not None:
+        return same
+    copy = directory / ranks.shared(str)
+
+    def read() -> DrafterTrainer:
+        trainer = make(read_kind(copy / "drafter"))
+        trainer.load(copy / "trainer")
+        return trainer
+
+    return ranks.together(lambda: same or read())
 
 
 @contextlib.contextmanager

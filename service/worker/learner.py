@@ -17,13 +17,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from drafter.batch import RolloutBatch
-from drafter.device import ahead
+from drafter.training.trainer import DrafterTrainer
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
 from service.monitor.headroom import LearningCurve
@@ -32,13 +32,13 @@ from service.monitor.records import DrafterSums, arrival
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.reports import Store
-from service.worker.checkpoint import WorkerCheckpoint
+from service.worker.checkpoint import WorkerCheckpoint, hand_over
 from service.worker.claim import ClaimScorer, Fates, Scored
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion import Contest, Fresh, Gate
-from service.worker.recent import KeptBatch, RecentRollouts
+from service.worker.recent import KeptBatch, RecentRollouts, Task, windows
 from service.worker.scoring import Scores
 from service.worker.target import Target
 
@@ -307,27 +307,43 @@ class Learner:
         if trainer is None:
             raise RuntimeError("the lineage has not begun")
         started = time.perf_counter()
-        drawn = self.recent.train_steps(
+        task = Task(
             newest,
+            self.recent.but(newest),
             passes=self._settings.train_passes,
             step_tokens=self._settings.train_step_tokens,
             seed=self._settings.seed * 1_000_003 + self.journal.totals.batches,
         )
         whole = self._settings.train_passes * sum(kept.batch.tokens for kept in newest)
         done, cut = 0, False  # tokens
-        for window in ahead(([trainer.prepare(b) for b in batches] for batches in drawn), trainer.device):
-            report = trainer.step([(p, self.target.at(p.batch.policy_version)) for p in window])
-            if report.skipped is None:
-                self.journal.totals.trained_tokens += report.response_tokens
-            done += report.tokens
+
+        def verdict() -> str:
             if self._stopping():  # what is learnt so far is kept; the rest and the gate are left out
-                break
-            if _LEAST_PART * whole <= done < whole and ends():
-                cut = True
-                break
+                return "stop"
+            return "cut" if _LEAST_PART * whole <= done < whole and ends() else ""
+
+        ranks = trainer.ranks
+        with ranks.in_step():
+            if ranks.world > 1:
+                self._lead(trainer, task)
+            for window in windows(task.drawn(), trainer, self.target):
+                report = trainer.step(window)
+                if report.skipped is None:
+                    self.journal.totals.trained_tokens += report.response_tokens
+                done += report.tokens
+                if ended := ranks.shared(verdict):
+                    cut = ended == "cut"
+                    break
         seconds = time.perf_counter() - started
         self.journal.totals.train_seconds += seconds
         return seconds, done / whole if cut else 1.0
+
+    def _lead(self, trainer: DrafterTrainer, task: Task) -> None:
+        """Have the other ranks do what follows as well: `service.ranks.Follower` is their side of it."""
+        order = {"run": self.run, "config": asdict(trainer.config), **task.order()}
+        trainer.ranks.shared(lambda: order, idle=True)
+        trainer.ranks.together(lambda: None)  # they map the files
+        hand_over(trainer, self._layout.worker(self.run))
 
     def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[str], None]) -> list[Contest]:
         """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first."""

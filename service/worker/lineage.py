@@ -18,6 +18,7 @@ from drafter.files.checkpoint import config_fingerprint
 from drafter.files.kinds import read_kind, write_kind
 from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.training.ranks import current
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.durable import AtomicDirectory
@@ -107,7 +108,7 @@ class Lineage:
             optimizer=self._settings.optimizer,
             compute_dtype="bfloat16" if working_dtype(self._device) is torch.bfloat16 else "float32",
         )
-        self.trainer = DrafterTrainer(drafter.to(self._device), config)
+        self.trainer = DrafterTrainer(drafter.to(self._device), config, current())
         return self.trainer
 
     def check_vocabulary(self) -> None:

@@ -409,14 +409,21 @@ def checked_device(name: str) -> torch.device:
     return device
 
 
+def use_device(name: str) -> torch.device:
+    """Make a device this process's. Raises `ConfigurationError` when there is none of that name."""
+    device = checked_device(name)
+    if name == "cpu":
+        torch.set_num_threads(1)  # on shared cores, threads that wait for each other are far slower than one
+    elif device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # Triton starts its kernels on the current one
+    return device
+
+
 def run_worker(settings: Settings, on_signal: Callable[[int, Callable[..., None]], Any] = signal.signal) -> None:
     """Run a worker in this process until SIGTERM or SIGINT."""
     if settings.redis_url is None:
         raise ConfigurationError("a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
-    if settings.device == "cpu":
-        torch.set_num_threads(1)  # on shared cores, threads that wait for each other are far slower than one
-    elif (device := checked_device(settings.device)).type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # Triton starts its kernels on the current one
+    use_device(settings.device)
     worker = Worker(settings, connect(settings.redis_url.get_secret_value()))
     for number in (signal.SIGTERM, signal.SIGINT):
         on_signal(number, lambda *_: worker.stop())

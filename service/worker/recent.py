@@ -9,15 +9,22 @@ Batches are kept as the files they came in (`runs/<run>/worker/recent/`); the ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes
+from drafter.device import ahead
 from drafter.errors import TargetHeadError
+from drafter.policy import Policy
+from drafter.training.ranks import ALONE, Ranks
+from drafter.training.trainer import DrafterTrainer, Prepared
 from rl_hooks.wire import WireError
+from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
 
@@ -35,6 +42,10 @@ class KeptBatch:
     def policy_version(self) -> int:
         """The policy that generated it."""
         return self.batch.policy_version
+
+
+#: What one optimizer step trains on: rollouts of kept batches, by their places.
+Drawn = list[tuple[KeptBatch, list[int]]]
 
 
 class RecentRollouts:
@@ -140,18 +151,81 @@ class RecentRollouts:
         batches as fill it, of one policy version where that has enough; where there are too few, steps are smaller, and
         more. `newest_share`: docs/lab/recipes.md has what other shares than half do.
         """
-        rng = np.random.default_rng(seed)
-        new = list(newest)
-        old = [k for k in self._kept if k not in new]
-        of_new, of_old = step_tokens, step_tokens
-        if new and old:
-            of_new = round(newest_share * step_tokens)
-            of_old = step_tokens - of_new
-        left = passes * sum(k.batch.tokens for k in newest)
-        while (new or old) and left > 0:
-            drawn = [*_fill(new, of_new, rng), *_fill(old, of_old, rng)]
-            left -= sum(part.tokens for part in drawn)
-            yield _packed(drawn)
+        task = Task(newest, self.but(newest), passes, step_tokens, seed, newest_share)
+        return (taken(window) for window in task.drawn())
+
+    def but(self, newest: Sequence[KeptBatch]) -> list[KeptBatch]:
+        """All that is kept but these, oldest first."""
+        return [kept for kept in self._kept if kept not in newest]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One training: which batches its windows are drawn from, and how. Every rank draws the same."""
+
+    newest: Sequence[KeptBatch]
+    older: Sequence[KeptBatch]
+    passes: float
+    step_tokens: int
+    seed: int
+    newest_share: float = 0.5
+
+    def drawn(self) -> Iterator[Drawn]:
+        """What `RecentRollouts.train_steps` yields, not yet taken out of the batches."""
+        rng = np.random.default_rng(self.seed)
+        of_new, of_old = self.step_tokens, self.step_tokens
+        if self.newest and self.older:
+            of_new = round(self.newest_share * self.step_tokens)
+            of_old = self.step_tokens - of_new
+        left = self.passes * sum(k.batch.tokens for k in self.newest)
+        while (self.newest or self.older) and left > 0:
+            drawn = [*_fill(self.newest, of_new, rng), *_fill(self.older, of_old, rng)]
+            left -= _tokens(drawn)
+            yield drawn
+
+    def order(self) -> dict[str, Any]:
+        """The task as JSON, in which a batch is the name of its file."""
+        batches = {part: [[k.name, k.known] for k in getattr(self, part)] for part in ("newest", "older")}
+        return batches | {"passes": self.passes, "step_tokens": self.step_tokens, "seed": self.seed}
+
+    @classmethod
+    def of(cls, order: Mapping[str, Any], kept: Callable[[str, tuple[int, ...]], KeptBatch]) -> Self:
+        """The task of an order; `kept` gives a batch by its file's name and what is known of it."""
+        newest, older = ([kept(name, tuple(known)) for name, known in order[part]] for part in ("newest", "older"))
+        return cls(newest, older, order["passes"], order["step_tokens"], order["seed"])
+
+
+def taken(drawn: Drawn, ranks: Ranks = ALONE) -> list[RolloutBatch]:
+    """A rank's share of what was drawn: every W-th rollout."""
+    parts, before = [], 0
+    for kept, rollouts in drawn:
+        if mine := rollouts[(ranks.rank - before) % ranks.world :: ranks.world]:
+            parts.append(kept.batch.select(mine))
+        before += len(rollouts)
+    return _packed(parts)
+
+
+def windows(drawn: Iterable[Drawn], trainer: DrafterTrainer, target: Target) -> Iterator[list[tuple[Prepared, Policy]]]:
+    """Yield what `trainer.step` takes, for each window that was drawn: this rank's share, with rank 0's heads."""
+    ranks = trainer.ranks
+    shares = ((sorted({kept.policy_version for kept, _ in w}), taken(w, ranks)) for w in drawn)
+    prepared = ahead(((versions, [trainer.prepare(b) for b in mine]) for versions, mine in shares), trainer.device)
+
+    def heads(versions: Sequence[int]) -> list[tuple[int, Sequence[int] | None]]:
+        return [target.head_of(version) for version in versions]
+
+    def policies(versions: Sequence[int], named: Sequence[tuple[int, Sequence[int] | None]]) -> dict[int, Policy]:
+        return {version: target.with_head(*head) for version, head in zip(versions, named, strict=True)}
+
+    while (window := ranks.together(lambda: next(prepared, None))) is not None:
+        versions, mine = window
+        named = ranks.shared(partial(heads, versions))
+        found = ranks.together(partial(policies, versions, named))
+        yield [(one, found[one.batch.policy_version]) for one in mine]
+
+
+def _tokens(drawn: Drawn) -> int:
+    return sum(int(kept.batch.cu_seqlens.diff()[rollouts].sum()) for kept, rollouts in drawn)
 
 
 def without(batch: RolloutBatch, places: Sequence[int]) -> RolloutBatch:
@@ -168,7 +242,7 @@ def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:
     return [RolloutBatch.concat(group) for group in alike.values()]
 
 
-def _fill(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -> Iterator[RolloutBatch]:
+def _fill(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -> Iterator[tuple[KeptBatch, list[int]]]:
     """Random whole rollouts, at least one if there is any, up to about `tokens`.
 
     Of one policy version as far as they go: rollouts of another have another head, and need passes of their own. A
@@ -182,12 +256,12 @@ def _fill(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -
     for place in rng.choice(len(versions), len(versions), replace=False, p=weights / weights.sum()) if versions else ():
         parts = _draw([k for k in batches if k.policy_version == versions[place]], tokens, rng)
         yield from parts
-        tokens -= sum(part.tokens for part in parts)
+        tokens -= _tokens(parts)
         if tokens <= 0:
             return
 
 
-def _draw(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -> list[RolloutBatch]:
+def _draw(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -> Drawn:
     """Random whole rollouts of all the batches, at least one, up to about `tokens`."""
     places = [(b, i) for b, kept in enumerate(batches) for i in range(kept.batch.rollouts)]
     lengths = np.concatenate([np.diff(k.batch.cu_seqlens.numpy()) for k in batches])
@@ -197,4 +271,4 @@ def _draw(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -
     for place in sorted(order[:count]):
         batch, rollout = places[place]
         chosen.setdefault(batch, []).append(rollout)
-    return [batches[batch].batch.select(rollouts) for batch, rollouts in chosen.items()]
+    return [(batches[batch], rollouts) for batch, rollouts in chosen.items()]

@@ -17,7 +17,7 @@ import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -110,9 +110,9 @@ class ReceivedHeads:
     def _up_to(self, policy_version: int) -> dict[int, Upload]:
         stems = [p.stem for p in self._layout.heads(self._run).glob("*.safetensors")]
         versions = [int(stem) for stem in stems if stem.isdigit() and int(stem) <= policy_version]
-        return {v: file for v in versions if (file := self._upload(v)) is not None}
+        return {v: file for v in versions if (file := self.upload(v)) is not None}
 
-    def _upload(self, version: int) -> Upload | None:
+    def upload(self, version: int) -> Upload | None:
         """The file that holds a version's head now; None when it has gone."""
         try:
             found = self.path(version).stat()
@@ -196,14 +196,27 @@ class Target:
         `batch`: the file of the batch that asks. A head that was received after it hides none of those that were there:
         the batch is of the attempt before. It counts if it is of a higher version: the head has come late.
         """
+        return self._cached(*self.head_of(policy_version, batch=batch))
+
+    def head_of(self, policy_version: int, *, batch: Path | None = None) -> tuple[int, Upload | None]:
+        """Which head `at` gives, for `with_head`: its policy version, and its file (None: the registered one's)."""
         for version, file in self._received.in_force(policy_version, batch):
             try:
-                return self._cached(version, file)
+                self._cached(version, file)
             except (WireError, TargetHeadError) as error:
                 run = self._path.parent.name
                 log.warning("run %s: the head of policy version %d is not used: %s", run, version, error)
                 self._received.refuse(version, file)
-        return self.registered
+            else:
+                return version, file
+        return self.policy_version, None
+
+    def with_head(self, version: int, file: Sequence[int] | None) -> Policy:
+        """The policy with the head that another process's `head_of` named. OSError: another file is there now."""
+        upload = None if file is None else Upload(*file)
+        if upload is not None and (version, upload) not in self._policies and self._received.upload(version) != upload:
+            raise OSError(f"the head of policy version {version} is no longer the file that is trained with")
+        return self._cached(version, upload)
 
     def normalised(self, batch: RolloutBatch, path: Path | None = None) -> RolloutBatch:
         """The batch with the normalisers that its sender could not compute. `path`: its file.

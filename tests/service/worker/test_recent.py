@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,8 @@ import pytest
 from worker_fixtures import World
 
 from drafter.batch import load_batch, prompt_hashes
-from service.worker.recent import KeptBatch, RecentRollouts, _packed
+from drafter.training.ranks import Ranks
+from service.worker.recent import KeptBatch, RecentRollouts, Task, _packed, taken
 
 
 class Memory:
@@ -242,3 +244,26 @@ def test_an_empty_memory_has_nothing_to_give(memory: Memory) -> None:
     assert memory.recent.prompts == {}
     assert list(memory.recent.train_steps([], passes=3.0, step_tokens=64, seed=0)) == []
     assert memory.recent.oldest_policy_version() is None
+
+
+class Rank(Ranks):
+    """One of several."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+
+
+@pytest.mark.parametrize("world", [2, 3, 11])
+def test_the_shares_of_all_ranks_are_what_one_process_trains_on(memory: Memory, world: int) -> None:
+    """Each rollout of each window once, on ranks that have as many as each other; a rank may have none."""
+    older = [memory.add("a"), memory.add("b", policy_version=1, rollouts=3)]
+    task = Task([memory.add("c", policy_version=2, rollouts=5)], older, passes=6.0, step_tokens=150, seed=3)
+    whole = list(memory.recent.train_steps(task.newest, passes=6.0, step_tokens=150, seed=3))
+    assert len(whole) > 2
+    again = Task.of(
+        json.loads(json.dumps(task.order())), lambda name, _: next(k for k in (*older, *task.newest) if k.name == name)
+    )
+    for window, drawn in zip(whole, again.drawn(), strict=True):
+        shares = [[i for batch in taken(drawn, Rank(r, world)) for i in batch.rollout_ids] for r in range(world)]
+        assert sorted(i for share in shares for i in share) == sorted(i for b in window for i in b.rollout_ids)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -1,0 +1,143 @@
+"""The worker on several GPUs: `torchrun` starts a process for each, rank 0 is the worker, and the others follow it.
+
+Rank 0 alone claims, scores, judges, checkpoints, publishes and acknowledges. Of each training it tells the others which
+files to draw from, and how; each rank maps the same files, draws the same windows and trains on every W-th rollout.
+A follower keeps nothing that matters: it takes the trainer over from rank 0 wherever its own is not the same to the
+last bit. So one that failed, or was started again, goes on with the next training.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from drafter.batch import load_batch
+from drafter.device import is_device_fault
+from drafter.model.draft_model import DraftModel
+from drafter.training.ranks import Ranks, joined
+from drafter.training.trainer import DrafterTrainer, TrainConfig
+from service.errors import ConfigurationError
+from service.settings import Settings
+from service.storage.layout import FileId, Layout, file_id
+from service.storage.runs import read_state
+from service.worker.checkpoint import taken_over
+from service.worker.process import run_worker, use_device
+from service.worker.recent import KeptBatch, Task, windows, without
+from service.worker.target import Target
+
+log = logging.getLogger("draftalign.worker")
+
+
+class FollowedRun:
+    """One run as a follower holds it: target, trainer, and the batches that are trained on."""
+
+    def __init__(self, layout: Layout, run: str, ranks: Ranks, device: torch.device) -> None:
+        self.target_file: FileId = file_id(layout.target(run))  # before it is read
+        self._layout = layout
+        self._run = run
+        self._ranks = ranks
+        self._device = device
+        self._target = Target.open(layout, run, device)
+        self._trainer: DrafterTrainer | None = None
+        self._kept: dict[tuple[str, tuple[int, ...]], KeptBatch] = {}
+
+    def task(self, order: Mapping[str, Any]) -> Task:
+        """What is ordered, its files loaded; those that no order names any more are let go."""
+        before, self._kept = self._kept, {}
+
+        def kept(name: str, known: tuple[int, ...]) -> KeptBatch:
+            found = before.get((name, known)) or self._load(name, known)
+            self._kept[name, known] = found
+            return found
+
+        return Task.of(order, kept)
+
+    def _load(self, name: str, known: tuple[int, ...]) -> KeptBatch:
+        places = (self._layout.worker(self._run) / "recent" / name, self._layout.spool(self._run) / name)
+        path = next((place for place in places if place.exists()), None)
+        if path is None:
+            raise OSError(f"{name} is neither among the recent rollouts nor in the spool: is this rank 0's state_dir?")
+        batch = without(load_batch(path), known)
+        batch = batch if batch.normalised else self._target.normalised(batch, path)
+        return KeptBatch(name, batch, frozenset(), known)
+
+    def train(self, task: Task, config: Mapping[str, Any]) -> None:
+        """Rank 0's `Learner.train`, without its decisions."""
+
+        def make(drafter: DraftModel) -> DrafterTrainer:
+            given = TrainConfig(**{**config, "betas": tuple(config["betas"])})
+            return DrafterTrainer(drafter.to(self._device), given, self._ranks)
+
+        trainer = self._trainer = taken_over(self._ranks, self._trainer, self._layout.worker(self._run), make)
+        for window in windows(task.drawn(), trainer, self._target):
+            trainer.step(window)
+            if self._ranks.shared(str):
+                break
+
+
+class Follower:
+    """A rank other than 0."""
+
+    def __init__(self, settings: Settings, ranks: Ranks, device: torch.device) -> None:
+        self._layout = Layout(settings.state_dir)
+        self._ranks = ranks
+        self._device = device
+        self._runs: dict[str, FollowedRun] = {}
+
+    def serve(self) -> None:
+        """Do what rank 0 orders, until it ends."""
+        order: dict[str, Any]
+        while order := self._ranks.shared(dict, idle=True):
+            run = order["run"]
+            try:
+                with self._ranks.in_step():
+                    task = self._ranks.together(partial(self._prepare, order))
+                    self._runs[run].train(task, order["config"])
+            except Exception as error:
+                if is_device_fault(error):
+                    raise
+                log.error("run %s: a training ended (%s); rank 0 decides what becomes of it", run, error)
+                self._runs.pop(run, None)
+
+    def _prepare(self, order: Mapping[str, Any]) -> Task:
+        """Open the run and load what the order names; runs that are not worked on are let go."""
+        run = order["run"]
+        served = self._layout.run_names()
+        for other in [r for r in self._runs if r not in served or not read_state(self._layout, r).worked_on]:
+            del self._runs[other]
+        if run in self._runs and self._runs[run].target_file != file_id(self._layout.target(run)):
+            del self._runs[run]  # it was registered anew
+        if run not in self._runs:
+            self._runs[run] = FollowedRun(self._layout, run, self._ranks, self._device)
+        return self._runs[run].task(order)
+
+
+def run_on_ranks(settings: Settings) -> None:
+    """Run the worker until SIGTERM or SIGINT: alone, or as one of the processes that `torchrun` has started."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        settings = settings.model_copy(update={"device": own_device(settings.device)})
+    device = use_device(settings.device)
+    with joined(device) as ranks:
+        if ranks.rank == 0:
+            run_worker(settings)
+            ranks.shared(dict, idle=True)  # nothing more to do
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):  # which come to all ranks; rank 0 ends what is in hand
+            signal.signal(number, signal.SIG_IGN)
+        Follower(settings, ranks, device).serve()
+
+
+def own_device(name: str) -> str:
+    """The device of this rank: `cuda` is the one of its number on its host."""
+    if name.startswith("cuda:"):
+        raise ConfigurationError(
+            f"DRAFTALIGN_DEVICE={name!r} names one GPU, and there are several ranks: say cuda, and each rank takes "
+            "the one with its LOCAL_RANK"
+        )
+    return f"{name}:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name

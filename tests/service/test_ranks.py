@@ -1,0 +1,303 @@
+"""The worker on two ranks: what one process would have learnt, whatever fails or dies on one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_fixtures import run_two_ranks
+from safetensors.torch import load_file
+from worker_fixtures import Bench, World, final_state, states
+
+import drafter.training.ranks
+import service.ranks
+from drafter.batch import RolloutBatch, load_batch
+from drafter.device import RanksLost
+from drafter.training.ranks import JoinedRanks
+from drafter.training.trainer import DrafterTrainer, TrainConfig
+from service.ranks import Follower
+from service.storage.queue import MAX_DELIVERIES
+from service.worker.checkpoint import hand_over, taken_over
+from service.worker.learner import TrainingStopped
+
+#: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
+
+
+def run_ranks(bench: Bench, lead: Callable[[], None], fault: Callable[[int], object] = abs) -> int:
+    """Rank 0 does `lead`, rank 1 follows it. `fault(rank)` breaks something in a rank before."""
+
+    def work(rank: int) -> None:
+        ranks = JoinedRanks()
+        vars(drafter.training.ranks)["_joined"].append(ranks)
+        fault(rank)
+        if rank:
+            Follower(bench.settings, ranks, torch.device("cpu")).serve()
+        else:
+            lead()
+            ranks.shared(dict, idle=True)
+
+    return run_two_ranks(work)
+
+
+def outcome(bench: Bench) -> dict[str, Any]:
+    """All that must not depend on how many ranks there were, but for rounding."""
+    found = final_state(bench)
+    parts = ("drafter/model.safetensors", "trainer/moments.safetensors")
+    learnt = {f"{part} {n}": t for part in parts for n, t in load_file(bench.checkpoint() / part).items()}
+    return found | {"weights": learnt, "scores": {k: flat(v) for k, v in found["scores"].items()}}
+
+
+def flat(score: dict[str, Any]) -> dict[str, Any]:
+    return {k: asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for k, v in score.items()}
+
+
+def assert_alike(one: Any, two: Any, where: str = "") -> None:
+    """Numbers that were computed within rounding, all else equal."""
+    if isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for key in one:
+            assert_alike(one[key], two[key], f"{where} {key}")
+    elif isinstance(one, torch.Tensor):
+        assert one.shape == two.shape, where
+        assert float((one.double() - two.double()).abs().max()) <= 1e-4 * max(float(one.double().abs().max()), 1e-12), (
+            where
+        )
+    else:
+        assert one == (pytest.approx(two, rel=1e-4) if isinstance(one, float) else two), where
+
+
+def one_process(directory: Path, redis_url: str, post: Callable[[Bench], None], **changes: Any) -> dict[str, Any]:
+    """What one process makes of it."""
+    with Bench(directory, redis_url, **changes) as bench:
+        bench.redis.flushall()
+        post(bench)
+        bench.drain(bench.worker())
+        return outcome(bench)
+
+
+def five(bench: Bench) -> None:
+    """Ragged batches of two policy versions, with a new head between them."""
+    bench.begin()
+    for number, name in enumerate("abcde"):
+        if number == 3:
+            bench.world.move_head(1)
+            bench.put_head(1)
+        bench.post(name, policy_version=int(number >= 3), rollouts=3 + number)
+
+
+def test_two_ranks_learn_what_one_process_learns(tmp_path: Path, redis_url: str) -> None:
+    """And rank 1 takes the trainer over once: from then on its own is the same to the last bit."""
+
+    def count(rank: int) -> None:
+        real = DrafterTrainer.load
+
+        def loading(self: DrafterTrainer, directory: Path) -> None:
+            with (tmp_path / f"loads {rank}").open("a") as file:
+                file.write(".")
+            real(self, directory)
+
+        DrafterTrainer.load = loading  # type: ignore[assignment,method-assign]
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        five(bench)
+        assert run_ranks(bench, lambda: bench.drain(bench.worker()), count) == 0
+        two = outcome(bench)
+    one = one_process(tmp_path / "one", redis_url, five, **ADAMW)
+    assert_alike(one, two)
+    assert any(not torch.equal(one["weights"][n], two["weights"][n]) for n in one["weights"]), "no sum was formed"
+    assert (tmp_path / "loads 1").read_text() == "."
+    assert two["counts"]["windows"] > 5
+
+
+def dies_in_window(number: int) -> Callable[[int], None]:
+    """Rank 1 is killed in the middle of that window: rank 0 waits for its gradients."""
+
+    def arm(rank: int) -> None:
+        real = DrafterTrainer._accumulate
+
+        def dying(self: DrafterTrainer, *arguments: Any) -> Any:
+            if rank == 1 and self.windows == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(self, *arguments)
+
+        DrafterTrainer._accumulate = dying  # type: ignore[assignment,method-assign]
+
+    return arm
+
+
+def test_a_killed_rank_ends_all_and_the_next_start_learns_what_an_undisturbed_one_learns(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """The checkpoint precedes the acknowledgement, so nothing is lost and nothing is trained twice."""
+    changes = ADAMW | {"claim_tokens": 1}
+    with Bench(tmp_path / "two", redis_url, **changes) as bench:
+        five(bench)
+        ended = tmp_path / "rank 0 ended"
+
+        def lead() -> None:
+            with pytest.raises(RanksLost):
+                bench.drain(bench.worker())
+            ended.touch()
+            os._exit(3)
+
+        assert run_ranks(bench, lead, dies_in_window(4)) != 0
+        assert ended.exists(), "rank 0 learnt that rank 1 has gone, and did not hang"
+        assert "trained" in states(bench)
+        assert states(bench) != ["trained"] * 5
+        assert run_ranks(bench, lambda: bench.drain(bench.worker())) == 0
+        two = outcome(bench)
+    assert_alike(one_process(tmp_path / "one", redis_url, five, **changes), two)
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_batch_that_fails_on_one_rank_ends_alone_and_the_ranks_go_on(
+    tmp_path: Path, redis_url: str, faulty: int
+) -> None:
+    def arm(rank: int) -> None:
+        real = DrafterTrainer.prepare
+
+        def failing(self: DrafterTrainer, batch: RolloutBatch) -> Any:
+            if rank == faulty and any(i.startswith("bad") for i in batch.rollout_ids):
+                raise RuntimeError("boom")
+            return real(self, batch)
+
+        DrafterTrainer.prepare = failing  # type: ignore[assignment,method-assign]
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        for name in ("a", "bad", "b"):
+            bench.post(name, rollouts=6)
+
+        def lead() -> None:
+            for _ in range(MAX_DELIVERIES - 1):  # as `Worker` does: the run is opened again from its last checkpoint
+                with pytest.raises(RuntimeError, match="boom"):
+                    bench.drain(bench.worker())
+            with pytest.raises(RuntimeError, match="boom"):  # in isolation
+                bench.drain(bench.worker())
+            bench.drain(bench.worker())
+
+        assert run_ranks(bench, lead, arm) == 0
+        assert states(bench) == ["trained", "dead", "trained"]
+        where = "RuntimeError: boom" if faulty == 0 else "on rank 1: RuntimeError: boom"
+        assert where in bench.reason(bench.posted[1])
+
+
+def test_a_rank_that_cannot_read_a_file_is_no_fault_of_the_batch(tmp_path: Path, redis_url: str) -> None:
+    """Another disk, or another state directory, on one rank: the training is done again, and no delivery counts."""
+
+    def arm(rank: int) -> None:
+        if rank == 1:
+
+            def failing(path: Path, **_: Any) -> Any:
+                if (tmp_path / "mended").exists():
+                    return load_batch(path)
+                raise OSError(5, "Input/output error")
+
+            vars(service.ranks)["load_batch"] = failing
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        bench.post("a", rollouts=6)
+
+        def lead() -> None:
+            for _ in range(5):
+                with pytest.raises(TrainingStopped, match="on rank 1: OSError"):
+                    bench.drain(bench.worker())
+            (tmp_path / "mended").touch()
+            bench.drain(bench.worker())
+
+        assert run_ranks(bench, lead, arm) == 0
+        assert states(bench) == ["trained"]
+
+
+def test_a_trainer_that_differs_in_the_last_bit_is_taken_over_and_an_equal_one_is_not(tmp_path: Path) -> None:
+    """In a weight, a moment, a counter, the configuration; afterwards it is the same."""
+    world = World()
+    (tmp_path / "file").write_bytes(world.rollout_file("a"))
+    batch, policy, directory = load_batch(tmp_path / "file"), world.policy(), tmp_path / "worker"
+    directory.mkdir()
+
+    def changed(t: DrafterTrainer, what: str) -> DrafterTrainer:
+        if what == "weight":
+            vector = next(p for p in t.drafter.parameters() if p.ndim == 1)
+            vector.data[0] = torch.nextafter(vector.data[0], torch.tensor(9.0))
+        elif what == "moment":
+            moment = next(m for name, m in t._optimizer.moments().items() if name.startswith("exp_avg_sq."))
+            moment.mul_(1.5)
+        elif what == "counter":
+            t.tokens_trained += 1
+        return t
+
+    def work(rank: int) -> None:
+        ranks = JoinedRanks()
+        for what in ("", "weight", "moment", "counter", "absent"):
+            own: DrafterTrainer = DrafterTrainer(world.drafter(), TrainConfig(learning_rate=1e-2))
+            own.step([(batch, policy)])
+            if rank == 0:
+                own.ranks = ranks
+                hand_over(own, directory)
+                continue
+            wanted = own.fingerprint()
+            mine = None if what == "absent" else changed(own, what)
+            found = taken_over(
+                ranks, mine, directory, lambda drafter: DrafterTrainer(drafter, TrainConfig(learning_rate=1e-2))
+            )
+            assert (found is mine) == (what == ""), what
+            assert found.fingerprint() == wanted, what
+
+    assert run_two_ranks(work) == 0
+    assert list(directory.iterdir()) == [], "the copies are gone"
+
+
+RANK = """
+import os, signal, sys
+from drafter.training.trainer import DrafterTrainer, TrainConfig
+from service.cli.main import app
+
+real = DrafterTrainer._accumulate
+
+def dying(self, *arguments):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and os.environ["RANK"] == sys.argv[1] and self.windows == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, *arguments)
+
+DrafterTrainer._accumulate = dying
+app(["worker"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dies", [0, 1])
+def test_torchrun_starts_all_again_where_a_rank_is_killed(tmp_path: Path, redis_url: str, dies: int) -> None:
+    """`torchrun --max-restarts` with the command as users have it; SIGTERM to torchrun is an orderly end."""
+    changes = ADAMW | {"claim_tokens": 1}
+    (tmp_path / "rank.py").write_text(RANK)
+    with Bench(tmp_path / "two", redis_url, **changes) as bench:
+        five(bench)
+        given = {k: v for k, v in bench.settings.model_dump(exclude_defaults=True).items() if k != "tokens"}
+        variables = {f"DRAFTALIGN_{k.upper()}": str(v) for k, v in given.items()} | {"DRAFTALIGN_REDIS_URL": redis_url}
+        argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+        argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+        here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        with subprocess.Popen(
+            [*argv, str(tmp_path / "rank.py"), str(dies)], env=os.environ | variables | here
+        ) as agent:
+            try:
+                bench.wait(lambda: states(bench) == ["trained"] * 5 or agent.poll() is not None, 200)
+                agent.terminate()
+                agent.wait(60)
+            finally:
+                agent.kill()
+        two = outcome(bench)
+    assert_alike(one_process(tmp_path / "one", redis_url, five, **changes), two)
