@@ -102,8 +102,12 @@ class Layout:
         return self.run(run) / "latest.json"
 
     def history(self, run: str) -> Path:
-        """Every verdict, one JSON object per line."""
+        """Every move of `latest` and every verdict of the gate, one JSON object per line."""
         return self.run(run) / "history.jsonl"
+
+    def verdicts(self, run: str) -> Path:
+        """Every verdict of a canary, one JSON object per line."""
+        return self.run(run) / "verdicts.jsonl"
 
     def registry_lock(self, run: str) -> Path:
         """The lock of every process that moves `latest`."""
