@@ -123,9 +123,10 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times]
     blocks = await context.store(report.run).book(record, steps)
     if report.canary is not None:
-        event = {"event": f"canary_{report.canary.outcome}", "version": report.canary.version}
-        event |= {"reporter": report.reporter, "offer": report.canary.sequence, "canary": report.canary.model_dump()}
-        await asyncio.to_thread(context.registry.record_verdict, report.run, event)
+        found = report.canary
+        event = {"event": f"canary_{found.outcome}", "version": found.version, "reporter": report.reporter}
+        facts = {"offer": found.sequence, "canary": found.model_dump()}
+        await asyncio.to_thread(context.registry.record_verdict, report.run, event | facts)
     verdict = await _judge(context, report, blocks)
     pushed = await _push_again(context, report, verdict) if verdict.name == "dead" else None
     return AcceptanceReply(

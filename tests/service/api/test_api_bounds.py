@@ -110,10 +110,6 @@ def test_the_history_has_a_bound_and_its_digest_goes_on_over_pieces(
     assert versions == [f"v{i}" for i in range(200 - len(versions), 200)], "the newest, without a gap"
     assert len(versions) > 20
     assert Registry(layout).digest("r").published == 200, "what was published is counted, whatever of it was deleted"
-    assert [line.count('"carried"') for line in (tmp_path / "runs/r/history.jsonl").read_text().splitlines()][:2] == [
-        1,
-        0,
-    ]
 
 
 def test_a_read_token_cannot_make_a_run_forget(
@@ -128,7 +124,7 @@ def test_a_read_token_cannot_make_a_run_forget(
     manifest = service.publish()
     sent = service.registry.stage("default")
     (sent / "model.safetensors").write_bytes(b"sent")
-    facts = {"like": manifest, "reason": "from the lab", "by": "ada", "most_waiting": 4}
+    facts: dict[str, Any] = {"like": manifest, "reason": "from the lab", "by": "ada", "most_waiting": 4}
     waiting, _ = service.registry.archive("default", sent, **facts)
     service.registry.hold("default", manifest.version, "under test")
     moves = service.layout.history("default").read_bytes()

@@ -225,6 +225,7 @@ def test_a_move_whose_event_is_lost_leaves_all_of_it_in_the_pointer(registry: Re
     whole = registry.offer("default")
     history.write_bytes(before)  # as if killed before the append
     offer = Registry(Layout(tmp_path)).offer("default")
+    assert offer is not None
     assert offer == whole
     assert (offer["version"], offer["previous"], offer["gate"]["gain"]) == (sent.version, first.version, 0.1)
     registry.push_again("default", "lost")
