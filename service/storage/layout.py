@@ -49,8 +49,8 @@ class Layout:
 
     @property
     def audit(self) -> Path:
-        """Who did what, of all runs: kept when a run is deleted."""
-        return self.root / "audit" / "audit.jsonl"
+        """Directory of who did what, of all runs: kept when a run is deleted."""
+        return self.root / "audit"
 
     # --- of one run
     def run(self, run: str) -> Path:

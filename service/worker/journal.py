@@ -144,8 +144,12 @@ class Journal:
                 trained_tokens_total=self.totals.trained_tokens,
             )
             self.totals.batches += 1
-            self._watch(scores, latest)
-            self._coverage = (scores.record.draftable_tokens or 0) / max(1, scores.record.tokens or 0)
+            if entry.belated:  # it says nothing about what is true now, nor about the engines
+                kept = replace(self._unsent[entry.batch_id], favour=None, replayed=None)
+                self._unsent[entry.batch_id] = kept
+            else:
+                self._watch(scores, latest)
+                self._coverage = (scores.record.draftable_tokens or 0) / max(1, scores.record.tokens or 0)
             replays = dict(scores.replays)
             if "frozen" not in replays:
                 replays.pop("best", None)  # the better of two, not the best of all

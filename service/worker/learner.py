@@ -200,7 +200,10 @@ class Learner:
         policy version in the queue now. `version_seconds`: between two of them.
         `isolated`: no recent rollouts are mixed in, and nothing is judged, so what is raised is the fault of `fresh`.
         """
-        newest_version = max(loaded.batch.policy_version for loaded in fresh[-RECENT_BATCHES:])
+        now = [
+            loaded for loaded in fresh if isolated or not loaded.entry.belated
+        ]  # what says which policy is the newest
+        newest_version = max(loaded.batch.policy_version for loaded in (now or fresh)[-RECENT_BATCHES:])
 
         def newer_waits() -> bool:
             waiting = newest_waiting()
@@ -209,7 +212,8 @@ class Learner:
         waits, idle = newer_waits(), self.controller.idle
         behind = self.controller.defers(newer_waits=waits)
         passed_over_enough = waits and not (behind or idle)
-        scored, rest = ([], fresh) if behind else self.scorer.score_newest(fresh, fates)
+        scored, rest = ([], now) if behind or not now else self.scorer.score_newest(now, fates)
+        rest = [*(loaded for loaded in fresh if loaded not in now), *rest]
         passed_over = self.scorer.score_passed_over(
             rest, fates, tested=sum(loaded.batch.rollouts for loaded, _ in scored)
         )
@@ -236,7 +240,8 @@ class Learner:
                 self.gate.concluded()
             raise
         if not scored:
-            return Outcome(passed_over[-1][1], DEFERRED, outcome) if passed_over else None
+            told = passed_over and not passed_over[-1][0].entry.belated
+            return Outcome(passed_over[-1][1], DEFERRED, outcome) if told else None
         newest, scores = [self._remember(loaded) for loaded, _ in scored], scored[-1][1]
         decision = self._decide(scored, held)
         trained = decision.action is not Action.IDLE
@@ -331,7 +336,8 @@ class Learner:
 
     def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[], None]) -> list[Contest]:
         """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first."""
-        compared = [(loaded.batch, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
+        scored = [(loaded, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
+        compared = [(loaded.batch, scores) for loaded, scores in scored]
         served = self.lineage.served_version()
         if not compared:
             return []
@@ -342,7 +348,7 @@ class Learner:
         wider = Fresh.of(with_all, self.recent.prompts) if with_all else fresh
         self._follow(served)
         before = self.gate.state
-        entries = sorted((loaded.entry.entry_id for loaded, _ in scored), key=arrival)
+        entries = sorted((loaded.entry.arrived for loaded, _ in scored), key=arrival)
         realised = self.gate.settle(wider) if self.gate.measures(entries[0]) else None
         contests = self.gate.judge(fresh, served, wider)
         if contests and contests[0].verdict.promote:
