@@ -35,14 +35,14 @@ class LineFile:
             with contextlib.suppress(LockHeld), exclusive(self.path.with_suffix(".lock"), 0.0):
                 if self._is_full():  # else another process was faster
                     self.path.rename(self.path.with_stem(f"{self.path.stem}-{time.time_ns()}"))
-                    for path in self._full()[: -self._kept]:
-                        path.unlink()
         is_new = not self.path.exists()
         first = head() if is_new else None
         lines = [to_json(one, inf_nan_mode="null") for one in (first, entry) if one is not None]
         append_line(self.path, b"\n".join(lines), self._mode)
         if is_new:
             sync(self.path.parent)
+            for path in self._full()[: -self._kept]:  # `head` may have read them
+                path.unlink(missing_ok=True)
 
     def pieces(self) -> list[Path]:
         """All pieces, oldest first. The last one may not exist."""

@@ -135,6 +135,8 @@ class Journal:
         `latest` is the version that engines were offered when the batches were scored.
         """
         for entry, scores in scored:
+            # What was put back says nothing about what is true now, nor about the engines.
+            left_out: dict[str, None] = {"favour": None, "replayed": None} if entry.belated else {}
             self._unsent[entry.batch_id] = replace(
                 scores.record,
                 action=decision.action.value,
@@ -142,12 +144,10 @@ class Journal:
                 published_total=self.totals.published,
                 refused_total=self.totals.refused,
                 trained_tokens_total=self.totals.trained_tokens,
+                **left_out,
             )
             self.totals.batches += 1
-            if entry.belated:  # it says nothing about what is true now, nor about the engines
-                kept = replace(self._unsent[entry.batch_id], favour=None, replayed=None)
-                self._unsent[entry.batch_id] = kept
-            else:
+            if not entry.belated:
                 self._watch(scores, latest)
                 self._coverage = (scores.record.draftable_tokens or 0) / max(1, scores.record.tokens or 0)
             replays = dict(scores.replays)

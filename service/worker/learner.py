@@ -200,9 +200,7 @@ class Learner:
         policy version in the queue now. `version_seconds`: between two of them.
         `isolated`: no recent rollouts are mixed in, and nothing is judged, so what is raised is the fault of `fresh`.
         """
-        now = [
-            loaded for loaded in fresh if isolated or not loaded.entry.belated
-        ]  # what says which policy is the newest
+        now = [loaded for loaded in fresh if isolated or not loaded.entry.belated]
         newest_version = max(loaded.batch.policy_version for loaded in (now or fresh)[-RECENT_BATCHES:])
 
         def newer_waits() -> bool:
