@@ -114,13 +114,16 @@ def test_batches_that_are_put_back_are_of_their_own_time(bench: Bench, serve: Se
     bench.drain(worker)
     assert {bench.state(batch_id) for batch_id in first} == {"trained"}
     assert worker.inbox.versions.newest == 43
+    assert {bench.store.scores()[batch_id].action for batch_id in first} == {"deferred"}, (
+        "they join the mix, as late ones"
+    )
     assert worker.learner.journal.state["drift"] == drift
     after = service.client.get("/alpha").json()
     assert after["current"] == before["current"]
     assert [point["policy_version"] for point in after["points"]] == [3, 40, 41, 42, 43]
     assert len(after["attempts"]) == 1
     assert last_arrival(service.client.get("/metrics").text) == last
-    assert set(first) & {name.partition(".")[0] for name in worker.learner.recent.names()}, "they join the mix"
+    assert set(first) & {name.partition(".")[0] for name in worker.learner.recent.names()}
     late = [bench.post("late", policy_version=20), bench.post("next", policy_version=44)]
     bench.drain(worker)
     assert [bench.state(batch_id) for batch_id in late] == ["skipped", "trained"], "20 is late for 43, and not for 3"
