@@ -284,7 +284,7 @@ def test_whatever_the_worker_sets_is_a_gauge() -> None:
         ("journal", "_set_gauges"),
         ("journal", "_drift_gauges"),
         ("process", "_note_work"),
-        ("process", "_close_until"),
+        ("process", "_tell"),
     ):
         kinds = (records.WorkerGauges, records.Lane)
         assert dict_keys(f"service/worker/{module}.py", function) <= {name for kind in kinds for name in fields(kind)}
@@ -293,7 +293,7 @@ def test_whatever_the_worker_sets_is_a_gauge() -> None:
 def test_every_path_of_the_state_directory_is_documented() -> None:
     layout, tree = Layout(Path("/state")), page("docs/reference/architecture.md")
     of_run = [layout.run_json, layout.target, layout.heads, layout.drafters, layout.latest]
-    of_run += [layout.history, layout.registry_lock, layout.worker, layout.spool]
+    of_run += [layout.history, layout.verdicts, layout.registry_lock, layout.worker, layout.spool]
     paths = [layout.spool_tmp, layout.valkey, *(path_of("RUN") for path_of in of_run)]
     named = [str(path.relative_to("/state")).replace("RUN", "<run>") for path in paths]
     assert [name for name in named if name not in tree] == []

@@ -19,7 +19,7 @@ from service.monitor.live.blocks import Block
 from service.monitor.live.watch import EngineVerdict, VerdictName, push_is_due, watch
 from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
 from service.settings import Settings
-from service.storage.registry import Manifest, canary_key
+from service.storage.registry import Manifest
 from service.storage.runs import check_open
 
 router = APIRouter(tags=["acceptance"])
@@ -124,7 +124,10 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times]
     blocks = await context.store(report.run).book(record, steps)
     if report.canary is not None:
-        await asyncio.to_thread(_record_canary, context, report, report.canary)
+        found = report.canary
+        event = {"event": f"canary_{found.outcome}", "version": found.version, "reporter": report.reporter}
+        facts = {"offer": found.sequence, "canary": found.model_dump()}
+        await asyncio.to_thread(context.registry.record_verdict, report.run, event | facts)
     verdict = await _judge(context, report, blocks)
     pushed = await _push_again(context, report, verdict) if verdict.name == "dead" else None
     return AcceptanceReply(
@@ -171,7 +174,7 @@ async def _push_again(context: ServiceContext, report: AcceptanceReport, verdict
 
 
 def _check_canary(context: ServiceContext, run: str, canary: CanaryReport) -> None:
-    """Refuse a verdict on what was never offered: each verdict is a line in the history."""
+    """Refuse a verdict on what was never offered: each verdict is a line on the disk."""
     latest = context.registry.latest(run)
     newest = 0 if latest is None else latest.sequence
     if canary.sequence > newest or canary.version not in context.registry.versions(run):
@@ -182,19 +185,6 @@ def _check_canary(context: ServiceContext, run: str, canary: CanaryReport) -> No
             f"sequence is {newest}, GET /drafters has the versions",
             field="canary",
         )
-
-
-def _record_canary(context: ServiceContext, report: AcceptanceReport, canary: CanaryReport) -> None:
-    """Record a canary's verdict in the history; a repeated report records nothing."""
-    event = {
-        "event": f"canary_{canary.outcome}",
-        "version": canary.version,
-        "reporter": report.reporter,
-        "offer": canary.sequence,
-    }
-    if canary_key(event) in context.registry.digest(report.run).canaries:
-        return
-    context.registry.record(report.run, event | {"canary": canary.model_dump()})
 
 
 @router.get("/alpha")

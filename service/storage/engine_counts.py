@@ -133,7 +133,7 @@ class _Changes:
     delete: list[str] = field(default_factory=list)
     unplaced: dict[str, AcceptanceRecord] = field(default_factory=dict)
     forget: list[str] = field(default_factory=list)
-    live: list[tuple[str, str, str]] = field(default_factory=list)
+    live: list[tuple[str, str, str, float]] = field(default_factory=list)
 
     def fold(
         self, record: AcceptanceRecord, into: str, older: AcceptanceRecord | None, drafter: str | None
@@ -148,7 +148,7 @@ class _Changes:
         """Add a record to the live sums over all reporters."""
         if record.policy_version is not None and record.rounds > 0 and (emitted := record.emitted) is not None:
             name = json.dumps([record.method, record.drafter_version, record.policy_version])
-            self.live.append((name, str(record.rounds), str(emitted)))
+            self.live.append((name, str(record.rounds), str(emitted), record.reported))
 
     def text(self) -> str:
         """For the script, which sees numbers as text: its own have 53 bits."""
@@ -299,7 +299,7 @@ def older_key(reporter: str, drafter: str | None) -> str:
 
 
 def live_records(table: Mapping[str, bytes | str]) -> Iterable[AcceptanceRecord]:
-    """The live sums over all reporters, as records without a reporter."""
+    """The live sums over all reporters, as records without a reporter, of when they were reported last."""
     for name, rounds in table.items():
         identity, _, kind = name.rpartition(":")
         if kind == "rounds":
@@ -310,4 +310,5 @@ def live_records(table: Mapping[str, bytes | str]) -> Iterable[AcceptanceRecord]
                 policy_version=policy,
                 rounds=int(rounds),
                 emitted_tokens=int(table.get(f"{identity}:tokens", 0)),
+                created=float(table.get(f"{identity}:created", 0.0)),
             )

@@ -49,8 +49,8 @@ class Layout:
 
     @property
     def audit(self) -> Path:
-        """Who did what, of all runs: kept when a run is deleted."""
-        return self.root / "audit" / "audit.jsonl"
+        """Directory of who did what, of all runs: kept when a run is deleted."""
+        return self.root / "audit"
 
     # --- of one run
     def run(self, run: str) -> Path:
@@ -102,8 +102,12 @@ class Layout:
         return self.run(run) / "latest.json"
 
     def history(self, run: str) -> Path:
-        """Every verdict, one JSON object per line."""
+        """Every move of `latest` and every verdict of the gate, one JSON object per line."""
         return self.run(run) / "history.jsonl"
+
+    def verdicts(self, run: str) -> Path:
+        """Every verdict of a canary, one JSON object per line."""
+        return self.run(run) / "verdicts.jsonl"
 
     def registry_lock(self, run: str) -> Path:
         """The lock of every process that moves `latest`."""
@@ -127,7 +131,7 @@ class Layout:
         """Runs that were registered, sorted."""
         if not self.runs.is_dir():
             return []
-        return sorted(p.name for p in self.runs.iterdir() if RUN_NAME.fullmatch(p.name) and (p / "run.json").is_file())
+        return sorted(p.name for p in self.runs.iterdir() if RUN_NAME.fullmatch(p.name) and _is_there(p / "run.json"))
 
     def make_run(self, run: str) -> None:
         """Create the run's directories; idempotent."""
@@ -142,6 +146,14 @@ def file_id(path: Path) -> FileId:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file, also one that cannot be looked at: who opens it says why, and it hides no other run."""
+    try:
+        return path.is_file()
+    except OSError:
+        return True
 
 
 def _checked(pattern: re.Pattern[str], run: str) -> str:

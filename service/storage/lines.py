@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,30 @@ class LineFile:
 
     def __init__(self, path: Path, *, max_bytes: int, kept: int, mode: int = 0o666) -> None:
         """`max_bytes`: size at which a piece is full; `kept`: most full pieces; `mode`: of a new piece."""
-        self._path, self._max_bytes, self._kept, self._mode = path, max_bytes, kept, mode
+        self.path, self._max_bytes, self._kept, self._mode = path, max_bytes, kept, mode
 
-    def append(self, entry: Mapping[str, Any]) -> None:
-        """Add a line, and force it to the disk. Raises OSError. NaN becomes null, since JSON has none."""
+    def append(self, entry: Mapping[str, Any], head: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
+        """Add a line, and force it to the disk. Raises OSError. NaN becomes null, since JSON has none.
+
+        `head`: makes the line that a new piece begins with.
+        """
         if self._is_full():
             # Held by a paused process, it keeps the file growing, and nobody waiting.
-            with contextlib.suppress(LockHeld), exclusive(self._path.with_suffix(".lock"), 0.0):
+            with contextlib.suppress(LockHeld), exclusive(self.path.with_suffix(".lock"), 0.0):
                 if self._is_full():  # else another process was faster
-                    self._path.rename(self._path.with_stem(f"{self._path.stem}-{time.time_ns()}"))
-                    for path in self._full()[: -self._kept]:
-                        path.unlink()
-        is_new = not self._path.exists()
-        append_line(self._path, to_json(entry, inf_nan_mode="null"), self._mode)
+                    self.path.rename(self.path.with_stem(f"{self.path.stem}-{time.time_ns()}"))
+        is_new = not self.path.exists()
+        first = head() if is_new else None
+        lines = [to_json(one, inf_nan_mode="null") for one in (first, entry) if one is not None]
+        append_line(self.path, b"\n".join(lines), self._mode)
         if is_new:
-            sync(self._path.parent)
+            sync(self.path.parent)
+            for path in self._full()[: -self._kept]:  # `head` may have read them
+                path.unlink(missing_ok=True)
 
     def pieces(self) -> list[Path]:
         """All pieces, oldest first. The last one may not exist."""
-        return [*self._full(), self._path]
+        return [*self._full(), self.path]
 
     def read(self) -> list[dict[str, Any]]:
         """Every entry, oldest first. A line torn by loss of power is skipped."""
@@ -54,13 +59,11 @@ class LineFile:
                 return found
 
     def _full(self) -> list[Path]:
-        return sorted(
-            self._path.parent.glob(f"{self._path.stem}-*.jsonl"), key=lambda path: (len(path.name), path.name)
-        )
+        return sorted(self.path.parent.glob(f"{self.path.stem}-*.jsonl"), key=lambda path: (len(path.name), path.name))
 
     def _is_full(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            return self._path.stat().st_size >= self._max_bytes
+            return self.path.stat().st_size >= self._max_bytes
         return False
 
 

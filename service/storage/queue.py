@@ -78,7 +78,8 @@ class Entry:
     """One claimed batch. `deliveries` counts this one; `bytes` and `tokens` are of the spooled file `blob`.
 
     `known`: places in the file of the rollouts that came in an earlier batch. They are not to be used again.
-    `put_back`: it had died, and a person wants it to be worked on however old it is.
+    `put_back`: it had died, and a person wants it to be worked on however old it is. `first_id`: of one that was put
+    back when newer policies had come, the entry as which it came first.
     """
 
     entry_id: str
@@ -92,6 +93,17 @@ class Entry:
     deliveries: int
     known: tuple[int, ...] = ()
     put_back: bool = False
+    first_id: str = ""
+
+    @property
+    def belated(self) -> bool:
+        """Whether it is of another time than now: it says nothing about the newest policy."""
+        return bool(self.first_id)
+
+    @property
+    def arrived(self) -> str:
+        """The id that says when its rollouts came."""
+        return self.first_id or self.entry_id
 
     @property
     def suspect(self) -> bool:
@@ -233,10 +245,11 @@ class RolloutQueue:
     def newest_policy(self, after: str | None = None) -> int | None:
         """Highest policy version of the newest 16 entries that have not ended; None when there are none.
 
-        `after`: of those that arrived after the entry with this id.
+        `after`: of those that arrived after the entry with this id. Belated ones do not count.
         """
-        waiting = self._redis.xrevrange(self._keys.queue, min="-" if after is None else f"({after}", count=16)
-        return max((_entry(message, 0).policy_version_max for message in waiting), default=None)
+        found = self._redis.xrevrange(self._keys.queue, min="-" if after is None else f"({after}", count=16)
+        waiting = [entry for message in found if not (entry := _entry(message, 0)).belated]
+        return max((entry.policy_version_max for entry in waiting), default=None)
 
     def _end(self, entry: Entry, state: str, reason: str, *, keep_file: bool = False) -> bool:
         keys = self._keys
@@ -350,7 +363,8 @@ class AsyncRolloutQueue:
         except ResponseError:  # there is no stream: Redis was emptied
             return Arrivals(None, None)
         first = stream["first-entry"]
-        return Arrivals(None if first is None else _seconds(first[0]), _seconds(stream["last-generated-id"]))
+        newest = await self._redis.hget(self._keys.counters, "newest")  # not what was put back
+        return Arrivals(None if first is None else _seconds(first[0]), _seconds(newest or stream["last-generated-id"]))
 
     async def dead_letters(self, count: int) -> list[dict[str, str]]:
         """The newest dead letters, newest first."""
@@ -451,5 +465,6 @@ def _entry(message: Any, deliveries: int) -> Entry:
         policy_version_max=int(fields["policy_version_max"]),
         deliveries=deliveries,
         put_back=fields.get("put_back") == "1",
+        first_id=fields.get("arrived", ""),
         known=tuple(json.loads(fields.get("known", "[]"))),  # of an older service: none
     )

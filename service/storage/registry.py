@@ -11,6 +11,9 @@ Invariants, also after loss of power at any line:
 * A hold is part of `latest.json`, so it appears and ends in the same rename as a move. While it is there, nothing but
   another hold moves `latest` to another version: what was judged before it and is published after it raises
   `LatestHeld`.
+* The history is bounded. What must not be forgotten stands at the head of each new piece of it: versions that wait for
+  the gate, how many were published, the newest move. Canaries' verdicts have a file of their own, because whoever may
+  read a run may report them: they push nothing else out.
 * One `flock` per run serialises the API (rollback, push-again) and the worker (publish). After `LOCK_SECONDS` the error
   names the holder: a paused process (a debugger, a paused container) keeps the lock until it goes on or is killed.
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import heapq
 import json
 import os
 import shutil
@@ -34,6 +38,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
 
 from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
 from rl_hooks.lock import LockHeld, exclusive
@@ -53,8 +58,14 @@ _LEFTOVER_SECONDS = 3600.0
 #: Canary verdicts remembered, to drop repeats. A repeat comes within minutes, if at all.
 _CANARIES_REMEMBERED = 4096
 _PUSHES_REMEMBERED = 16
-#: Size of a piece of the history; the newest full one is kept. Some 6,000 verdicts, all read by each scrape.
+#: Size of a piece of the history; the newest full one is kept. Some 6,000 events, all read by each scrape.
 _HISTORY_BYTES = 2 << 20
+#: The same of the canaries' verdicts: some 3,000.
+_VERDICT_BYTES = 1 << 20
+#: First event of a piece of the history: what is known from the pieces before it.
+_CARRIED = "carried"
+#: Events with which a version begins to be served.
+OFFERS = ("published", "rolled_back")
 
 
 class VersionFile(BaseModel):
@@ -94,15 +105,17 @@ class Manifest(BaseModel):
 
 
 class HistoryDigest:
-    """The facts that acceptance reports need from the history. Each line is read once."""
+    """What is known from a history, whatever of it was deleted since. Each line is read once."""
 
     def __init__(self) -> None:
         #: When the drafter was pushed again the last times, in Unix seconds.
         self.pushed: deque[float] = deque(maxlen=_PUSHES_REMEMBERED)
         #: `canary_key` of the newest verdicts, oldest first.
         self.canaries: dict[tuple[str, ...], None] = {}
-        #: How many versions were published, as far as the history goes back.
+        #: How many versions were published.
         self.published = 0
+        #: The highest sequence number of a move. None: no move is known.
+        self.sequence: int | None = None
         self._inode: int | None = None  # of the piece that was read last
         #: Versions that a person sent and that are not judged yet, oldest first.
         self.sent: dict[str, Sent] = {}
@@ -126,12 +139,17 @@ class HistoryDigest:
 
     def _read(self, file: BinaryIO) -> None:
         file.seek(self.bytes_read)
-        text = file.read()
+        text, begins = file.read(), self.bytes_read == 0
         complete = text[: text.rfind(b"\n") + 1]
         self.bytes_read += len(complete)
-        for event in entries(complete.splitlines()):
+        for number, event in enumerate(entries(complete.splitlines())):
             self._read_sent(event)
-            if event.get("event") == "published":
+            if type(sequence := event.get("sequence")) is int:
+                self.sequence = max(sequence, self.sequence or 0)
+            if event.get("event") == _CARRIED:
+                if begins and number == 0:
+                    self._carry_on(event)
+            elif event.get("event") == "published":
                 self.published += 1
             elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
                 self.pushed.append(when)
@@ -139,6 +157,17 @@ class HistoryDigest:
                 self.canaries[canary_key(event)] = None
                 while len(self.canaries) > _CANARIES_REMEMBERED:
                     del self.canaries[next(iter(self.canaries))]
+
+    def carried(self) -> dict[str, Any]:
+        """First event of a new piece."""
+        known = {"sequence": self.sequence, "published": self.published, "pushed": list(self.pushed)}
+        return {"time": time.time(), "event": _CARRIED, **known, "sent": dict(self.sent)}
+
+    def _carry_on(self, event: Mapping[str, Any]) -> None:
+        """Go on from a piece's first event: whoever wrote it may know more than the lines that are still there."""
+        if event["published"] >= self.published:
+            self.published, self.pushed = event["published"], deque(event["pushed"], maxlen=_PUSHES_REMEMBERED)
+            self.sent = {version: Sent(*sent) for version, sent in event["sent"].items()}
 
     def _read_sent(self, event: Mapping[str, Any]) -> None:
         kind, version = event.get("event"), str(event.get("version"))
@@ -172,7 +201,7 @@ class Registry:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._digests: dict[str, HistoryDigest] = {}
+        self._digests: dict[Path, HistoryDigest] = {}
         self._reading = threading.Lock()
 
     # --- reading
@@ -221,20 +250,33 @@ class Registry:
         return sorted(names, key=_number)
 
     def history(self, run: str) -> list[dict[str, Any]]:
-        """The newest recorded events, oldest first. A line torn by loss of power is skipped."""
-        return self._history(run).read()
+        """The newest recorded events, verdicts of canaries among them, oldest first. A torn line is skipped."""
+        both = self._history(run).read(), self._verdicts(run).read()
+        found = heapq.merge(*both, key=lambda event: RunEvent.of(event).time or 0.0)
+        return [event for event in found if event.get("event") != _CARRIED]
 
     def events(self, run: str) -> list[RunEvent]:
         """The history, for whoever looks into it."""
         return [RunEvent.of(event) for event in self.history(run)]
 
+    def offer(self, run: str) -> dict[str, Any] | None:
+        """The event with which the served version began to be served. A crash may have kept it from the history."""
+        pointer = self._pointer(run)
+        lost = None if pointer is None else self._unrecorded(run, pointer)
+        if lost is not None and lost.get("event") in OFFERS:
+            return lost
+        return next((event for event in reversed(self.history(run)) if event.get("event") in OFFERS), None)
+
     def digest(self, run: str) -> HistoryDigest:
-        """Publishes, pushes and canary verdicts of the history, up to date."""
+        """Moves and what waits for the gate, up to date."""
+        return self._digest(self._history(run))
+
+    def _digest(self, file: LineFile) -> HistoryDigest:
         with self._reading:
-            digest = self._digests.setdefault(run, HistoryDigest())
-            if not digest.follow(self._history(run).pieces()):
-                digest = self._digests[run] = HistoryDigest()
-                digest.follow(self._history(run).pieces())
+            digest = self._digests.setdefault(file.path, HistoryDigest())
+            if not digest.follow(file.pieces()):
+                digest = self._digests[file.path] = HistoryDigest()
+                digest.follow(file.pieces())
             return digest
 
     def path(self, run: str, version: str, name: str) -> Path:
@@ -346,16 +388,25 @@ class Registry:
             self._require_free(run)
             return self._repoint(run, self.get(run, version), reason, "published", more={"gate": gate})
 
-    def rollback(self, run: str, version: str, reason: str, *, instead_of: str | None = ANY) -> Manifest:
+    def rollback(
+        self,
+        run: str,
+        version: str,
+        reason: str,
+        *,
+        instead_of: str | None = ANY,
+        gate: Mapping[str, Any] | None = None,
+    ) -> Manifest:
         """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number.
 
-        `instead_of`: as for `publish`. Raises `LatestHeld` when a person holds what is served.
+        `instead_of`, `gate`: as for `publish`. Raises `LatestHeld` when a person holds what is served.
         """
         self.verify(run, version)
         with locked(self._layout, run):
             self._require_served(run, instead_of)
             self._require_free(run)
-            return self._repoint(run, self.get(run, version), reason, "rolled_back")
+            more = None if gate is None else {"gate": gate}
+            return self._repoint(run, self.get(run, version), reason, "rolled_back", more=more)
 
     def hold(self, run: str, version: str, reason: str, by: str | None = None) -> Manifest:
         """Serve a version until `release`, after verifying its digests. One that is held already is held instead.
@@ -406,6 +457,12 @@ class Registry:
         Takes no lock, since a paused process could hold it: a line is one write at the file's end.
         """
         self._append(run, {"time": time.time(), **event})
+
+    def record_verdict(self, run: str, event: Mapping[str, Any]) -> None:
+        """Append a canary's verdict, durably, unless it is a repeat. An earlier service wrote them into the history."""
+        files = self._verdicts(run), self._history(run)
+        if not any(canary_key(event) in self._digest(file).canaries for file in files):
+            files[0].append({"time": time.time(), **event})
 
     def verify(self, run: str, version: str) -> None:
         """Recompute every digest of a version; raises RegistryError that names the file that differs."""
@@ -519,23 +576,40 @@ class Registry:
             "reason": reason,
         }
         self._recover_history(run)
-        pointer = {"sequence": manifest.sequence, "version": manifest.version, "reason": reason, "event": kind}
-        pointer |= {} if held is None else {"held": held}
-        replace_file(self._layout.latest(run), json.dumps(pointer).encode())
+        # With all of the event: it may be the only place that has it, after a crash before the next line.
+        pointer = event | dict(more) | ({} if held is None else {"held": held})
+        replace_file(self._layout.latest(run), to_json(pointer, inf_nan_mode="null"))
         self._append(run, event | dict(more))
 
     def _recover_history(self, run: str) -> None:
         """Append the event that is missing if a crash came between the pointer's rename and the append."""
         pointer = self._pointer(run)
-        if pointer is None or any(event.get("sequence") == pointer["sequence"] for event in self.history(run)):
+        if pointer is None or (event := self._unrecorded(run, pointer)) is None:
             return
-        self._append(run, {"time": time.time(), "event": "published", **pointer, "recovered": True})
+        self._append(run, {"time": time.time(), "event": "published", **event, "recovered": True})
+
+    def _unrecorded(self, run: str, pointer: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The event of the last move, where the history never had it; None where it has, or had and forgot it."""
+        recorded = self.digest(run).sequence
+        if recorded is None and len(self._history(run).pieces()) > 1:  # of an earlier service, which carried nothing on
+            return None
+        if recorded is not None and recorded >= pointer["sequence"]:
+            return None
+        return {name: value for name, value in pointer.items() if name != "held"}
 
     def _append(self, run: str, event: Mapping[str, Any]) -> None:
-        self._history(run).append(event)
+        self._history(run).append(event, head=lambda: self._carried(run))
+
+    def _carried(self, run: str) -> dict[str, Any] | None:
+        digest = self.digest(run)
+        with self._reading:
+            return digest.carried() if len(self._history(run).pieces()) > 1 else None
 
     def _history(self, run: str) -> LineFile:
         return LineFile(self._layout.history(run), max_bytes=_HISTORY_BYTES, kept=1)
+
+    def _verdicts(self, run: str) -> LineFile:
+        return LineFile(self._layout.verdicts(run), max_bytes=_VERDICT_BYTES, kept=1)
 
 
 @contextlib.contextmanager

@@ -68,11 +68,12 @@ class ClaimScorer:
     def score_passed_over(self, rest: Sequence[Loaded], fates: Fates, *, tested: int) -> list[Scored]:
         """Score what will not be trained on now: with the candidate, from the newest on, until it was judged enough.
 
-        `tested`: rollouts of this claim that it is judged on already.
+        Never on what was put back: that is of policies that are gone. `tested`: rollouts of this claim that it is
+        judged on already.
         """
         compared, found = set(), []
         for loaded in reversed(rest):
-            if self._gate.hungry(tested):
+            if not loaded.entry.belated and self._gate.hungry(tested):
                 compared.add(loaded)
                 tested += loaded.batch.rollouts
         for loaded in rest:
@@ -113,7 +114,7 @@ class ClaimScorer:
                 depth=self._settings.depth,
                 drafting=self._settings.drafting,
                 batch_id=loaded.entry.batch_id,
-                entry_id=loaded.entry.entry_id,
+                entry_id=loaded.entry.arrived,
                 drafter_version=by,
                 logprob_gap=gap if checked else None,
             )

@@ -81,7 +81,9 @@ class PolicyVersions:
         self._first_seen: list[tuple[float, int]] = []  # (arrival in Unix seconds, version), ascending
 
     def note(self, entry: Entry) -> None:
-        """Take in the arrival of a batch."""
+        """Take in the arrival of a batch, unless it is of another time."""
+        if entry.belated:
+            return
         arrival = float(entry.entry_id.partition("-")[0]) / 1000.0  # stream ids begin with Unix milliseconds
         self._recent.append(entry.policy_version_max)
         if self._first_seen and self.newest < self._first_seen[-1][1]:

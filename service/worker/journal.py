@@ -132,8 +132,11 @@ class Journal:
         `latest` is the version that engines were offered when the batches were scored.
         """
         for entry, scores in scored:
+            record = scores.record
+            if entry.belated:  # what was put back says nothing about what is true now, nor about the engines
+                record = replace(record, favour=None, replayed=None)
             self._unsent[entry.batch_id] = replace(
-                scores.record,
+                record,
                 action=decision.action.value,
                 train_seconds=train_seconds / len(scored),
                 published_total=self.totals.published,
@@ -141,8 +144,9 @@ class Journal:
                 trained_tokens_total=self.totals.trained_tokens,
             )
             self.totals.batches += 1
-            self._watch(scores, latest)
-            self._coverage = (scores.record.draftable_tokens or 0) / max(1, scores.record.tokens or 0)
+            if not entry.belated:
+                self._watch(scores, latest)
+                self._coverage = (scores.record.draftable_tokens or 0) / max(1, scores.record.tokens or 0)
             replays = dict(scores.replays)
             if "frozen" not in replays:
                 replays.pop("best", None)  # the better of two, not the best of all

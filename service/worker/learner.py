@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -187,7 +187,7 @@ class Learner:
         fresh: Sequence[Loaded],
         fates: Fates,
         *,
-        before_publishing: Callable[[str], None],
+        before_publishing: Callable[[], None],
         newest_waiting: Callable[[], int | None] = lambda: None,
         version_seconds: float | None = None,
         isolated: bool = False,
@@ -196,11 +196,12 @@ class Learner:
 
         The rest joins the mix. A worker that is behind spends its time where it counts: not on updates towards policies
         that are gone. What it passes over still judges the candidate, up to `gate_rollouts` of each training.
-        `before_publishing` gets the version that won. It must checkpoint a candidate, and raise where nothing may be
-        published. `newest_waiting`: newest policy version in the queue now. `version_seconds`: between two of them.
+        `before_publishing` must write a checkpoint, and raise where nothing may be published. `newest_waiting`: newest
+        policy version in the queue now. `version_seconds`: between two of them.
         `isolated`: no recent rollouts are mixed in, and nothing is judged, so what is raised is the fault of `fresh`.
         """
-        newest_version = max(loaded.batch.policy_version for loaded in fresh[-RECENT_BATCHES:])
+        now = [loaded for loaded in fresh if isolated or not loaded.entry.belated]
+        newest_version = max(loaded.batch.policy_version for loaded in (now or fresh)[-RECENT_BATCHES:])
 
         def newer_waits() -> bool:
             waiting = newest_waiting()
@@ -209,7 +210,8 @@ class Learner:
         waits, idle = newer_waits(), self.controller.idle
         behind = self.controller.defers(newer_waits=waits)
         passed_over_enough = waits and not (behind or idle)
-        scored, rest = ([], fresh) if behind else self.scorer.score_newest(fresh, fates)
+        scored, rest = ([], now) if behind or not now else self.scorer.score_newest(now, fates)
+        rest = [*(loaded for loaded in fresh if loaded not in now), *rest]
         passed_over = self.scorer.score_passed_over(
             rest, fates, tested=sum(loaded.batch.rollouts for loaded, _ in scored)
         )
@@ -236,7 +238,8 @@ class Learner:
                 self.gate.concluded()
             raise
         if not scored:
-            return Outcome(passed_over[-1][1], DEFERRED, outcome) if passed_over else None
+            told = passed_over and not passed_over[-1][0].entry.belated
+            return Outcome(passed_over[-1][1], DEFERRED, outcome) if told else None
         newest, scores = [self._remember(loaded) for loaded, _ in scored], scored[-1][1]
         decision = self._decide(scored, held)
         trained = decision.action is not Action.IDLE
@@ -345,9 +348,10 @@ class Learner:
         trainer.ranks.together(lambda: None)  # they map the files
         hand_over(trainer, self._layout.worker(self.run))
 
-    def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[str], None]) -> list[Contest]:
+    def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[], None]) -> list[Contest]:
         """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first."""
-        compared = [(loaded.batch, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
+        scored = [(loaded, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
+        compared = [(loaded.batch, scores) for loaded, scores in scored]
         served = self.lineage.served_version()
         if not compared:
             return []
@@ -358,15 +362,15 @@ class Learner:
         wider = Fresh.of(with_all, self.recent.prompts) if with_all else fresh
         self._follow(served)
         before = self.gate.state
-        entries = sorted((loaded.entry.entry_id for loaded, _ in scored), key=arrival)
+        entries = sorted((loaded.entry.arrived for loaded, _ in scored), key=arrival)
         realised = self.gate.settle(wider) if self.gate.measures(entries[0]) else None
         contests = self.gate.judge(fresh, served, wider)
         if contests and contests[0].verdict.promote:
             after = self.gate.state
 
-            def secured(version: str) -> None:
+            def secured() -> None:
                 self.gate.restore(before)  # for the checkpoint: after a crash the same batches are looked at again
-                before_publishing(version)
+                before_publishing()
                 self.gate.restore(after)
 
             policy_version = max(batch.policy_version for batch in fresh.batches)
@@ -388,18 +392,14 @@ class Learner:
         """
         if served == self.gate.served:
             return
-        published = self.lineage.published_after(self.gate.served)
-        facts = {} if published is None else published.gate or {}
-        if published is None or "gain" not in facts:
+        facts = self.lineage.chosen_after(self.gate.served)
+        if served is None or facts is None:
             if self.gate.served is not None:
                 self.controller.curve = LearningCurve()  # its verdicts were against another drafter
             event = self.gate.begin(served)
         else:
-            event = self.gate.promoted(
-                published.version, self.gate.served, facts["gain"], after=facts.get("judged_to"), is_candidate=True
-            )
+            event = self._go_on_from(served, facts)
             self.gate.concluded()
-            self.journal.totals.published += 1
         if event is not None:
             self.lineage.record_gain(event)
 
@@ -409,7 +409,7 @@ class Learner:
         served: str | None,
         policy_version: int,
         judged_to: str,
-        before_publishing: Callable[[str], None],
+        before_publishing: Callable[[], None],
     ) -> dict[str, Any] | None:
         """Serve the winner, and train on from it where it is an archived version and better than the candidate.
 
@@ -417,20 +417,26 @@ class Learner:
         before. Raises `LatestMoved` where another one is served.
         """
         winner = contests[0]
-        before_publishing(winner.version)
-        facts = winner.facts | {"judged_to": judged_to}
-        manifest = self.lineage.promote(winner.version, served, policy_version, winner.verdict.reason, facts)
+        before_publishing()
         candidate = next((c for c in contests if c.version == CANDIDATE), None)
         keeps = candidate is not None and candidate.verdict.gain >= winner.verdict.gain
-        if not keeps:
-            self.lineage.train_from(winner.version)
+        facts = winner.facts | {"judged_to": judged_to}
+        if winner.version != CANDIDATE:
+            facts["train_on"] = not keeps
+        manifest = self.lineage.promote(winner.version, served, policy_version, winner.verdict.reason, facts)
+        return self._go_on_from(manifest.version, facts)
+
+    def _go_on_from(self, version: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What the gate chose is served. `facts`: its evidence, all that is left of the choice after a crash."""
+        train_on = facts.get("train_on")  # absent: it is the candidate
+        if train_on:
+            self.lineage.train_from(version)
         self.journal.totals.published += 1
-        if winner.version != CANDIDATE:  # what was measured until now was against another drafter
+        if train_on is not None:  # what was measured until now was against another drafter
             self.controller.curve = LearningCurve()
             self.gate.concluded()
-        is_candidate = winner.version == CANDIDATE or not keeps
-        gain = winner.verdict.gain
-        return self.gate.promoted(manifest.version, served, gain, after=judged_to, is_candidate=is_candidate)
+        gain, after = facts["gain"], facts.get("judged_to")
+        return self.gate.promoted(version, self.gate.served, gain, after=after, is_candidate=train_on is not False)
 
     def _conclude(self, contests: Sequence[Contest], version_seconds: float | None, policy_version: int) -> None:
         """Tell history and controller, once for each whole training, what the gate found of it.

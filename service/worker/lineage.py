@@ -27,7 +27,7 @@ from rl_hooks.format.eagle3 import with_layers
 from service.errors import WorkerError
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.registry import Manifest, Registry, Sent
+from service.storage.registry import OFFERS, Manifest, Registry, Sent
 from service.worker.checkpoint import full_disk_as_os_error
 from service.worker.target import Target
 
@@ -37,8 +37,6 @@ log = logging.getLogger("draftalign.worker")
 CANDIDATE: Final = "candidate"
 
 _CACHED_VERSIONS = 4
-#: Events with which a version begins to be served.
-_OFFERS: Final = ("published", "rolled_back")
 
 
 class Lineage:
@@ -148,16 +146,17 @@ class Lineage:
         """Whether a person holds what is served: nothing may be published, so nothing is looked at."""
         return self._registry.held(self._run) is not None
 
-    def published_after(self, before: str | None) -> Manifest | None:
-        """What is served now, where it is a candidate that won against `before` and from which nobody moved since."""
-        latest = self.served()
-        if latest is None or latest.gate is None or latest.parent != before:
+    def chosen_after(self, before: str | None) -> Mapping[str, Any] | None:
+        """Why the gate serves what is served now; None unless that won against `before` and nobody moved since."""
+        offer, latest = self._registry.offer(self._run), self.served()
+        if offer is None or latest is None or offer.get("version") != latest.version:
             return None
-        if self._registry.get(self._run, latest.version).sequence == latest.sequence:
-            return latest
-        offers = [event for event in self._registry.history(self._run) if event["event"] in _OFFERS]
-        newest = [(event["event"], event.get("version")) for event in offers[-1:]]
-        return latest if newest == [("published", latest.version)] else None  # pushed again since: the same drafter
+        facts = offer.get("gate")
+        if offer["event"] == "published":  # an earlier service may have died before it wrote the event
+            facts = facts or latest.gate
+        if offer.get("previous", offer.get("parent", latest.parent)) != before or "gain" not in (facts or {}):
+            return None
+        return facts
 
     def existing(self, version: str) -> str | None:
         """The version if it is still on disk, else None."""
@@ -232,7 +231,7 @@ class Lineage:
             return self._registry.promote(self._run, version, reason, evidence, instead_of=served)
         if version != CANDIDATE:
             reason = f"re-selected from the archive: {reason}"
-            return self._registry.rollback(self._run, version, reason, instead_of=served)
+            return self._registry.rollback(self._run, version, reason, instead_of=served, gate=evidence)
         with self._staged() as staged:
             with full_disk_as_os_error():
                 write_kind(staged, self.candidate)
@@ -293,7 +292,7 @@ class Lineage:
         A worker that dies after that and before its checkpoint finds it again.
         """
         for past in reversed(self._registry.history(self._run)):
-            if past.get("version") == event["version"] and past["event"] in (*_OFFERS, event["event"]):
+            if past.get("version") == event["version"] and past["event"] in (*OFFERS, event["event"]):
                 if past["event"] == event["event"]:
                     return
                 break

@@ -30,7 +30,6 @@ from service.storage.reports import Store
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.inbox import Inbox, Loaded, Phase, error_text, is_batch_fault
 from service.worker.learner import Learner
-from service.worker.lineage import CANDIDATE
 
 log = logging.getLogger("draftalign.worker")
 
@@ -154,7 +153,7 @@ class RunWorker:
             outcome = self.learner.learn(
                 group,
                 self.inbox,
-                before_publishing=self._secure,
+                before_publishing=self.save,
                 newest_waiting=lambda: self.inbox.newest_waiting(after=group[-1]),
                 version_seconds=self.inbox.versions.seconds_per_version,
                 isolated=isolated,
@@ -187,12 +186,6 @@ class RunWorker:
         started = time.monotonic()
         self.learner.save(self._checkpoint, applied)
         self._checkpoint_took = time.monotonic() - started
-
-    def _secure(self, version: str) -> None:
-        """Before a version is published: it is this worker's to publish, and a checkpoint holds the candidate."""
-        self._check_still_ours()
-        if version == CANDIDATE:
-            self.save()
 
     def _check_still_ours(self) -> None:
         """Raise unless this worker may write: it holds the lease, and the run's target is the one that it opened."""

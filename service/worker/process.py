@@ -4,8 +4,9 @@ Its time is shared fairly between the runs that have work, by the seconds that t
 that took less than others waits for what is in hand, and for nothing else, however much the others have queued.
 
 An exception ends at the run in which it was raised: the run is closed, its error is told (`worker_error`), and it is
-opened again from its last checkpoint later. Only Redis being away holds all runs up, and only a fault of the device
-ends the process, because CUDA works for no run after it.
+opened again from its last checkpoint later. Where the disk failed it stays open, with what it holds in memory, and is
+left alone for a while. Only Redis being away holds all runs up, and only a fault of the device ends the process,
+because CUDA works for no run after it.
 
 A run that a person has paused or archived is closed after a checkpoint, so it holds no memory. What an archived one had
 in its queue ends as skipped.
@@ -50,7 +51,7 @@ _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
 #: How far a run may be ahead of another one that has work; after this time at work, the runs that had none are asked.
 _AHEAD_SECONDS = 0.25
-#: After an error of the disk.
+#: After an error of the disk; twice as long after each further one in a row, up to `_REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
 #: The queue of an archived run is looked at again after this: a batch may have been on its way.
@@ -68,11 +69,16 @@ class _Run:
 
     worker: RunWorker | None = None  # None: it is not served now
     file: FileId = None  # of its target when it was last opened
-    retry_at: float = 0.0  # not opened before this (monotonic), unless its target is another file
-    failures: int = 0  # unforeseen exceptions since it last worked
+    retry_at: float = 0.0  # not opened nor asked before this (monotonic), unless its target is another file
+    failures: int = 0  # unforeseen exceptions, and errors of the disk, since it last worked
     proven: bool = True  # it has worked since it was opened
     lost: bool = False  # another worker took the lease while this one was stopped
     empty_until: float = 0.0  # of an archived run: its queue is not looked at before this (monotonic)
+
+    def back_off(self, first: float) -> float:
+        """Count a failure; how long to wait after it, in seconds."""
+        self.failures += 1
+        return min(first * 2.0 ** min(self.failures - 1, 10), _REFUSED_SECONDS)
 
 
 class Turns:
@@ -162,13 +168,12 @@ class Worker:
     def _turn(self) -> bool:
         self._find_runs()
         worked = False
-        trouble: OSError | None = None
         began = time.monotonic()
         for run in self._turns.order(self.served):
             if self._stopping or (worked and time.monotonic() - began > _AHEAD_SECONDS):
                 break
             worker = self._runs[run].worker  # the one before is freed here, if its run was closed
-            if worker is None or not self._turns.may(run):
+            if worker is None or self._runs[run].retry_at > began or not self._turns.may(run):
                 continue
             if self._runs[run].lost:
                 self._drop(run, "the lease is gone")
@@ -187,15 +192,13 @@ class Worker:
                 self._runs[run].worker = None  # to be opened again at once
             except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
                 self._refuse(run, error)  # one run's trouble is not the others'
-            except OSError as error:  # nor is that of its part of the disk
-                trouble = error
+            except OSError as error:
+                self._leave_alone(run, error)
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
                 self._fail(run, error)
             finally:
                 seconds = time.monotonic() - asked if found or failed else 0.0
                 self._turns.asked(run, seconds, at_work=found)
-        if trouble is not None:
-            raise trouble
         return worked
 
     def _drop(self, run: str, reason: str) -> None:
@@ -203,9 +206,9 @@ class Worker:
         log.warning("run %s is another worker's now: %s", run, reason)
         self._runs[run].worker = None
 
-    def _refuse(self, run: str, error: Exception, seconds: float = _REFUSED_SECONDS) -> None:
+    def _refuse(self, run: str, error: Exception) -> None:
         log.error("run %s: %s", run, error)
-        self._close_until(run, seconds, str(error))
+        self._close_until(run, _REFUSED_SECONDS, str(error))
 
     def _fail(self, run: str, error: Exception) -> None:
         """Close a run for an exception that nobody foresaw; raises it again where the whole process is of no use."""
@@ -213,13 +216,21 @@ class Worker:
             raise error
         log.error("run %s: it is closed, and opened again from its last checkpoint", run, exc_info=error)
         state = self._runs.setdefault(run, _Run())
-        state.failures += 1
-        seconds = min(_FAILED_SECONDS * 2.0 ** min(state.failures - 1, 10), _REFUSED_SECONDS)
-        self._close_until(run, seconds, f"{type(error).__name__}: {error}")
+        self._close_until(run, state.back_off(_FAILED_SECONDS), f"{type(error).__name__}: {error}")
+
+    def _leave_alone(self, run: str, error: OSError) -> None:
+        """Neither open nor close a run for a while: its part of the disk fails, and nothing of it was acknowledged."""
+        seconds = self._runs[run].back_off(_DISK_SECONDS)
+        log.error("run %s: %s; nothing was acknowledged, trying again in %.0f s", run, error, seconds)
+        self._tell(run, seconds, str(error))
 
     def _close_until(self, run: str, seconds: float, error: str) -> None:
+        self._runs[run].worker = None
+        self._tell(run, seconds, error)
+
+    def _tell(self, run: str, seconds: float, error: str) -> None:
         state = self._runs[run]
-        state.worker, state.retry_at = None, time.monotonic() + seconds
+        state.proven, state.retry_at = False, time.monotonic() + seconds
         error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
         Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
 
@@ -239,29 +250,40 @@ class Worker:
         for run in self._runs.keys() - names:
             self._let_go(run)
         for run in names:
-            file = file_id(self._layout.target(run))
             state = self._runs.setdefault(run, _Run())
-            wanted = read_state(self._layout, run)
-            if not wanted.worked_on:
-                self._rest(run, state)
-                if wanted.state == "archived" and state.empty_until <= now:
-                    try:
-                        self._clear(run, state)
-                    except RedisError:
-                        raise
-                    except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-                        log.error("the queue of archived run %s is not cleared: %s", run, error)
-                        state.empty_until = now + _LOOK_AT_ARCHIVED_SECONDS
-                continue
-            if state.worker is not None and state.file != file:
-                state.worker = None
-                log.warning("run %s was registered anew", run)
-            refused = state.retry_at > now and state.file == file
-            if state.worker is None and not refused and self._leases.hold(run):
-                if not self._layout.run_json(run).exists():  # it was deleted meanwhile
-                    self._let_go(run)
-                    continue
-                self._open(run, state, file)
+            try:
+                self._look_after(run, state, now)
+            except RedisError:
+                raise
+            except OSError as error:
+                self._leave_alone(run, error)
+            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                self._fail(run, error)
+
+    def _look_after(self, run: str, state: _Run, now: float) -> None:
+        """Open, close or rest a run, as its files say."""
+        file = file_id(self._layout.target(run))
+        wanted = read_state(self._layout, run)
+        if not wanted.worked_on:
+            self._rest(run, state)
+            if wanted.state == "archived" and state.empty_until <= now:
+                try:
+                    self._clear(run, state)
+                except RedisError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                    log.error("the queue of archived run %s is not cleared: %s", run, error)
+                    state.empty_until = now + _LOOK_AT_ARCHIVED_SECONDS
+            return
+        if state.worker is not None and state.file != file:
+            state.worker = None
+            log.warning("run %s was registered anew", run)
+        refused = state.retry_at > now and state.file == file
+        if state.worker is None and not refused and self._leases.hold(run):
+            if not self._layout.run_json(run).exists():  # it was deleted meanwhile
+                self._let_go(run)
+                return
+            self._open(run, state, file)
 
     def _let_go(self, run: str) -> None:
         """Close a run that was deleted, without a checkpoint, and let its files go."""
@@ -320,7 +342,7 @@ class Worker:
                 Store(self._redis, run).set_worker({"refused": file})
             self._refuse(run, error)
         except OSError as error:
-            self._refuse(run, error, _DISK_SECONDS)
+            self._leave_alone(run, error)
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
             self._fail(run, error)
 

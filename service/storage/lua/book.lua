@@ -2,7 +2,7 @@
 -- KEYS: 1 reporters  2 acceptance records  3 unplaced reports  4 times of reports  5 live sums  6 their order
 -- ARGV: 1 reporter  2 its account as it was read ('' for none)  3 its account now ('' to forget it)  4 Unix seconds
 --       5 live sums kept  6 changes as JSON: set {field, record}, del {field}, unplaced {field, record},
---         forget {field}, live {name, rounds, tokens}
+--         forget {field}, live {name, rounds, tokens, Unix seconds}
 -- Returns 1 if it was written, 0 if the account had changed: read it again.
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
 local changes = cjson.decode(ARGV[6])
@@ -15,10 +15,12 @@ for _, sums in ipairs(changes.live) do
   -- A sum beyond 64 bits stays as it is: an error here would leave the report half written.
   redis.pcall('HINCRBY', KEYS[5], sums[1] .. ':rounds', sums[2])
   redis.pcall('HINCRBY', KEYS[5], sums[1] .. ':tokens', sums[3])
+  local created = tonumber(redis.call('HGET', KEYS[5], sums[1] .. ':created') or '0')
+  redis.call('HSET', KEYS[5], sums[1] .. ':created', string.format('%.3f', math.max(created, sums[4])))
 end
 while redis.call('LLEN', KEYS[6]) > tonumber(ARGV[5]) do
   local oldest = redis.call('LPOP', KEYS[6])
-  redis.call('HDEL', KEYS[5], oldest .. ':rounds', oldest .. ':tokens')
+  redis.call('HDEL', KEYS[5], oldest .. ':rounds', oldest .. ':tokens', oldest .. ':created')
 end
 if ARGV[3] == '' then
   redis.call('HDEL', KEYS[1], ARGV[1])

@@ -115,9 +115,13 @@ if over() then
   return reply
 end
 
+-- What is put back has its place in time where it came first, unless its policy is still that of the newest batch.
+local came = back and (redis.call('HGET', batch, 'arrived') or redis.call('HGET', batch, 'entry_id')) or ''
+local belated = back and redis.call('GET', prefix .. 'latest_policy') ~= ARGV[13]
 local entry_id = redis.call('XADD', queue, '*', 'batch_id', ARGV[7], 'blob', ARGV[8], 'bytes', ARGV[9],
   'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
-  'known', #known > 0 and cjson.encode(known) or '[]', 'put_back', back and '1' or '0')
+  'known', #known > 0 and cjson.encode(known) or '[]', 'put_back', back and '1' or '0',
+  'arrived', belated and came or '')
 if died then leave_the_dead() end
 redis.call('HINCRBY', counters, 'items', 1)
 redis.call('HINCRBY', counters, 'bytes', bytes)
@@ -126,8 +130,12 @@ redis.call('DEL', batch)
 redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', ARGV[8], 'bytes', ARGV[9],
   'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
   'rollout_ids', ARGV[14], 'known_rollouts', #known)
+if back then redis.call('HSET', batch, 'arrived', came) end
 -- Of the newest batch, not the highest version: a trainer may go back to an earlier checkpoint.
-if not back then redis.call('SET', prefix .. 'latest_policy', ARGV[13]) end
+if not back then
+  redis.call('SET', prefix .. 'latest_policy', ARGV[13])
+  redis.call('HSET', counters, 'newest', entry_id)
+end
 local taken = {}
 for _, place in ipairs(known) do taken[place + 1] = true end
 for place, id in ipairs(ids) do

@@ -44,7 +44,10 @@ def logged(service: RunningService, run: str | None = None) -> list[dict[str, An
 
 
 def lines(service: RunningService) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in service.layout.audit.read_text().splitlines()]
+    """In the order in which they were written."""
+    texts = [path.read_text() for path in service.layout.audit.glob("*.jsonl")]
+    found = [json.loads(line) for text in texts for line in text.splitlines()]
+    return sorted(found, key=lambda entry: entry.get("ended", entry["time"]))
 
 
 def test_every_call_that_changes_something_is_written_down(guarded: RunningService, tokens: TokenFile) -> None:
@@ -151,10 +154,11 @@ def test_a_slow_disk_keeps_only_what_is_written_down_waiting(
 
 
 def test_a_process_that_ended_in_between_leaves_what_was_asked(service: RunningService) -> None:
-    text = service.layout.audit.read_text().splitlines(keepends=True)
-    service.layout.audit.write_text(text[0] + text[1][:20])  # and a torn line
+    (path,) = service.layout.audit.glob("*.jsonl")
+    text = path.read_text().splitlines(keepends=True)
+    path.write_text(text[0] + text[1][:20])  # and a torn line
     service.client.post("/runs/default/drift/reset").raise_for_status()
-    answered, asked = logged(service)
+    asked, answered = logged(service)
     assert (answered["action"], answered["status"]) == ("drift reset", 202)
     assert asked["call"] == "PUT /runs/default"
     assert "status" not in asked
@@ -164,23 +168,55 @@ def test_full_files_are_set_aside_and_the_oldest_are_deleted(tmp_path: Path, mon
     monkeypatch.setattr(audit, "_PIECE_BYTES", 1000)
     log = AuditLog(Layout(tmp_path))
     for number in range(200):
-        log.append({"time": number, "id": str(number), "token": "a" * 50, "run": "r", "status": 200})
+        said = {"time": number, "id": str(number), "token": "a" * 50, "run": "r", "call": "DELETE /runs/r"}
+        log.append(said | {"status": 200})
     files = sorted((tmp_path / "audit").glob("*.jsonl"))
-    assert len(files) == 9
+    assert len(files) == 8
     assert all(path.stat().st_size < 1200 for path in files)
     numbers = [int(entry["id"]) for entry in log.read()]
     assert numbers == list(range(numbers[0], 200)), "oldest first, without a gap"
-    assert 60 < len(numbers) < 150
+    assert 45 < len(numbers) < 150
+
+
+def test_no_token_pushes_out_what_another_did_and_registrations_push_out_nothing_else(
+    guarded: RunningService, tokens: TokenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write token can register as often as it likes; an admin of some runs can try to delete as often as it likes."""
+    tokens.add("helper", "admin", ("math-*",))
+    version = guarded.registry.versions(OWN)[0]
+    hold = f"/drafter/{version}/hold"
+    boss, trainer, helper = (tokens.headers(name) for name in ("boss", "trainer", "helper"))
+    guarded.client.put(hold, params={"run": OWN}, json={"reason": "good"}, headers=boss).raise_for_status()
+    monkeypatch.setattr(audit, "_PIECE_BYTES", 1000)
+    for _ in range(40):
+        assert guarded.client.put("/runs/math-9", content=b"x", headers=HEADERS | trainer).status_code == 422
+        assert guarded.client.put("/runs/math-9", content=b"x", headers=HEADERS | boss).status_code == 422
+        assert guarded.client.delete("/runs/math-8", headers=helper).status_code == 404
+    done = [(entry["token"], entry["action"], entry["status"]) for entry in logged(guarded)]
+    assert ("boss", "hold", 200) in done
+    assert done.count(("trainer", "register", 422)) < 10
+    assert done.count(("helper", "delete", 404)) < 30
+    assert max(entry["time"] for entry in logged(guarded)) == logged(guarded)[-1]["time"], "oldest first"
+
+
+def test_the_log_of_an_earlier_service_is_read_too(service: RunningService) -> None:
+    """It had one file for all."""
+    old = {"time": 1.0, "token": "boss", "client": "", "run": "default", "call": "DELETE /runs/default"}
+    for name, entry in (("audit-5", {"id": "a"}), ("audit", {"id": "b", "status": 204})):
+        (service.layout.audit / f"{name}.jsonl").write_text(json.dumps(old | entry) + "\n")
+    assert [entry["id"] for entry in logged(service)][:2] == ["a", "b"]
+    assert logged(service)[-1]["action"] == "register"
 
 
 def test_several_processes_lose_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "_PIECE_BYTES", 4000)
-    monkeypatch.setattr(audit, "_KEPT", 1000)
+    monkeypatch.setattr(audit, "_KEPT", {"acts": 1000})
 
     def write(name: str) -> None:
         log = AuditLog(Layout(tmp_path))
         for number in range(100):
-            log.append({"time": 0, "id": f"{name}{number}", "run": "r", "status": 200})
+            said = {"time": 0, "id": f"{name}{number}", "token": "a", "call": "DELETE /runs/r", "run": "r"}
+            log.append(said | {"status": 200})
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
     for thread in threads:

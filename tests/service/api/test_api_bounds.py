@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,39 @@ def test_the_history_has_a_bound_and_its_digest_goes_on_over_pieces(
     versions = [event["version"] for event in followed.history("r")]
     assert versions == [f"v{i}" for i in range(200 - len(versions), 200)], "the newest, without a gap"
     assert len(versions) > 20
-    assert Registry(layout).digest("r").published == len(versions)
+    assert Registry(layout).digest("r").published == 200, "what was published is counted, whatever of it was deleted"
+
+
+def test_a_read_token_cannot_make_a_run_forget(
+    serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may read a run may report verdicts: they push out one another, and no publish, no hold, nothing sent."""
+    monkeypatch.setattr(registry, "_HISTORY_BYTES", 4000)
+    monkeypatch.setattr(registry, "_VERDICT_BYTES", 4000, raising=False)
+    service = serve(tokens="reader:read;boss:admin")
+    headers = {name: {"Authorization": f"Bearer {name}"} for name in ("reader", "boss")}
+    service.client.put("/runs/default", content=run_file(), headers=HEADERS | headers["boss"]).raise_for_status()
+    manifest = service.publish()
+    sent = service.registry.stage("default")
+    (sent / "model.safetensors").write_bytes(b"sent")
+    facts: dict[str, Any] = {"like": manifest, "reason": "from the lab", "by": "ada", "most_waiting": 4}
+    waiting, _ = service.registry.archive("default", sent, **facts)
+    service.registry.hold("default", manifest.version, "under test")
+    moves = service.layout.history("default").read_bytes()
+    canary = {"version": manifest.version, "previous": "", "outcome": "passed", "sequence": 1}
+    for number in range(60):
+        body = report(manifest.version, reporter=f"engine {number}", canary=canary)
+        service.client.post("/acceptance", json=body, headers=headers["reader"]).raise_for_status()
+    assert service.layout.history("default").read_bytes() == moves
+    hold = f"/drafter/{manifest.version}/hold"
+    service.client.put(hold, json={"reason": "longer"}, headers=headers["boss"]).raise_for_status()
+    listing = service.client.get("/drafters", headers=headers["boss"]).json()
+    assert listing["waiting"] == [waiting.version]
+    kinds = Counter(event["event"] for event in listing["history"])
+    assert (kinds["published"], kinds["sent"], kinds["held"]) == (1, 1, 2), "and no false one"
+    assert 5 < kinds["canary_passed"] < 40, "the newest verdicts are there"
+    times = [event["time"] for event in listing["history"]]
+    assert times == sorted(times), "verdicts stand among the moves"
 
 
 def test_a_history_from_a_backup_is_read_from_its_beginning(tmp_path: Path) -> None:

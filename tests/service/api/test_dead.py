@@ -97,6 +97,73 @@ def test_a_dead_batch_is_listed_downloaded_put_back_once_and_trained(bench: Benc
     assert bench.store.scores()[batch_id].rollouts == 8
 
 
+def test_batches_that_are_put_back_are_of_their_own_time(bench: Bench, serve: Serve) -> None:
+    """Eight of an old policy are no trainer that went back: not for the worker, the gauges, the curves or the alarm."""
+    service = serve()
+    bench.begin()
+    first = [service.post(dying(bench, f"old {n}", policy_version=3)).json()["batch_id"] for n in range(8)]
+    bench.drain(bench.worker())
+    for n in range(4):
+        bench.post(f"new {n}", policy_version=40 + n)
+    worker = bench.worker(**LENIENT, max_policy_lag=16)
+    bench.drain(worker)
+    before, arrived = service.client.get("/alpha").json(), service.client.get("/metrics").text
+    drift, last = worker.learner.journal.state["drift"], last_arrival(arrived)
+    for batch_id in first:
+        assert service.client.post(f"{DEAD}/{batch_id}/retry").json()["put_back"]
+    bench.drain(worker)
+    assert {bench.state(batch_id) for batch_id in first} == {"trained"}
+    assert worker.inbox.versions.newest == 43
+    assert {bench.store.scores()[batch_id].action for batch_id in first} == {"deferred"}, (
+        "they join the mix, as late ones"
+    )
+    assert worker.learner.journal.state["drift"] == drift
+    after = service.client.get("/alpha").json()
+    assert after["current"] == before["current"]
+    assert [point["policy_version"] for point in after["points"]] == [3, 40, 41, 42, 43]
+    assert len(after["attempts"]) == 1
+    assert last_arrival(service.client.get("/metrics").text) == last
+    assert set(first) & {name.partition(".")[0] for name in worker.learner.recent.names()}
+    late = [bench.post("late", policy_version=20), bench.post("next", policy_version=44)]
+    bench.drain(worker)
+    assert [bench.state(batch_id) for batch_id in late] == ["skipped", "trained"], "20 is late for 43, and not for 3"
+    check_ledger(bench)
+
+
+def last_arrival(text: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith("draftalign_rollouts_last_arrival_")]
+    return line
+
+
+def test_a_batch_of_the_newest_policy_that_is_put_back_is_worked_on_as_what_arrives_now(
+    bench: Bench, serve: Serve
+) -> None:
+    service = serve()
+    bench.begin()
+    (batch_id,) = die(bench, service, "bad")
+    (came,) = bench.redis.xrevrange("da:{default}:dead", count=1)
+    service.client.post(f"{DEAD}/{batch_id}/retry").raise_for_status()
+    worker = bench.worker(**LENIENT)
+    bench.drain(worker)
+    record = bench.store.scores()[batch_id]
+    assert record.action != "deferred"
+    assert str(record.entry_id) > came[1][b"entry_id"].decode()
+
+
+def test_a_batch_that_dies_again_keeps_the_time_when_it_came_first(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.begin()
+    (batch_id,) = die(bench, service, "bad")
+    (came,) = bench.redis.xrevrange("da:{default}:dead", count=1)
+    bench.post("new", policy_version=1)
+    bench.drain(bench.worker())
+    for settings in ({}, LENIENT):
+        service.client.post(f"{DEAD}/{batch_id}/retry").raise_for_status()
+        bench.drain(bench.worker(**settings))
+    assert bench.state(batch_id) == "trained"
+    assert bench.store.scores()[batch_id].entry_id == came[1][b"entry_id"].decode()
+
+
 def test_what_dies_again_can_be_put_back_again_and_counts_as_two_deaths(bench: Bench, serve: Serve) -> None:
     service = serve()
     bench.begin()

@@ -21,7 +21,7 @@ from storage_fixtures import Store
 
 from service.api import snapshot
 from service.errors import TooManyReporters
-from service.monitor.alpha import alpha_series
+from service.monitor.alpha import Attempt, alpha_series
 from service.monitor.counts import (
     LiveAlpha,
     by_drafter,
@@ -285,12 +285,24 @@ def test_a_reporter_too_many_gets_a_429_that_names_the_bound_and_changes_nothing
     assert service.client.post("/acceptance", json={"run": "default", **report("a", rounds=20)}).status_code == 200
 
 
+def test_live_sums_are_of_the_attempt_in_which_they_were_reported(redis_url: str, redis_client: Redis) -> None:
+    """Of a second attempt too there are more policy versions than records that stay apart."""
+    policies = range(KEPT_APART + 30)
+    earlier = [report("a", "v1", p, rounds=10, created=100.0 + p) for p in policies]
+    book(redis_url, *earlier, *(report("a", "v2", p, rounds=20, created=1000.0 + p) for p in policies))
+    attempts = Attempt(None, 900.0, ()), Attempt(900.0, None, ())
+    records = Store(redis_client, "default").acceptances()
+    points = [point_live([record for record in records if attempt.has(record.reported)]) for attempt in attempts]
+    assert points[0] == {p: ({"v1": LiveAlpha(3.0, 10)}, 10) for p in policies}
+    assert points[1] == {p: ({"v2": LiveAlpha(3.0, 20)}, 20) for p in policies}
+
+
 def test_live_sums_go_back_a_bounded_number_of_policy_versions(
     redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_counts, "MAX_LIVE", 10)
     book(redis_url, *(report("a", "v1", p) for p in range(KEPT_APART + 30)))
-    assert redis_client.hlen(KEYS.live) == 20
+    assert redis_client.hlen(KEYS.live) == 30
     assert redis_client.llen(KEYS.live_order) == 10
     assert sorted(point_live(Store(redis_client, "default").acceptances())) == list(range(20, KEPT_APART + 30))
 

@@ -21,6 +21,7 @@ from service.storage.layout import Layout
 from service.storage.registry import (
     MANIFEST,
     Registry,
+    Sent,
     canary_key,
     locked,
 )
@@ -163,6 +164,74 @@ def test_an_event_lost_between_pointer_and_history_is_written_by_the_next_move(
     assert (events[0]["version"], events[0]["sequence"]) == (first.version, 1)
     assert events[0]["recovered"]
     assert len(events) == 2
+
+
+def test_what_a_full_history_deletes_is_neither_forgotten_nor_made_up(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's refusals fill it too. A reader that begins later knows what one knows that read every line."""
+    monkeypatch.setattr("service.storage.registry._HISTORY_BYTES", 2000)
+    first = publish(registry)
+    staged = registry.stage("default")
+    (staged / "model.safetensors").write_bytes(b"sent")
+    sent, _ = registry.archive("default", staged, like=first, reason="better", by="ada", most_waiting=4)
+    for number in range(100):
+        registry.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
+    later = Registry(Layout(tmp_path))
+    assert later.sent("default") == registry.sent("default") == {sent.version: Sent("better", "ada", 1)}
+    assert later.digest("default").published == 1
+    assert all(event["event"] == "refused" for event in later.history("default"))
+    later.hold("default", first.version, "under test")
+    assert [event["event"] for event in later.history("default") if event["event"] != "refused"] == ["held"]
+    later.record("default", {"event": "refused", "version": sent.version, "reason": "no better"})
+    for number in range(100):
+        registry.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
+    assert not Registry(Layout(tmp_path)).sent("default"), "it does not wait again"
+
+
+def test_a_history_that_an_earlier_service_cut_gets_no_false_publish(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wrote verdicts into the history, and carried nothing on when that was full."""
+    first = publish(registry)
+    path = Layout(tmp_path).history("default")
+    verdict = {"event": "canary_passed", "version": first.version, "reporter": "a", "offer": 1, "time": 5.0}
+    path.with_stem("history-1").write_text(json.dumps(verdict) + "\n")
+    path.write_text(json.dumps(verdict | {"reporter": "b"}) + "\n")
+    registry.record_verdict("default", verdict | {"reporter": "b"})
+    registry.hold("default", first.version, "under test")
+    assert [event["event"] for event in registry.history("default")] == ["canary_passed", "canary_passed", "held"]
+
+
+def test_a_verdict_is_read_among_the_moves_and_a_repeat_is_none(registry: Registry) -> None:
+    first = publish(registry)
+    verdict = {"event": "canary_passed", "version": first.version, "reporter": "a", "offer": 1}
+    for _ in range(2):
+        registry.record_verdict("default", verdict)
+    second = publish(registry, content=b"other")
+    found = [(event["event"], event["version"]) for event in registry.history("default")]
+    assert found == [("published", first.version), ("canary_passed", first.version), ("published", second.version)]
+
+
+def test_a_move_whose_event_is_lost_leaves_all_of_it_in_the_pointer(registry: Registry, tmp_path: Path) -> None:
+    """A sent version's manifest was written before the gate knew of it: nothing else has the evidence."""
+    first = publish(registry)
+    staged = registry.stage("default")
+    (staged / "model.safetensors").write_bytes(b"sent")
+    sent, _ = registry.archive("default", staged, like=first, reason="better", by=None, most_waiting=4)
+    history = Layout(tmp_path).history("default")
+    before = history.read_bytes()
+    registry.promote("default", sent.version, "better", {"gain": 0.1, "low": float("nan")}, instead_of=first.version)
+    whole = registry.offer("default")
+    history.write_bytes(before)  # as if killed before the append
+    offer = Registry(Layout(tmp_path)).offer("default")
+    assert offer is not None
+    assert offer == whole
+    assert (offer["version"], offer["previous"], offer["gate"]["gain"]) == (sent.version, first.version, 0.1)
+    registry.push_again("default", "lost")
+    recovered, pushed = registry.history("default")[-2:]
+    assert (recovered["recovered"], recovered["gate"]["gain"], pushed["event"]) == (True, 0.1, "pushed_again")
+    assert registry.offer("default") == recovered
 
 
 def test_parallel_publishers_and_rollbacks_never_share_a_sequence(registry: Registry) -> None:

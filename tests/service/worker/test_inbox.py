@@ -207,7 +207,7 @@ def test_a_learner_needs_no_queue(bench: Bench, tmp_path: Path) -> None:
     subject, told = learner(bench), Told()
     assert subject.lineage.trainer is not None
     batches = [received(bench, tmp_path / f"v{v}.safetensors", f"v{v}", v) for v in (1, 2)]
-    outcome = subject.learn(batches, told, before_publishing=lambda _: None)
+    outcome = subject.learn(batches, told, before_publishing=lambda: None)
     assert outcome is not None
     assert told.ends == [("v1.safetensors", "trained"), ("v2.safetensors", "trained")]
     assert outcome.scores.record.policy_version == 2
@@ -219,7 +219,7 @@ def test_in_isolation_nothing_is_mixed_in_and_nothing_is_judged(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject, told = learner(bench), Told()
-    subject.learn([received(bench, tmp_path / "a.safetensors", "a")], told, before_publishing=lambda _: None)
+    subject.learn([received(bench, tmp_path / "a.safetensors", "a")], told, before_publishing=lambda: None)
     trained: set[str] = set()
     step = DrafterTrainer.step
 
@@ -232,7 +232,7 @@ def test_in_isolation_nothing_is_mixed_in_and_nothing_is_judged(
     for name in "bc":
         trained.clear()
         batch = received(bench, tmp_path / f"{name}.safetensors", name)
-        outcomes.append(subject.learn([batch], told, before_publishing=lambda _: None, isolated=name == "b"))
+        outcomes.append(subject.learn([batch], told, before_publishing=lambda: None, isolated=name == "b"))
         mixed.append(sorted(trained))
     assert mixed[0] == ["b"]
     assert {"b", "c"} <= set(mixed[1])

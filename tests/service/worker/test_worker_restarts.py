@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from storage_fixtures import Store
@@ -23,6 +24,7 @@ import service.worker.inbox
 import service.worker.process
 import service.worker.promotion
 from drafter.batch import load_batch
+from drafter.files.checkpoint import write_drafter
 from drafter.training.trainer import DrafterTrainer
 from service.storage.lease import Leases
 from service.storage.queue import MAX_DELIVERIES
@@ -615,6 +617,59 @@ def test_a_death_right_after_a_publish_makes_it_no_refusal_and_its_gain_is_measu
     realised = [e for e in registry.history("default") if e["event"] == "realised"]
     assert realised[0]["version"] == served.version
     assert realised[0]["promised"] == served.gate["gain"]
+
+
+@pytest.mark.parametrize("dies", ["before the history has it", "before a checkpoint has it"])
+def test_a_death_right_after_a_sent_drafter_is_published_keeps_its_promise_and_what_is_trained(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dies: str
+) -> None:
+    bench.begin()
+    registry, idle = Registry(bench.layout), EAGER | {"learning_rate": 1e-12}
+    bench.worker(**idle).close()
+    first, better = registry.latest("default"), bench.world.trained_drafter(tmp_path)
+    assert first is not None
+    staged = registry.stage("default")
+    write_drafter(staged, better)
+    sent, _ = registry.archive("default", staged, like=first, reason="from the lab", by="ada", most_waiting=4)
+    with monkeypatch.context() as patch:
+        if dies == "before the history has it":
+
+            def dying(self: Registry, run: str, event: dict[str, Any]) -> None:
+                if event["event"] == "published":
+                    raise Stopped
+                append(self, run, event)
+
+            append = Registry._append
+            patch.setattr(Registry, "_append", dying)
+        else:
+            die_in(patch, Lineage, "promote", after=True)
+        with pytest.raises(Stopped):  # noqa: PT012 - until it has looked often enough
+            for n in range(8):
+                bench.post(f"a {n}", rollouts=32)
+                bench.drain(bench.worker(**idle))
+    served = registry.latest("default")
+    assert served is not None
+    assert served.version == sent.version
+    worker = bench.worker(**idle)
+    bench.drain(worker)
+    assert (worker.learner.gate.served, worker.learner.gate.watched) == (sent.version, first.version)
+    assert worker.learner.gate.unmeasured, "those that judged it do not measure it"
+    assert worker.learner.journal.totals.published == 1
+    for name, value in better.state_dict().items():
+        trained = worker.learner.lineage.candidate.state_dict()[name]
+        assert torch.allclose(trained.float(), value.float(), atol=1e-3), "trained on from it"
+    monkeypatch.setattr(service.worker.promotion, "_SETTLED_ROLLOUTS", 1)
+    bench.post("b", rollouts=32)
+    bench.drain(worker)
+    (realised,) = [e for e in registry.history("default") if e["event"] == "realised"]
+    assert (realised["version"], realised["before"]) == (sent.version, first.version)
+    assert realised["promised"] > 0
+    worker.save()
+    registry.push_again("default", "lost")
+    published = [
+        e for e in registry.history("default") if e.get("version") == sent.version and e["event"] == "published"
+    ]
+    assert [e["gate"]["gain"] for e in published] == [realised["promised"]], "told once"
 
 
 def test_a_rollback_by_a_person_ends_what_was_being_measured(bench: Bench) -> None:
