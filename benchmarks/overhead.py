@@ -4,9 +4,9 @@
     python -m benchmarks.overhead --only bytes     # at once
 
 One process trains tiny policies with TRL. The steps alternate between the hook off and on (off on on off ...), so that
-whatever else the machine does meets both. What is sent goes to a process that throws it away. Rollouts are random tokens
-from a `rollout_func`: a step is here the trainer's part (forward, backward, optimizer) and has no generation, which is
-most of a real step. For each setting:
+whatever else the machine does meets both. What is sent goes to a process that throws it away. Rollouts are random
+tokens from a `rollout_func`: a step is here the trainer's part (forward, backward, optimizer) and has no generation,
+which is most of a real step. For each setting:
 
 * `own clock`: what the hook's own clock (`overhead_seconds`) counts in the trainer's thread, over a step with the hook
   off. Both in processor time of that thread, so other jobs hardly touch it: the figure to read;
@@ -156,10 +156,14 @@ def train(setting: Setting, url: str, pairs: int) -> tuple[list[Step], dict[str,
     from transformers import PrinterCallback, TrainerCallback
 
     heads = setting.hidden // 32
-    sizes = {"hidden_size": setting.hidden, "intermediate_size": 3 * setting.hidden, "num_attention_heads": heads}
+    sizes: dict[str, Any] = {
+        "hidden_size": setting.hidden,
+        "intermediate_size": 3 * setting.hidden,
+        "num_attention_heads": heads,
+    }
     warm_up = 4
     for module in (capture, guard, whole):  # the hook's own clock counts processor time
-        module.time = types.SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[assignment]
+        setattr(module, "time", types.SimpleNamespace(perf_counter=time.thread_time))  # noqa: B010 - mypy
     rng = np.random.default_rng(0)
 
     def rollout(prompts: list[str], *_: Any) -> dict[str, Any]:
@@ -214,16 +218,18 @@ def _cell(share_and_bounds: tuple[float, float, float]) -> str:
     return "{:.1f} [{:.1f}, {:.1f}]".format(*share_and_bounds)
 
 
-def trl_table(pairs: int) -> None:
+def trl_table(hiddens: Sequence[int], pairs: int) -> None:
     """Print the shares of a GRPO step."""
     import trl
 
-    settings = [Setting(h, f, d) for h in (128, 256) for f, d in ((0.1, "bfloat16"), (1.0, "bfloat16"), (1.0, "float8_e4m3"))]  # type: ignore[arg-type]  # fmt: skip # noqa: E501
+    kinds: tuple[tuple[float, FeatureDtype], ...] = ((0.1, "bfloat16"), (1.0, "bfloat16"), (1.0, "float8_e4m3"))
+    settings = [Setting(hidden, fraction, dtype) for hidden in hiddens for fraction, dtype in kinds]
     print(
         f"TRL {trl.__version__}, torch {torch.__version__}, {LAYERS} layers, vocabulary {VOCAB}, {pairs} pairs of steps"
     )
     print(
-        "| hidden | fraction | dtype | step, s of CPU | tokens sent a step | own clock, % | thread, % | process, % | wall, % |"
+        "| hidden | fraction | dtype | step, s of CPU | tokens sent a step | own clock, % "
+        "| thread, % | process, % | wall, % |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     with sink() as url:
@@ -270,7 +276,8 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("trl", "bytes"), help="one of the tables")
-    parser.add_argument("--pairs", type=int, default=12, help="pairs of steps, one with and one without the hook")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256], help="hidden sizes of the policies")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of steps, one with and one without the hook")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
@@ -282,7 +289,7 @@ def main() -> None:
     if asked.only != "bytes":
         load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
         print(f"\nload of the machine before: {load}; cores: {os.cpu_count()}")
-        trl_table(asked.pairs)
+        trl_table(asked.hidden, asked.pairs)
         print("load of the machine after: " + ", ".join(f"{value:.1f}" for value in os.getloadavg()))
 
 
