@@ -1,12 +1,13 @@
-"""What the hook takes of a TRL GRPO step, and how many bytes of features a token is.
+"""What the hook takes of a TRL GRPO step, the tap of a vLLM's, and how many bytes of features a token is.
 
-    python -m benchmarks.overhead                  # both; some three minutes on two cores
     python -m benchmarks.overhead --only bytes     # at once
+    python -m benchmarks.overhead --only trl       # some three minutes on two cores
+    python -m benchmarks.overhead --only engine    # after `make vllm`; as long
 
-One process trains tiny policies with TRL. The steps alternate between the hook off and on (off on on off ...), so that
-whatever else the machine does meets both. What is sent goes to a process that throws it away. Rollouts are random
-tokens from a `rollout_func`: a step is here the trainer's part (forward, backward, optimizer) and has no generation,
-which is most of a real step. For each setting:
+**trl.** One process trains tiny policies with TRL. The steps alternate between the hook off and on (off on on off ...),
+so that whatever else the machine does meets both. What is sent goes to a process that throws it away. Rollouts are
+random tokens from a `rollout_func`: a step is here the trainer's part (forward, backward, optimizer) and has no
+generation, which is most of a real step. For each setting:
 
 * `own clock`: what the hook's own clock (`overhead_seconds`) counts in the trainer's thread, over a step with the hook
   off. Both in processor time of that thread, so other jobs hardly touch it: the figure to read;
@@ -17,6 +18,11 @@ which is most of a real step. For each setting:
 Intervals are of 95 %, by a bootstrap over the pairs of neighbours. A tiny policy on a CPU is the unkind case: what the
 hook does grows with tokens times hidden size, and with the head once (the normalisers); a forward and backward grows
 with the depth too, and this one has 8 layers.
+
+**engine.** One server of the tests (the demo's policy, whose steps take a millisecond), which follows a service by
+itself. Its tap is taken off and put on between short bursts of the same greedy requests; the settings take turns in
+each round. For each: tokens per second and processor time per token (of all of the server's processes), over the same
+round's burst without the tap.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ import tempfile
 import time
 import types
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -53,6 +60,9 @@ from rl_hooks.trl import Attachment, attach  # noqa: E402
 LAYERS: Final = 8
 VOCAB: Final = 4096
 TOKENS: Final = 48
+#: Fractions of requests sampled by the engine's tap. None: the model runner as vLLM made it.
+FRACTIONS: Final[tuple[float | None, ...]] = (None, 0.0, 0.05, 1.0)
+PROMPTS: Final = 24
 
 
 class Sink(BaseHTTPRequestHandler):
@@ -242,6 +252,74 @@ def trl_table(hiddens: Sequence[int], pairs: int) -> None:
             print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
+@dataclass(frozen=True)
+class Burst:
+    """One burst of requests to the engine."""
+
+    tokens_per_second: float
+    cpu_seconds_per_token: float
+
+
+def group_cpu_seconds(leader: int) -> float:
+    """Processor time so far of all processes of the group that `leader` leads."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[2]) == leader:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def burst(server: Any, prompts: Sequence[Sequence[int]]) -> Burst:
+    """Ask for 64 tokens after each prompt, six at a time."""
+    began, cpu = time.perf_counter(), group_cpu_seconds(server.process.pid)
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(lambda p: server.generate(p, max_tokens=64, ignore_eos=True, stop_token_ids=[]), prompts))
+    tokens = sum(len(text) for text in texts)
+    return Burst(tokens / (time.perf_counter() - began), (group_cpu_seconds(server.process.pid) - cpu) / tokens)
+
+
+def engine_table(rounds: int) -> None:
+    """Print what the tap costs a vLLM server."""
+    from engine_fixtures import base_policy, elicit_prompts, random_drafter, write
+    from vllm_server.vllm_process import VllmServer
+
+    bursts: dict[float | None, list[Burst]] = {fraction: [] for fraction in FRACTIONS}
+    with tempfile.TemporaryDirectory() as scratch, sink() as url:
+        drafters = Path(scratch) / "drafters"
+        write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), drafters / "random")
+        told = {"URL": url, "SAMPLE_FRACTION": "1.0", "TOKENS_PER_MINUTE": "10000000"}
+        environment: dict[str, Any] = {f"DRAFTALIGN_{name}": value for name, value in told.items()}
+        server = VllmServer(Path(scratch), drafters / "random", drafters, **environment)
+        try:
+            server.wait_until_healthy()
+            server.generate([5], max_tokens=1)  # the tap begins with the first request
+            for number in range(rounds + 1):
+                turn = number % len(FRACTIONS)
+                for fraction in FRACTIONS[turn:] + FRACTIONS[:turn]:
+                    server.rpc("set_tap", fraction)
+                    found = burst(server, elicit_prompts(PROMPTS, seed=7))
+                    if number:  # the first round warms up
+                        bursts[fraction].append(found)
+            counted = server.state()["tap"]
+        finally:
+            server.stop()
+    print(f"{rounds} rounds of {PROMPTS} requests of 64 tokens")
+    print("| sampled | tokens per second | CPU ms a token | speed, % | CPU a token, % |")
+    print("|---|---|---|---|---|")
+    bare = bursts[None]
+    for fraction, mine in bursts.items():
+        speeds, costs = ([getattr(b, of) for b in mine] for of in ("tokens_per_second", "cpu_seconds_per_token"))
+        speed = _cell(_interval(speeds, [b.tokens_per_second for b in bare], less=1.0))
+        cost = _cell(_interval(costs, [b.cpu_seconds_per_token for b in bare], less=1.0))
+        name = "no tap" if fraction is None else f"{100 * fraction:g} %"
+        print(f"| {name} | {np.mean(speeds):.0f} | {1e3 * np.mean(costs):.2f} | {speed} | {cost} |")
+    print(f"what the tap counted: {counted}")
+
+
 def file_bytes(hidden: int, dtype: FeatureDtype, tokens: int, *, layers: int = 3) -> int:
     """Bytes of a rollout file of one rollout, written by the hook's own writer."""
     state = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
@@ -275,22 +353,30 @@ def bytes_table() -> None:
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("trl", "bytes"), help="one of the tables")
+    parser.add_argument("--only", choices=("bytes", "trl", "engine"), help="one of the tables")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256], help="hidden sizes of the policies")
     parser.add_argument("--pairs", type=int, default=10, help="pairs of steps, one with and one without the hook")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of bursts to the engine")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
         serve()
         return
     torch.set_num_threads(1)
-    if asked.only != "trl":
+    if asked.only in (None, "bytes"):
         bytes_table()
-    if asked.only != "bytes":
-        load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-        print(f"\nload of the machine before: {load}; cores: {os.cpu_count()}")
-        trl_table(asked.hidden, asked.pairs)
-        print("load of the machine after: " + ", ".join(f"{value:.1f}" for value in os.getloadavg()))
+    for only, table in (
+        ("trl", lambda: trl_table(asked.hidden, asked.pairs)),
+        ("engine", lambda: engine_table(asked.rounds)),
+    ):
+        if asked.only in (None, only):
+            print(f"\nload of the machine before: {_load()}; cores: {os.cpu_count()}")
+            table()
+            print(f"load of the machine after: {_load()}")
+
+
+def _load() -> str:
+    return ", ".join(f"{value:.1f}" for value in os.getloadavg())
 
 
 if __name__ == "__main__":
