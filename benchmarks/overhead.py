@@ -365,13 +365,13 @@ def main() -> None:
     torch.set_num_threads(1)
     if asked.only in (None, "bytes"):
         bytes_table()
-    for only, table in (
-        ("trl", lambda: trl_table(asked.hidden, asked.pairs)),
-        ("engine", lambda: engine_table(asked.rounds)),
-    ):
+    for only in ("trl", "engine"):
         if asked.only in (None, only):
             print(f"\nload of the machine before: {_load()}; cores: {os.cpu_count()}")
-            table()
+            if only == "trl":
+                trl_table(asked.hidden, asked.pairs)
+            else:
+                engine_table(asked.rounds)
             print(f"load of the machine after: {_load()}")
 
 
