@@ -1,14 +1,21 @@
 """What schemathesis does not know of the API: names that exist, and files that are almost right.
 
-Loaded by it (SCHEMATHESIS_HOOKS) in its process. `FUZZ_NAMES` holds the runs, versions and files that exist, as JSON.
+Loaded by it (SCHEMATHESIS_HOOKS) in its process. `FUZZ_NAMES` holds the runs, versions, batches and files that exist,
+as JSON. `FUZZ_GOOD` is a directory with the bodies `drafter`, of POST /drafters, and `run`, of a PUT /runs/{run} that
+brings a drafter. `FUZZ_TOKENS` holds an admin's token and one for other runs than those; empty: none is asked for.
+`FUZZ_LOG` is where each call is noted with who made it and the answer's status.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 import zlib
+from collections import Counter
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import schemathesis
 from hypothesis import strategies as st
@@ -17,13 +24,22 @@ from service_fixtures import head_file, rollout_file, run_file
 from rl_hooks.wire import CONTENT_TYPE
 
 NAMES: dict[str, list[str]] = json.loads(os.environ["FUZZ_NAMES"])
+GOOD: dict[str, bytes] = {path.name: path.read_bytes() for path in Path(os.environ["FUZZ_GOOD"]).iterdir()}
+TOKENS: dict[str, str] = json.loads(os.environ["FUZZ_TOKENS"])
+LOG = Path(os.environ["FUZZ_LOG"])
+#: Header by which a call says whose token it bears. The calls of each operation are these callers' in turn.
+WHO = "X-Fuzz-Who"
+CALLERS = ("admin", "foreign", "admin", "stranger", "admin", "foreign", "admin", "nobody")
+CALLS: Counter[str] = Counter()
+#: What is a foreign token's to see: these tell of no run that it is not for.
+LISTS = ("/runs", "/metrics")
 LENGTHS = st.lists(st.integers(2, 6), min_size=1, max_size=3)
 
 
 @st.composite
 def files(draw: st.DrawFn) -> bytes:
-    """A file of one of the three kinds; as it should be, cut off, with a byte changed, or with bytes that follow."""
-    kind = draw(st.sampled_from(("rollouts", "rollouts", "head", "run")))
+    """A file of one of the four kinds; as it should be, cut off, with a byte changed, or with bytes that follow."""
+    kind = draw(st.sampled_from(("rollouts", "rollouts", "head", "run", *GOOD)))
     if kind == "rollouts":
         lengths = draw(LENGTHS)
         ids = tuple(draw(st.text(min_size=1, max_size=6)) for _ in lengths)
@@ -31,6 +47,8 @@ def files(draw: st.DrawFn) -> bytes:
         body = rollout_file(ids, lengths=tuple(lengths), policy_version=version)
     elif kind == "head":
         body = head_file(draw(st.integers(0, 5)))
+    elif draw(st.booleans()) or kind == "drafter":
+        body = GOOD[kind]
     else:
         body = run_file()
     match draw(st.sampled_from(("whole", "whole", "cut", "changed", "longer"))):
@@ -81,6 +99,53 @@ def map_body(context: Any, body: Any) -> Any:
 
 @schemathesis.hook  # type: ignore[untyped-decorator]
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
-    """Hook of schemathesis: the runs that the names belong to stay."""
-    if case.method.upper() == "DELETE" and case.path_parameters and case.path_parameters.get("run") in NAMES["run"]:
-        case.path_parameters["run"] = "spare"
+    """Hook of schemathesis: the runs that the names belong to stay, a good drafter comes often, each call has a caller.
+
+    Only `other` is paused, drained and archived: most calls of the others would be refused from then on.
+    """
+    method, parameters = case.method.upper(), case.path_parameters or {}
+    if case.path == "/runs/{run}" and parameters.get("run") in NAMES["run"]:
+        if method == "DELETE":
+            parameters["run"] = "spare"
+        elif method == "PATCH":
+            parameters["run"] = "other"
+    dice = zlib.crc32(f"{case.path} {parameters} {case.query} {case.body!r}".encode())
+    if (method, case.path) == ("POST", "/drafters") and dice % 3 == 0:
+        case.body = GOOD["drafter"].replace(struct.pack("<f", 0.5), struct.pack("<f", dice % 11))  # another version
+    if TOKENS:
+        operation = f"{method} {case.path}"
+        who = CALLERS[CALLS[operation] % len(CALLERS)]
+        CALLS[operation] += 1
+        token = TOKENS.get(who, "da_" + "x" * 43)
+        given = {WHO: who} if who == "nobody" else {WHO: who, "Authorization": f"Bearer {token}"}
+        case.headers = {**(case.headers or {}), **given}
+
+
+@schemathesis.hook  # type: ignore[untyped-decorator]
+def after_call(context: Any, case: Any, response: Any) -> None:
+    """Hook of schemathesis: note the call."""
+    said = {"who": _caller(response), "call": f"{case.method.upper()} {case.path}", "status": response.status_code}
+    with LOG.open("a") as log:
+        log.write(json.dumps(said) + "\n")
+
+
+@schemathesis.check  # type: ignore[untyped-decorator]
+def who_may_not_learns_nothing(context: Any, response: Any, case: Any) -> None:
+    """Without a good token: 401. With one for other runs: nothing of these, not even whether they exist."""
+    who, path = _caller(response), unquote(urlsplit(response.request.url).path)
+    if who in (None, "admin") or path in ("/healthz", "/readyz"):
+        return
+    if who != "foreign":
+        assert response.status_code in (400, 401, 403), f"{who} is answered {response.status_code}"
+        return
+    if response.status_code < 400:
+        assert path in LISTS, f"a token for other runs is answered {response.status_code}"
+        told = [name for name in (*NAMES["version"], "default", "other") if name.encode() in response.content]
+        assert not told, f"a token for other runs is told of {told}"
+    assert response.status_code not in (404, 409, 410), "a token for other runs learns what exists"
+
+
+def _caller(response: Any) -> str | None:
+    """Who made the call that was answered; None where no tokens are asked for."""
+    found = {name.lower(): value for name, value in response.request.headers.items()}.get(WHO.lower())
+    return found[0] if isinstance(found, list) else found

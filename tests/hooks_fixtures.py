@@ -29,21 +29,23 @@ Answer = tuple[int, dict[str, str], Any]  # status, headers, JSON body
 
 def tiny_qwen3(layers: int = 4, *, tied: bool = True, seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
     config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
         attn_implementation="eager",
-        **changes,
+        **(sizes | changes),
     )
     model = Qwen3ForCausalLM(config).eval()
     with torch.no_grad():

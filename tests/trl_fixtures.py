@@ -13,7 +13,7 @@ def reward_of_even_tokens(completion_ids: list[list[int]], **_: Any) -> list[flo
     return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
 
 
-def make_trainer(directory: Path, *, steps: int = 3, kind: str = "GRPO", **changes: Any) -> Any:
+def make_trainer(directory: Path, *, steps: int = 3, kind: str = "GRPO", model: Any = None, **changes: Any) -> Any:
     import trl
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -45,7 +45,7 @@ def make_trainer(directory: Path, *, steps: int = 3, kind: str = "GRPO", **chang
     )
     extra = {} if rollout_func is None else {"rollout_func": rollout_func}
     return getattr(trl, f"{kind}Trainer")(
-        model=tiny_qwen3(),
+        model=model or tiny_qwen3(),
         reward_funcs=reward_of_even_tokens,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts}),

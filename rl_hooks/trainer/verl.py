@@ -118,6 +118,13 @@ def register() -> type:
             with hook.capture(**told, policy_version=int(self.lr_scheduler.last_epoch)):
                 return super().forward_step(micro_batch, loss_function, forward_only)
 
+        def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+            output, hook = super().train_batch(data, loss_function), self.hook
+            if hook is not None and self.get_data_parallel_rank() == 0 and self.is_mp_src_rank_with_outputs():
+                # Lists, as of micro-batches: verl joins those of all ranks, and logs the mean as actor/draftalign/...
+                output["metrics"].update({name: [one] for name, one in (hook.guard(hook.metrics) or {}).items()})
+            return output
+
     return DraftalignFSDPEngine
 
 

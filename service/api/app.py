@@ -38,7 +38,6 @@ from service.api.snapshot import read_snapshot, watch_headlines
 from service.errors import ConfigurationError, RunNotFound
 from service.monitor import metrics
 from service.settings import Settings
-from service.storage.queue import Keys
 
 log = logging.getLogger("draftalign.api")
 router = APIRouter(tags=["operations"])
@@ -110,9 +109,8 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz")
 async def readyz(context: Context) -> dict[str, str]:
-    """Answer while rollouts can be taken: Redis takes a write and the spool has room."""
-    await context.check_redis()
-    await context.redis.mset(dict.fromkeys(Keys.READY, 1))
+    """Answer while rollouts can be taken: Redis took a write within the last second, and the spool has room."""
+    await context.writes.check()
     if context.spool.free_bytes() < context.settings.spool_min_free_bytes:
         raise Problem(503, "spool-low", "the spool's disk is nearly full", headers={"Retry-After": "10"})
     return {"status": "ready"}

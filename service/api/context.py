@@ -28,7 +28,7 @@ from service.settings import Settings
 from service.storage.dead import DeadLetters
 from service.storage.engine_counts import Account
 from service.storage.layout import FileId, Layout, file_id
-from service.storage.queue import AsyncRolloutQueue
+from service.storage.queue import PROBE_SECONDS, AsyncRolloutQueue, WriteTest
 from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
 from service.storage.runs import RunRecord, load_run, sweep_deleted
@@ -40,7 +40,6 @@ P = ParamSpec("P")
 #: What all engines say together is kept for this multiple of the time that telling it took.
 _REST: Final = 4.0
 T = TypeVar("T")
-_REDIS_SECONDS: Final = 1.5
 #: Most requests that may wait for registry locks at a time.
 _LOCKING_THREADS: Final = 4
 
@@ -68,6 +67,7 @@ class ServiceContext:
     def __init__(self, settings: Settings, client: redis.asyncio.Redis) -> None:
         self.settings = settings
         self.redis: Any = client
+        self.writes = WriteTest(client)
         self.layout = Layout(settings.state_dir)
         self.registry = Registry(self.layout)
         self.spool = Spool(self.layout)
@@ -113,12 +113,12 @@ class ServiceContext:
         return AsyncStore(self.redis, run)
 
     async def check_redis(self) -> None:
-        """Raise a RedisError unless Redis answers soon: each command would wait 15 s for one that hangs."""
+        """Raise a RedisError unless Redis answers soon."""
         try:
-            async with asyncio.timeout(_REDIS_SECONDS):
+            async with asyncio.timeout(PROBE_SECONDS):
                 await self.redis.ping()
         except TimeoutError as error:
-            raise redis.exceptions.TimeoutError(f"no answer in {_REDIS_SECONDS} s") from error
+            raise redis.exceptions.TimeoutError(f"no answer in {PROBE_SECONDS} s") from error
 
     async def recent(self, run: str) -> tuple[list[ScoreRecord], Replays]:
         """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""

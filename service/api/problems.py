@@ -34,6 +34,7 @@ from service.errors import (
     TooManyReporters,
     VersionNotFound,
 )
+from service.storage.queue import why_unusable
 
 log = logging.getLogger("draftalign.api")
 
@@ -59,18 +60,6 @@ RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 BODY_STATE: Final = "draftalign.body"
 #: Scope key, true once a request was refused: its connection is closed first when connections run out.
 REFUSED: Final = "draftalign.refused"
-#: Answers of a replica, of a node of a cluster, and to a user who may not write.
-_UNUSABLE: Final = (
-    redis_errors.ReadOnlyError,
-    redis_errors.AskError,
-    redis_errors.ClusterCrossSlotError,
-    redis_errors.ClusterDownError,
-    redis_errors.MasterDownError,
-    redis_errors.NoPermissionError,
-    redis_errors.TryAgainError,
-)
-#: What a script's error says for the last, and what a Sentinel answers.
-_NO_WRITES: Final = ("ACL failure", "unknown command", "MISCONF", "NOREPLICAS")
 _METHODS: Final = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _LINGER_SECONDS: Final = 10.0
 _LINGER_IDLE_SECONDS: Final = 1.0
@@ -177,10 +166,8 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
             return Problem(409, "registry", str(error))
         case redis_errors.OutOfMemoryError():
             return Problem(503, "redis-full", "Redis is out of memory; nothing was queued", headers=retry)
-        case redis_errors.ResponseError() if isinstance(error, _UNUSABLE) or any(t in str(error) for t in _NO_WRITES):
-            wanted = "it must be a primary with room on its disk, and its user must be allowed to write"
-            detail = f"Redis does not take writes, so nothing was queued: {error}; {wanted}"
-            return Problem(503, "redis-unusable", detail, headers=retry)
+        case redis_errors.RedisError() if (reason := why_unusable(error)) is not None:
+            return Problem(503, "redis-unusable", f"nothing was queued: Redis {reason}", headers=retry)
         case redis_errors.ConnectionError() | redis_errors.TimeoutError():  # loading its data counts as away
             return Problem(503, "redis-away", "Redis does not answer; nothing was queued", headers=retry)
         case RequestValidationError():

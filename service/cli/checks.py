@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 
 from service.errors import ConfigurationError
 from service.settings import Settings, redis_place
+
+log = logging.getLogger("draftalign")
 
 #: Variables that other parts read: logging, the agent's and the engine plugin's tokens, child processes.
 _OTHER_VARIABLES = {
@@ -17,15 +20,28 @@ _OTHER_VARIABLES = {
 }
 
 
-def check_redis(url: str) -> None:
-    """Raise a ConfigurationError of one line when no Redis answers at `url`."""
+def check_redis(url: str, *, may_be_away: bool = False) -> None:
+    """Make one real write; raises a ConfigurationError of one line that says what is wrong with the Redis at `url`.
+
+    `may_be_away`: one that does not answer, or is full, is logged and waited for. It may be starting, or work may make
+    room in it, but nothing that the service does turns a replica into a primary.
+    """
     import redis
+
+    from service.storage.queue import why_unusable, write_test
 
     place = checked_redis(url)
     try:
-        redis.Redis.from_url(url, socket_connect_timeout=3.0, socket_timeout=3.0).ping()
+        with redis.Redis.from_url(url, socket_connect_timeout=3.0, socket_timeout=3.0) as client:
+            write_test(client)
     except (redis.RedisError, ValueError, OSError) as error:
-        raise ConfigurationError(f"no Redis answers at {place}: {error}; check --redis-url") from error
+        if (reason := why_unusable(error)) is not None:
+            raise ConfigurationError(f"the Redis at {place} {reason}") from error
+        full = isinstance(error, redis.exceptions.OutOfMemoryError)
+        trouble = f"the Redis at {place} is full: {error}" if full else f"no Redis answers at {place}: {error}"
+        if not full and not may_be_away:
+            raise ConfigurationError(f"{trouble}; check --redis-url") from error
+        log.warning("%s; it is waited for", trouble)
 
 
 def checked_redis(url: str) -> str:

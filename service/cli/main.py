@@ -17,7 +17,7 @@ import typer
 from pydantic import ValidationError
 
 from service.cli import access, remote
-from service.cli.checks import checked_redis, unknown_variables
+from service.cli.checks import check_redis, checked_redis, unknown_variables
 from service.cli.commands import add_commands
 from service.cli.remote import call
 from service.cli.warmup import warmup
@@ -65,6 +65,13 @@ def _settings(state_dir: Path | None, **given: Any) -> Settings:
     return settings
 
 
+def _with_redis(settings: Settings) -> Settings:
+    """The same, once their Redis took a write; one that is not there yet is waited for."""
+    if settings.redis_url is not None:
+        check_redis(settings.redis_url.get_secret_value(), may_be_away=True)
+    return settings
+
+
 @app.command()
 def serve(
     state_dir: StateDir = None,
@@ -76,7 +83,7 @@ def serve(
     """Run the HTTP API (needs a Redis; `up` brings its own)."""
     from service.api.app import run_api
 
-    run_api(_settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key))
+    run_api(_with_redis(_settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key)))
 
 
 @app.command()
@@ -87,7 +94,7 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
     """
     from service.ranks import run_on_ranks
 
-    run_on_ranks(_settings(state_dir, redis_url=redis_url))
+    run_on_ranks(_with_redis(_settings(state_dir, redis_url=redis_url)))
 
 
 @app.command()

@@ -37,7 +37,7 @@ from service.errors import ConfigurationError, ServiceError, WorkerError
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.lease import Leases
-from service.storage.queue import RolloutQueue
+from service.storage.queue import RolloutQueue, why_unusable
 from service.storage.reports import Store
 from service.storage.runs import read_state
 from service.worker.checkpoint import CheckpointSuperseded
@@ -151,7 +151,7 @@ class Worker:
                 if not self._turn():
                     self._pause(_IDLE_SECONDS)
             except RedisError as error:
-                log.warning("Redis does not answer (%s); trying again", error)
+                log.warning("Redis %s; trying again", why_unusable(error) or f"does not answer ({error})")
                 self._pause(_RETRY_SECONDS)
             except OSError as error:
                 log.error("%s; nothing was acknowledged, trying again", error)

@@ -65,6 +65,14 @@ def test_nothing_is_sent_by_the_update_which_is_bit_identical_to_verls_own_engin
         assert found["weights"]
 
 
+def test_what_verl_logs_of_an_update_has_the_hooks_numbers_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["logged_without"] == [{}, {}]
+        assert [step["draftalign/dropped"] for step in found["logged"]] == [0.0, 0.0]
+        assert all(step["draftalign/overhead_seconds"] > 0 for step in found["logged"])
+    assert ranks[0]["logged"] == ranks[1]["logged"], "rank 0's, and no mean over the ranks"
+
+
 def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(ranks):
         (said,) = found["said"]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from hooks_fixtures import Receiver, as_float, mapped, receiver
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.utils import tensordict_utils as tu
+from verl.utils.metric import reduce_metrics
 from verl.utils.model import compute_position_id_with_mask
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
@@ -143,6 +144,8 @@ def train(rank: int, world: int, path: Path, service: Receiver | None, found: di
         worker.set_loss_fn(partial(ppo_loss, actor))
         metrics = tu.get(worker.train_mini_batch(data), "metrics")
         found.setdefault("grad_norm", []).append(metrics["grad_norm"][0])
+        ours = {name: value for name, value in metrics.items() if name.startswith("draftalign/")}
+        found.setdefault("logged", []).append({k: float(v) for k, v in reduce_metrics(ours).items()})
         if service is not None:
             assert worker.engine.hook.flush(20)
             found.setdefault("sent_in_update", []).append(len(service.rollouts()) - sent_before)
@@ -215,6 +218,7 @@ def work(rank: int, world: int, port: int, out: Path) -> None:
     without_us: dict[str, Any] = {}
     without = train(rank, world, out / "policy", None, without_us)
     found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
+    found["logged_without"] = without_us["logged"]
     found["moved"] = found["grad_norm"] == without_us["grad_norm"] and min(found["grad_norm"]) > 0
     found["without"] = without_us["engine"]
     found["said"] = said

@@ -15,7 +15,8 @@ import torch
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.sending.tally import Tally
-from rl_hooks.trainer.verl import micro_batch_rollouts, told_of
+from rl_hooks.trainer.guard import TrainerGuard
+from rl_hooks.trainer.verl import micro_batch_rollouts, register, told_of
 
 ROOT = Path(__file__).parents[3]
 #: Two rollouts: 2 + 3 tokens, and 1 + 2; the first response has a tool's token in the middle.
@@ -78,3 +79,68 @@ def test_a_verl_that_cannot_be_extended_is_named_and_another_vendor_touches_noth
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode != 0, "draftalign is OFF: this verl" in done.stderr) == (refused, refused)
     assert refused or not done.stderr
+
+
+class Engine:
+    """What the adapter's engine inherits in verl 0.9.1 and calls in `train_batch`."""
+
+    rank = 0
+    collects = True
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return self.collects
+
+    def train_batch(self, data: Any, loss_function: Any) -> Any:  # noqa: ARG002
+        return {"model_output": {}, "loss": [data], "metrics": {"pg_loss": [0.1, 0.2]}}
+
+
+class Hook:
+    """A hook that knows two numbers, or fails to say them."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.guard = TrainerGuard(Tally(logging.getLogger("rl_hooks"), "failures"), strict=False)
+        self._fails = fails
+
+    def metrics(self) -> dict[str, float]:
+        if self._fails:
+            raise OSError("no")
+        return {"draftalign/alpha": 2.5, "draftalign/dropped": 0}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine as `register` makes it of a verl that has only what it names."""
+
+    class EngineRegistry:
+        @staticmethod
+        def register(*_: Any, **__: Any) -> Any:
+            return lambda made: made
+
+    parts: dict[str, dict[str, Any]] = {
+        "verl.utils.device": {"get_device_name": lambda: "cpu"},
+        "verl.workers.engine.base": {"EngineRegistry": EngineRegistry},
+        "verl.workers.engine.fsdp.transformer_impl": {"FSDPEngineWithLMHead": Engine},
+    }
+    for name, members in parts.items():
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return register()()
+
+
+@pytest.mark.parametrize(("rank", "collects"), [(0, True), (1, True), (0, False)])
+def test_the_metrics_of_an_update_get_the_hooks_numbers_once(engine: Any, rank: int, collects: bool) -> None:
+    """As lists: verl joins those of the ranks, `chain`s them and takes the mean."""
+    engine.rank, engine.collects, engine.hook = rank, collects, Hook()
+    output = engine.train_batch(7.0, None)
+    ours = {"draftalign/alpha": [2.5], "draftalign/dropped": [0]} if rank == 0 and collects else {}
+    assert output == {"model_output": {}, "loss": [7.0], "metrics": {"pg_loss": [0.1, 0.2]} | ours}
+
+
+@pytest.mark.parametrize("hook", [None, Hook(fails=True)])
+def test_an_update_without_a_hook_or_whose_numbers_fail_is_verls_own(engine: Any, hook: Hook | None) -> None:
+    engine.hook = hook
+    assert engine.train_batch(7.0, None)["metrics"] == {"pg_loss": [0.1, 0.2]}

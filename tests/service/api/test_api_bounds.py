@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,16 +10,21 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import redis.asyncio
+from agent_fixtures import eventually
+from redis import Redis
 from service_fixtures import HEADERS, RunningService, head_file, rollout_file, run_file
 
 from service.cli.valkey import EmbeddedValkey
 from service.storage import registry
 from service.storage.layout import Layout
+from service.storage.queue import WriteTest
 from service.storage.registry import Registry
 
 
@@ -193,6 +199,66 @@ def test_uploads_learn_within_two_seconds_that_redis_hangs(
     finally:
         os.kill(pid, signal.SIGCONT)
     assert service.post(rollout_file()).status_code == 202
+
+
+def test_asking_without_end_whether_it_is_ready_makes_redis_write_once_a_second(
+    own_valkey: EmbeddedValkey, serve: Callable[..., RunningService]
+) -> None:
+    service = serve(redis_url=own_valkey.url)
+
+    def ask(command: str) -> tuple[set[int], int, float]:
+        """Status codes of 300 calls from eight callers side by side, writes that they caused, and seconds."""
+        client.config_resetstat()
+        began = time.monotonic()
+        with ThreadPoolExecutor(8) as callers:
+            answers = list(callers.map(service.client.get, ["/readyz"] * 300))
+        writes = client.info("commandstats")[f"cmdstat_{command}"]["calls"]
+        return {reply.status_code for reply in answers}, writes, time.monotonic() - began
+
+    with Redis.from_url(own_valkey.url) as client:
+        answers, writes, seconds = ask("mset")
+        assert answers == {200}
+        assert 1 <= writes <= 1 + seconds
+        time.sleep(1.1)
+        assert ask("mset")[1] >= 1, "it is not remembered for longer"
+        client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        eventually(lambda: service.client.get("/readyz").status_code == 503)
+        answers, writes, seconds = ask("eval")
+        assert answers == {503}
+        assert writes <= 1 + seconds, "a refusal is remembered too"
+
+
+def test_all_who_ask_whether_it_is_ready_learn_at_once_that_redis_hangs(
+    own_valkey: EmbeddedValkey, serve: Callable[..., RunningService]
+) -> None:
+    service = serve(redis_url=own_valkey.url)
+    pid = own_valkey.pid
+    assert pid is not None
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(16) as callers:
+            began = time.monotonic()
+            replies = list(callers.map(service.client.get, ["/readyz"] * 16))
+            assert time.monotonic() - began < 2.9  # 1.5, on a loaded machine; two tests one after the other take 3
+        assert {reply.status_code for reply in replies} == {503}
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: service.client.get("/readyz").status_code == 200)
+
+
+def test_who_leaves_before_the_test_write_has_ended_takes_nobodys_answer_along(own_valkey: EmbeddedValkey) -> None:
+    async def ask() -> list[object]:
+        async with redis.asyncio.Redis.from_url(own_valkey.url) as client:
+            test = WriteTest(client)
+            asked = [asyncio.create_task(test.check()) for _ in range(2)]
+            await asyncio.sleep(0)
+            asked[0].cancel()
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    left, told = asyncio.run(ask())
+    assert isinstance(left, asyncio.CancelledError)
+    assert told is None
 
 
 def test_an_upload_that_breaks_off_leaves_nothing_and_no_traceback(

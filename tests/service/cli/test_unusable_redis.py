@@ -1,0 +1,126 @@
+"""A Redis that answers and takes no writes is named before anything starts, with what to do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_fixtures import eventually
+from redis import Redis
+from redis.exceptions import RedisError
+
+from service.cli.checks import check_redis
+from service.cli.valkey import EmbeddedValkey, find_binary
+from service.errors import ConfigurationError
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path / "own")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("broken", "query", "named"),
+    [
+        ("REPLICAOF 127.0.0.1 1", "", "is a read-only replica .* give the address of its primary"),
+        ("ACL SETUSER u on >p ~da:* +@all -@write", "?username=u&password=p", "does not let its user write .* allow"),
+        ("ACL SETUSER u on >p ~da:* +@all -@scripting", "?username=u&password=p", "does not let its user write"),
+        ("ACL SETUSER u on >p ~other:* +@all", "?username=u&password=p", r"does not let its user write .* da:\*"),
+        ("CONFIG SET requirepass p", "", "refuses the user or password .* correct them in DRAFTALIGN_REDIS_URL"),
+        ("PING", "?db=99", "has no database of this number"),
+        ("CONFIG SET min-replicas-to-write 1", "", "takes no writes without its replicas"),
+    ],
+)
+@pytest.mark.parametrize("may_be_away", [True, False])
+def test_what_is_wrong_is_named_with_what_to_do(
+    valkey: EmbeddedValkey, broken: str, query: str, named: str, may_be_away: bool
+) -> None:
+    check_redis(valkey.url, may_be_away=may_be_away)
+    with Redis.from_url(valkey.url) as client:
+        client.execute_command(*broken.split())
+    with pytest.raises(ConfigurationError, match=rf"the Redis at unix://\S* {named}"):
+        check_redis(valkey.url + query, may_be_away=may_be_away)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--cluster-enabled", "yes", "--cluster-port", "1"), "is a node of a cluster .* give a server that is not in"),
+        (("--sentinel",), "lacks a command: it is a Sentinel's own port, .* give the address of the primary"),
+    ],
+)
+def test_a_node_of_a_cluster_and_a_sentinel_are_named(tmp_path: Path, options: tuple[str, ...], named: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    file = tmp_path / "server.conf"
+    file.write_text(f"bind 127.0.0.1\ndir {tmp_path}\n")
+    argv = [str(find_binary()), str(file), "--port", port, *options]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as server:
+        try:
+            with Redis(port=int(port)) as client:
+                eventually(lambda: _answers(client))
+            with pytest.raises(ConfigurationError, match=rf"the Redis at redis://127.0.0.1:{port} {named}"):
+                check_redis(f"redis://127.0.0.1:{port}", may_be_away=True)
+        finally:
+            server.kill()
+
+
+def _answers(client: Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except RedisError:
+        return False
+
+
+def test_one_that_is_away_or_hangs_or_is_full_is_waited_for(
+    valkey: EmbeddedValkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    pid = valkey.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        check_redis(valkey.url, may_be_away=True)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with Redis.from_url(valkey.url) as client:
+        client.config_set("maxmemory", 1)
+    check_redis(valkey.url)
+    valkey.stop()
+    check_redis(valkey.url, may_be_away=True)
+    with pytest.raises(ConfigurationError, match="no Redis answers at unix://"):
+        check_redis(valkey.url)
+    said = [record.getMessage() for record in caplog.records]
+    assert ["no Redis answers" in one for one in said] == [True, False, True]
+    assert "is full" in said[1]
+
+
+@pytest.mark.parametrize("command", ["serve", "worker", "up"])
+def test_no_part_starts_on_it(command: str, valkey: EmbeddedValkey, tmp_path: Path) -> None:
+    with Redis.from_url(valkey.url) as client:
+        client.replicaof("127.0.0.1", "1")
+    root = str(Path(__file__).parents[3])
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    given = {"DRAFTALIGN_REDIS_URL": valkey.url, "DRAFTALIGN_PORT": port, "PYTHONPATH": root}
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", command],
+        cwd=tmp_path,
+        env=os.environ | given,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "is a read-only replica" in done.stderr.strip().splitlines()[-1]
