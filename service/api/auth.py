@@ -100,7 +100,7 @@ def check_binding(settings: Settings) -> None:
         )
 
 
-def _caller(request: Request) -> Token:
+async def _caller(request: Request) -> Token:
     caller: Token = request.scope[CALLER]
     return caller
 

@@ -22,6 +22,7 @@ from service.errors import ConfigurationError
 from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, LiveRule, Replays, Watch, watch
 from service.monitor.records import ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
+from service.reading.pointer import Pointer
 from service.settings import Settings
 from service.storage.dead import DeadLetters
 from service.storage.engine_counts import Account
@@ -81,6 +82,7 @@ class ServiceContext:
         self._engines: dict[str, tuple[float, float, Engines]] = {}  # told at, seconds that it took
         self._telling: dict[str, asyncio.Task[Engines]] = {}
         self._queues: dict[str, AsyncRolloutQueue] = {}
+        self._pointers: dict[str, Pointer] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
     def run(self, run: str) -> RunRecord:
@@ -92,7 +94,7 @@ class ServiceContext:
 
     def drop(self, run: str) -> None:
         """Keep nothing of a run that was deleted."""
-        for kept in (self._runs, self._recent, self._engines, self._queues):
+        for kept in (self._runs, self._recent, self._engines, self._queues, self._pointers):
             kept.pop(run, None)
         self.accepted_for.discard(run)
 
@@ -101,6 +103,13 @@ class ServiceContext:
         if run not in self._queues:
             self._queues[run] = AsyncRolloutQueue(self.redis, run)
         return self._queues[run]
+
+    def pointer(self, run: str) -> Pointer:
+        """What a run serves."""
+        if run not in self._pointers:
+            read = functools.partial(self.registry.latest, run)
+            self._pointers[run] = Pointer(self.layout.latest(run), read, self.stopping)
+        return self._pointers[run]
 
     def dead(self, run: str) -> DeadLetters:
         """The dead batches of a run."""
@@ -201,7 +210,7 @@ def _signing_key(path: Path | None) -> SigningKey | None:
     return key
 
 
-def _context(request: Request) -> ServiceContext:
+async def _context(request: Request) -> ServiceContext:  # a plain function would take a thread for each request
     context: ServiceContext = request.app.state.context
     return context
 

@@ -12,9 +12,10 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
 
 import redis.asyncio
 from redis import Redis
@@ -25,6 +26,7 @@ from service.monitor.live_replay import REPLAYED_BATCHES, Block, LiveRule, Repla
 from service.monitor.records import AcceptanceRecord, ScoreRecord, StepSample, WorkerGauges, read, written
 from service.storage.engine_counts import (
     Account,
+    KEPT_CHANGES,
     EngineCounts,
     acceptance_key,
     live_records,
@@ -37,6 +39,9 @@ MAX_SCORES: Final = 4096
 RECENT_SCORES: Final = LOOK_BACK
 #: Records of a reporter, its last used ones, that a headline looks at.
 NEWEST_REPORTS: Final = 8
+#: Records that are read at once.
+_AT_ONCE: Final = 256
+_FOLLOW: Final = (Path(__file__).with_name("lua") / "follow.lua").read_text(encoding="utf-8")
 #: Holder of the lease on a run that is being deleted, and how long at most.
 _DELETING: Final = b"deleting"
 _DELETING_SECONDS: Final = 600
@@ -58,6 +63,7 @@ class StoreKeys:
     scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
     acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
     live_order, unplaced, drift, lease = _Key(), _Key(), _Key(), _Key()
+    changes = _Key()
     judged = _Key()  # of earlier versions
 
     def __init__(self, run: str) -> None:
@@ -74,8 +80,11 @@ class Store:
     def put_score(self, batch_id: str, record: ScoreRecord) -> bool:
         """Record the scores of one batch; a redelivered batch replaces its own. False: Redis is full."""
         try:
-            self._redis.hset(self._keys.scores, batch_id, written(record))
-            self._redis.zadd(self._keys.recent_scores, {batch_id: record.arrival[1]})
+            with self._redis.pipeline(transaction=True) as pipe:  # whoever follows sees a record and its name, or none
+                pipe.hset(self._keys.scores, batch_id, written(record))
+                pipe.xadd(self._keys.changes, {"s": batch_id}, maxlen=KEPT_CHANGES)
+                pipe.zadd(self._keys.recent_scores, {batch_id: record.arrival[1]})
+                pipe.execute()
         except OutOfMemoryError:
             return False
         self._shorten(self._redis.zrange(self._keys.recent_scores, 0, -RECENT_SCORES - 1))
@@ -130,12 +139,25 @@ class Store:
         self._redis.delete(self._keys.judged)
 
 
+#: What changed: `s` a batch's score, `a` an acceptance record, `l` a live sum; its name; its value, None if it is gone.
+Change = tuple[str, str, bytes | None]
+
+
+class Changes(NamedTuple):
+    """What happened up to `cursor`. `sizes`: how many scores, acceptance records and live fields there are then."""
+
+    cursor: str
+    sizes: tuple[int, int, int]
+    changed: list[Change]
+
+
 class AsyncStore:
     """The API's side."""
 
     def __init__(self, redis: redis.asyncio.Redis, run: str) -> None:
         self._redis: Any = redis
         self._keys = StoreKeys(run)
+        self._follow = self._redis.register_script(_FOLLOW)
 
     async def scores(self) -> dict[str, ScoreRecord]:
         """Score records by batch id, oldest first."""
@@ -186,6 +208,37 @@ class AsyncStore:
             pipe.hgetall(self._keys.acceptance)
             pipe.hgetall(self._keys.live)
             return _acceptances(*await pipe.execute())
+
+    async def changes(self, cursor: str) -> Changes | None:
+        """What changed since `cursor`, of scores and acceptance counts; None where that was forgotten: read all."""
+        names = [self._keys.changes, self._keys.scores, self._keys.acceptance, self._keys.live]
+        found = await self._follow(keys=names, args=[cursor, KEPT_CHANGES])
+        if not found:
+            return None
+        last, scores, acceptances, live, flat = found
+        each = zip(map(_text, flat[::3]), map(_text, flat[1::3]), flat[2::3], strict=True)
+        return Changes(_text(last), (scores, acceptances, live), list(each))
+
+    async def newest_change(self) -> str:
+        """Cursor for `changes` of what happens from now on."""
+        newest = await self._redis.xrevrange(self._keys.changes, count=1)
+        return _text(newest[0][0]) if newest else "0-0"
+
+    async def all_records(self) -> AsyncIterator[list[Change]]:
+        """All that `changes` tells of, in pieces. What changes meanwhile may be missing: ask `changes` afterwards."""
+        for kind, key in (("s", self._keys.scores), ("a", self._keys.acceptance)):
+            cursor, first = 0, True
+            while first or cursor:
+                cursor, found = await self._redis.hscan(key, cursor, count=_AT_ONCE)
+                first = False
+                yield [(kind, _text(name), value) for name, value in found.items()]
+        live = {_text(name): value for name, value in (await self._redis.hgetall(self._keys.live)).items()}
+        sums = [name.removesuffix(":rounds") for name in live if name.endswith(":rounds")]
+        yield [("l", name, live[f"{name}:rounds"] + b" " + live.get(f"{name}:tokens", b"0")) for name in sums]
+
+    async def scores_of(self, batch_ids: Sequence[str]) -> list[ScoreRecord]:
+        """The score records of these batches, in this order; those that are gone are left out."""
+        return _known(ScoreRecord, await self._redis.hmget(self._keys.scores, batch_ids)) if batch_ids else []
 
     async def newest_acceptances(self, since: float) -> list[AcceptanceRecord]:
         """The `NEWEST_REPORTS` last records of each reporter that has reported since then (Unix seconds)."""
