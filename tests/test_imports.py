@@ -19,8 +19,9 @@ ARROWS = {
         examples.demo drafter.batch drafter.errors drafter.files drafter.model drafter.policy drafter.reference
         drafter.replay drafter.vocabulary rl_hooks.agent rl_hooks.errors rl_hooks.format rl_hooks.hook rl_hooks.lock
         rl_hooks.release rl_hooks.sending rl_hooks.trainer rl_hooks.wire""",
-    "service.api": """service.access service.errors service.monitor service.settings service.storage rl_hooks.release
-        rl_hooks.wire""",
+    "service.api": """service.access service.errors service.monitor service.reading service.settings service.storage
+        rl_hooks.release rl_hooks.wire""",
+    "service.reading": "service.monitor service.storage",
     "service.access": "service.errors service.settings service.storage rl_hooks.durable",
     "service.worker": """service.errors service.monitor service.settings service.storage drafter.batch drafter.device
         drafter.errors drafter.files drafter.model drafter.policy drafter.replay drafter.training drafter.vocabulary

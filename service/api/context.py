@@ -23,6 +23,8 @@ from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, Live
 from service.monitor.records import ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
 from service.reading.pointer import Pointer
+from service.reading.series import Series
+from service.reading.shared import Shared
 from service.settings import Settings
 from service.storage.dead import DeadLetters
 from service.storage.engine_counts import Account
@@ -78,11 +80,14 @@ class ServiceContext:
         #: Runs for which this process has accepted a batch: the log says the first of each.
         self.accepted_for: set[str] = set()
         self._runs: dict[str, tuple[FileId, RunRecord]] = {}  # with the file that it was read from
-        self._recent: dict[str, tuple[tuple[str, int], list[ScoreRecord], Replays]] = {}  # read at `newest_score`
+        self._recent: dict[str, tuple[tuple[object, ...], list[ScoreRecord], Replays]] = {}  # read at `newest_score`
         self._engines: dict[str, tuple[float, float, Engines]] = {}  # told at, seconds that it took
         self._telling: dict[str, asyncio.Task[Engines]] = {}
         self._queues: dict[str, AsyncRolloutQueue] = {}
         self._pointers: dict[str, Pointer] = {}
+        self._series: dict[str, Series] = {}
+        #: Answers that are being computed: those who ask for the same share one.
+        self.answers = Shared()
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
     def run(self, run: str) -> RunRecord:
@@ -94,7 +99,7 @@ class ServiceContext:
 
     def drop(self, run: str) -> None:
         """Keep nothing of a run that was deleted."""
-        for kept in (self._runs, self._recent, self._engines, self._queues, self._pointers):
+        for kept in (self._runs, self._recent, self._engines, self._queues, self._pointers, self._series):
             kept.pop(run, None)
         self.accepted_for.discard(run)
 
@@ -110,6 +115,12 @@ class ServiceContext:
             read = functools.partial(self.registry.latest, run)
             self._pointers[run] = Pointer(self.layout.latest(run), read, self.stopping)
         return self._pointers[run]
+
+    def series(self, run: str) -> Series:
+        """The α series of a run."""
+        if run not in self._series:
+            self._series[run] = Series(self.store(run), self.settings.max_policy_lag)
+        return self._series[run]
 
     def dead(self, run: str) -> DeadLetters:
         """The dead batches of a run."""
@@ -129,11 +140,14 @@ class ServiceContext:
 
     async def recent(self, run: str) -> tuple[list[ScoreRecord], Replays]:
         """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""
+        return await self.answers.get(("recent", run), lambda: self._read_recent(run))
+
+    async def _read_recent(self, run: str) -> tuple[list[ScoreRecord], Replays]:
         store = self.store(run)
         newest = await store.newest_score()
         if run not in self._recent or self._recent[run][0] != newest:
             scores = await store.recent_scores(REPLAYED_BATCHES)
-            self._recent[run] = newest, scores, Replays(scores)
+            self._recent[run] = newest, scores, await asyncio.to_thread(Replays, scores)
         return self._recent[run][1:]
 
     async def engines(self, run: str) -> Engines:
@@ -149,8 +163,8 @@ class ServiceContext:
     async def _tell(self, run: str) -> Engines:
         found = await self.store(run).engines(time.time() - EVIDENCE_SECONDS)
         _, replays = await self.recent(run)
-        latest = self.registry.latest(run)
-        survival = [] if latest is None else replays.survival(latest.version)
+        served = self.pointer(run).served()
+        survival = [] if served is None else replays.survival(served.manifest.version)
 
         def tell() -> tuple[Engines, float]:
             began = time.thread_time()

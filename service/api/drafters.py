@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import hashlib
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import to_jsonable_python
+from pydantic_core import to_json, to_jsonable_python
 from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -65,6 +66,15 @@ def matches(header: str | None, etag: str) -> bool:
         return False
     candidates = [part.strip().removeprefix("W/") for part in header.split(",")]
     return "*" in candidates or etag in candidates
+
+
+def tagged(request: Request, body: bytes, media_type: str = "application/json") -> Response:
+    """Answer with `body` and its digest as ETag, or with 304 where the client has it already."""
+    etag = f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
+    headers = {"ETag": etag, "Cache-Control": "no-cache"}
+    if matches(request.headers.get("if-none-match"), etag):
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type=media_type, headers=headers)
 
 
 @router.get("/drafter/latest", response_model=Manifest, responses={304: {"description": "Still the same."}})
@@ -140,24 +150,25 @@ async def get_file(request: Request, context: Context, version: str, file: str, 
     return CheckpointResponse(path, media_type="application/octet-stream", headers=headers)
 
 
-@router.get("/drafters")
-async def get_drafters(context: Context, run: RunQuery = "default") -> dict[str, Any]:
+@router.get("/drafters", responses={200: {"model": dict[str, Any]}, 304: {"description": "Still the same."}})
+async def get_drafters(request: Request, context: Context, run: RunQuery = "default") -> Response:
     """List the versions that can be served, and the history with every verdict."""
     context.run(run)
 
-    def read() -> dict[str, Any]:
+    def read() -> bytes:
         registry = context.registry
         latest = registry.latest(run)
-        return {
+        facts = {
             "run": run,
             "latest": None if latest is None else latest.model_dump(),
             "held": to_jsonable_python(registry.held(run)),
             "waiting": list(registry.sent(run)),
             "versions": [registry.get(run, version).model_dump() for version in registry.versions(run)],
-            "history": registry.history(run),
         }
+        history = b",".join(event.text for event in registry.events(run))
+        return to_json(facts, inf_nan_mode="null")[:-1] + b',"history":[' + history + b"]}"
 
-    return await asyncio.to_thread(read)
+    return tagged(request, await context.answers.get(("drafters", run), lambda: asyncio.to_thread(read)))
 
 
 @router.post(

@@ -46,7 +46,8 @@ class Pointer:
         file = file_id(self._path)  # before the manifest, so that a move in between is noticed
         if file is None or file != self._file:
             manifest = self._read()
-            self._served = manifest and Served(manifest, manifest.model_dump_json().encode(), manifest.etag)
+            body = b"" if manifest is None else manifest.model_dump_json().encode()
+            self._served = None if manifest is None else Served(manifest, body, manifest.etag)
             self._file = file
         return self._served
 

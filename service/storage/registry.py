@@ -40,7 +40,7 @@ from rl_hooks.lock import LockHeld, exclusive
 from service.errors import LatestHeld, LatestMoved, RegistryBusy, RegistryError, RunConflict, VersionNotFound
 from service.monitor.records import HeldVersion, RunEvent
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout, file_id
-from service.storage.lines import LineFile, entries
+from service.storage.lines import Followed, LineFile, entries
 
 MANIFEST = "manifest.json"
 #: For `instead_of`: replace the served version, whichever it is.
@@ -94,7 +94,7 @@ class Manifest(BaseModel):
 
 
 class HistoryDigest:
-    """The facts that acceptance reports need from the history. Each line is read once."""
+    """The facts that reports and publishes need from the history. Each line is read once."""
 
     def __init__(self) -> None:
         #: When the drafter was pushed again the last times, in Unix seconds.
@@ -103,6 +103,8 @@ class HistoryDigest:
         self.canaries: dict[tuple[str, ...], None] = {}
         #: How many versions were published, as far as the history goes back.
         self.published = 0
+        #: The newest sequence number; 0 where there is none.
+        self.sequence = 0
         self._inode: int | None = None  # of the piece that was read last
         #: Versions that a person sent and that are not judged yet, oldest first.
         self.sent: dict[str, Sent] = {}
@@ -131,6 +133,8 @@ class HistoryDigest:
         self.bytes_read += len(complete)
         for event in entries(complete.splitlines()):
             self._read_sent(event)
+            if isinstance(number := event.get("sequence"), int):
+                self.sequence = max(self.sequence, number)
             if event.get("event") == "published":
                 self.published += 1
             elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
@@ -173,6 +177,7 @@ class Registry:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._digests: dict[str, HistoryDigest] = {}
+        self._events: dict[str, Followed[RunEvent]] = {}
         self._reading = threading.Lock()
 
     # --- reading
@@ -225,8 +230,10 @@ class Registry:
         return self._history(run).read()
 
     def events(self, run: str) -> list[RunEvent]:
-        """The history, for whoever looks into it."""
-        return [RunEvent.of(event) for event in self.history(run)]
+        """The history, for whoever looks into it often: each line is read once."""
+        if run not in self._events:
+            self._events[run] = Followed(self._history(run), RunEvent.of)
+        return self._events[run].read()
 
     def digest(self, run: str) -> HistoryDigest:
         """Publishes, pushes and canary verdicts of the history, up to date."""
@@ -527,7 +534,7 @@ class Registry:
     def _recover_history(self, run: str) -> None:
         """Append the event that is missing if a crash came between the pointer's rename and the append."""
         pointer = self._pointer(run)
-        if pointer is None or any(event.get("sequence") == pointer["sequence"] for event in self.history(run)):
+        if pointer is None or self.digest(run).sequence >= pointer["sequence"]:
             return
         self._append(run, {"time": time.time(), "event": "published", **pointer, "recovered": True})
 

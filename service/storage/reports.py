@@ -7,6 +7,7 @@ in docs/reference/architecture.md.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -25,8 +26,8 @@ from service.monitor.current import LOOK_BACK
 from service.monitor.live_replay import REPLAYED_BATCHES, Block, LiveRule, Replays, Watch, watch
 from service.monitor.records import AcceptanceRecord, ScoreRecord, StepSample, WorkerGauges, read, written
 from service.storage.engine_counts import (
-    Account,
     KEPT_CHANGES,
+    Account,
     EngineCounts,
     acceptance_key,
     live_records,
@@ -63,7 +64,7 @@ class StoreKeys:
     scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
     acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
     live_order, unplaced, drift, lease = _Key(), _Key(), _Key(), _Key()
-    changes = _Key()
+    changes, scored = _Key(), _Key()
     judged = _Key()  # of earlier versions
 
     def __init__(self, run: str) -> None:
@@ -83,6 +84,7 @@ class Store:
             with self._redis.pipeline(transaction=True) as pipe:  # whoever follows sees a record and its name, or none
                 pipe.hset(self._keys.scores, batch_id, written(record))
                 pipe.xadd(self._keys.changes, {"s": batch_id}, maxlen=KEPT_CHANGES)
+                pipe.incr(self._keys.scored)
                 pipe.zadd(self._keys.recent_scores, {batch_id: record.arrival[1]})
                 pipe.execute()
         except OutOfMemoryError:
@@ -144,10 +146,10 @@ Change = tuple[str, str, bytes | None]
 
 
 class Changes(NamedTuple):
-    """What happened up to `cursor`. `sizes`: how many scores, acceptance records and live fields there are then."""
+    """What happened up to `cursor`. `sizes`: how many scores and acceptance records there are then."""
 
     cursor: str
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, int]
     changed: list[Change]
 
 
@@ -161,7 +163,7 @@ class AsyncStore:
 
     async def scores(self) -> dict[str, ScoreRecord]:
         """Score records by batch id, oldest first."""
-        return _scores(await self._redis.hgetall(self._keys.scores))
+        return await asyncio.to_thread(_scores, await self._redis.hgetall(self._keys.scores))
 
     async def recent_scores(self, count: int = RECENT_SCORES) -> list[ScoreRecord]:
         """The score records of the batches that arrived last, at most `RECENT_SCORES`, oldest first."""
@@ -169,7 +171,7 @@ class AsyncStore:
         if len(newest) < min(count, await self._redis.hlen(self._keys.scores)):
             return (await self._order_scores())[-count:]
         found = await self._redis.hmget(self._keys.scores, newest) if newest else []
-        return _known(ScoreRecord, found)
+        return await asyncio.to_thread(_known, ScoreRecord, found)
 
     async def _order_scores(self) -> list[ScoreRecord]:
         """Keep the order of records that were scored before so many were kept in order, so that all are read once."""
@@ -197,10 +199,14 @@ class AsyncStore:
         found = await self._redis.hmget(self._keys.reporters, reporters) if reporters else []
         return {name: text for name, text in zip(reporters, found, strict=True) if text is not None}
 
-    async def newest_score(self) -> tuple[str, int]:
-        """What changes whenever another batch is scored: the batch that arrived last, and how many there are."""
-        newest = await self._redis.zrange(self._keys.recent_scores, -1, -1)
-        return "".join(map(_text, newest)), await self._redis.hlen(self._keys.scores)
+    async def newest_score(self) -> tuple[object, ...]:
+        """What changes whenever a batch is scored, also one for the second time."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.get(self._keys.scored)
+            pipe.zrange(self._keys.recent_scores, -1, -1)
+            pipe.hlen(self._keys.scores)
+            times, newest, known = await pipe.execute()
+        return times, *newest, known  # the last two for a worker of before, which counts nothing
 
     async def acceptances(self) -> list[AcceptanceRecord]:
         """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
@@ -215,9 +221,9 @@ class AsyncStore:
         found = await self._follow(keys=names, args=[cursor, KEPT_CHANGES])
         if not found:
             return None
-        last, scores, acceptances, live, flat = found
+        last, scores, acceptances, flat = found
         each = zip(map(_text, flat[::3]), map(_text, flat[1::3]), flat[2::3], strict=True)
-        return Changes(_text(last), (scores, acceptances, live), list(each))
+        return Changes(_text(last), (scores, acceptances), list(each))
 
     async def newest_change(self) -> str:
         """Cursor for `changes` of what happens from now on."""
@@ -238,7 +244,8 @@ class AsyncStore:
 
     async def scores_of(self, batch_ids: Sequence[str]) -> list[ScoreRecord]:
         """The score records of these batches, in this order; those that are gone are left out."""
-        return _known(ScoreRecord, await self._redis.hmget(self._keys.scores, batch_ids)) if batch_ids else []
+        found = await self._redis.hmget(self._keys.scores, batch_ids) if batch_ids else []
+        return await asyncio.to_thread(_known, ScoreRecord, found)
 
     async def newest_acceptances(self, since: float) -> list[AcceptanceRecord]:
         """The `NEWEST_REPORTS` last records of each reporter that has reported since then (Unix seconds)."""

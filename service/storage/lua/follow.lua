@@ -1,8 +1,8 @@
 -- What changed since a reader looked last: names from the stream of changes, each once, with their values now.
 -- KEYS: 1 names of what changed  2 scores  3 acceptance records  4 live sums
 -- ARGV: 1 id of the last change that the reader knows ('0-0': it read before there was any)  2 names of changes kept
--- Returns {} if the changes since then were forgotten: read all. Else {id of the last change, numbers of scores,
--- acceptance records and live fields, {kind, name, value or nil, ...}}; a live sum's value is "rounds tokens".
+-- Returns {} if the changes since then were forgotten: read all. Else {id of the last change, numbers of scores and
+-- of acceptance records, {kind, name, value or nil, ...}}; a live sum's value is "rounds tokens".
 local entries = redis.call('XRANGE', KEYS[1], ARGV[1], '+')
 local known = ARGV[1] ~= '0-0'
 if known and (not entries[1] or entries[1][1] ~= ARGV[1]) then return {} end
@@ -27,4 +27,4 @@ for number, entry in ipairs(entries) do
     found[#found + 1] = value
   end
 end
-return {last, redis.call('HLEN', KEYS[2]), redis.call('HLEN', KEYS[3]), redis.call('HLEN', KEYS[4]), found}
+return {last, redis.call('HLEN', KEYS[2]), redis.call('HLEN', KEYS[3]), found}
