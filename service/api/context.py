@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,8 @@ from fastapi import Depends, Query, Request
 from rl_hooks.release import SigningKey
 from service.access.tokens import Tokens
 from service.errors import ConfigurationError
-from service.monitor.live_replay import EVIDENCE_SECONDS, REPLAYED_BATCHES, LiveRule, Replays, Watch, watch
+from service.monitor.current import Newest
+from service.monitor.live_replay import EVIDENCE_SECONDS, LiveRule, Replays, Watch, watch
 from service.monitor.records import ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
 from service.reading.pointer import Pointer
@@ -54,6 +55,22 @@ class Engines:
     worth: Worth
 
 
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The batches that arrived last. `times`: as the store counted when they were read."""
+
+    times: tuple[int, int]
+    records: Mapping[str, ScoreRecord]
+    newest: Newest
+    replays: Replays
+
+    @classmethod
+    def of(cls, times: tuple[int, int], records: Mapping[str, ScoreRecord], before: Newest | None) -> Recent:
+        """Reckon what they say; not on the event loop. `before`: the newest before."""
+        newest = Newest(records.values(), before)
+        return cls(times, records, newest, Replays(newest))
+
+
 def _worth(steps: Sequence[StepSample], survival: Sequence[float]) -> Worth:
     """What the step times tell; whatever they hold, the engines' verdicts do not fail for it."""
     try:
@@ -80,7 +97,7 @@ class ServiceContext:
         #: Runs for which this process has accepted a batch: the log says the first of each.
         self.accepted_for: set[str] = set()
         self._runs: dict[str, tuple[FileId, RunRecord]] = {}  # with the file that it was read from
-        self._recent: dict[str, tuple[tuple[object, ...], list[ScoreRecord], Replays]] = {}  # read at `newest_score`
+        self._recent: dict[str, Recent] = {}
         self._engines: dict[str, tuple[float, float, Engines]] = {}  # told at, seconds that it took
         self._telling: dict[str, asyncio.Task[Engines]] = {}
         self._queues: dict[str, AsyncRolloutQueue] = {}
@@ -138,17 +155,22 @@ class ServiceContext:
         except TimeoutError as error:
             raise redis.exceptions.TimeoutError(f"no answer in {_REDIS_SECONDS} s") from error
 
-    async def recent(self, run: str) -> tuple[list[ScoreRecord], Replays]:
+    async def recent(self, run: str) -> Recent:
         """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""
         return await self.answers.get(("recent", run), lambda: self._read_recent(run))
 
-    async def _read_recent(self, run: str) -> tuple[list[ScoreRecord], Replays]:
-        store = self.store(run)
-        newest = await store.newest_score()
-        if run not in self._recent or self._recent[run][0] != newest:
-            scores = await store.recent_scores(REPLAYED_BATCHES)
-            self._recent[run] = newest, scores, await asyncio.to_thread(Replays, scores)
-        return self._recent[run][1:]
+    async def _read_recent(self, run: str) -> Recent:
+        store, before = self.store(run), self._recent.get(run)
+        times = await store.times_scored()
+        if before is not None and before.times == times:
+            return before
+        records = await store.recent_scores({} if before is None else before.records)
+        if before is not None and len(records.keys() - before.records.keys()) != times[0] - before.times[0]:
+            records = await store.recent_scores()  # one was scored for the second time
+        newest = None if before is None else before.newest
+        found = await asyncio.to_thread(lambda: Recent.of(times, records, newest))
+        self._recent[run] = found
+        return found
 
     async def engines(self, run: str) -> Engines:
         """What the engines say. Telling it for all runs takes at most a fifth of a core: else the last is told."""
@@ -162,7 +184,7 @@ class ServiceContext:
 
     async def _tell(self, run: str) -> Engines:
         found = await self.store(run).engines(time.time() - EVIDENCE_SECONDS)
-        _, replays = await self.recent(run)
+        replays = (await self.recent(run)).replays
         served = self.pointer(run).served()
         survival = [] if served is None else replays.survival(served.manifest.version)
 

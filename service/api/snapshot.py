@@ -90,9 +90,8 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     arrivals = await queue.arrivals()
     now = time.time()
     engines = await context.engines(run)
-    scores, _ = await context.recent(run)
     return RunSnapshot(
-        scores=scores,
+        scores=(await context.recent(run)).newest,
         watch=engines.watch,
         worth=engines.worth,
         pushes=list((await asyncio.to_thread(context.registry.digest, run)).pushed),
@@ -269,7 +268,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         wanted=vocabulary.wanted,
         served_version=None if snapshot.latest is None else snapshot.latest.version,
         published=published,
-        current=current(recent, sound(reports, snapshot.watch.sick), snapshot.now),
+        current=current(snapshot.scores, sound(reports, snapshot.watch.sick), snapshot.now),
         drift_alarm=any(map(_above, worker.drift.values())),
         drift_alpha=worker.drift_alpha,
         drift_level=worker.drift_level,

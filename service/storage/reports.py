@@ -165,21 +165,27 @@ class AsyncStore:
         """Score records by batch id, oldest first."""
         return await asyncio.to_thread(_scores, await self._redis.hgetall(self._keys.scores))
 
-    async def recent_scores(self, count: int = RECENT_SCORES) -> list[ScoreRecord]:
-        """The score records of the batches that arrived last, at most `RECENT_SCORES`, oldest first."""
-        newest = await self._redis.zrange(self._keys.recent_scores, -count, -1)
-        if len(newest) < min(count, await self._redis.hlen(self._keys.scores)):
-            return (await self._order_scores())[-count:]
-        found = await self._redis.hmget(self._keys.scores, newest) if newest else []
-        return await asyncio.to_thread(_known, ScoreRecord, found)
+    async def recent_scores(self, known: Mapping[str, ScoreRecord] | None = None) -> dict[str, ScoreRecord]:
+        """The score records of the `RECENT_SCORES` batches that arrived last, by batch id, oldest first.
 
-    async def _order_scores(self) -> list[ScoreRecord]:
+        `known`: those that are not to be read again.
+        """
+        known = known or {}
+        newest = [_text(name) for name in await self._redis.zrange(self._keys.recent_scores, -RECENT_SCORES, -1)]
+        if len(newest) < min(RECENT_SCORES, await self._redis.hlen(self._keys.scores)):
+            return await self._order_scores()
+        unknown = [name for name in newest if name not in known]
+        found = await self._redis.hmget(self._keys.scores, unknown) if unknown else []
+        more = await asyncio.to_thread(_by_name, unknown, found)
+        return {name: record for name in newest if (record := known.get(name) or more.get(name)) is not None}
+
+    async def _order_scores(self) -> dict[str, ScoreRecord]:
         """Keep the order of records that were scored before so many were kept in order, so that all are read once."""
         newest = dict(list((await self.scores()).items())[-RECENT_SCORES:])
         with contextlib.suppress(OutOfMemoryError):  # the next reader tries again
             if newest:
                 await self._redis.zadd(self._keys.recent_scores, {i: r.arrival[1] for i, r in newest.items()})
-        return list(newest.values())
+        return newest
 
     async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
         """Record an engine's cumulative counts; returns the engine's last rounds, oldest first.
@@ -199,14 +205,10 @@ class AsyncStore:
         found = await self._redis.hmget(self._keys.reporters, reporters) if reporters else []
         return {name: text for name, text in zip(reporters, found, strict=True) if text is not None}
 
-    async def newest_score(self) -> tuple[object, ...]:
-        """What changes whenever a batch is scored, also one for the second time."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.get(self._keys.scored)
-            pipe.zrange(self._keys.recent_scores, -1, -1)
-            pipe.hlen(self._keys.scores)
-            times, newest, known = await pipe.execute()
-        return times, *newest, known  # the last two for a worker of before, which counts nothing
+    async def times_scored(self) -> tuple[int, int]:
+        """How often a batch was scored, and how many records there are: a worker of before counts only these."""
+        times = await self._redis.get(self._keys.scored)
+        return int(times or 0), await self._redis.hlen(self._keys.scores)
 
     async def acceptances(self) -> list[AcceptanceRecord]:
         """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
@@ -332,6 +334,11 @@ _Kind = TypeVar("_Kind", ScoreRecord, AcceptanceRecord)
 def _known(kind: type[_Kind], texts: Iterable[bytes | str | None]) -> list[_Kind]:
     """The records among `texts`: what cannot be read is passed over."""
     return [record for text in texts if text is not None and (record := read(kind, text)) is not None]
+
+
+def _by_name(names: Sequence[str], texts: Sequence[bytes | None]) -> dict[str, ScoreRecord]:
+    pairs = zip(names, texts, strict=True)
+    return {name: found for name, text in pairs if text is not None and (found := read(ScoreRecord, text)) is not None}
 
 
 def _blocks(reporters: Sequence[str], accounts: Sequence[bytes | None]) -> dict[str, tuple[Block, ...]]:
