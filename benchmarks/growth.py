@@ -7,7 +7,7 @@ a publish, a post of rollouts. Each is done many times at several sizes of a mad
 
     CPU ms     of the API's process, all threads, per event (of this process for a publish); medians of five parts
     commands   of Redis, those inside scripts included; kB: what Redis sent
-    exponent   slope of log(CPU) on log(size), with the 95 % t-interval of a line's slope
+    exponent   slope of log(CPU) on log(size), with its 95 % interval, from the parts
 
 CPU seconds change little when another process is busy; commands and kB do not at all. `--root`: the checkout whose
 service is measured. `waiters`: real connections, each with a long poll, on one event loop in this process.
@@ -50,8 +50,6 @@ from service.storage.layout import Layout  # noqa: E402
 from service.storage.registry import Registry  # noqa: E402
 from service.storage.reports import Store  # noqa: E402
 
-#: 97.5 % quantiles of Student's t by degrees of freedom.
-_T: Final = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
 _PARTS: Final = 5
 
 
@@ -70,14 +68,14 @@ def memory_mib(pid: int) -> float:
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> str:
-    """Slope of log cost on log size, and half of its 95 % interval."""
+    """Slope of log cost on log size, and half of its 95 % interval (normal: a part is a point)."""
     x, y = [math.log(size) for size in sizes], [math.log(max(cost, 1e-6)) for cost in costs]
     slope, intercept = statistics.linear_regression(x, y)
-    if len(x) < 3:
+    if len(x) < 5:
         return f"{slope:.2f}"
     rest = math.fsum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True)) / (len(x) - 2)
     error = math.sqrt(rest / math.fsum((a - statistics.fmean(x)) ** 2 for a in x))
-    return f"{slope:.2f} ± {_T[len(x) - 2] * error:.2f}"
+    return f"{slope:.2f} ± {1.96 * error:.2f}"
 
 
 class World:
@@ -187,7 +185,7 @@ class Table:
 
     def __init__(self, axis: str) -> None:
         self._axis = axis
-        self._rows: dict[str, list[tuple[float, float, float, float]]] = {}
+        self._rows: dict[str, list[tuple[float, list[float], float, float]]] = {}
 
     def measure(self, size: float, world: World, events: Mapping[str, Callable[[], object]], times: int) -> None:
         """Do each event so many times in `_PARTS` parts, after one that is not measured."""
@@ -203,7 +201,7 @@ class Table:
                 parts.append(1000 * (cpu_seconds(pid) - begun) / max(1, times // _PARTS))
             after, number = traffic(world.redis), _PARTS * max(1, times // _PARTS)
             commands, sent = (b - a for a, b in zip(before, after, strict=True))
-            row = (size, statistics.median(parts), commands / number, sent / number / 1000)
+            row = (size, parts, commands / number, sent / number / 1000)
             self._rows.setdefault(name, []).append(row)
 
     def show(self) -> None:
@@ -213,7 +211,9 @@ class Table:
         print(f"|---|{'---|' * len(sizes)}---|")
         for name, rows in self._rows.items():
             _, costs, commands, sent = zip(*rows, strict=True)
-            print(f"| {name}, CPU ms | {' | '.join(f'{c:.2f}' for c in costs)} | {exponent(sizes, costs)} |")
+            points = [(size, cost) for size, parts, *_ in rows for cost in parts]
+            slope = exponent([size for size, _ in points], [cost for _, cost in points])
+            print(f"| {name}, CPU ms | {' | '.join(f'{statistics.median(c):.1f}' for c in costs)} | {slope} |")
             counts = " | ".join(f"{c:.0f} ({k:.0f})" for c, k in zip(commands, sent, strict=True))
             print(f"| … commands (kB) | {counts} | |")
         sys.stdout.flush()
@@ -406,7 +406,7 @@ def _probe(port: int, milliseconds: list[float], stop: threading.Event) -> None:
 
 AXES: Final[dict[str, tuple[Callable[[World, Sequence[int]], None], tuple[int, ...]]]] = {
     "reports": (reports, (100, 1000, 10_000)),
-    "engines": (engines, (10, 100, 1000)),
+    "engines": (engines, (10, 50, 250)),
     "scores": (scores, (256, 1024, 4096)),
     "verdicts": (verdicts, (500, 2000, 5000)),
     "queued": (queued, (30, 300, 1500)),

@@ -27,7 +27,7 @@ from service.reading.series import Series
 from service.reading.shared import Shared
 from service.storage.layout import Layout
 from service.storage.lines import Followed, LineFile
-from service.storage.registry import Registry
+from service.storage.registry import Manifest, Registry
 from service.storage.reports import AsyncStore
 
 
@@ -208,7 +208,12 @@ def test_many_who_wait_cost_one_look_and_all_learn_of_a_move(
     context: ServiceContext = service.server.config.app.state.context  # type: ignore[union-attr]
     looks: list[float] = []
     plain = context.pointer("default")._read
-    monkeypatch.setattr(context.pointer("default"), "_read", lambda: (looks.append(time.monotonic()), plain())[1])
+
+    def read() -> Manifest | None:
+        looks.append(time.monotonic())
+        return plain()
+
+    monkeypatch.setattr(context.pointer("default"), "_read", read)
 
     def poll(_: int) -> int:
         reply = httpx.get(
