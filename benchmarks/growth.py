@@ -1,6 +1,6 @@
 """What each event costs the API as a run grows, and the exponent of it: 0 is flat, 1 grows with the run.
 
-    python benchmarks/growth.py [--axes reports engines scores verdicts queued runs waiters] [--root DIR] [--quick]
+    python benchmarks/growth.py [--axes reports engines scores verdicts queued runs waiters] [--sizes N ...]
 
 An event is what happens all the time: a report, one more score and a look at its chart, a verdict and a look, a scrape,
 a publish, a post of rollouts. Each is done many times at several sizes of a made-up run. Printed for each size:
@@ -420,7 +420,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     parser.add_argument("--root", type=Path, help="checkout whose service is measured; by default this one")
-    parser.add_argument("--quick", action="store_true", help="the two smallest sizes of each axis")
+    parser.add_argument("--sizes", type=int, nargs="+", help="instead of an axis's own; two at least")
     args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -429,7 +429,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             world = World(Path(directory))
             try:
-                axis(world, sizes[:2] if args.quick else sizes)
+                axis(world, args.sizes or sizes)
             finally:
                 world.close()
 

@@ -1,9 +1,9 @@
 """The α series of a run, kept up to date: a look costs what has changed since the last one, in Redis and here.
 
 Of a score record its policy version and time are kept, of a policy version its finished point. A policy version of
-which anything changed is pooled again, from records that are read back. So the memory of a record is 0.4 kB instead
-of the 6 kB of its sums, and what a look computes is the same as from all records: `service.monitor.alpha` computes
-it.
+which anything changed is pooled again, from records that are read back. So a record takes 0.45 kB, with its share of
+a point, where its sums took 1.8, and what a look computes is the same as from all records: `service.monitor.alpha`
+computes it.
 
 Other processes write too. What they changed is named in a stream, in the transaction that changes it (`follow.lua`); if
 names were forgotten, or a count does not agree (an older version writes), all is read again.
