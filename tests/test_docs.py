@@ -242,7 +242,7 @@ def test_no_other_redis_key_is_built_from_the_prefix() -> None:
     known = {"queue", "counters", "dead", "dead_files", "batch", "orphan", "rollout"}
     assert built == known
     assert [getattr(StoreKeys("r"), name) for name in REPORT_KEYS] == [Keys("r").prefix + name for name in REPORT_KEYS]
-    assert len(REPORT_KEYS) == 14
+    assert len(REPORT_KEYS) == 16
 
 
 def test_every_counter_and_field_that_is_stored_is_documented() -> None:
@@ -276,7 +276,7 @@ def test_the_tables_of_records_have_the_fields_of_the_models_and_no_others() -> 
         name for cell in gauges.split("`")[1::2] if re.fullmatch("[a-z_, ]+", cell) for name in cell.split(", ")
     } == set(fields(records.WorkerGauges))
     events = section("`GET /alpha`")
-    assert [name for name in fields(records.RunEvent) if name != "written" and f"`{name}`" not in events] == []
+    assert [name for name in fields(records.RunEvent) if name != "text" and f"`{name}`" not in events] == []
 
 
 def test_whatever_the_worker_sets_is_a_gauge() -> None:

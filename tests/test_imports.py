@@ -22,8 +22,9 @@ ARROWS = {
         rl_hooks.release rl_hooks.sending rl_hooks.trainer rl_hooks.wire""",
     "service.ranks": """service.errors service.settings service.storage service.worker drafter.batch drafter.device
         drafter.model drafter.training""",
-    "service.api": """service.access service.errors service.monitor service.settings service.storage rl_hooks.release
-        rl_hooks.wire""",
+    "service.api": """service.access service.errors service.monitor service.reading service.settings service.storage
+        rl_hooks.release rl_hooks.wire""",
+    "service.reading": "service.monitor service.storage",
     "service.access": "service.errors service.settings service.storage rl_hooks.durable",
     "service.worker": """service.errors service.monitor service.settings service.storage drafter.batch drafter.device
         drafter.errors drafter.files drafter.model drafter.policy drafter.replay drafter.training drafter.vocabulary

@@ -7,13 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import to_json
 
 from service.api.auth import Caller, check_covers
 from service.api.context import Context, RunQuery, ServiceContext
+from service.api.drafters import tagged
 from service.api.problems import Problem
-from service.api.snapshot import read_snapshot, run_document
+from service.api.snapshot import read_followed, read_snapshot, run_document, run_text
 from service.api.uploads import json_body, parse_body
 from service.monitor.live.blocks import Block
 from service.monitor.live.watch import EngineVerdict, VerdictName, push_is_due, watch
@@ -155,7 +157,7 @@ def _misfit(settings: Settings, report: AcceptanceReport) -> str | None:
 
 async def _judge(context: ServiceContext, report: AcceptanceReport, blocks: Sequence[Block]) -> EngineVerdict:
     """Judge this engine by itself: a report costs the same however many others there are. `GET /alpha` judges all."""
-    _, replays = await context.recent(report.run)
+    replays = (await context.recent(report.run)).replays
     found = watch({report.reporter: blocks}, replays, context.live_rule)
     nothing = EngineVerdict(report.reporter, "unknown", "no rounds with a published drafter so far")
     return found.get(report.reporter) or nothing
@@ -187,15 +189,30 @@ def _check_canary(context: ServiceContext, run: str, canary: CanaryReport) -> No
         )
 
 
-@router.get("/alpha")
+@router.get("/alpha", responses={200: {"model": dict[str, Any]}, 304: {"description": "Still the same."}})
 async def get_alpha(
+    request: Request,
     context: Context,
     run: RunQuery = "default",
     attempt: Annotated[
         int | None, Query(ge=1, description="Which attempt of the trainer; by default the last.")
     ] = None,
-) -> dict[str, Any]:
+) -> Response:
     """Read the α series and the registry's events of an attempt, the newest figures, and the headline."""
     context.run(run)
+    if attempt is None:
+        return tagged(request, await context.answers.get(("alpha", run), lambda: _last_attempt(context, run)))
+    return tagged(request, await _attempt(context, run, attempt))
+
+
+async def _last_attempt(context: ServiceContext, run: str) -> bytes:
+    return await asyncio.to_thread(run_text, run, await read_followed(context, run), context.settings)
+
+
+async def _attempt(context: ServiceContext, run: str, attempt: int) -> bytes:
     snapshot = await read_snapshot(context, run)
-    return await asyncio.to_thread(run_document, run, snapshot, context.settings, attempt)
+
+    def tell() -> bytes:
+        return to_json(run_document(run, snapshot, context.settings, attempt), inf_nan_mode="null")
+
+    return await asyncio.to_thread(tell)

@@ -11,14 +11,14 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 import redis.asyncio
 import uvicorn
-from fastapi import APIRouter, FastAPI, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
@@ -33,8 +33,9 @@ from service.api import runs as runs_api
 from service.api.auth import Caller, Guard, check_binding
 from service.api.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.context import Context, ServiceContext
+from service.api.drafters import tagged
 from service.api.problems import Problem
-from service.api.snapshot import read_snapshot, watch_headlines
+from service.api.snapshot import read_followed, watch_headlines
 from service.errors import ConfigurationError, RunNotFound
 from service.monitor import metrics
 from service.settings import Settings
@@ -116,15 +117,20 @@ async def readyz(context: Context) -> dict[str, str]:
     return {"status": "ready"}
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
-async def get_metrics(context: Context, caller: Caller) -> Response:
+@router.get("/metrics", response_class=PlainTextResponse, responses={304: {"description": "Still the same."}})
+async def get_metrics(request: Request, context: Context, caller: Caller) -> Response:
     """Read the metrics, in Prometheus' text format: of the runs that the token is for."""
-    runs = filter(caller.covers, context.layout.run_names())
+    runs = tuple(filter(caller.covers, context.layout.run_names()))
+    text = await context.answers.get(("metrics", runs), lambda: _metrics(context, runs))
+    return tagged(request, text, metrics.CONTENT_TYPE)
+
+
+async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
     snapshots: dict[str, metrics.RunSnapshot] = {}
     unreadable = []
     for run in runs:
         try:
-            snapshots[run] = await read_snapshot(context, run)
+            snapshots[run] = (await read_followed(context, run)).snapshot
         except RunNotFound:
             continue  # deleted meanwhile
         except RedisError:
@@ -132,14 +138,13 @@ async def get_metrics(context: Context, caller: Caller) -> Response:
         except Exception as error:  # noqa: BLE001 - one damaged run must not blind the alerts of the others
             unreadable.append(run)
             log.error("the metrics lack run %s: %s", run, error)
-    text = await asyncio.to_thread(
+    return await asyncio.to_thread(
         metrics.render,
         snapshots,
         unreadable=unreadable,
         queue_limit_bytes=context.settings.queue_max_bytes,
         token_file_broken=None if context.settings.token_file is None else context.tokens.trouble is not None,
     )
-    return Response(text, media_type=metrics.CONTENT_TYPE)
 
 
 @router.get("/", response_class=HTMLResponse)

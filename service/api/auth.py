@@ -16,6 +16,7 @@ import logging
 import re
 import time
 import uuid
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Final
 from urllib.parse import parse_qsl
@@ -48,6 +49,8 @@ _RUN_IN_QUERY: Final = frozenset({"rollouts", "drafter", "drafters", "alpha"})
 _NO_RUN: Final = frozenset({"/", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json", *PUBLIC})
 _HEAD: Final = re.compile(r"/runs/[^/]+/head")
 _AUDIT_SECONDS: Final = 10.0
+#: Requests other than probes that may begin in one turn of the event loop: some milliseconds of work.
+_BEGIN_AT_ONCE: Final = 16
 #: Scope keys: the caller's `Token`; what a handler said with `audit`.
 CALLER: Final = "draftalign.caller"
 AUDITED: Final = "draftalign.audited"
@@ -100,7 +103,7 @@ def check_binding(settings: Settings) -> None:
         )
 
 
-def _caller(request: Request) -> Token:
+async def _caller(request: Request) -> Token:
     caller: Token = request.scope[CALLER]
     return caller
 
@@ -116,6 +119,41 @@ def check_covers(caller: Token, run: str) -> None:
         raise Problem(403, "run", f"token {caller.name!r} is for runs {patterns}, not for {run[:80]!r}", field="run")
 
 
+class Turns:
+    """Lets few requests begin in one turn of the event loop.
+
+    When a thousand agents come back at once, a probe waits for those of its turn and not for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._left = _BEGIN_AT_ONCE
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._due = False
+
+    async def wait(self) -> None:
+        """Return when the request may begin; first come, first served."""
+        loop = asyncio.get_running_loop()
+        if not self._due:
+            self._due = True
+            loop.call_soon(self._next)
+        if self._left > 0:
+            self._left -= 1
+        else:
+            self._waiting.append(loop.create_future())
+            await self._waiting[-1]
+
+    def _next(self) -> None:
+        self._left = _BEGIN_AT_ONCE
+        while self._waiting and self._left > 0:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                self._left -= 1
+        self._due = self._left < _BEGIN_AT_ONCE
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._next)
+
+
 class Guard:
     """ASGI middleware that lets through only what the caller's token permits, and writes down what changes anything."""
 
@@ -123,6 +161,7 @@ class Guard:
         self._app = app
         self._tokens = tokens
         self._audit_log = audit_log
+        self._turns = Turns()
         self._writing = ThreadPoolExecutor(1, "audit")  # a slow disk keeps neither the event loop nor uploads waiting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,6 +169,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"] not in PUBLIC:
+            await self._turns.wait()
         try:
             caller = scope[CALLER] = self._admit(scope)
             if scope["method"] in _READS:

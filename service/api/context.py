@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,15 @@ from fastapi import Depends, Query, Request
 from rl_hooks.release import SigningKey
 from service.access.tokens import Tokens
 from service.errors import ConfigurationError
+from service.monitor.current import Newest
 from service.monitor.live.engine import LiveRule
-from service.monitor.live.replays import REPLAYED_BATCHES, Replays
+from service.monitor.live.replays import Replays
 from service.monitor.live.watch import EVIDENCE_SECONDS, Watch, watch
 from service.monitor.records import ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
+from service.reading.pointer import Pointer
+from service.reading.series import Series
+from service.reading.shared import Shared
 from service.settings import Settings
 from service.storage.dead import DeadLetters
 from service.storage.engine_counts import Account
@@ -50,6 +54,22 @@ class Engines:
 
     watch: Watch
     worth: Worth
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The batches that arrived last. `times`: as the store counted when they were read."""
+
+    times: tuple[int, int]
+    records: Mapping[str, ScoreRecord]
+    newest: Newest
+    replays: Replays
+
+    @classmethod
+    def of(cls, times: tuple[int, int], records: Mapping[str, ScoreRecord], before: Newest | None) -> Recent:
+        """Reckon what they say; not on the event loop. `before`: the newest before."""
+        newest = Newest(records.values(), before)
+        return cls(times, records, newest, Replays(newest))
 
 
 def _worth(steps: Sequence[StepSample], survival: Sequence[float]) -> Worth:
@@ -79,10 +99,14 @@ class ServiceContext:
         #: Runs for which this process has accepted a batch: the log says the first of each.
         self.accepted_for: set[str] = set()
         self._runs: dict[str, tuple[FileId, RunRecord]] = {}  # with the file that it was read from
-        self._recent: dict[str, tuple[tuple[str, int], list[ScoreRecord], Replays]] = {}  # read at `newest_score`
+        self._recent: dict[str, Recent] = {}
         self._engines: dict[str, tuple[float, float, Engines]] = {}  # told at, seconds that it took
         self._telling: dict[str, asyncio.Task[Engines]] = {}
         self._queues: dict[str, AsyncRolloutQueue] = {}
+        self._pointers: dict[str, Pointer] = {}
+        self._series: dict[str, Series] = {}
+        #: Answers that are being computed: those who ask for the same share one.
+        self.answers = Shared()
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
     def run(self, run: str) -> RunRecord:
@@ -94,7 +118,7 @@ class ServiceContext:
 
     def drop(self, run: str) -> None:
         """Keep nothing of a run that was deleted."""
-        for kept in (self._runs, self._recent, self._engines, self._queues):
+        for kept in (self._runs, self._recent, self._engines, self._queues, self._pointers, self._series):
             kept.pop(run, None)
         self.accepted_for.discard(run)
 
@@ -103,6 +127,19 @@ class ServiceContext:
         if run not in self._queues:
             self._queues[run] = AsyncRolloutQueue(self.redis, run)
         return self._queues[run]
+
+    def pointer(self, run: str) -> Pointer:
+        """What a run serves."""
+        if run not in self._pointers:
+            read = functools.partial(self.registry.latest, run)
+            self._pointers[run] = Pointer(self.layout.latest(run), read, self.stopping)
+        return self._pointers[run]
+
+    def series(self, run: str) -> Series:
+        """The α series of a run."""
+        if run not in self._series:
+            self._series[run] = Series(self.store(run), self.settings.max_policy_lag)
+        return self._series[run]
 
     def dead(self, run: str) -> DeadLetters:
         """The dead batches of a run."""
@@ -120,14 +157,22 @@ class ServiceContext:
         except TimeoutError as error:
             raise redis.exceptions.TimeoutError(f"no answer in {PROBE_SECONDS} s") from error
 
-    async def recent(self, run: str) -> tuple[list[ScoreRecord], Replays]:
+    async def recent(self, run: str) -> Recent:
         """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""
-        store = self.store(run)
-        newest = await store.newest_score()
-        if run not in self._recent or self._recent[run][0] != newest:
-            scores = await store.recent_scores(REPLAYED_BATCHES)
-            self._recent[run] = newest, scores, Replays(scores)
-        return self._recent[run][1:]
+        return await self.answers.get(("recent", run), lambda: self._read_recent(run))
+
+    async def _read_recent(self, run: str) -> Recent:
+        store, before = self.store(run), self._recent.get(run)
+        times = await store.times_scored()
+        if before is not None and before.times == times:
+            return before
+        records = await store.recent_scores({} if before is None else before.records)
+        if before is not None and len(records.keys() - before.records.keys()) != times[0] - before.times[0]:
+            records = await store.recent_scores()  # one was scored for the second time
+        newest = None if before is None else before.newest
+        found = await asyncio.to_thread(lambda: Recent.of(times, records, newest))
+        self._recent[run] = found
+        return found
 
     async def engines(self, run: str) -> Engines:
         """What the engines say. Telling it for all runs takes at most a fifth of a core: else the last is told."""
@@ -141,9 +186,9 @@ class ServiceContext:
 
     async def _tell(self, run: str) -> Engines:
         found = await self.store(run).engines(time.time() - EVIDENCE_SECONDS)
-        _, replays = await self.recent(run)
-        latest = self.registry.latest(run)
-        survival = [] if latest is None else replays.survival(latest.version)
+        replays = (await self.recent(run)).replays
+        served = self.pointer(run).served()
+        survival = [] if served is None else replays.survival(served.manifest.version)
 
         def tell() -> tuple[Engines, float]:
             began = time.thread_time()
@@ -203,7 +248,7 @@ def _signing_key(path: Path | None) -> SigningKey | None:
     return key
 
 
-def _context(request: Request) -> ServiceContext:
+async def _context(request: Request) -> ServiceContext:  # a plain function would take a thread for each request
     context: ServiceContext = request.app.state.context
     return context
 

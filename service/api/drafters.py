@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
-import time
+import contextlib
+import hashlib
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import to_jsonable_python
+from pydantic_core import to_json, to_jsonable_python
 from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -22,13 +22,12 @@ from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
 from service.api.runs import check_room
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
+from service.reading.pointer import Pointer, Served
 from service.storage.admission.sent import admit, read_sent_header
 from service.storage.registry import MANIFEST, Manifest
 from service.storage.runs import check_open
 
 router = APIRouter(tags=["drafters"])
-
-_POLL_SECONDS = 0.1
 
 
 class CheckpointResponse(FileResponse):
@@ -69,6 +68,15 @@ def matches(header: str | None, etag: str) -> bool:
     return "*" in candidates or etag in candidates
 
 
+def tagged(request: Request, body: bytes, media_type: str = "application/json") -> Response:
+    """Answer with `body` and its digest as ETag, or with 304 where the client has it already."""
+    etag = f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
+    headers = {"ETag": etag, "Cache-Control": "no-cache"}
+    if matches(request.headers.get("if-none-match"), etag):
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type=media_type, headers=headers)
+
+
 @router.get("/drafter/latest", response_model=Manifest, responses={304: {"description": "Still the same."}})
 async def get_latest(
     request: Request,
@@ -85,34 +93,45 @@ async def get_latest(
     """
     context.run(run)
     known = request.headers.get("if-none-match")
-    deadline = time.monotonic() + min(wait, context.settings.long_poll_max_seconds)
-    seen = _pointer_state(context, run)  # read before the manifest, so that a move in between is noticed
-    manifest = context.registry.latest(run)
-    while (manifest is None or matches(known, manifest.etag)) and time.monotonic() < deadline:
-        if context.stopping.is_set() or await request.is_disconnected():
-            break
-        await asyncio.sleep(_POLL_SECONDS)
-        now = _pointer_state(context, run)
-        if now != seen:
-            seen, manifest = now, context.registry.latest(run)
-    if manifest is None:
+    pointer = context.pointer(run)
+    served = pointer.served()
+    if wait > 0 and (served is None or matches(known, served.etag)):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(wait, context.settings.long_poll_max_seconds)):
+                served = await _another(request, context, pointer, known)
+    if served is None:
         raise Problem(404, "no-drafter-yet", f"run {run!r} has published no drafter yet; poll again, `wait` helps")
-    headers = {"ETag": manifest.etag, "Cache-Control": "no-cache"}
-    if nonce is None and matches(known, manifest.etag):
+    headers = {"ETag": served.etag, "Cache-Control": "no-cache"}
+    if nonce is None and matches(known, served.etag):
         return Response(status_code=304, headers=headers)
-    body = manifest.model_dump_json().encode()
     if nonce is not None and context.signer is not None:
-        headers[SIGNATURE_HEADER] = context.signer.sign(nonce, body)
-    return Response(body, media_type="application/json", headers=headers)
+        headers[SIGNATURE_HEADER] = context.signer.sign(nonce, served.body)
+    return Response(served.body, media_type="application/json", headers=headers)
 
 
-def _pointer_state(context: ServiceContext, run: str) -> tuple[int, int] | None:
-    """Changes whenever `latest` moves. One stat of a small file: too short to need a thread."""
+async def _another(request: Request, context: ServiceContext, pointer: Pointer, known: str | None) -> Served | None:
+    """Wait until another drafter than `known` is served, the client is gone, or the server is asked to stop."""
+    gone = asyncio.create_task(_gone(request))
     try:
-        status = os.stat(context.layout.latest(run))  # noqa: PTH116
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns
+        while ((served := pointer.served()) is None or matches(known, served.etag)) and not (
+            gone.done() or context.stopping.is_set()
+        ):
+            moves = asyncio.ensure_future(pointer.moves())
+            try:
+                await asyncio.wait((gone, moves), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                moves.cancel()
+            if moves.done() and not moves.cancelled():
+                moves.result()
+    finally:
+        gone.cancel()
+    return served
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @router.get("/drafter/{version}/{file}", response_class=CheckpointResponse)
@@ -131,24 +150,25 @@ async def get_file(request: Request, context: Context, version: str, file: str, 
     return CheckpointResponse(path, media_type="application/octet-stream", headers=headers)
 
 
-@router.get("/drafters")
-async def get_drafters(context: Context, run: RunQuery = "default") -> dict[str, Any]:
+@router.get("/drafters", responses={200: {"model": dict[str, Any]}, 304: {"description": "Still the same."}})
+async def get_drafters(request: Request, context: Context, run: RunQuery = "default") -> Response:
     """List the versions that can be served, and the history with every verdict."""
     context.run(run)
 
-    def read() -> dict[str, Any]:
+    def read() -> bytes:
         registry = context.registry
         latest = registry.latest(run)
-        return {
+        facts = {
             "run": run,
             "latest": None if latest is None else latest.model_dump(),
             "held": to_jsonable_python(registry.held(run)),
             "waiting": list(registry.sent(run)),
             "versions": [registry.get(run, version).model_dump() for version in registry.versions(run)],
-            "history": registry.history(run),
         }
+        history = b",".join(event.text for event in registry.events(run))
+        return to_json(facts, inf_nan_mode="null")[:-1] + b',"history":[' + history + b"]}"
 
-    return await asyncio.to_thread(read)
+    return tagged(request, await context.answers.get(("drafters", run), lambda: asyncio.to_thread(read)))
 
 
 @router.post(

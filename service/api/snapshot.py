@@ -6,18 +6,18 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Final
 
-from pydantic_core import to_jsonable_python
+from pydantic_core import to_json, to_jsonable_python
 from redis.exceptions import RedisError
 
 from service.api.context import ServiceContext
 from service.api.problems import Problem
 from service.errors import ServiceError
-from service.monitor.alpha import Attempt, alpha_series, attempts
+from service.monitor.alpha import Attempt, alpha_series, attempts, placed
 from service.monitor.counts import servers, sound
 from service.monitor.current import current
 from service.monitor.drift.cause import Cause, as_fraction, explain
@@ -41,6 +41,7 @@ from service.monitor.records import (
     Vocabulary,
     arrival,
 )
+from service.reading.series import Batch
 from service.settings import Settings
 from service.storage.reports import NEWEST_REPORTS
 from service.storage.runs import read_state
@@ -50,8 +51,28 @@ log = logging.getLogger("draftalign.api")
 _WATCH_SECONDS: Final = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A run as it was last read. `points`: of the trainer's last attempt, as JSON. `attempts`: all of them."""
+
+    snapshot: RunSnapshot
+    points: Sequence[bytes]
+    attempts: Sequence[Attempt[Batch]]
+
+
+async def read_followed(context: ServiceContext, run: str) -> Followed:
+    """Read what has changed of a run since the last call."""
+    bounded = await _read_bounded(context, run)
+    history = await asyncio.to_thread(context.registry.events, run)
+    series = context.series(run)
+    async with series.lock:
+        await series.refresh(bounded.watch.sick)
+        snapshot = replace(bounded, acceptances=series.acceptances, replayed=series.served, history=history)
+        return Followed(snapshot, series.points, series.attempts)
+
+
 async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
-    """Read all of a run."""
+    """Read all of a run, with every score record: what an earlier attempt of the trainer is made of."""
     store = context.store(run)
     return replace(
         await _read_bounded(context, run),
@@ -64,13 +85,13 @@ async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
 async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     """Read what is as small after a year as on the first day."""
     queue = context.queue(run)
-    latest = context.registry.latest(run)
+    served = context.pointer(run).served()
+    latest = None if served is None else served.manifest
     arrivals = await queue.arrivals()
     now = time.time()
     engines = await context.engines(run)
-    scores, _ = await context.recent(run)
     return RunSnapshot(
-        scores=scores,
+        scores=(await context.recent(run)).newest,
         watch=engines.watch,
         worth=engines.worth,
         pushes=list((await asyncio.to_thread(context.registry.digest, run)).pushed),
@@ -139,26 +160,40 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings, attempt: i
     counted = [record for record in snapshot.acceptances if chosen.has(record.reported)]
     events = [event for event in snapshot.history if chosen.has(event.time)]
     series = alpha_series(run, chosen.scores, counted, events, settings.depth, left_out=sick)
-    now = current(snapshot.scores, sound(snapshot.acceptances, sick), snapshot.now)
-    said = headline(facts_of(snapshot, settings))
     document: dict[str, Any] = to_jsonable_python(replace(series, servers=servers(snapshot.acceptances)))
-    engines = [engine_line(one) for one in snapshot.watch.engines]
-    why = explain(snapshot.worker.drift_change, snapshot.scores, sound(snapshot.acceptances, sick))
+    return document | {"attempt": number} | _said_now(snapshot, found, settings)
+
+
+def run_text(run: str, followed: Followed, settings: Settings) -> bytes:
+    """The JSON of `run_document` for the last attempt, from what was followed."""
+    snapshot, chosen = followed.snapshot, followed.attempts[-1]
+    events = placed((event for event in snapshot.history if chosen.has(event.time)), chosen.scores)
+    rest = {"servers": servers(snapshot.acceptances), "attempt": len(followed.attempts)}
+    rest |= _said_now(snapshot, followed.attempts, settings)
+    parts = [to_json({"run": run, "depth": settings.depth})[:-1], b',"points":[', b",".join(followed.points)]
+    parts += [b'],"events":[', b",".join(event.text for event in events), b"],", to_json(rest, inf_nan_mode="null")[1:]]
+    return b"".join(parts)
+
+
+def _said_now(snapshot: RunSnapshot, found: Sequence[Attempt[Any]], settings: Settings) -> dict[str, Any]:
+    """What is true now, whichever attempt is asked for."""
+    counts = sound(snapshot.acceptances, snapshot.watch.sick)
+    facts = facts_of(snapshot, settings)
+    why = explain(snapshot.worker.drift_change, snapshot.by_policy, counts)
     headroom = to_jsonable_python(snapshot.worker.headroom or Headroom()) | to_jsonable_python(advice_of(snapshot))
-    return document | {
-        "attempt": number,
+    return {
         "attempts": [_attempt_line(one) for one in found],
-        "engines": engines,
+        "engines": [engine_line(one) for one in snapshot.watch.engines],
         "publishing_held": snapshot.watch.hold,
-        "current": to_jsonable_python(now),
+        "current": to_jsonable_python(current(snapshot.scores, counts, snapshot.now)),
         "headroom": headroom,
         "worth": to_jsonable_python(snapshot.worth),
-        "headline": to_jsonable_python(said),
+        "headline": to_jsonable_python(headline(facts)),
         "cause": None if why is None else _cause_document(why),
     }
 
 
-def _attempt_line(attempt: Attempt) -> dict[str, Any]:
+def _attempt_line(attempt: Attempt[Any]) -> dict[str, Any]:
     policies = [score.policy_version for score in attempt.scores if score.policy_version is not None]
     low, high = (min(policies), max(policies)) if policies else (None, None)
     return {"began": attempt.began, "batches": len(policies), "first_policy": low, "last_policy": high}
@@ -233,11 +268,11 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         wanted=vocabulary.wanted,
         served_version=None if snapshot.latest is None else snapshot.latest.version,
         published=published,
-        current=current(recent, sound(reports, snapshot.watch.sick), snapshot.now),
+        current=current(snapshot.scores, sound(reports, snapshot.watch.sick), snapshot.now),
         drift_alarm=any(map(_above, worker.drift.values())),
         drift_alpha=worker.drift_alpha,
         drift_level=worker.drift_level,
-        cause=explain(worker.drift_change, recent, sound(snapshot.acceptances, snapshot.watch.sick)),
+        cause=explain(worker.drift_change, snapshot.by_policy, sound(snapshot.acceptances, snapshot.watch.sick)),
         watch=snapshot.watch,
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),

@@ -16,15 +16,16 @@ Rules:
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 from service.monitor.counts import LiveAlpha, ServerLine, by_drafter, by_method, live_sums, servers, sound
-from service.monitor.records import DRAFTERS, AcceptanceRecord, DrafterSums, RunEvent, ScoreRecord
+from service.monitor.records import DRAFTERS, AcceptanceRecord, Arrival, DrafterSums, RunEvent, ScoreRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,27 @@ _USUAL_LAG: Final = 16
 _IN_A_ROW: Final = 8
 
 
+class Scored(Protocol):
+    """What tells attempts apart: of a score record, or of what is kept of one."""
+
+    @property
+    def policy_version(self) -> int | None:
+        """None where it is not known."""
+
+    @property
+    def arrival(self) -> Arrival:
+        """Sort key: the order in which batches arrived."""
+
+    @property
+    def created(self) -> float:
+        """Unix seconds."""
+
+
+_Scored = TypeVar("_Scored", bound=Scored)
+
+
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(Generic[_Scored]):
     """One attempt of a trainer at the run. The next begins where it went on from an earlier checkpoint, or from none.
 
     `began`, `ended`: Unix seconds; None: the first began, and the last has not ended. `scores`: in order of arrival.
@@ -105,7 +125,7 @@ class Attempt:
 
     began: float | None
     ended: float | None
-    scores: Sequence[ScoreRecord]
+    scores: Sequence[_Scored]
 
     def has(self, time: float | None) -> bool:
         """Whether it was under way then; what has no time is of the first."""
@@ -113,7 +133,7 @@ class Attempt:
         return (self.began is None or at >= self.began) and (self.ended is None or at < self.ended)
 
 
-def attempts(scores: Iterable[ScoreRecord], max_lag: int | None = None) -> list[Attempt]:
+def attempts(scores: Iterable[_Scored], max_lag: int | None = None) -> list[Attempt[_Scored]]:
     """Tell a trainer's attempts apart, oldest first; there always is one.
 
     The next begins at the first of `_IN_A_ROW` batches, by arrival, that are all more than `max_lag` policy versions
@@ -137,7 +157,7 @@ def attempts(scores: Iterable[ScoreRecord], max_lag: int | None = None) -> list[
     return [Attempt(began, ended, records[low:high]) for (began, ended), (low, high) in spans]
 
 
-def _arrived(score: ScoreRecord) -> float:
+def _arrived(score: Scored) -> float:
     known, milliseconds, _ = score.arrival
     return milliseconds / 1000.0 if known else score.created
 
@@ -161,26 +181,30 @@ def alpha_series(
     for score in scores:
         if score.policy_version is not None:
             scored[score.policy_version].append(score)
-    # When each policy version was being worked on: the order of score records in time.
-    begun = sorted((record.created, policy) for policy, found in scored.items() for record in found)
     counted: defaultdict[int, list[AcceptanceRecord]] = defaultdict(list)
     for record in sound(acceptances, left_out):
         if record.policy_version is not None:
             counted[record.policy_version].append(record)
     versions = sorted({*scored, *counted})
     points = [pool_point(policy, scored.get(policy, []), counted.get(policy, [])) for policy in versions]
-    return AlphaSeries(run, depth, points, [_placed(event, begun) for event in history], servers(acceptances))
+    events = [event.written for event in placed(history, itertools.chain.from_iterable(scored.values()))]
+    return AlphaSeries(run, depth, points, events, servers(acceptances))
 
 
-def _placed(event: RunEvent, begun: Sequence[tuple[float, int]]) -> Mapping[str, object]:
-    """An event of the registry; one that moved `latest` back or anew also says at which policy version the run was.
+def placed(history: Iterable[RunEvent], scores: Iterable[Scored]) -> Iterator[RunEvent]:
+    """Give events of the registry; one that moved `latest` back or anew also says at which policy version the run was.
 
     Its own `policy_version` is of the drafter that it moved to.
     """
-    if event.event not in ("rolled_back", "pushed_again") or event.time is None:
-        return event.written
-    index = bisect.bisect_right(begun, (event.time, math.inf))
-    return {**event.written, "at_policy_version": begun[index - 1][1]} if index else event.written
+    begun: list[tuple[float, int]] | None = None  # when each policy version was being worked on
+    for event in history:
+        if event.event in ("rolled_back", "pushed_again") and event.time is not None:
+            if begun is None:
+                begun = sorted((s.created, s.policy_version) for s in scores if s.policy_version is not None)
+            index = bisect.bisect_right(begun, (event.time, math.inf))
+            yield RunEvent.of({**event.written, "at_policy_version": begun[index - 1][1]}) if index else event
+        else:
+            yield event
 
 
 def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence[AcceptanceRecord]) -> Point:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
 from service.monitor.alpha import Compared, Point, pool_point
 from service.monitor.counts import LiveAlpha, live_sums
@@ -111,25 +111,18 @@ def current(
 
     `now`: Unix seconds.
     """
-    records = sorted(scores, key=lambda score: score.arrival)[-LOOK_BACK:]
-    known = [(score.policy_version, score) for score in records if score.policy_version is not None]
-    spells = [_Spell(policy, [s for _, s in found]) for policy, found in groupby(known, key=lambda pair: pair[0])]
-    reports = _reports(acceptances, spells, now)
-    if not spells and not reports:
+    newest = scores if isinstance(scores, Newest) else Newest(scores)
+    reports = _reports(acceptances, newest.spells, now)
+    if not newest.spells and not reports:
         return None
-    points = _Points(spells)
-    holders = {name: next((p for p in points if getattr(p, name) is not None), None) for name in _FIGURES}
-    figures = {name: getattr(point, name, None) for name, point in holders.items()}
-    widths = {f"{name}_half_width": getattr(holders[name], f"{name}_half_width", None) for name in _ALPHAS}
     live = next((sums for _, group in reversed(reports) if (sums := live_sums(group)) is not None), None)
     return Current(
-        **figures,
-        **widths,
+        **newest.figures,
         alpha_live=None if live is None else live[0] / live[1],
         live_rounds=None if live is None else int(live[1]),
         live=_enough_live([group for _, group in reports]),
-        policy_version=spells[-1].policy_version if spells else reports[-1][0],
-        tilt=Tilt.of(records),
+        policy_version=newest.spells[-1].policy_version if newest.spells else reports[-1][0],
+        tilt=newest.tilt,
     )
 
 
@@ -141,18 +134,34 @@ class _Spell:
     scores: list[ScoreRecord]
 
 
-class _Points:
-    """A point per spell, newest first, pooled when first asked for: often the newest has all figures."""
+class Newest(list[ScoreRecord]):
+    """The batches that arrived last, oldest first, with what they say: reckoned once, however often it is asked for.
 
-    def __init__(self, spells: Sequence[_Spell]) -> None:
-        self._known: list[Point] = []
-        self._older = (pool_point(spell.policy_version, spell.scores, ()) for spell in reversed(spells))
+    `before`: what was newest before. A spell whose records are the same ones is not pooled again.
+    """
 
-    def __iter__(self) -> Iterator[Point]:
-        yield from self._known
-        for point in self._older:
-            self._known.append(point)
-            yield point
+    def __init__(self, scores: Iterable[ScoreRecord], before: Newest | None = None) -> None:
+        super().__init__(sorted(scores, key=lambda score: score.arrival)[-LOOK_BACK:])
+        known = [(score.policy_version, score) for score in self if score.policy_version is not None]
+        self.spells = [_Spell(policy, [s for _, s in found]) for policy, found in groupby(known, key=lambda p: p[0])]
+        self._pooled: dict[tuple[int, ...], Point] = {}
+        #: Each figure of the newest batches that have it.
+        self.figures = self._reckon({} if before is None else before._pooled)
+        self.tilt = Tilt.of(self)
+
+    def _reckon(self, pooled: Mapping[tuple[int, ...], Point]) -> dict[str, Any]:
+        left, holders = set(_FIGURES), dict[str, Point]()
+        for spell in reversed(self.spells):
+            if not left:
+                break
+            key = tuple(map(id, spell.scores))  # `before` keeps its records alive, so that none has another's id
+            point = pooled.get(key) or pool_point(spell.policy_version, spell.scores, ())
+            self._pooled[key] = point
+            found = {name for name in left if getattr(point, name) is not None}
+            holders |= dict.fromkeys(found, point)
+            left -= found
+        figures = {name: getattr(holders.get(name), name, None) for name in _FIGURES}
+        return figures | {f"{n}_half_width": getattr(holders.get(n), f"{n}_half_width", None) for n in _ALPHAS}
 
 
 def _enough_live(reports: Sequence[Sequence[AcceptanceRecord]]) -> LiveAlpha | None:

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from service.monitor.counts import sound
 from service.monitor.current import Current, current
-from service.monitor.drift.cause import as_fraction, explain
+from service.monitor.drift.cause import Replay, as_fraction, explain
 from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
 from service.monitor.live.watch import Watch, failed_pushes
 from service.monitor.records import (
@@ -48,16 +48,19 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 class RunSnapshot:
     """What is stored about one run, read at one moment: `now`, in Unix seconds.
 
-    `counters`: the hash `da:{run}:counters` (`items, bytes, accepted_total, duplicates_total, dead_total,
-    rejected_total, dropped_total`). `latest`: None before the first publish. `published`, `last_report` (Unix seconds):
-    for a headline, which is read without `history` and without the records of engines that fell silent; None where
-    those are here. `watch`: live beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest
-    first. `worth`: what acceptance is worth in time. `dead_letters`: the newest ones. `oldest_queued`, `last_arrival`,
-    `registered`: Unix seconds. `state`, `held`: what a person wants of the run, and of what it serves.
+    `scores`: all, or the newest ones; then `replayed` has of all policy versions what a cause needs. `counters`:
+    the hash `da:{run}:counters` (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total,
+    dropped_total`). `latest`: None before the first publish. `published`, `last_report` (Unix seconds): for a
+    headline, which is read without `history` and without the records of engines that fell silent; None where those
+    are here. `watch`: live beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest
+    first. `worth`: what acceptance is worth in time. `dead_letters`: the newest ones. `oldest_queued`,
+    `last_arrival`, `registered`: Unix seconds. `state`, `held`: what a person wants of the run, and of what it
+    serves.
     """
 
     now: float
     scores: Sequence[ScoreRecord] = ()
+    replayed: Sequence[Replay] | None = None
     acceptances: Sequence[AcceptanceRecord] = ()
     history: Sequence[RunEvent] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
@@ -74,6 +77,11 @@ class RunSnapshot:
     worth: Worth = field(default_factory=Worth)
     state: RunState = field(default_factory=RunState)
     held: HeldVersion | None = None
+
+    @property
+    def by_policy(self) -> Sequence[Replay]:
+        """Replay by policy version, which a cause is told from."""
+        return self.scores if self.replayed is None else self.replayed
 
 
 def render(
@@ -278,7 +286,7 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         families.gauge("draftalign_drift_statistic", text, reading.statistic, run=run, lane=lane)
         text = "Limit of the drift statistic, from the wanted false-alarm rate."
         families.gauge("draftalign_drift_limit", text, reading.limit, run=run, lane=lane)
-    why = explain(worker.drift_change, snapshot.scores, sound(snapshot.acceptances, snapshot.watch.sick))
+    why = explain(worker.drift_change, snapshot.by_policy, sound(snapshot.acceptances, snapshot.watch.sick))
     for part, term in () if why is None else why.terms.items():
         text = "Change of alpha since the drift baseline by part, as a fraction; factors 1 + x multiply to the whole."
         families.gauge("draftalign_drift_part", text, as_fraction(term.value), run=run, part=part)

@@ -36,6 +36,8 @@ MAX_REPORTERS: Final = 1024
 _SILENT_SECONDS: Final = 3600.0
 #: Pairs of drafter and policy version whose live sums over all reporters are kept.
 MAX_LIVE: Final = 4096
+#: Names of changes that readers can catch up with (`lua/follow.lua`); one that is further behind reads all.
+KEPT_CHANGES: Final = 4096
 #: Most records that one report adds up. A report adds at most one; an unbounded, old table shrinks by this many.
 _FOLDED_AT_ONCE: Final = 64
 BOOK: Final = (Path(__file__).with_name("lua") / "book.lua").read_text(encoding="utf-8")
@@ -51,6 +53,7 @@ class Keys(Protocol):
     reported: str
     live: str
     live_order: str
+    changes: str
 
 
 @dataclass
@@ -275,7 +278,8 @@ class EngineCounts:
     async def _write(self, reporter: str, known: bytes | None, now: str, created: float, changes: _Changes) -> bool:
         keys = self._keys
         names = [keys.reporters, keys.acceptance, keys.unplaced, keys.reported, keys.live, keys.live_order]
-        arguments = [reporter, known or "", now, created, MAX_LIVE, changes.text()]
+        names.append(keys.changes)
+        arguments = [reporter, known or "", now, created, MAX_LIVE, changes.text(), KEPT_CHANGES]
         return bool(await self._book(keys=names, args=arguments))
 
     async def _record(self, name: str) -> AcceptanceRecord | None:
@@ -303,12 +307,18 @@ def live_records(table: Mapping[str, bytes | str]) -> Iterable[AcceptanceRecord]
     for name, rounds in table.items():
         identity, _, kind = name.rpartition(":")
         if kind == "rounds":
-            method, drafter, policy = json.loads(identity)
-            yield AcceptanceRecord(
-                method=method,
-                drafter_version=drafter,
-                policy_version=policy,
-                rounds=int(rounds),
-                emitted_tokens=int(table.get(f"{identity}:tokens", 0)),
-                created=float(table.get(f"{identity}:created", 0.0)),
-            )
+            created = float(table.get(f"{identity}:created", 0.0))
+            yield live_record(identity, int(rounds), int(table.get(f"{identity}:tokens", 0)), created)
+
+
+def live_record(identity: str, rounds: int, tokens: int, created: float) -> AcceptanceRecord:
+    """One live sum, as a record without a reporter. `created`: when it was reported last, in Unix seconds."""
+    method, drafter, policy = json.loads(identity)
+    return AcceptanceRecord(
+        method=method,
+        drafter_version=drafter,
+        policy_version=policy,
+        rounds=rounds,
+        emitted_tokens=tokens,
+        created=created,
+    )

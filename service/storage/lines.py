@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from pydantic_core import to_json
 
 from rl_hooks.durable import append_line, sync
 from rl_hooks.lock import LockHeld, exclusive
+
+_Kept = TypeVar("_Kept")
 
 
 class LineFile:
@@ -65,6 +69,43 @@ class LineFile:
         with contextlib.suppress(FileNotFoundError):
             return self.path.stat().st_size >= self._max_bytes
         return False
+
+
+class Followed(Generic[_Kept]):
+    """What is kept of each entry of such a file. A call reads what was appended since the last one."""
+
+    def __init__(self, file: LineFile, keep: Callable[[dict[str, Any]], _Kept]) -> None:
+        self._file, self._keep = file, keep
+        self._pieces: dict[int, tuple[int, list[_Kept]]] = {}  # by inode: bytes that were read, and the entries in them
+        self.lines_read = 0  # in all
+        self._reading = threading.Lock()
+
+    def read(self) -> list[_Kept]:
+        """Every entry, oldest first: what `LineFile.read` gives."""
+        with self._reading:
+            while True:
+                pieces, found = self._file.pieces(), list[_Kept]()
+                followed: dict[int, tuple[int, list[_Kept]]] = {}
+                for piece in pieces:
+                    with contextlib.suppress(FileNotFoundError), piece.open("rb") as file:
+                        found += self._follow(file, followed)
+                self._pieces = followed
+                if pieces == self._file.pieces():  # else a piece was renamed meanwhile
+                    return found
+
+    def _follow(self, file: BinaryIO, followed: dict[int, tuple[int, list[_Kept]]]) -> list[_Kept]:
+        inode = os.fstat(file.fileno()).st_ino
+        done, known = self._pieces.get(inode, (0, []))
+        if file.seek(0, os.SEEK_END) < done:  # another file: a backup was put back
+            done, known = 0, []
+        file.seek(done)
+        *lines, last = file.read().split(b"\n")  # the last one may not be complete
+        if lines:
+            known = [*known, *map(self._keep, entries(lines))]
+            done += sum(map(len, lines)) + len(lines)
+        self.lines_read += len(lines)
+        followed[inode] = done, known
+        return [*known, *map(self._keep, entries([last]))]
 
 
 def entries(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

@@ -45,7 +45,7 @@ from rl_hooks.lock import LockHeld, exclusive
 from service.errors import LatestHeld, LatestMoved, RegistryBusy, RegistryError, RunConflict, VersionNotFound
 from service.monitor.records import HeldVersion, RunEvent
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout, file_id
-from service.storage.lines import LineFile, entries
+from service.storage.lines import Followed, LineFile, entries
 
 MANIFEST = "manifest.json"
 #: For `instead_of`: replace the served version, whichever it is.
@@ -202,6 +202,7 @@ class Registry:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._digests: dict[Path, HistoryDigest] = {}
+        self._events: dict[str, tuple[Followed[RunEvent], ...]] = {}
         self._reading = threading.Lock()
 
     # --- reading
@@ -256,8 +257,12 @@ class Registry:
         return [event for event in found if event.get("event") != _CARRIED]
 
     def events(self, run: str) -> list[RunEvent]:
-        """The history, for whoever looks into it."""
-        return [RunEvent.of(event) for event in self.history(run)]
+        """The history, for whoever looks into it often: each line is read once."""
+        if run not in self._events:
+            files = self._history(run), self._verdicts(run)
+            self._events[run] = tuple(Followed(file, RunEvent.of) for file in files)
+        found = heapq.merge(*(followed.read() for followed in self._events[run]), key=lambda event: event.time or 0.0)
+        return [event for event in found if event.event != _CARRIED]
 
     def offer(self, run: str) -> dict[str, Any] | None:
         """The event with which the served version began to be served. A crash may have kept it from the history."""

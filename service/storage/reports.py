@@ -7,14 +7,16 @@ in docs/reference/architecture.md.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
 
 import redis.asyncio
 from redis import Redis
@@ -27,6 +29,7 @@ from service.monitor.live.replays import REPLAYED_BATCHES, Replays
 from service.monitor.live.watch import Watch, watch
 from service.monitor.records import AcceptanceRecord, ScoreRecord, StepSample, WorkerGauges, read, written
 from service.storage.engine_counts import (
+    KEPT_CHANGES,
     Account,
     EngineCounts,
     acceptance_key,
@@ -40,6 +43,9 @@ MAX_SCORES: Final = 4096
 RECENT_SCORES: Final = LOOK_BACK
 #: Records of a reporter, its last used ones, that a headline looks at.
 NEWEST_REPORTS: Final = 8
+#: Records that are read at once.
+_AT_ONCE: Final = 256
+_FOLLOW: Final = (Path(__file__).with_name("lua") / "follow.lua").read_text(encoding="utf-8")
 #: Holder of the lease on a run that is being deleted, and how long at most.
 _DELETING: Final = b"deleting"
 _DELETING_SECONDS: Final = 600
@@ -61,6 +67,7 @@ class StoreKeys:
     scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
     acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
     live_order, unplaced, drift, lease = _Key(), _Key(), _Key(), _Key()
+    changes, scored = _Key(), _Key()
     judged = _Key()  # of earlier versions
 
     def __init__(self, run: str) -> None:
@@ -77,8 +84,12 @@ class Store:
     def put_score(self, batch_id: str, record: ScoreRecord) -> bool:
         """Record the scores of one batch; a redelivered batch replaces its own. False: Redis is full."""
         try:
-            self._redis.hset(self._keys.scores, batch_id, written(record))
-            self._redis.zadd(self._keys.recent_scores, {batch_id: record.arrival[1]})
+            with self._redis.pipeline(transaction=True) as pipe:  # whoever follows sees a record and its name, or none
+                pipe.hset(self._keys.scores, batch_id, written(record))
+                pipe.xadd(self._keys.changes, {"s": batch_id}, maxlen=KEPT_CHANGES)
+                pipe.incr(self._keys.scored)
+                pipe.zadd(self._keys.recent_scores, {batch_id: record.arrival[1]})
+                pipe.execute()
         except OutOfMemoryError:
             return False
         self._shorten(self._redis.zrange(self._keys.recent_scores, 0, -RECENT_SCORES - 1))
@@ -133,32 +144,51 @@ class Store:
         self._redis.delete(self._keys.judged)
 
 
+#: What changed: `s` a batch's score, `a` an acceptance record, `l` a live sum; its name; its value, None if it is gone.
+Change = tuple[str, str, bytes | None]
+
+
+class Changes(NamedTuple):
+    """What happened up to `cursor`. `sizes`: how many scores and acceptance records there are then."""
+
+    cursor: str
+    sizes: tuple[int, int]
+    changed: list[Change]
+
+
 class AsyncStore:
     """The API's side."""
 
     def __init__(self, redis: redis.asyncio.Redis, run: str) -> None:
         self._redis: Any = redis
         self._keys = StoreKeys(run)
+        self._follow = self._redis.register_script(_FOLLOW)
 
     async def scores(self) -> dict[str, ScoreRecord]:
         """Score records by batch id, oldest first."""
-        return _scores(await self._redis.hgetall(self._keys.scores))
+        return await asyncio.to_thread(_scores, await self._redis.hgetall(self._keys.scores))
 
-    async def recent_scores(self, count: int = RECENT_SCORES) -> list[ScoreRecord]:
-        """The score records of the batches that arrived last, at most `RECENT_SCORES`, oldest first."""
-        newest = await self._redis.zrange(self._keys.recent_scores, -count, -1)
-        if len(newest) < min(count, await self._redis.hlen(self._keys.scores)):
-            return (await self._order_scores())[-count:]
-        found = await self._redis.hmget(self._keys.scores, newest) if newest else []
-        return _known(ScoreRecord, found)
+    async def recent_scores(self, known: Mapping[str, ScoreRecord] | None = None) -> dict[str, ScoreRecord]:
+        """The score records of the `RECENT_SCORES` batches that arrived last, by batch id, oldest first.
 
-    async def _order_scores(self) -> list[ScoreRecord]:
+        `known`: those that are not to be read again.
+        """
+        known = known or {}
+        newest = [_text(name) for name in await self._redis.zrange(self._keys.recent_scores, -RECENT_SCORES, -1)]
+        if len(newest) < min(RECENT_SCORES, await self._redis.hlen(self._keys.scores)):
+            return await self._order_scores()
+        unknown = [name for name in newest if name not in known]
+        found = await self._redis.hmget(self._keys.scores, unknown) if unknown else []
+        more = await asyncio.to_thread(_by_name, unknown, found)
+        return {name: record for name in newest if (record := known.get(name) or more.get(name)) is not None}
+
+    async def _order_scores(self) -> dict[str, ScoreRecord]:
         """Keep the order of records that were scored before so many were kept in order, so that all are read once."""
         newest = dict(list((await self.scores()).items())[-RECENT_SCORES:])
         with contextlib.suppress(OutOfMemoryError):  # the next reader tries again
             if newest:
                 await self._redis.zadd(self._keys.recent_scores, {i: r.arrival[1] for i, r in newest.items()})
-        return list(newest.values())
+        return newest
 
     async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
         """Record an engine's cumulative counts; returns the engine's last rounds, oldest first.
@@ -178,10 +208,10 @@ class AsyncStore:
         found = await self._redis.hmget(self._keys.reporters, reporters) if reporters else []
         return {name: text for name, text in zip(reporters, found, strict=True) if text is not None}
 
-    async def newest_score(self) -> tuple[str, int]:
-        """What changes whenever another batch is scored: the batch that arrived last, and how many there are."""
-        newest = await self._redis.zrange(self._keys.recent_scores, -1, -1)
-        return "".join(map(_text, newest)), await self._redis.hlen(self._keys.scores)
+    async def times_scored(self) -> tuple[int, int]:
+        """How often a batch was scored, and how many records there are: a worker of before counts only these."""
+        times = await self._redis.get(self._keys.scored)
+        return int(times or 0), await self._redis.hlen(self._keys.scores)
 
     async def acceptances(self) -> list[AcceptanceRecord]:
         """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
@@ -189,6 +219,39 @@ class AsyncStore:
             pipe.hgetall(self._keys.acceptance)
             pipe.hgetall(self._keys.live)
             return _acceptances(*await pipe.execute())
+
+    async def changes(self, cursor: str) -> Changes | None:
+        """What changed since `cursor`, of scores and acceptance counts; None where that was forgotten: read all."""
+        names = [self._keys.changes, self._keys.scores, self._keys.acceptance, self._keys.live]
+        found = await self._follow(keys=names, args=[cursor, KEPT_CHANGES])
+        if not found:
+            return None
+        last, scores, acceptances, flat = found
+        each = zip(map(_text, flat[::3]), map(_text, flat[1::3]), flat[2::3], strict=True)
+        return Changes(_text(last), (scores, acceptances), list(each))
+
+    async def newest_change(self) -> str:
+        """Cursor for `changes` of what happens from now on."""
+        newest = await self._redis.xrevrange(self._keys.changes, count=1)
+        return _text(newest[0][0]) if newest else "0-0"
+
+    async def all_records(self) -> AsyncIterator[list[Change]]:
+        """All that `changes` tells of, in pieces. What changes meanwhile may be missing: ask `changes` afterwards."""
+        for kind, key in (("s", self._keys.scores), ("a", self._keys.acceptance)):
+            cursor, first = 0, True
+            while first or cursor:
+                cursor, found = await self._redis.hscan(key, cursor, count=_AT_ONCE)
+                first = False
+                yield [(kind, _text(name), value) for name, value in found.items()]
+        live = {_text(name): value for name, value in (await self._redis.hgetall(self._keys.live)).items()}
+        sums = [name.removesuffix(":rounds") for name in live if name.endswith(":rounds")]
+        parts = ("rounds", "tokens", "created")
+        yield [("l", name, b" ".join(live.get(f"{name}:{part}", b"0") for part in parts)) for name in sums]
+
+    async def scores_of(self, batch_ids: Sequence[str]) -> list[ScoreRecord]:
+        """The score records of these batches, in this order; those that are gone are left out."""
+        found = await self._redis.hmget(self._keys.scores, batch_ids) if batch_ids else []
+        return await asyncio.to_thread(_known, ScoreRecord, found)
 
     async def newest_acceptances(self, since: float) -> list[AcceptanceRecord]:
         """The `NEWEST_REPORTS` last records of each reporter that has reported since then (Unix seconds)."""
@@ -275,6 +338,11 @@ _Kind = TypeVar("_Kind", ScoreRecord, AcceptanceRecord)
 def _known(kind: type[_Kind], texts: Iterable[bytes | str | None]) -> list[_Kind]:
     """The records among `texts`: what cannot be read is passed over."""
     return [record for text in texts if text is not None and (record := read(kind, text)) is not None]
+
+
+def _by_name(names: Sequence[str], texts: Sequence[bytes | None]) -> dict[str, ScoreRecord]:
+    pairs = zip(names, texts, strict=True)
+    return {name: found for name, text in pairs if text is not None and (found := read(ScoreRecord, text)) is not None}
 
 
 def _blocks(reporters: Sequence[str], accounts: Sequence[bytes | None]) -> dict[str, tuple[Block, ...]]:

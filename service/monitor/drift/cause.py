@@ -21,10 +21,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from service.monitor.counts import live_sums
-from service.monitor.records import Z_95, AcceptanceRecord, Change, DrafterSums, Estimate, ScoreRecord
+from service.monitor.records import Z_95, AcceptanceRecord, Change, DrafterSums, Estimate
 
 #: Ticks that are remembered, and those looked at while there is no alarm.
 _REMEMBERED_TICKS: Final = 128
@@ -124,9 +124,18 @@ class Cause:
     entropy: Estimate | None
 
 
-def explain(
-    change: Change | None, scores: Sequence[ScoreRecord], acceptances: Iterable[AcceptanceRecord]
-) -> Cause | None:
+class Replay(Protocol):
+    """Replay on rollouts of one policy version: a score record, or a sum of several."""
+
+    @property
+    def policy_version(self) -> int | None:
+        """None where it is not known."""
+
+    def sums(self, drafter: str, /) -> DrafterSums | None:
+        """What a drafter had; None where it was not scored or had no round."""
+
+
+def explain(change: Change | None, scores: Sequence[Replay], acceptances: Iterable[AcceptanceRecord]) -> Cause | None:
     """The cause by what the worker measured and by what engines counted; None while the worker has measured nothing."""
     return None if change is None else cause_of(change, engine_change(scores, acceptances))
 
@@ -178,7 +187,7 @@ def _policy_name(change: Change, engine: Estimate | None) -> str:
     return f"policy {how}" if change.prompts is not None else f"policy {how}, or prompts"
 
 
-def engine_change(scores: Sequence[ScoreRecord], acceptances: Iterable[AcceptanceRecord]) -> Estimate | None:
+def engine_change(scores: Sequence[Replay], acceptances: Iterable[AcceptanceRecord]) -> Estimate | None:
     """Change of log(live α / replay α) from the first policy versions to the last, of the served drafters.
 
     The last policy versions that hold 1,000 live rounds are compared with those before them. None where either have

@@ -29,7 +29,7 @@ from service.monitor.counts import (
     since,
     total,
 )
-from service.monitor.records import AcceptanceRecord
+from service.monitor.records import AcceptanceRecord, ScoreRecord
 from service.storage import engine_counts
 from service.storage.engine_counts import KEPT_APART, Account, acceptance_key
 from service.storage.reports import AsyncStore, StoreKeys
@@ -290,7 +290,7 @@ def test_live_sums_are_of_the_attempt_in_which_they_were_reported(redis_url: str
     policies = range(KEPT_APART + 30)
     earlier = [report("a", "v1", p, rounds=10, created=100.0 + p) for p in policies]
     book(redis_url, *earlier, *(report("a", "v2", p, rounds=20, created=1000.0 + p) for p in policies))
-    attempts = Attempt(None, 900.0, ()), Attempt(900.0, None, ())
+    attempts: list[Attempt[ScoreRecord]] = [Attempt(None, 900.0, ()), Attempt(900.0, None, ())]
     records = Store(redis_client, "default").acceptances()
     points = [point_live([record for record in records if attempt.has(record.reported)]) for attempt in attempts]
     assert points[0] == {p: ({"v1": LiveAlpha(3.0, 10)}, 10) for p in policies}
@@ -413,6 +413,7 @@ def test_a_report_costs_the_same_at_ten_and_at_a_thousand_records(
         store.put_score(
             f"{number:032x}", score({"drafter_version": version, "served": served, "created": float(number)})
         )
+    service.client.post("/acceptance", json={"run": "default", **report("e0", version, 1)}).raise_for_status()
     work = []
     rounds = 0
     for engines in (10, 1000):

@@ -1,0 +1,1 @@
+"""What the API keeps of each run, so that an answer costs what has changed since the last one."""

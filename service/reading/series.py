@@ -1,0 +1,220 @@
+"""The α series of a run, kept up to date: a look costs what has changed since the last one, in Redis and here.
+
+Of a score record its policy version and time are kept, of a policy version its finished point. A policy version of
+which anything changed is pooled again, from records that are read back. So a record takes 0.45 kB, with its share of
+a point, where its sums took 1.8, and what a look computes is the same as from all records: `service.monitor.alpha`
+computes it.
+
+Other processes write too. What they changed is named in a stream, in the transaction that changes it (`follow.lua`); if
+names were forgotten, or a count does not agree (an older version writes), all is read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Final, NamedTuple
+
+from pydantic_core import to_json
+
+from service.monitor.alpha import Attempt, attempts, pool_point
+from service.monitor.counts import sound
+from service.monitor.records import AcceptanceRecord, Arrival, DrafterSums, ScoreRecord, read
+from service.storage.engine_counts import live_record
+from service.storage.reports import AsyncStore, Change
+
+#: Score records that are in memory at once.
+_AT_ONCE: Final = 256
+Sick = frozenset[tuple[str, str | None]]
+
+
+class Batch(NamedTuple):
+    """What is kept of a score record."""
+
+    batch_id: str
+    policy_version: int | None
+    arrival: Arrival
+    created: float
+
+
+class Served(NamedTuple):
+    """The served drafter's replay on all batches of a policy version: all that a cause needs of score records."""
+
+    policy_version: int
+    served: DrafterSums | None
+
+    def sums(self, drafter: str) -> DrafterSums | None:
+        """Of `served`, the only one that is kept."""
+        return self.served if drafter == "served" else None
+
+
+class Series:
+    """One run's. `refresh` first; what it has then is of that moment. One caller at a time: `Series.lock`."""
+
+    def __init__(self, store: AsyncStore, max_lag: int | None) -> None:
+        self.lock = asyncio.Lock()
+        self._store, self._max_lag = store, max_lag
+        self._cursor: str | None = None
+        self._batches: dict[str, Batch] = {}
+        self._counts: dict[str, AcceptanceRecord | None] = {}  # by kind and name; None: cannot be read
+        self._counted: defaultdict[int | None, dict[str, None]] = defaultdict(dict)  # their names by policy version
+        self._points: dict[int, tuple[bytes, DrafterSums | None]] = {}
+        self._stale: set[int] = set()
+        self._sick: Sick = frozenset()
+        self._attempts: list[Attempt[Batch]] = attempts(())
+        self._batch_ids: dict[int, list[str]] = {}  # in order of arrival
+
+    @property
+    def attempts(self) -> Sequence[Attempt[Batch]]:
+        """The trainer's attempts, oldest first."""
+        return self._attempts
+
+    @property
+    def acceptances(self) -> list[AcceptanceRecord]:
+        """All acceptance records, and the live sums."""
+        return [record for record in self._counts.values() if record is not None]
+
+    @property
+    def served(self) -> list[Served]:
+        """Replay of the served drafter by policy version, of those that engines have counted."""
+        return [Served(policy, served) for policy, (_, served) in sorted(self._points.items()) if served is not None]
+
+    @property
+    def points(self) -> list[bytes]:
+        """The points of the last attempt as JSON, by policy version."""
+        return [text for _, (text, _) in sorted(self._points.items()) if text]
+
+    async def refresh(self, sick: Collection[tuple[str, str | None]] = ()) -> int:
+        """Catch up; returns how many policy versions were pooled. `sick`: whose counts are no evidence."""
+        await self._follow()
+        if self._sick != (now := frozenset(sick)):
+            other, self._sick = self._sick ^ now, now
+            known = [record for record in self._counts.values() if record is not None]
+            self._touch(r.policy_version for r in known if (r.reporter, r.drafter_version) in other)
+        pooled = 0
+        while self._stale:
+            some, batch_ids = list[int](), list[str]()
+            for policy in sorted(self._stale):
+                if some and len(batch_ids) + len(self._batch_ids.get(policy, ())) > _AT_ONCE:
+                    break
+                some.append(policy)
+                batch_ids += self._batch_ids.get(policy, ())
+            scores = await self._store.scores_of(batch_ids)
+            await asyncio.to_thread(self._pool, some, scores)
+            self._stale.difference_update(some)
+            pooled += len(some)
+        return pooled
+
+    async def _follow(self) -> None:
+        found = None if self._cursor is None else await self._store.changes(self._cursor)
+        if found is not None:
+            moved = await asyncio.to_thread(self._apply, found.changed) if found.changed else False
+            self._cursor = found.cursor
+            if moved:
+                await asyncio.to_thread(self._order)
+            if found.sizes == (len(self._batches), sum(name[0] == "a" for name in self._counts)):
+                return
+        await self._read_all()
+
+    async def _read_all(self) -> None:
+        self._cursor, cursor = None, await self._store.newest_change()
+        self._touch(chain(self._points, self._counted))
+        for kept in (self._batches, self._counts, self._counted):
+            kept.clear()
+        async for piece in self._store.all_records():
+            await asyncio.to_thread(self._apply, piece)
+        found = await self._store.changes(cursor)  # while they were read
+        if found is not None:
+            await asyncio.to_thread(self._apply, found.changed)
+            self._cursor = found.cursor
+        await asyncio.to_thread(self._order)
+
+    def _apply(self, changed: Iterable[Change]) -> bool:
+        """Take changes in; returns whether batches are among them."""
+        moved = False
+        for kind, name, value in changed:
+            if kind == "s":
+                moved = True
+                self._put_score(name, value)
+            else:
+                self._put_count(kind + name, value)
+        return moved
+
+    def _put_score(self, batch_id: str, value: bytes | None) -> None:
+        before = self._batches.pop(batch_id, None)
+        if before is not None:
+            self._touch([before.policy_version])
+        if value is not None:
+            record = read(ScoreRecord, value) or ScoreRecord()  # one that cannot be read is counted all the same
+            self._batches[batch_id] = Batch(batch_id, record.policy_version, record.arrival, record.created)
+            self._touch([record.policy_version])
+
+    def _put_count(self, name: str, value: bytes | None) -> None:
+        before = self._counts.pop(name, None)
+        if before is not None:
+            self._counted[before.policy_version].pop(name, None)
+            self._touch([before.policy_version])
+        if value is None:
+            return
+        record = _count(name, value)
+        self._counts[name] = record
+        if record is not None:
+            self._counted[record.policy_version][name] = None
+            self._touch([record.policy_version])
+
+    def _touch(self, policies: Iterable[int | None]) -> None:
+        self._stale.update(policy for policy in policies if policy is not None)
+
+    def _order(self) -> None:
+        """Put the batches into order, and tell attempts apart."""
+        began = self._attempts[-1].began
+        ordered = sorted(self._batches.values(), key=lambda batch: batch.arrival)
+        self._attempts = attempts(ordered, self._max_lag)
+        if began != self._attempts[-1].began:
+            self._touch(chain(self._points, self._counted))
+        self._batch_ids = {}
+        for batch in ordered:
+            if batch.policy_version is not None:
+                self._batch_ids.setdefault(batch.policy_version, []).append(batch.batch_id)
+
+    def _pool(self, policies: Sequence[int], scores: Sequence[ScoreRecord]) -> None:
+        """Make the points of these policy versions anew. `scores`: of their batches, in order of arrival."""
+        last = self._attempts[-1]
+        first = last.scores[0].arrival if len(self._attempts) > 1 and last.scores else None
+        found: defaultdict[int | None, list[ScoreRecord]] = defaultdict(list)
+        for score in scores:
+            found[score.policy_version].append(score)
+        for policy in policies:
+            self._points.pop(policy, None)
+            records = [r for name in self._counted.get(policy, ()) if (r := self._counts[name]) is not None]
+            counted = sound([record for record in records if last.has(record.reported)], self._sick)
+            chosen = [score for score in found[policy] if first is None or score.arrival >= first]
+            if not (chosen or counted or records):
+                continue
+            text = to_json(pool_point(policy, chosen, counted), inf_nan_mode="null") if chosen or counted else b""
+            sums = [s for score in found[policy] if (s := score.sums("served")) is not None] if records else []
+            self._points[policy] = text, sum(sums, DrafterSums(0.0, 0.0)) if sums else None
+
+
+def _count(name: str, value: bytes) -> AcceptanceRecord | None:
+    if name[0] == "l":
+        with contextlib.suppress(ValueError, TypeError):
+            rounds, tokens, created = value.split()
+            return live_record(name[1:], int(rounds), int(tokens), float(created))
+        return None
+    record = read(AcceptanceRecord, value)
+    if record is None:
+        return None
+    return replace(  # a few strings in many records; nobody reads the canary
+        record,
+        engine=sys.intern(record.engine),
+        method=sys.intern(record.method),
+        reporter=None if record.reporter is None else sys.intern(record.reporter),
+        drafter_version=None if record.drafter_version is None else sys.intern(record.drafter_version),
+        canary=None,
+    )

@@ -1,0 +1,282 @@
+"""What an event costs does not depend on how long the run is, counted in records that are read; and what is shared."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+import tracemalloc
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+from record_fixtures import score
+from redis import Redis
+from service_fixtures import RunningService, publish
+from storage_fixtures import Store
+
+from service.api.auth import _BEGIN_AT_ONCE, Turns
+from service.api.context import ServiceContext
+from service.reading.series import Series
+from service.reading.shared import Shared
+from service.storage.layout import Layout
+from service.storage.lines import Followed, LineFile
+from service.storage.registry import Manifest, Registry
+from service.storage.reports import AsyncStore
+
+
+def scored(number: int) -> dict[str, Any]:
+    sums = {"tokens": 200.0 + number, "rounds": 100.0}
+    fields = {"policy_version": number // 8, "served": sums, "frozen": sums, "created": float(number)}
+    return fields | {"entry_id": f"{number + 1}-0", "drafter_version": "v000001-aaaaaaaa", "rollouts": 8}
+
+
+def on_series(url: str, work: Callable[[Series, list[int]], Awaitable[None]]) -> None:
+    """Run on a series; the list gets how many score records each read asks for."""
+
+    async def main() -> None:
+        client = redis.asyncio.Redis.from_url(url)
+        store, asked = AsyncStore(client, "default"), list[int]()
+        plain = store.scores_of
+
+        async def scores_of(batch_ids: Any) -> Any:
+            asked.append(len(batch_ids))
+            return await plain(batch_ids)
+
+        store.scores_of = scores_of  # type: ignore[method-assign]
+        try:
+            await work(Series(store, None), asked)
+        finally:
+            await client.aclose()
+
+    asyncio.run(main())
+
+
+def test_one_more_score_pools_one_policy_version_however_many_there_are(redis_url: str, redis_client: Redis) -> None:
+    worker = Store(redis_client, "default")
+
+    async def work(series: Series, asked: list[int]) -> None:
+        number = 0
+        for size in (40, 640):
+            while number < size:
+                worker.put_score(f"{number:032x}", score(scored(number)))
+                number += 1
+            await series.refresh()
+            assert len(series.points) == size // 8
+            assert max(asked) <= 256, "never more at once"
+            asked.clear()
+            assert (await series.refresh(), asked) == (0, []), "nothing new"
+            worker.put_score(f"{number:032x}", score(scored(number)))
+            assert (await series.refresh(), asked) == (1, [1])
+            number += 1
+            asked.clear()
+
+    on_series(redis_url, work)
+
+
+def test_a_score_is_kept_in_less_than_a_kilobyte(redis_url: str, redis_client: Redis) -> None:
+    """Its sums are six; a point of the chart is among it, shared by the batches of a policy version."""
+    worker = Store(redis_client, "default")
+    for number in range(800):
+        worker.put_score(f"{number:032x}", score(scored(number)))
+
+    async def work(series: Series, asked: list[int]) -> None:
+        tracemalloc.start()
+        try:
+            await series.refresh()
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert kept / 800 < 1000
+
+    on_series(redis_url, work)
+
+
+def test_an_answer_is_304_until_something_changes(service: RunningService, redis_client: Redis) -> None:
+    service.publish()
+    for path in ("/alpha", "/drafters", "/metrics"):
+        first = service.client.get(path)
+        again = service.client.get(path, headers={"If-None-Match": first.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b""), path
+    before = {path: service.client.get(path).headers["etag"] for path in ("/alpha", "/drafters", "/metrics")}
+    Store(redis_client, "default").put_score("a" * 32, score(scored(1)))
+    service.registry.record("default", {"event": "refused", "reason": "no gain"})
+    for path, etag in before.items():
+        reply = service.client.get(path, headers={"If-None-Match": etag})
+        assert reply.status_code == 200, path
+    document = service.client.get("/alpha").json()
+    assert [point["policy_version"] for point in document["points"]] == [0]
+    assert [event["event"] for event in document["events"]] == ["published", "refused"]
+    assert service.client.get("/drafters").json()["history"][-1]["reason"] == "no gain"
+
+
+def test_those_who_ask_meanwhile_share_one_answer_that_was_begun_after_they_asked() -> None:
+    async def main() -> None:
+        shared, begun = Shared(), list[asyncio.Event]()
+
+        async def compute() -> int:
+            begun.append(asyncio.Event())
+            await begun[-1].wait()
+            return len(begun)
+
+        first = asyncio.create_task(shared.get("a", compute))
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(shared.get("a", compute)) for _ in range(5)]
+        await asyncio.sleep(0)
+        begun[0].set()
+        assert await first == 1
+        await asyncio.sleep(0)
+        begun[1].set()
+        assert await asyncio.gather(*others) == [2] * 5, "not what was begun before they asked"
+        assert not shared._asked, "nothing is kept"
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_fails_fails_for_nobody_else() -> None:
+    async def main() -> None:
+        shared, turn = Shared(), 0
+
+        async def compute() -> int:
+            nonlocal turn
+            turn += 1
+            await asyncio.sleep(0.01)
+            if turn == 1:
+                raise OSError("away")
+            return turn
+
+        found = await asyncio.gather(*(shared.get("a", compute) for _ in range(3)), return_exceptions=True)
+        assert isinstance(found[0], OSError)
+        assert found[1:] == [2, 2]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_followed_of_a_file_is_what_is_read_of_it(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    path = tmp_path / "history.jsonl"
+    file = LineFile(path, max_bytes=400, kept=1)
+    followed = Followed(file, dict)
+    for number in range(200):
+        what = rng.random()
+        if what < 0.8:
+            file.append({"n": number, "x": "y" * rng.randint(0, 60)})
+        elif what < 0.9:
+            with path.open("ab") as torn:
+                torn.write(rng.choice([b'{"n": ', b"{}", b"\n", b"[1]\n"]))
+        elif what < 0.93 and path.exists():
+            path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))  # a backup was put back
+            followed = Followed(file, dict) if rng.random() < 0.5 else followed
+        elif what < 0.95:
+            path.unlink(missing_ok=True)
+        if rng.random() < 0.5:
+            assert followed.read() == file.read()
+
+
+def test_each_line_of_the_history_is_read_once_and_a_publish_reads_none_again(tmp_path: Path) -> None:
+    registry = Registry(Layout(tmp_path))
+    publish(registry)
+    for _ in range(300):
+        registry.record("default", {"event": "refused"})
+    assert len(registry.events("default")) == 301
+    publish(registry, content=b"second")
+    read = registry.digest("default").bytes_read
+    size = Layout(tmp_path).history("default").stat().st_size
+    assert read == size
+
+    def never(run: str) -> list[dict[str, Any]]:
+        raise AssertionError(f"the whole history of {run} is read")
+
+    registry.history = never  # type: ignore[method-assign]
+    publish(registry, content=b"third")
+    assert sum(file.lines_read for file in registry._events["default"]) == 301
+    assert len(registry.events("default")) == 303
+    assert sum(file.lines_read for file in registry._events["default"]) == 303
+
+
+def test_many_who_wait_cost_one_look_and_all_learn_of_a_move(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = service.publish()
+    context: ServiceContext = service.server.config.app.state.context  # type: ignore[union-attr]
+    looks: list[float] = []
+    plain = context.pointer("default")._read
+
+    def read() -> Manifest | None:
+        looks.append(time.monotonic())
+        return plain()
+
+    monkeypatch.setattr(context.pointer("default"), "_read", read)
+
+    def poll(_: int) -> int:
+        reply = httpx.get(
+            f"{service.url}/drafter/latest", params={"wait": 30}, headers={"If-None-Match": manifest.etag}, timeout=40
+        )
+        sequence: int = reply.json()["sequence"]
+        return sequence
+
+    with ThreadPoolExecutor(20) as pool:
+        found = pool.map(poll, range(20))
+        service.wait_for_requests(20)
+        time.sleep(0.3)
+        assert len(looks) <= 1, "a manifest is read when `latest` moves"
+        assert len(context.pointer("default")._waiting) == 20
+        service.publish(content=b"new")
+        assert set(found) == {2}
+    assert len(looks) <= 2
+
+
+def test_a_client_that_is_gone_is_not_waited_for(service: RunningService) -> None:
+    etag = service.publish().etag
+    context: ServiceContext = service.server.config.app.state.context  # type: ignore[union-attr]
+
+    def becomes(count: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(context.pointer("default")._waiting) != count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    with socket.create_connection(("127.0.0.1", service.port)) as link:
+        link.sendall(
+            f"GET /drafter/latest?wait=50 HTTP/1.1\r\nHost: localhost\r\nIf-None-Match: {etag}\r\n\r\n".encode()
+        )
+        becomes(1)
+    becomes(0)
+
+
+def test_few_requests_begin_in_a_turn_so_that_a_probe_is_next() -> None:
+    async def main() -> list[str]:
+        turns, order = Turns(), list[str]()
+
+        async def request(number: int) -> None:
+            await turns.wait()
+            order.append(f"agent {number}")
+
+        async def probe() -> None:
+            order.append("probe")
+
+        tasks = [asyncio.create_task(request(n)) for n in range(500)]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(probe()))
+        await asyncio.gather(*tasks)
+        return order
+
+    order = asyncio.run(main())
+    assert order.index("probe") <= 3 * _BEGIN_AT_ONCE
+    assert [name for name in order if name != "probe"] == [f"agent {n}" for n in range(500)], "first come, first served"
+
+
+def test_a_point_is_json(redis_url: str, redis_client: Redis) -> None:
+    async def work(series: Series, asked: list[int]) -> None:
+        Store(redis_client, "default").put_score("a" * 32, score(scored(8)))
+        await series.refresh()
+        assert [json.loads(point)["alpha_served"] for point in series.points] == [2.08]
+
+    on_series(redis_url, work)

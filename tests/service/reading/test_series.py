@@ -1,0 +1,172 @@
+"""The kept series equals what is computed from all records, whatever was written, deleted or lost in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+from pydantic import SecretStr
+from record_fixtures import acceptance, score
+from redis import Redis
+from service_fixtures import publish
+from storage_fixtures import Store
+
+from service.api.context import ServiceContext
+from service.api.snapshot import read_followed, read_snapshot, run_document, run_text
+from service.monitor.metrics import render
+from service.settings import Settings
+from service.storage.registry import Registry
+from service.storage.reports import AsyncStore, StoreKeys
+
+KEYS = StoreKeys("default")
+START = 1_700_000_000.0
+VERSIONS = ("v000001-aaaaaaaa", "v000002-bbbbbbbb")
+
+
+class World:
+    """A run to which trainer, engines and people do things in a random order."""
+
+    def __init__(self, client: Redis, registry: Registry, store: AsyncStore, seed: int) -> None:
+        self.redis, self.registry, self.api = client, registry, store
+        self.worker = Store(client, "default")
+        self.rng = random.Random(seed)
+        self.now, self.policy, self.counts = START, 0, dict[tuple[str, str, int | None], list[int]]()
+        self.scored: dict[str, dict[str, Any]] = {}
+
+    def sums(self, alpha: float) -> dict[str, float]:
+        rounds = float(self.rng.randint(50, 200))
+        tokens = rounds * alpha * self.rng.uniform(0.9, 1.1)
+        moments = {
+            "tokens_squared": tokens**2 / 7,
+            "rounds_squared": rounds**2 / 7.5,
+            "tokens_rounds": tokens * rounds / 8,
+        }
+        return {"tokens": tokens, "rounds": rounds, "rollouts": 8.0, **(moments if self.rng.random() < 0.9 else {})}
+
+    def put(self, batch_id: str, fields: dict[str, Any]) -> None:
+        self.scored[batch_id] = fields
+        self.worker.put_score(batch_id, score(fields))
+
+    def batch(self) -> None:
+        rng = self.rng
+        self.policy = rng.choice([self.policy, self.policy, self.policy + 1])
+        fields: dict[str, Any] = {
+            "entry_id": f"{int(1000 * self.now)}-{rng.randint(0, 3)}",
+            "policy_version": rng.choice([self.policy, self.policy, max(0, self.policy - 2), None]),
+            "drafter_version": rng.choice(VERSIONS),
+            "served": self.sums(2.5),
+            "created": self.now,
+            "rollouts": 8,
+            "tokens": 900,
+            "logprob_sum": -rng.uniform(10, 900),
+            "logprob_tokens": 900,
+            "action": rng.choice(["train", "idle", None]),
+            "published_total": len(self.scored) // 5,
+        }
+        if rng.random() < 0.5:
+            fields |= {"frozen": self.sums(2.2), "best": self.sums(2.7), "best_version": rng.choice(VERSIONS)}
+        self.put(f"{len(self.scored):032x}", fields)
+
+    def again(self) -> None:
+        """A batch is delivered again, and scored by another drafter."""
+        if self.scored:
+            batch_id = self.rng.choice(list(self.scored))
+            self.put(batch_id, self.scored[batch_id] | {"served": self.sums(2.0), "created": self.now})
+
+    def back(self) -> None:
+        """The trainer goes on from an earlier checkpoint."""
+        self.policy = max(0, self.policy - 30)
+        for _ in range(9):
+            self.batch()
+            self.now += 1
+
+    def trim(self) -> None:
+        for batch_id in list(self.scored)[:3]:
+            self.redis.hdel(KEYS.scores, batch_id)  # as a worker of before the stream does
+            del self.scored[batch_id]
+
+    async def report(self) -> None:
+        reporter, drafter = f"agent {self.rng.randint(0, 3)}", self.rng.choice(VERSIONS)
+        policy = self.rng.choice([self.policy, max(0, self.policy - 1), None])
+        counts = self.counts.setdefault((reporter, drafter, policy), [0, 0])
+        more = self.rng.randint(1, 400)
+        counts[0] += more
+        counts[1] += self.rng.choice([0, int(1.5 * more)])
+        method = self.rng.choice(["drafter", "drafter", "ngram"])
+        fields = {"reporter": reporter, "drafter_version": drafter, "policy_version": policy, "created": self.now}
+        fields |= {"rounds": counts[0], "accepted_tokens": counts[1], "drafted_tokens": 4 * counts[0], "method": method}
+        await self.api.book(acceptance(fields | {"accepted_per_position": [counts[1]]}))
+
+    async def many_reports(self) -> None:
+        """So many that older ones are added up, and live sums with them."""
+        for policy in range(70):
+            fields = {"reporter": "many", "drafter_version": VERSIONS[0], "policy_version": policy, "rounds": 10}
+            await self.api.book(acceptance(fields | {"accepted_tokens": 15, "created": self.now}))
+
+    def event(self) -> None:
+        kind = self.rng.choice(["refused", "rolled_back", "pushed_again", "realised"])
+        self.registry.record("default", {"event": kind, "time": self.now, "gain": self.rng.choice([0.1, float("nan")])})
+
+    def gauges(self) -> None:
+        half = {"value": -0.2, "variance": 0.001}
+        change = {"rollouts": 64, "alarm": True, "held": half, "drafter": {"value": 0.0, "variance": 0.001}}
+        self.worker.set_worker({"heartbeat": self.now, "drift_change": change, "published_total": 3})
+
+    def lose(self) -> None:
+        """Redis was put back from a backup without the stream, or the stream was trimmed."""
+        self.redis.xtrim(KEYS.changes, maxlen=self.rng.choice([0, 1]))
+
+    async def step(self) -> None:
+        self.now += self.rng.choice([0.5, 3.0, 40.0])
+        happens = [self.batch] * 6 + [self.again, self.back, self.trim, self.event, self.event, self.gauges, self.lose]
+        later = [self.report] * 6 + [self.many_reports]
+        chosen: Callable[[], Awaitable[None] | None] = self.rng.choice([*happens, *later])
+        found = chosen()
+        if found is not None:
+            await found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_answers_equal_those_computed_from_all_records(
+    seed: int, tmp_path: Path, redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    async def main() -> int:
+        client = redis.asyncio.Redis.from_url(redis_url)
+        settings = Settings(state_dir=tmp_path, redis_url=SecretStr(redis_url), max_policy_lag=4)
+        one, other = ServiceContext(settings, client), ServiceContext(settings, client)  # two processes
+        world = World(redis_client, Registry(one.layout), one.store("default"), seed)
+        for context in (one, other):
+            monkeypatch.setattr(context, "run", lambda _: type("R", (), {"created": START})())
+        monkeypatch.setattr(time, "time", lambda: world.now)
+        publish(world.registry)
+        attempts = 0
+        try:
+            for _ in range(60):
+                await world.step()
+                context = world.rng.choice([one, one, other])
+                if world.rng.random() < 0.6:
+                    continue  # several things happen before anybody looks
+                context._engines.clear()  # told once, for both
+                whole = await read_snapshot(context, "default")
+                followed = await read_followed(context, "default")
+                found = json.loads(run_text("default", followed, settings))
+                wanted = json.loads(json.dumps(run_document("default", whole, settings)).replace("NaN", "null"))
+                attempts = max(attempts, found["attempt"])
+                assert found.keys() == wanted.keys()
+                for name in wanted:
+                    assert found[name] == wanted[name], name
+                text, old = (sorted(render({"r": s}).splitlines()) for s in (followed.snapshot, whole))
+                assert text == old
+        finally:
+            await client.aclose()
+        return attempts
+
+    assert asyncio.run(main()) >= 1
