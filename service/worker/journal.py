@@ -135,16 +135,16 @@ class Journal:
         `latest` is the version that engines were offered when the batches were scored.
         """
         for entry, scores in scored:
-            # What was put back says nothing about what is true now, nor about the engines.
-            left_out: dict[str, None] = {"favour": None, "replayed": None} if entry.belated else {}
+            record = scores.record
+            if entry.belated:  # it says nothing about what is true now, nor about the engines
+                record = replace(record, favour=None, replayed=None)
             self._unsent[entry.batch_id] = replace(
-                scores.record,
+                record,
                 action=decision.action.value,
                 train_seconds=train_seconds / len(scored),
                 published_total=self.totals.published,
                 refused_total=self.totals.refused,
                 trained_tokens_total=self.totals.trained_tokens,
-                **left_out,
             )
             self.totals.batches += 1
             if not entry.belated:
