@@ -114,9 +114,7 @@ def test_batches_that_are_put_back_are_of_their_own_time(bench: Bench, serve: Se
     bench.drain(worker)
     assert {bench.state(batch_id) for batch_id in first} == {"trained"}
     assert worker.inbox.versions.newest == 43
-    assert {bench.store.scores()[batch_id].action for batch_id in first} == {"deferred"}, (
-        "they join the mix, as late ones"
-    )
+    assert {bench.store.scores()[batch_id].action for batch_id in first} == {"defer"}, "they join the mix, as late ones"
     assert worker.learner.journal.state["drift"] == drift
     after = service.client.get("/alpha").json()
     assert after["current"] == before["current"]
@@ -146,7 +144,7 @@ def test_a_batch_of_the_newest_policy_that_is_put_back_is_worked_on_as_what_arri
     worker = bench.worker(**LENIENT)
     bench.drain(worker)
     record = bench.store.scores()[batch_id]
-    assert record.action != "deferred"
+    assert record.action != "defer"
     assert str(record.entry_id) > came[1][b"entry_id"].decode()
 
 
