@@ -183,7 +183,7 @@ class Series:
                 self._batch_ids.setdefault(batch.policy_version, []).append(batch.batch_id)
 
     def _pool(self, policies: Sequence[int], scores: Sequence[ScoreRecord]) -> None:
-        """Make the points of these policy versions anew. `scores`: of their batches, in order of arrival."""
+        """Pool these policy versions again. `scores`: of their batches, in order of arrival."""
         last = self._attempts[-1]
         first = last.scores[0].arrival if len(self._attempts) > 1 and last.scores else None
         found: defaultdict[int | None, list[ScoreRecord]] = defaultdict(list)
