@@ -577,6 +577,8 @@ def test_a_disk_that_fails_one_run_pauses_that_run_alone(
             while worker._runs[FIRST].failures == n:
                 worker._turn()
             waits.append(worker._runs[FIRST].retry_at - time.monotonic())
+            worker._turn()
+            assert worker._runs[FIRST].failures == n + 1, "it is not asked before then"
             worker._runs[FIRST].retry_at = 0.0
         assert waits == pytest.approx([5.0, 10.0, 20.0, 40.0], abs=3.0)
         assert (error_of(bench) or "").startswith("[Errno"), error_of(bench)
