@@ -11,18 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from service.monitor.cause import cause_of
 from service.monitor.controller import Decision
-from service.monitor.drift import (
-    DriftConfig,
-    DriftError,
-    DriftMonitor,
-    DriftReading,
-    DriftState,
-    Succession,
-)
+from service.monitor.drift.cause import cause_of
+from service.monitor.drift.limits import DriftConfig, DriftError
+from service.monitor.drift.monitor import DriftMonitor, DriftReading
+from service.monitor.drift.state import DriftState
+from service.monitor.drift.succession import Succession
 from service.monitor.headroom import LearningCurve
-from service.monitor.live_replay import EVIDENCE_SECONDS, LiveRule
+from service.monitor.live.engine import LiveRule
+from service.monitor.live.watch import EVIDENCE_SECONDS
 from service.monitor.records import Headroom, ScoreRecord
 from service.settings import Settings
 from service.storage.queue import Entry
