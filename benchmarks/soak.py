@@ -260,8 +260,8 @@ def soak(minutes: float, rate: float, tokens: int) -> Recording:
             deadline = time.monotonic() + 120  # what is still queued has its turn
             while client.xlen("da:{default}:queue") and time.monotonic() < deadline:
                 time.sleep(0.5)
-            counters = client.hgetall("da:{default}:counters")
-            recording.ends = {str(name): int(count) for name, count in counters.items()}
+            counters = client.hgetall("da:{default}:counters")  # and the id of the newest entry
+            recording.ends = {str(name): int(count) for name, count in counters.items() if str(count).isdigit()}
             for key in client.scan_iter("da:{default}:*"):
                 kind = key.removeprefix("da:{default}:").partition(":")[0]
                 recording.keys[kind] = recording.keys.get(kind, 0) + (client.memory_usage(key) or 0)

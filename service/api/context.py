@@ -121,6 +121,7 @@ class ServiceContext:
         for kept in (self._runs, self._recent, self._engines, self._queues, self._pointers, self._series):
             kept.pop(run, None)
         self.accepted_for.discard(run)
+        self.registry.drop(run)
 
     def queue(self, run: str) -> AsyncRolloutQueue:
         """The queue of a run."""
@@ -224,7 +225,10 @@ class ServiceContext:
         full = self.spool.free_bytes() < settings.spool_min_free_bytes
         gone = await asyncio.to_thread(self.spool.reap_uploads, age)
         await asyncio.to_thread(sweep_deleted, self.layout)
-        for run in self.layout.run_names():
+        registered = self.layout.run_names()
+        for run in {*self._runs, *self._series, *self._engines, *self._recent}.difference(registered):
+            self.drop(run)  # another process deleted it
+        for run in registered:
             most = 0 if full else settings.dead_letter_bytes
             given_up = await self.dead(run).sweep(older_than_seconds=settings.dead_letter_seconds, max_bytes=most)
             for blob in given_up:

@@ -116,7 +116,7 @@ async def _another(request: Request, context: ServiceContext, pointer: Pointer, 
         while ((served := pointer.served()) is None or matches(known, served.etag)) and not (
             gone.done() or context.stopping.is_set()
         ):
-            moves = asyncio.ensure_future(pointer.moves())
+            moves = asyncio.ensure_future(pointer.moves(served))
             try:
                 await asyncio.wait((gone, moves), return_when=asyncio.FIRST_COMPLETED)
             finally:

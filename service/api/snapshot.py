@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -90,11 +90,13 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     arrivals = await queue.arrivals()
     now = time.time()
     engines = await context.engines(run)
+    moves = await asyncio.to_thread(context.registry.digest, run)
     return RunSnapshot(
         scores=(await context.recent(run)).newest,
         watch=engines.watch,
         worth=engines.worth,
-        pushes=list((await asyncio.to_thread(context.registry.digest, run)).pushed),
+        pushes=list(moves.pushed),
+        published=moves.published,
         counters=await queue.counters(),
         worker=await context.store(run).worker(),
         latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
@@ -120,7 +122,6 @@ async def _read_recent(context: ServiceContext, run: str) -> RunSnapshot:
     return replace(
         bounded,
         acceptances=await store.newest_acceptances(bounded.now - ENGINE_SILENT_SECONDS),
-        published=await asyncio.to_thread(lambda: context.registry.digest(run).published),
         last_report=await store.last_report(),
     )
 
@@ -242,9 +243,6 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     ended = sorted(ended, key=lambda one: one[0])[-RECENT_BATCHES:]
     dead = [letter for _, letter in ended if letter is not None]
     reports = [record for found in _engines(snapshot).values() for record in found]
-    published = snapshot.published
-    if published is None:
-        published = Counter(event.event for event in snapshot.history)["published"]
     vocabulary = worker.vocabulary or Vocabulary()
     queued, size = int(counters.get("items") or 0), int(counters.get("bytes") or 0)
     return RunFacts(
@@ -267,7 +265,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         gathered=vocabulary.tokens,
         wanted=vocabulary.wanted,
         served_version=None if snapshot.latest is None else snapshot.latest.version,
-        published=published,
+        published=snapshot.published,
         current=current(snapshot.scores, sound(reports, snapshot.watch.sick), snapshot.now),
         drift_alarm=any(map(_above, worker.drift.values())),
         drift_alpha=worker.drift_alpha,

@@ -50,12 +50,12 @@ class RunSnapshot:
 
     `scores`: all, or the newest ones; then `replayed` has of all policy versions what a cause needs. `counters`:
     the hash `da:{run}:counters` (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total,
-    dropped_total`). `latest`: None before the first publish. `published`, `last_report` (Unix seconds): for a
-    headline, which is read without `history` and without the records of engines that fell silent; None where those
-    are here. `watch`: live beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest
-    first. `worth`: what acceptance is worth in time. `dead_letters`: the newest ones. `oldest_queued`,
-    `last_arrival`, `registered`: Unix seconds. `state`, `held`: what a person wants of the run, and of what it
-    serves.
+    dropped_total`). `latest`: None before the first publish. `published`: how many versions, whatever the history has
+    forgotten. `last_report` (Unix seconds): for a headline, which is read without the records of engines that fell
+    silent; None where those are here. `watch`: live beside replay α. `pushes`: when the drafter was pushed again, the
+    last times, oldest first. `worth`: what acceptance is worth in time. `dead_letters`: the newest ones.
+    `oldest_queued`, `last_arrival`, `registered`: Unix seconds. `state`, `held`: what a person wants of the run, and
+    of what it serves.
     """
 
     now: float
@@ -70,7 +70,7 @@ class RunSnapshot:
     oldest_queued: float | None = None
     last_arrival: float | None = None
     registered: float | None = None
-    published: int | None = None
+    published: int = 0
     last_report: float | None = None
     watch: Watch = field(default_factory=Watch)
     pushes: Sequence[float] = ()

@@ -51,19 +51,20 @@ class Pointer:
             self._file = file
         return self._served
 
-    async def moves(self) -> None:
-        """Wait until `latest` moves, or the server is asked to stop. Raises what reading it raised."""
+    async def moves(self, seen: Served | None) -> None:
+        """Wait until another than `seen` is served, or the server is asked to stop. Raises what reading it raised."""
+        if self._served is not seen:  # another request noticed it since
+            return
         waiting = asyncio.get_running_loop().create_future()
         self._waiting[waiting] = None
         if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.create_task(self._watch())
+            self._watcher = asyncio.create_task(self._watch(seen))
         try:
             await waiting
         finally:
             self._waiting.pop(waiting, None)
 
-    async def _watch(self) -> None:
-        before = self._served
+    async def _watch(self, before: Served | None) -> None:
         while self._waiting:
             await asyncio.sleep(_LOOK_SECONDS)
             trouble: Exception | None = None

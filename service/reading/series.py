@@ -5,8 +5,8 @@ which anything changed is pooled again, from records that are read back. So a re
 a point, where its sums took 1.8, and what a look computes is the same as from all records: `service.monitor.alpha`
 computes it.
 
-Other processes write too. What they changed is named in a stream, in the transaction that changes it (`follow.lua`); if
-names were forgotten, or a count does not agree (an older version writes), all is read again.
+Other processes write too. What they changed is named in a stream, in the transaction that changes it (`book.lua`,
+`Store.put_score`; `follow.lua` reads it); if names were forgotten, or a count does not agree, all is read again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from service.monitor.records import AcceptanceRecord, Arrival, DrafterSums, Scor
 from service.storage.engine_counts import live_record
 from service.storage.reports import AsyncStore, Change
 
-#: Score records that are in memory at once.
+#: Score records that are in memory at once, or those of one policy version where it has more.
 _AT_ONCE: Final = 256
 Sick = frozenset[tuple[str, str | None]]
 

@@ -17,13 +17,14 @@ class _Asked:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0
     begun: int = 0
-    found: tuple[int, Any] | None = None
+    found: tuple[int, Any, Exception | None] | None = None
 
 
 class Shared:
     """Computes one answer of a kind at a time. Whoever asks meanwhile gets the next one, which all of them share.
 
-    So nobody gets an answer that was begun before he asked, and what he wrote before is in it. Nothing is kept.
+    So nobody gets an answer that was begun before he asked, and what he wrote before is in it. A failure is shared like
+    an answer: beside a Redis that hangs, those who wait do not wait for one another. Nothing is kept.
     """
 
     def __init__(self) -> None:
@@ -39,9 +40,15 @@ class Shared:
                 if asked.found is None or asked.found[0] <= before:
                     asked.begun += 1
                     asked.found = None
-                    asked.found = asked.begun, await compute()
-                found: _Found = asked.found[1]
-                return found
+                    try:
+                        asked.found = asked.begun, await compute(), None
+                    except Exception as error:  # noqa: BLE001 - raised below, for all who share it
+                        asked.found = asked.begun, None, error
+                outcome: tuple[int, Any, Exception | None] = asked.found
+            found: _Found = outcome[1]
+            if outcome[2] is not None:
+                raise outcome[2]
+            return found
         finally:
             asked.waiting -= 1
             if not asked.waiting:

@@ -37,7 +37,8 @@ _SILENT_SECONDS: Final = 3600.0
 #: Pairs of drafter and policy version whose live sums over all reporters are kept.
 MAX_LIVE: Final = 4096
 #: Names of changes that readers can catch up with (`lua/follow.lua`); one that is further behind reads all.
-KEPT_CHANGES: Final = 4096
+#: A report leaves at most four, so these are the last four reports of each reporter.
+KEPT_CHANGES: Final = 16 * MAX_REPORTERS
 #: Most records that one report adds up. A report adds at most one; an unbounded, old table shrinks by this many.
 _FOLDED_AT_ONCE: Final = 64
 BOOK: Final = (Path(__file__).with_name("lua") / "book.lua").read_text(encoding="utf-8")

@@ -255,9 +255,13 @@ class RolloutQueue:
 
         `after`: of those that arrived after the entry with this id. Belated ones do not count.
         """
-        found = self._redis.xrevrange(self._keys.queue, min="-" if after is None else f"({after}", count=16)
-        waiting = [entry for message in found if not (entry := _entry(message, 0)).belated]
-        return max((entry.policy_version_max for entry in waiting), default=None)
+        found: list[int] = []
+        newest, least = "+", "-" if after is None else f"({after}"
+        while len(found) < 16 and (page := self._redis.xrevrange(self._keys.queue, newest, least, count=64)):
+            entries = [_entry(message, 0) for message in page]
+            found += [entry.policy_version_max for entry in entries if not entry.belated]
+            newest = f"({entries[-1].entry_id}"
+        return max(found[:16], default=None)
 
     def _end(self, entry: Entry, state: str, reason: str, *, keep_file: bool = False) -> bool:
         keys = self._keys
@@ -472,6 +476,8 @@ def why_unusable(error: Exception) -> str | None:
         case redis_errors.AuthenticationError() | redis_errors.AuthorizationError():  # redis-py: a ConnectionError
             what = "refuses the user or password", "correct them in DRAFTALIGN_REDIS_URL"
         case redis_errors.AskError() | redis_errors.ClusterCrossSlotError() | redis_errors.ClusterDownError():
+            what = _CLUSTER
+        case redis_errors.TryAgainError():  # while its slots move
             what = _CLUSTER
         case redis_errors.ReadOnlyError() | redis_errors.MasterDownError():
             what = "is a read-only replica", "give the address of its primary"

@@ -167,7 +167,8 @@ class HistoryDigest:
         """Go on from a piece's first event: whoever wrote it may know more than the lines that are still there."""
         if event["published"] >= self.published:
             self.published, self.pushed = event["published"], deque(event["pushed"], maxlen=_PUSHES_REMEMBERED)
-            self.sent = {version: Sent(*sent) for version, sent in event["sent"].items()}
+            # Beside what its writer knew: what another process wrote to the piece before while this one was begun.
+            self.sent = {version: Sent(*sent) for version, sent in event["sent"].items()} | self.sent
 
     def _read_sent(self, event: Mapping[str, Any]) -> None:
         kind, version = event.get("event"), str(event.get("version"))
@@ -267,10 +268,17 @@ class Registry:
     def offer(self, run: str) -> dict[str, Any] | None:
         """The event with which the served version began to be served. A crash may have kept it from the history."""
         pointer = self._pointer(run)
-        lost = None if pointer is None else self._unrecorded(run, pointer)
-        if lost is not None and lost.get("event") in OFFERS:
-            return lost
-        return next((event for event in reversed(self.history(run)) if event.get("event") in OFFERS), None)
+        if pointer is not None and pointer.get("event") in OFFERS:
+            return {name: value for name, value in pointer.items() if name != "held"}
+        moves = self._history(run).read()  # of before it was pushed again, or of an older service
+        return next((event for event in reversed(moves) if event.get("event") in OFFERS), None)
+
+    def drop(self, run: str) -> None:
+        """Keep nothing of a run that was deleted."""
+        self._events.pop(run, None)
+        with self._reading:
+            for file in (self._history(run), self._verdicts(run)):
+                self._digests.pop(file.path, None)
 
     def digest(self, run: str) -> HistoryDigest:
         """Moves and what waits for the gate, up to date."""

@@ -23,6 +23,7 @@ from storage_fixtures import Store
 
 from service.api.auth import _BEGIN_AT_ONCE, Turns
 from service.api.context import ServiceContext
+from service.reading.pointer import Pointer
 from service.reading.series import Series
 from service.reading.shared import Shared
 from service.storage.layout import Layout
@@ -135,6 +136,46 @@ def test_those_who_ask_meanwhile_share_one_answer_that_was_begun_after_they_aske
         begun[1].set()
         assert await asyncio.gather(*others) == [2] * 5, "not what was begun before they asked"
         assert not shared._asked, "nothing is kept"
+
+    asyncio.run(main())
+
+
+def test_those_who_share_a_failure_do_not_wait_for_one_another() -> None:
+    """Each of them would take as long as the first: beside a Redis that hangs, the eighth two minutes."""
+
+    async def main() -> None:
+        shared, begun = Shared(), 0
+
+        async def compute() -> int:
+            nonlocal begun
+            begun += 1
+            await asyncio.sleep(0.01)
+            raise OSError("away")
+
+        found = await asyncio.gather(*(shared.get("a", compute) for _ in range(9)), return_exceptions=True)
+        assert all(isinstance(error, OSError) for error in found)
+        assert begun == 2
+
+    asyncio.run(main())
+
+
+def test_a_move_that_another_request_noticed_first_is_not_waited_for(tmp_path: Path) -> None:
+    registry = Registry(Layout(tmp_path))
+    publish(registry, content=b"first")
+
+    async def main() -> None:
+        path = Layout(tmp_path).latest("default")
+        pointer = Pointer(path, lambda: registry.latest("default"), asyncio.Event())
+        seen = pointer.served()
+        publish(registry, content=b"second")
+        assert pointer.served() is not seen  # somebody else's look
+        await asyncio.wait_for(pointer.moves(seen), timeout=10)
+        second, waits = pointer.served(), []
+        waits.append(asyncio.create_task(pointer.moves(second)))
+        await asyncio.sleep(0)
+        publish(registry, content=b"third")
+        pointer.served()  # before the watcher looks
+        await asyncio.wait_for(waits[0], timeout=10)
 
     asyncio.run(main())
 

@@ -168,6 +168,10 @@ def test_the_newest_policy_is_of_the_last_entries_or_of_those_after_one(bench: B
     assert bench.worker.newest_policy() == 6, "what is ended does not wait"
     bench.put(make_batch(90), *(make_batch(number) for number in range(10, 26)))
     assert bench.worker.newest_policy() == 26, "the last sixteen"
+    newest = bench.client.xrevrange(Keys("default").queue, count=1)[0][1]
+    for _ in range(100):  # put back from dead letters
+        bench.client.xadd(Keys("default").queue, {**newest, "policy_version_max": "99", "arrived": "1-1"})
+    assert bench.worker.newest_policy() == 26, "those hide nothing that waits"
 
 
 def test_a_claim_stops_at_the_token_budget(bench: Bench) -> None:

@@ -189,6 +189,21 @@ def test_what_a_full_history_deletes_is_neither_forgotten_nor_made_up(
     assert not Registry(Layout(tmp_path)).sent("default"), "it does not wait again"
 
 
+def test_a_drafter_that_is_sent_while_the_history_is_full_is_not_lost(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API opened the old piece for it, and was stopped; the worker began the next piece meanwhile."""
+    monkeypatch.setattr("service.storage.registry._HISTORY_BYTES", 2000)
+    first = publish(registry)
+    for number in range(30):
+        registry.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
+    older = max(Layout(tmp_path).history("default").parent.glob("history-*.jsonl"))
+    late = {"event": "sent", "version": first.version, "reason": "better", "by": "ada", "time": 1.0}
+    with older.open("a") as file:
+        file.write(json.dumps(late) + "\n")
+    assert Registry(Layout(tmp_path)).sent("default") == {first.version: Sent("better", "ada", 1)}
+
+
 def test_a_history_that_an_earlier_service_cut_gets_no_false_publish(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
