@@ -137,7 +137,11 @@ class JoinedRanks(Ranks):
         """
         there = self.add([p.grad is not None for p in parameters])
         moved = [p for p, ranks in zip(parameters, there, strict=True) if ranks]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in moved])
+
+        def packed() -> Tensor:
+            return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in moved])
+
+        flat = self.together(packed)  # a second copy of all gradients: memory may run out
         with _unless_lost():
             dist.all_reduce(flat)
             dist.all_reduce(figures)
@@ -158,7 +162,7 @@ class JoinedRanks(Ranks):
     def give(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Put what that rank has into everybody's tensors, which are of one type."""
         if tensors:
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            flat = self.together(lambda: torch.cat([tensor.reshape(-1) for tensor in tensors]))
             with _unless_lost():
                 dist.broadcast(flat, rank)
             for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):

@@ -260,7 +260,8 @@ class DrafterTrainer(Generic[_D]):
         """
         parameters, steps = list(self._named.values()), self.config.steps_ahead
         figures = self.ranks.add_gradients(parameters, self._figures(results))
-        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        moved = [p.grad for p in parameters if p.grad is not None]
+        total = self.ranks.together(lambda: torch.nn.utils.get_total_norm(moved))
         loss, *sums, norm = torch.cat([figures, total.double()[None]]).tolist()
         kl_sums, acceptance_sums = sums[:steps], sums[steps:]
         skipped = None
@@ -269,11 +270,14 @@ class DrafterTrainer(Generic[_D]):
         elif not math.isfinite(norm):
             skipped = f"the gradient norm is {norm}"
         else:
-            if self.config.grad_clip:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, total)
-            self.ranks.together(lambda: self._optimizer.step(learning_rate))
+            self.ranks.together(lambda: self._step(parameters, total, learning_rate))
             self._optimizer.exchange()
         return _Outcome(skipped, loss, norm, kl_sums, acceptance_sums)
+
+    def _step(self, parameters: Sequence[torch.nn.Parameter], total: Tensor, learning_rate: float) -> None:
+        if self.config.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, total)
+        self._optimizer.step(learning_rate)
 
     def _figures(self, results: Sequence[DraftLoss]) -> Tensor:
         """The loss and the sums of each draft step, [1 + 2K] on the device; of no rows, zeros."""
@@ -351,7 +355,10 @@ class DrafterTrainer(Generic[_D]):
             self.warm_windows = 0
 
     def fingerprint(self) -> str:
-        """Equal where training goes on alike, to the last bit: the drafter, moments, counters and configuration."""
+        """Equal where training goes on alike: counters, configuration, the sum of each tensor of drafter and moments.
+
+        Training moves every number, so states that differ have other sums, but for a coincidence in the last bits.
+        """
         tensors = dict(self.drafter.named_parameters()) | self._optimizer.moments()
         sums = {name: float(tensor.detach().sum(dtype=torch.float64)) for name, tensor in sorted(tensors.items())}
         counters = {name: getattr(self, name) for name in _COUNTERS}

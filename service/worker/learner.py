@@ -208,7 +208,7 @@ class Learner:
             return waiting is not None and waiting > newest_version
 
         waits, idle = newer_waits(), self.controller.idle
-        behind = self.controller.defers(newer_waits=waits)
+        behind = bool(now) and self.controller.defers(newer_waits=waits)
         passed_over_enough = waits and not (behind or idle)
         scored, rest = ([], now) if behind or not now else self.scorer.score_newest(now, fates)
         rest = [*(loaded for loaded in fresh if loaded not in now), *rest]

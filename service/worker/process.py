@@ -220,6 +220,8 @@ class Worker:
 
     def _leave_alone(self, run: str, error: OSError) -> None:
         """Neither open nor close a run for a while: its part of the disk fails, and nothing of it was acknowledged."""
+        if self._runs[run].retry_at > time.monotonic():
+            return  # it was looked at meanwhile, and is left alone already
         seconds = self._runs[run].back_off(_DISK_SECONDS)
         log.error("run %s: %s; nothing was acknowledged, trying again in %.0f s", run, error, seconds)
         self._tell(run, seconds, str(error))
