@@ -1,9 +1,9 @@
 """The worker on several GPUs: `torchrun` starts a process for each, rank 0 is the worker, and the others follow it.
 
 Rank 0 alone claims, scores, judges, checkpoints, publishes and acknowledges. Of each training it tells the others which
-files to draw from, and how; each rank maps the same files, draws the same windows and trains on every W-th rollout.
-A follower keeps nothing that matters: it takes the trainer over from rank 0 wherever its own is not the same to the
-last bit. So one that failed, or was started again, goes on with the next training.
+files to draw from, and how; each rank loads the same files, draws the same windows and trains on every W-th rollout.
+A follower keeps nothing that matters: it takes the trainer over from rank 0 wherever its own has another fingerprint.
+So one that failed, or was started again, goes on with the next training.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def hand_over(trainer: DrafterTrainer, directory: Path) -> None:
 def taken_over(
     ranks: Ranks, mine: DrafterTrainer | None, directory: Path, make: Callable[[DraftModel], DrafterTrainer]
 ) -> DrafterTrainer:
-    """The trainer as rank 0 has it: `mine` where it is the same to the last bit, else made anew of a copy."""
+    """The trainer as rank 0 has it: `mine` where its fingerprint is the same, else made anew of a copy."""
     fingerprint = ranks.shared(str)
     same = mine if mine is not None and mine.fingerprint() == fingerprint else None
     if not any(ranks.add([same is None])) and same is not None:
