@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from service.storage.history.lines import LineFile
 from service.storage.layout import Layout
-from service.storage.lines import LineFile
 
 _PIECE_BYTES: Final = 8 << 20
 #: Full pieces of a token that are kept, by the kind of its calls.

@@ -34,7 +34,7 @@ from service.errors import (
     TooManyReporters,
     VersionNotFound,
 )
-from service.storage.queue import why_unusable
+from service.storage.ready import why_unusable
 
 log = logging.getLogger("draftalign.api")
 

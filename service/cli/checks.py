@@ -28,7 +28,7 @@ def check_redis(url: str, *, may_be_away: bool = False) -> None:
     """
     import redis
 
-    from service.storage.queue import why_unusable, write_test
+    from service.storage.ready import why_unusable, write_test
 
     place = checked_redis(url)
     try:

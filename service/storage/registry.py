@@ -32,10 +32,9 @@ import shutil
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
@@ -44,8 +43,9 @@ from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
 from rl_hooks.lock import LockHeld, exclusive
 from service.errors import LatestHeld, LatestMoved, RegistryBusy, RegistryError, RunConflict, VersionNotFound
 from service.monitor.records import HeldVersion, RunEvent
-from service.storage.layout import FILE_NAME, VERSION_NAME, Layout, file_id
-from service.storage.lines import Followed, LineFile, entries
+from service.storage.history.digest import CARRIED, HistoryDigest, Sent, canary_key
+from service.storage.history.lines import Followed, LineFile
+from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
 
 MANIFEST = "manifest.json"
 #: For `instead_of`: replace the served version, whichever it is.
@@ -55,15 +55,10 @@ _READ_BYTES = 1 << 20
 LOCK_SECONDS = 30.0
 #: Age at which a staging directory was left by a publisher that died.
 _LEFTOVER_SECONDS = 3600.0
-#: Canary verdicts remembered, to drop repeats. A repeat comes within minutes, if at all.
-_CANARIES_REMEMBERED = 4096
-_PUSHES_REMEMBERED = 16
 #: Size of a piece of the history; the newest full one is kept. Some 6,000 events, all read by each scrape.
 _HISTORY_BYTES = 2 << 20
 #: The same of the canaries' verdicts: some 3,000.
 _VERDICT_BYTES = 1 << 20
-#: First event of a piece of the history: what is known from the pieces before it.
-_CARRIED = "carried"
 #: Events with which a version begins to be served.
 OFFERS = ("published", "rolled_back")
 
@@ -102,99 +97,6 @@ class Manifest(BaseModel):
     def etag(self) -> str:
         """Strong entity tag: changes whenever `latest` moves."""
         return f'"{self.sequence}-{self.version}"'
-
-
-class HistoryDigest:
-    """What is known from a history, whatever of it was deleted since. Each line is read once."""
-
-    def __init__(self) -> None:
-        #: When the drafter was pushed again the last times, in Unix seconds.
-        self.pushed: deque[float] = deque(maxlen=_PUSHES_REMEMBERED)
-        #: `canary_key` of the newest verdicts, oldest first.
-        self.canaries: dict[tuple[str, ...], None] = {}
-        #: How many versions were published.
-        self.published = 0
-        #: The highest sequence number of a move. None: no move is known.
-        self.sequence: int | None = None
-        self._inode: int | None = None  # of the piece that was read last
-        #: Versions that a person sent and that are not judged yet, oldest first.
-        self.sent: dict[str, Sent] = {}
-        self.bytes_read = 0
-
-    def follow(self, pieces: Sequence[Path]) -> bool:
-        """Read what was appended since the last call. False: it does not go on from there (a backup was put back)."""
-        inodes = [None if (found := file_id(piece)) is None else found[0] for piece in pieces]
-        if self._inode is not None and self._inode not in inodes:
-            return False
-        begin = 0 if self._inode is None else inodes.index(self._inode)
-        for piece in pieces[begin:]:  # those before were read to their ends
-            with contextlib.suppress(FileNotFoundError), piece.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if inode != self._inode:
-                    self._inode, self.bytes_read = inode, 0
-                if file.seek(0, os.SEEK_END) < self.bytes_read:
-                    return False
-                self._read(file)
-        return True
-
-    def _read(self, file: BinaryIO) -> None:
-        file.seek(self.bytes_read)
-        text, begins = file.read(), self.bytes_read == 0
-        complete = text[: text.rfind(b"\n") + 1]
-        self.bytes_read += len(complete)
-        for number, event in enumerate(entries(complete.splitlines())):
-            self._read_sent(event)
-            if type(sequence := event.get("sequence")) is int:
-                self.sequence = max(sequence, self.sequence or 0)
-            if event.get("event") == _CARRIED:
-                if begins and number == 0:
-                    self._carry_on(event)
-            elif event.get("event") == "published":
-                self.published += 1
-            elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
-                self.pushed.append(when)
-            elif str(event.get("event")).startswith("canary_"):
-                self.canaries[canary_key(event)] = None
-                while len(self.canaries) > _CANARIES_REMEMBERED:
-                    del self.canaries[next(iter(self.canaries))]
-
-    def carried(self) -> dict[str, Any]:
-        """First event of a new piece."""
-        known = {"sequence": self.sequence, "published": self.published, "pushed": list(self.pushed)}
-        return {"time": time.time(), "event": _CARRIED, **known, "sent": dict(self.sent)}
-
-    def _carry_on(self, event: Mapping[str, Any]) -> None:
-        """Go on from a piece's first event: whoever wrote it may know more than the lines that are still there."""
-        if event["published"] >= self.published:
-            self.published, self.pushed = event["published"], deque(event["pushed"], maxlen=_PUSHES_REMEMBERED)
-            # Beside what its writer knew: what another process wrote to the piece before while this one was begun.
-            self.sent = {version: Sent(*sent) for version, sent in event["sent"].items()} | self.sent
-
-    def _read_sent(self, event: Mapping[str, Any]) -> None:
-        kind, version = event.get("event"), str(event.get("version"))
-        if kind == "sent":
-            reason, by = str(event.get("reason")), event.get("by")
-            self.sent[version] = Sent(reason, by if isinstance(by, str) else None, self.published)
-        elif kind in ("published", "rolled_back", "refused"):
-            self.sent.pop(version, None)
-
-
-class Sent(NamedTuple):
-    """A drafter that a person sent: why, who, and how many versions had been published before."""
-
-    reason: str
-    by: str | None
-    published: int
-
-    @property
-    def sender(self) -> str:
-        """For people: who sent it, and why."""
-        return f"sent{f' by {self.by}' if self.by else ''} ({self.reason})"
-
-
-def canary_key(event: Mapping[str, Any]) -> tuple[str, ...]:
-    """Two canary events with the same key are the same verdict."""
-    return tuple(str(event.get(name)) for name in ("event", "version", "reporter", "offer"))
 
 
 class Registry:
@@ -255,7 +157,7 @@ class Registry:
         """The newest recorded events, verdicts of canaries among them, oldest first. A torn line is skipped."""
         both = self._history(run).read(), self._verdicts(run).read()
         found = heapq.merge(*both, key=lambda event: RunEvent.of(event).time or 0.0)
-        return [event for event in found if event.get("event") != _CARRIED]
+        return [event for event in found if event.get("event") != CARRIED]
 
     def events(self, run: str) -> list[RunEvent]:
         """The history, for whoever looks into it often: each line is read once."""
@@ -263,7 +165,7 @@ class Registry:
             files = self._history(run), self._verdicts(run)
             self._events[run] = tuple(Followed(file, RunEvent.of) for file in files)
         found = heapq.merge(*(followed.read() for followed in self._events[run]), key=lambda event: event.time or 0.0)
-        return [event for event in found if event.event != _CARRIED]
+        return [event for event in found if event.event != CARRIED]
 
     def offer(self, run: str) -> dict[str, Any] | None:
         """The event with which the served version began to be served. A crash may have kept it from the history."""

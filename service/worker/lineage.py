@@ -26,8 +26,9 @@ from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import with_layers
 from service.errors import WorkerError
 from service.settings import Settings
+from service.storage.history.digest import Sent
 from service.storage.layout import Layout
-from service.storage.registry import OFFERS, Manifest, Registry, Sent
+from service.storage.registry import OFFERS, Manifest, Registry
 from service.worker.checkpoint import full_disk_as_os_error
 from service.worker.target import Target
 

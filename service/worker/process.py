@@ -37,7 +37,8 @@ from service.errors import ConfigurationError, ServiceError, WorkerError
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.lease import Leases
-from service.storage.queue import RolloutQueue, why_unusable
+from service.storage.queue import RolloutQueue
+from service.storage.ready import why_unusable
 from service.storage.reports import Store
 from service.storage.runs import read_state
 from service.worker.checkpoint import CheckpointSuperseded

@@ -26,8 +26,8 @@ from service.api.context import ServiceContext
 from service.reading.pointer import Pointer
 from service.reading.series import Series
 from service.reading.shared import Shared
+from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
-from service.storage.lines import Followed, LineFile
 from service.storage.registry import Manifest, Registry
 from service.storage.reports import AsyncStore
 

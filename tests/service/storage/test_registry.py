@@ -17,12 +17,11 @@ import pytest
 from service_fixtures import publish
 
 from service.errors import RegistryBusy, RegistryError, RunNotFound, VersionNotFound
+from service.storage.history.digest import Sent, canary_key
 from service.storage.layout import Layout
 from service.storage.registry import (
     MANIFEST,
     Registry,
-    Sent,
-    canary_key,
     locked,
 )
 
@@ -405,7 +404,7 @@ def test_a_digest_of_the_history_reads_each_line_once(registry: Registry, tmp_pa
 
 
 def test_a_digest_remembers_a_bounded_number_of_verdicts(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.storage.registry._CANARIES_REMEMBERED", 3)
+    monkeypatch.setattr("service.storage.history.digest._CANARIES_REMEMBERED", 3)
     for offer in range(5):
         registry.record("default", {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": offer})
     assert [key[-1] for key in registry.digest("default").canaries] == ["2", "3", "4"]

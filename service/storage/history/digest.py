@@ -1,0 +1,113 @@
+"""What is known from a run's history: moves of `latest`, pushes, what waits for the gate, verdicts of canaries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from service.storage.history.lines import entries
+from service.storage.layout import file_id
+
+#: Canary verdicts remembered, to drop repeats. A repeat comes within minutes, if at all.
+_CANARIES_REMEMBERED = 4096
+_PUSHES_REMEMBERED = 16
+#: First event of a piece of the history: what is known from the pieces before it.
+CARRIED = "carried"
+
+
+class HistoryDigest:
+    """What is known from a history, whatever of it was deleted since. Each line is read once."""
+
+    def __init__(self) -> None:
+        #: When the drafter was pushed again the last times, in Unix seconds.
+        self.pushed: deque[float] = deque(maxlen=_PUSHES_REMEMBERED)
+        #: `canary_key` of the newest verdicts, oldest first.
+        self.canaries: dict[tuple[str, ...], None] = {}
+        #: How many versions were published.
+        self.published = 0
+        #: The highest sequence number of a move. None: no move is known.
+        self.sequence: int | None = None
+        self._inode: int | None = None  # of the piece that was read last
+        #: Versions that a person sent and that are not judged yet, oldest first.
+        self.sent: dict[str, Sent] = {}
+        self.bytes_read = 0
+
+    def follow(self, pieces: Sequence[Path]) -> bool:
+        """Read what was appended since the last call. False: it does not go on from there (a backup was put back)."""
+        inodes = [None if (found := file_id(piece)) is None else found[0] for piece in pieces]
+        if self._inode is not None and self._inode not in inodes:
+            return False
+        begin = 0 if self._inode is None else inodes.index(self._inode)
+        for piece in pieces[begin:]:  # those before were read to their ends
+            with contextlib.suppress(FileNotFoundError), piece.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    self._inode, self.bytes_read = inode, 0
+                if file.seek(0, os.SEEK_END) < self.bytes_read:
+                    return False
+                self._read(file)
+        return True
+
+    def _read(self, file: BinaryIO) -> None:
+        file.seek(self.bytes_read)
+        text, begins = file.read(), self.bytes_read == 0
+        complete = text[: text.rfind(b"\n") + 1]
+        self.bytes_read += len(complete)
+        for number, event in enumerate(entries(complete.splitlines())):
+            self._read_sent(event)
+            if type(sequence := event.get("sequence")) is int:
+                self.sequence = max(sequence, self.sequence or 0)
+            if event.get("event") == CARRIED:
+                if begins and number == 0:
+                    self._carry_on(event)
+            elif event.get("event") == "published":
+                self.published += 1
+            elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
+                self.pushed.append(when)
+            elif str(event.get("event")).startswith("canary_"):
+                self.canaries[canary_key(event)] = None
+                while len(self.canaries) > _CANARIES_REMEMBERED:
+                    del self.canaries[next(iter(self.canaries))]
+
+    def carried(self) -> dict[str, Any]:
+        """First event of a new piece."""
+        known = {"sequence": self.sequence, "published": self.published, "pushed": list(self.pushed)}
+        return {"time": time.time(), "event": CARRIED, **known, "sent": dict(self.sent)}
+
+    def _carry_on(self, event: Mapping[str, Any]) -> None:
+        """Go on from a piece's first event: whoever wrote it may know more than the lines that are still there."""
+        if event["published"] >= self.published:
+            self.published, self.pushed = event["published"], deque(event["pushed"], maxlen=_PUSHES_REMEMBERED)
+            # Beside what its writer knew: what another process wrote to the piece before while this one was begun.
+            self.sent = {version: Sent(*sent) for version, sent in event["sent"].items()} | self.sent
+
+    def _read_sent(self, event: Mapping[str, Any]) -> None:
+        kind, version = event.get("event"), str(event.get("version"))
+        if kind == "sent":
+            reason, by = str(event.get("reason")), event.get("by")
+            self.sent[version] = Sent(reason, by if isinstance(by, str) else None, self.published)
+        elif kind in ("published", "rolled_back", "refused"):
+            self.sent.pop(version, None)
+
+
+class Sent(NamedTuple):
+    """A drafter that a person sent: why, who, and how many versions had been published before."""
+
+    reason: str
+    by: str | None
+    published: int
+
+    @property
+    def sender(self) -> str:
+        """For people: who sent it, and why."""
+        return f"sent{f' by {self.by}' if self.by else ''} ({self.reason})"
+
+
+def canary_key(event: Mapping[str, Any]) -> tuple[str, ...]:
+    """Two canary events with the same key are the same verdict."""
+    return tuple(str(event.get(name)) for name in ("event", "version", "reporter", "offer"))
