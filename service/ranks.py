@@ -1,9 +1,9 @@
 """The worker on several GPUs: `torchrun` starts a process for each, rank 0 is the worker, and the others follow it.
 
-Rank 0 alone claims, scores, judges, checkpoints, publishes and acknowledges. Of each training it tells the others which
-files to draw from, and how; each rank loads the same files, draws the same windows and trains on every W-th rollout.
-A follower keeps nothing that matters: it takes the trainer over from rank 0 wherever its own has another fingerprint.
-So one that failed, or was started again, goes on with the next training.
+Rank 0 alone claims, scores, judges, checkpoints, publishes and acknowledges. It tells the others which runs it serves,
+and of each training which files to draw from, and how; each rank loads the same files, draws the same windows and
+trains on every W-th rollout. A follower keeps nothing that matters: it takes the trainer over from rank 0 wherever its
+own has another fingerprint. So one that failed, or was started again, goes on with the next training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.errors import ConfigurationError
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
-from service.storage.runs import read_state
 from service.worker.checkpoint import taken_over
 from service.worker.process import run_worker, use_device
 from service.worker.recent import KeptBatch, Task, windows, without
@@ -94,7 +93,10 @@ class Follower:
         """Do what rank 0 orders, until it ends."""
         order: dict[str, Any]
         while order := self._ranks.shared(dict, idle=True):
-            run = order["run"]
+            run = order.get("run")
+            if run is None:
+                self._runs = {run: held for run, held in self._runs.items() if run in order["runs"]}
+                continue
             try:
                 with self._ranks.in_step():
                     task = self._ranks.together(partial(self._prepare, order))
@@ -106,11 +108,8 @@ class Follower:
                 self._runs.pop(run, None)
 
     def _prepare(self, order: Mapping[str, Any]) -> Task:
-        """Open the run and load what the order names; runs that are not worked on are let go."""
+        """Open the run and load what the order names."""
         run = order["run"]
-        served = self._layout.run_names()
-        for other in [r for r in self._runs if r not in served or not read_state(self._layout, r).worked_on]:
-            del self._runs[other]
         if run in self._runs and self._runs[run].target_file != file_id(self._layout.target(run)):
             del self._runs[run]  # it was registered anew
         if run not in self._runs:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, is_dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from agent_fixtures import eventually
 from rank_fixtures import run_two_ranks
 from safetensors.torch import load_file
 from worker_fixtures import Bench, World, final_state, states
@@ -23,10 +29,12 @@ from drafter.batch import RolloutBatch, load_batch
 from drafter.device import RanksLost
 from drafter.training.ranks import JoinedRanks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
-from service.ranks import Follower
+from service.ranks import FollowedRun, Follower
 from service.storage.queue import MAX_DELIVERIES
+from service.storage.runs import change_state
 from service.worker.checkpoint import hand_over, taken_over
 from service.worker.learner import TrainingStopped
+from service.worker.process import Worker
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
@@ -217,6 +225,84 @@ def test_a_rank_that_cannot_read_a_file_is_no_fault_of_the_batch(tmp_path: Path,
 
         assert run_ranks(bench, lead, arm) == 0
         assert states(bench) == ["trained"]
+
+
+def test_a_run_that_rank_0_lets_go_is_let_go_by_the_others_and_orders_come_while_nothing_happens(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """Followers wait for 3 s at the most here, and rank 0 has nothing to do for longer."""
+    held = tmp_path / "held"
+
+    def arm(rank: int) -> None:
+        vars(drafter.training.ranks)["_BEAT_SECONDS"] = 0.5
+        if rank == 1:
+            real = FollowedRun.train
+
+            def training(self: FollowedRun, *arguments: Any) -> Any:
+                held.touch()
+                weakref.finalize(self, held.unlink)
+                return real(self, *arguments)
+
+            FollowedRun.train = training  # type: ignore[assignment,method-assign]
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        bench.post("a", rollouts=6)
+
+        def lead() -> None:
+            worker = Worker(bench.settings, bench.redis)
+            person = threading.Thread(target=pause_and_stop, args=(worker,))
+            person.start()
+            worker.serve()
+            person.join()
+            assert asked == [True, False]
+
+        asked: list[bool] = []
+
+        def pause_and_stop(worker: Worker) -> None:
+            try:
+                eventually(lambda: states(bench) == ["trained"], seconds=60)
+                asked.append(held.exists())
+                change_state(bench.layout, "default", "paused", "the GPU is needed")
+                eventually(lambda: not held.exists(), seconds=60)
+                asked.append(held.exists())
+                time.sleep(5)
+            finally:
+                worker.stop()
+
+        with shorter_patience(3.0):
+            assert run_ranks(bench, lead, arm) == 0
+
+
+def test_a_rank_that_hears_nothing_more_from_rank_0_ends(tmp_path: Path, redis_url: str) -> None:
+    """As where its host has lost its power: no connection is closed. It is stopped here, and goes on afterwards."""
+    ended = tmp_path / "rank 1 ended"
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+
+        def work(rank: int) -> None:
+            ranks = JoinedRanks()
+            if rank == 0:
+                eventually(ended.exists, seconds=60)
+                os._exit(3)
+            with pytest.raises(RanksLost, match="does not answer"):
+                Follower(bench.settings, ranks, torch.device("cpu")).serve()
+            ended.touch()
+            os._exit(3)
+
+        with shorter_patience(3.0):
+            run_two_ranks(work)
+    assert ended.exists()
+
+
+@contextlib.contextmanager
+def shorter_patience(seconds: float) -> Iterator[None]:
+    """How long a rank waits for rank 0's next order."""
+    patience = vars(drafter.training.ranks)
+    before, patience["_IDLE"] = patience["_IDLE"], timedelta(seconds=seconds)
+    try:
+        yield
+    finally:
+        patience["_IDLE"] = before
 
 
 def test_a_trainer_that_differs_in_the_last_bit_is_taken_over_and_an_equal_one_is_not(tmp_path: Path) -> None:
