@@ -1,0 +1,485 @@
+"""The hook for Megatron-Core's `GPTModel`, tensor-parallel, with or without sequence parallelism.
+
+>>> from rl_hooks.trainer.megatron.hook import attach
+>>> hook = attach(model, "http://127.0.0.1:8400", config=AutoConfig.from_pretrained(checkpoint))  # on every rank
+>>> with hook.capture(input_ids=ids, attention_mask=mask, loss_mask=generated, policy_version=step):
+...     logits = model(ids, position_ids, None)                                                   # on every rank
+
+Rank 0 of each tensor-parallel group chooses the rollouts, tells the others which rows, and sends. What is read: the
+states entering the layers, the final norm's output, and the output layer's own logits, of which each rank has a part of
+the vocabulary. Under sequence parallelism each rank has a slice of the states. Each forward costs the group two small
+exchanges on the host, two small all-reduces, and with slices one reduction of the rows to rank 0. The head is gathered
+where it has moved. Pipeline and context parallelism and multi-token prediction are refused when attaching, packed
+sequences at the capture. Written against Megatron-Core 0.16.
+
+Legend: S tokens of a row, B rows, N rows (tokens) that are sent, H hidden size, v a rank's part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, Literal, TypeVar, cast
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from rl_hooks import wire
+from rl_hooks.errors import CaptureMissedError, RolloutError, UnsupportedModelError
+from rl_hooks.sending.features import Captured, FeatureDtype
+from rl_hooks.sending.jobs import Job
+from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_body, known_logit_map, target_config, unwrap
+from rl_hooks.sending.sender import RolloutSender
+from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.capture import FeatureCapture
+from rl_hooks.trainer.guard import TrainerGuard
+from rl_hooks.trainer.megatron.ranks import TensorRanks, part_scores
+from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
+from rl_hooks.trainer.staging import RolloutStaging
+
+_COUNTERS: Final = (
+    *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget"),
+    *("head_updates", "failures"),
+)
+Ints = npt.NDArray[np.int64]
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What rank 0 tells the others of a forward: where to read it."""
+
+    policy_version: int
+    temperature: float
+    shape: tuple[int, int]  # [B, S]
+    rows: Ints  # [N], of the flattened [B * S]; empty: no rollout of it is sent
+    scored: Ints  # [M], rows among these N whose next token the policy generated
+    next_ids: Ints  # [M], that token
+
+
+def attach(model: nn.Module, url: str, *, config: Any, **options: Any) -> MegatronHook:
+    """Hook this rank's `GPTModel` (in its wrappers or not). Call it on every rank, with the same arguments.
+
+    `config`: the transformers config of the checkpoint. `options`: those of `MegatronHook`. Raises
+    `UnsupportedModelError` on every rank of the group where any of them cannot be served.
+    """
+    from megatron.core import parallel_state
+
+    return MegatronHook(
+        model,
+        url,
+        config=config,
+        group=parallel_state.get_tensor_model_parallel_group(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        **options,
+    )
+
+
+class MegatronHook:
+    """Feature capture, registration and sending for one tensor-parallel group.
+
+    The options are those of `DrafterHook`. `group`: the tensor-parallel ranks. `data_rank`, `data_size`: which of the
+    groups that see other rollouts this is; group 0 registers the run. `wait_seconds`: how long a rank waits for the
+    others, once, before it captures nothing more.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        url: str,
+        *,
+        config: Any,
+        group: Any,
+        data_rank: int = 0,
+        data_size: int = 1,
+        run: str = "default",
+        token: str | None = None,
+        aux_layers: Sequence[int] | Literal["eagle3"] = "eagle3",
+        initial_drafter: Path | str | None = None,
+        draft_vocab_size: int | None = None,
+        policy_version: int = 0,
+        sample_fraction: float = 1.0,
+        max_tokens_per_step: int = 65_536,
+        dtype: FeatureDtype = "bfloat16",
+        head_tolerance: float = 0.005,
+        logit_map: wire.LogitMap | None = None,
+        wait_seconds: float = 60.0,
+        strict: bool = False,
+    ) -> None:
+        self.tally = Tally(logging.getLogger("rl_hooks"), *_COUNTERS)
+        self.guard = TrainerGuard(self.tally, strict=strict)
+        self.ranks = TensorRanks(group, wait_seconds)
+        leads = self.ranks.rank == 0 and data_rank == 0
+        retried = frozenset[int]() if data_rank == 0 else frozenset({404})
+        self.sender = RolloutSender(url, run=run, token=token, retry_statuses=retried, asks=leads)
+        self._plans = _Plans(RolloutIds(data_rank), RolloutChoice(sample_fraction, max_tokens_per_step, self.tally))
+        self._part: _ModelPart | None = None
+        self._watch: HeadWatch | None = None
+        registration: RunRegistration | None = None
+        try:
+            part = self._part = self._alone(
+                lambda: _ModelPart(model, target_config(_target(config)), aux_layers, logit_map, self.ranks)
+            )
+            # Whole on rank 0 only, on the host.
+            weights = [self.ranks.whole(weight) for weight in part.weights()] if data_rank == 0 else []
+            embedding, head = (
+                None if weight is None else weight[: part.vocab_size] for weight in weights or (None, None)
+            )
+            registration = self._alone(
+                lambda: (
+                    None
+                    if embedding is None or head is None
+                    else RunRegistration(
+                        _target(config, embedding, head, tied=part.tied),
+                        aux_layers=part.features.aux_layers,
+                        policy_version=policy_version,
+                        draft_vocab_size=draft_vocab_size,
+                        initial_drafter=initial_drafter,
+                        logit_map=part.logit_map,
+                    )
+                )
+            )
+        except BaseException:
+            self.close()
+            raise
+        self._staging = RolloutStaging(
+            run=run,
+            target_fingerprint=wire.target_fingerprint(part.config, part.features.aux_layers),
+            aux_layers=part.features.aux_layers,
+            logit_map=part.logit_map,
+            dtype=dtype,
+            rank=data_rank,
+            world_size=data_size,
+            drafter_version=None,
+        )
+        if data_rank == 0:
+            self._watch = HeadWatch(part.weights()[1], head_tolerance, policy_version)
+        if registration is not None:
+            size = sum(tensor.data.nbytes for tensor in registration.tensors.values())
+            self.sender.submit_job(Job("PUT", self._path(), registration.encode, size, keep=True))
+
+    def _alone(self, work: Callable[[], _Made]) -> _Made:
+        """What `work` returns. Raises `UnsupportedModelError` on every rank where it fails on any."""
+        made, error = None, ""
+        try:
+            made = work()
+        except Exception as wrong:  # noqa: BLE001 - the other ranks hear of it first
+            error = f"{type(wrong).__name__}: {wrong}"
+        try:
+            self.ranks.agree(error, due=False)
+        except RolloutError as wrong:
+            raise UnsupportedModelError(str(wrong)) from None
+        return cast("_Made", made)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The layers whose entering state is captured."""
+        return self._staging.aux_layers
+
+    @contextmanager
+    def capture(
+        self,
+        *,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        policy_version: int,
+        logprobs: Tensor | None = None,
+        rewards: Sequence[float] | Tensor | None = None,
+        temperature: float = 1.0,
+        top_p: float | None = 1.0,
+        top_k: int | None = 0,
+        rollout_ids: Sequence[str] | None = None,
+        strata: Sequence[str] | None = None,
+    ) -> Iterator[None]:
+        """Capture the one forward over `input_ids` [B, S] that happens inside; on every rank of the group.
+
+        The arguments are those of `DrafterHook.capture`; those of rank 0 are used. `attention_mask` is 1 at tokens and
+        0 at padding, whatever the forward itself is given.
+        """
+        part = self._part
+        if part is None or self.ranks.off:
+            yield
+            return
+        plan, reading = None, None
+        error = ""
+        if self.ranks.rank == 0 and not self.sender.refused:
+            try:
+                plan, reading = self._plans.read(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    loss_mask=loss_mask,
+                    logprobs=logprobs,
+                    rewards=rewards,
+                    strata=strata,
+                    rollout_ids=rollout_ids,
+                    policy_version=policy_version,
+                    temperature=temperature,
+                    top_p=top_p,
+                    top_k=top_k,
+                )
+            except Exception as wrong:  # noqa: BLE001 - told to the other ranks, then counted
+                error = f"{type(wrong).__name__}: {wrong}"
+        reading = self.guard(self.ranks.tell, reading)
+        if reading is None:
+            self.guard(_raise, error)
+            yield
+            return
+        try:
+            with part.armed(reading):
+                yield
+            self.guard(self._together, part, reading, plan)
+        finally:  # where the trainer's forward raises too: the device's memory is the trainer's
+            part.clear()
+
+    def _together(self, part: _ModelPart, reading: Reading, plan: BatchPlan | None) -> None:
+        """What this rank can do alone; then the exchanges, which no rank leaves out; then rank 0 sends."""
+        rows = scores = None
+        error, due = "", False
+        try:
+            rows, scores = part.pop(reading)
+            head = part.weights()[1]
+            due = self._watch is not None and self._watch.is_due(head, reading.policy_version)
+        except Exception as wrong:  # noqa: BLE001 - told to the other ranks; `agree` raises it on all
+            error = f"{type(wrong).__name__}: {wrong}"
+        due = self.ranks.agree(error, due)
+        whole_head = self.ranks.whole(head) if due else None
+        if part.sliced and rows is not None:
+            rows = self.ranks.join_rows(rows)
+        scored = None if scores is None else self.ranks.join_scores(scores)
+        if due and self._watch is not None:
+            self._watch.mark(head)
+        if whole_head is not None:
+            whole_head = whole_head[: part.vocab_size]
+            body = head_body(whole_head, reading.policy_version)
+            size = whole_head.numel() * whole_head.element_size()
+            if self.sender.submit_job(Job("PUT", f"{self._path()}/head", body, size, keep=True)):
+                self.tally.add("head_updates")
+        if plan is not None and rows is not None and scored is not None:
+            self._send(plan, reading, rows, scored)
+
+    def _send(self, plan: BatchPlan, reading: Reading, rows_NX: Tensor, scored: tuple[Tensor, Tensor]) -> None:
+        *aux, last = rows_NX.chunk(len(self.aux_layers) + 1, dim=1)
+        at = torch.from_numpy(reading.scored).to(rows_NX.device)
+        logsumexp_N = torch.zeros(len(plan.rows), dtype=torch.float32, device=rows_NX.device)
+        logp_N = torch.zeros_like(logsumexp_N).index_copy_(0, at + 1, scored[1])
+        logsumexp_N.index_copy_(0, at, scored[0])
+        staged = self._staging.stage(plan, Captured(tuple(aux), last), (logsumexp_N, logp_N))
+        metadata = self._staging.metadata(plan)
+        self.tally.add("captured_rollouts", len(plan.rollout_ids))
+        self.tally.add("captured_tokens", len(plan.rows))
+        self.sender.submit(
+            lambda: staged.encode(metadata),
+            size_bytes=staged.data_bytes,
+            batch_id=wire.batch_id(self._staging.run, plan.policy_version, plan.rollout_ids),
+            policy_version=plan.policy_version,
+        )
+
+    def _path(self) -> str:
+        return f"/runs/{quote(self.sender.run, safe='')}"
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the hook and of its sender (rank 0's sends)."""
+        own = {**self.tally.counts(), "last_failure": self.tally.last_error, "overhead_seconds": self.guard.seconds}
+        return own | self.sender.stats() | {"run_stands": self.sender.standing()}
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything captured was sent or dropped."""
+        return self.sender.flush(timeout_seconds)
+
+    def close(self, timeout_seconds: float = 5.0) -> bool:
+        """Remove the hooks, then flush and stop the sender. True if nothing was lost."""
+        if self._part is not None:
+            self._part.close()
+        return self.sender.close(timeout_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plans:
+    """Chooses the rollouts of a forward, on rank 0."""
+
+    ids: RolloutIds
+    choice: RolloutChoice
+
+    def read(self, *, input_ids: Tensor, policy_version: int, **told: Any) -> tuple[BatchPlan | None, Reading]:
+        """The plan of a batch, None where no rollout is chosen; and where the forward is to be read."""
+        plan = plan_batch(
+            self.ids,
+            self.choice,
+            input_ids=input_ids,
+            policy_version=policy_version,
+            cu_seqlens=None,
+            position_ids=None,
+            **told,
+        )
+        if plan is None:
+            none = np.empty(0, np.int64)
+            return None, Reading(policy_version, 1.0, (0, 0), none, none, none)
+        scored = np.flatnonzero(plan.index.loss_mask) - 1
+        next_ids = plan.index.input_ids[scored + 1].astype(np.int64)
+        return plan, Reading(policy_version, plan.temperature, plan.layout.shape, plan.rows, scored, next_ids)
+
+
+class _ModelPart:
+    """One rank's part of the model: what it is, and what an armed forward shows of it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: dict[str, Any],
+        aux_layers: Sequence[int] | Literal["eagle3"],
+        logit_map: wire.LogitMap | None,
+        ranks: TensorRanks,
+    ) -> None:
+        self._model: Any = unwrap(model)
+        _refuse(self._model, config, ranks.size)
+        self.config = config
+        self.vocab_size = int(config["vocab_size"])
+        self.tied = bool(self._model.share_embeddings_and_output_weights)
+        #: Each rank holds a slice of the sequence.
+        self.sliced = bool(self._model.config.sequence_parallel) and ranks.size > 1
+        self.logit_map = known_logit_map(model, config) if logit_map is None else logit_map
+        self._ranks = ranks
+        self._scores: Tensor | None = None
+        self._error: Exception | None = None
+        self._reading: Reading | None = None
+        self.features = FeatureCapture(
+            model, aux_layers, layers_path="decoder.layers", norm_path="decoder.final_layernorm"
+        )
+        self._handles = [
+            self._model.output_layer.register_forward_hook(self._at_logits),
+            self._model.decoder.layers[0].register_forward_pre_hook(self._entering, with_kwargs=True),
+        ]
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The rank's rows of embedding and head."""
+        embedding = self._model.embedding.word_embeddings.weight
+        head = embedding if self.tied else self._model.output_layer.weight
+        return embedding.detach(), head.detach()
+
+    @contextmanager
+    def armed(self, reading: Reading) -> Iterator[None]:
+        """Read the forward that happens inside."""
+        self.clear()
+        with ExitStack() as armed:
+            if len(reading.rows):
+                self._reading = reading
+                try:
+                    _, rows, shape = self._mine(reading)
+                    armed.enter_context(self.features.armed(rows=rows, shape=shape))
+                except Exception as error:  # noqa: BLE001 - never into the trainer's forward; `pop` raises it
+                    self._error = error.with_traceback(None)
+            try:
+                yield
+            finally:
+                self._reading = None
+
+    def pop(self, reading: Reading) -> tuple[Tensor | None, Tensor | None]:
+        """The rank's rows [N, (A + 1) * H], zeros where another has them, and its `part_scores`."""
+        if self._error is not None:
+            raise self._error
+        if not len(reading.rows):
+            return None, None
+        captured = self.features.pop()
+        if self._scores is None:
+            raise CaptureMissedError("the output layer gave no logits in the armed forward (a fused loss, or a graph)")
+        states = torch.cat((*captured.aux, captured.last), dim=1)
+        at, _, _ = self._mine(reading)
+        if not self.sliced:
+            return states, self._scores
+        rows_NX = states.new_zeros(len(reading.rows), states.shape[1])
+        return rows_NX.index_copy_(0, at.to(states.device), states), self._scores
+
+    def clear(self) -> None:
+        """Hold nothing of a forward any longer."""
+        self._scores = self._error = None
+        self.features.clear()
+
+    def close(self) -> None:
+        """Remove the hooks. Safe to call twice."""
+        self.features.close()
+        for handle in self._handles:
+            handle.remove()
+
+    def _mine(self, reading: Reading) -> tuple[Tensor, Tensor, tuple[int, int]]:
+        """Which of the N rows this rank holds, where in its states [S, B, H], and those states' [S, B]."""
+        B, S = reading.shape
+        b, s = np.divmod(reading.rows, S)
+        length, begin = S, 0
+        if self.sliced:
+            length = S // self._ranks.size
+            begin = length * self._ranks.rank
+        at = np.flatnonzero((s >= begin) & (s < begin + length))
+        return torch.from_numpy(at), torch.from_numpy(((s - begin) * B + b)[at]), (length, B)
+
+    def _entering(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        if self._reading is not None and kwargs.get("packed_seq_params") is not None:
+            self._error = RolloutError("packed sequences (packed_seq_params) are not supported: send padded rows")
+
+    def _at_logits(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        reading = self._reading
+        if reading is None or self._scores is not None or self._error is not None:
+            return
+        try:
+            logits = (output[0] if isinstance(output, tuple) else output).detach()  # [S, B, v]
+            B, S = reading.shape
+            if tuple(logits.shape[:2]) != (S, B):
+                _raise(f"logits are {list(logits.shape)}, but input_ids are {[B, S]}: not the whole rows")
+            part = len(self.weights()[1])
+            first = part * self._ranks.rank
+            if logits.shape[2] != part:  # gathered: each rank takes its part again
+                logits = logits[..., first : first + part]
+            b, s = np.divmod(reading.rows[reading.scored], S)
+            self._scores = part_scores(
+                logits.reshape(S * B, part),
+                torch.from_numpy(s * B + b).to(logits.device),
+                torch.from_numpy(reading.next_ids).to(logits.device),
+                first,
+                self.vocab_size,
+                reading.temperature,
+                self.logit_map,
+            )
+        except Exception as error:  # noqa: BLE001 - never into the trainer's forward; `pop` raises it
+            self._error = error.with_traceback(None)
+
+
+def _refuse(model: Any, config: dict[str, Any], size: int) -> None:
+    """Raise `UnsupportedModelError` for what is not covered, or is not the model of this config."""
+    lacks = [name for name in ("decoder", "embedding", "output_layer", "config") if not hasattr(model, name)]
+    if lacks:
+        raise UnsupportedModelError(f"{type(model).__name__} lacks {', '.join(lacks)}: it is no whole GPTModel")
+    own = model.config
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        if getattr(own, name, 1) > 1:
+            raise UnsupportedModelError(f"{name} = {getattr(own, name)}: let the engine's tap send the features")
+    if getattr(own, "mtp_num_layers", None):
+        raise UnsupportedModelError("mtp_num_layers: multi-token prediction in the trainer is not supported")
+    if getattr(model.output_layer, "bias", None) is not None:
+        raise UnsupportedModelError("the output layer has a bias, which the rollout file cannot describe")
+    rows = len(model.embedding.word_embeddings.weight) * size
+    found = {"hidden_size": own.hidden_size, "num_hidden_layers": own.num_layers, "vocab_size": rows}
+    for name, value in found.items():
+        if config[name] != value and not (name == "vocab_size" and config[name] < value):
+            raise UnsupportedModelError(f"the config's {name} is {config[name]}, and the model's is {value}")
+    if bool(config.get("tie_word_embeddings")) != bool(model.share_embeddings_and_output_weights):
+        raise UnsupportedModelError("the config's tie_word_embeddings is not the model's")
+
+
+def _target(config: Any, embedding: Tensor | None = None, head: Tensor | None = None, *, tied: bool = False) -> Any:
+    """What the registration asks of a model of transformers: its config, embedding and head."""
+    embedded = SimpleNamespace(weight=embedding)
+    heads = embedded if tied else SimpleNamespace(weight=head)
+    return SimpleNamespace(config=config, get_input_embeddings=lambda: embedded, get_output_embeddings=lambda: heads)
+
+
+def _raise(error: str) -> None:
+    if error:
+        raise RolloutError(error)
