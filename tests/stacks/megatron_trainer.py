@@ -24,6 +24,7 @@ from hooks_fixtures import as_float, mapped, receiver
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -35,12 +36,29 @@ from rl_hooks.trainer.megatron.hook import attach
 AUX = (0, 2, 3)
 #: The model pads its vocabulary; the config, and the tokenizer, know 61.
 VOCAB, PADDED, HIDDEN, LAYERS, HEADS, GROUPS, FFN = 61, 72, 32, 4, 4, 2, 48
-LENGTHS, S, PROMPT, STEPS, TEMPERATURE = (16, 13, 9, 16), 16, 5, 3, 0.7
+LENGTHS, T = (16, 13, 9, 15), 56  # T: of a packed row
+S, PROMPT, STEPS, TEMPERATURE = 16, 5, 3, 0.7
 
 
 class Norm(torch.nn.RMSNorm):
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:  # noqa: ARG002 - named so
         super().__init__(hidden_size, eps)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each sequence of a packed row: what Transformer Engine does, which has no CPU build."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, q: Any, k: Any, v: Any, *_: Any, packed_seq_params: Any = None, **__: Any) -> Any:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        parts = []
+        for a, b in pairwise(packed_seq_params.cu_seqlens_q.tolist()):
+            query, key, value = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+            seen = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            parts.append(seen[0].transpose(0, 1))
+        return torch.cat(parts).flatten(1)
 
 
 def llama(tied: bool, vocab: int = VOCAB) -> LlamaConfig:
@@ -87,6 +105,8 @@ def gpt(words: list[str]) -> Any:
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    if "packed" in words:
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
     torch.manual_seed(0)
     return GPTModel(
         config,
@@ -119,7 +139,7 @@ def unsharded(model: Any, tied: bool) -> LlamaForCausalLM:
             ours.input_layernorm.weight.copy_(theirs.input_layernorm.weight)
             ours.post_attention_layernorm.weight.copy_(theirs.pre_mlp_layernorm.weight)
             qkv = torch.cat(gathered(theirs.self_attention.linear_qkv.weight)).view(GROUPS, -1, HIDDEN)
-            q, k, v = qkv.split([HEADS // GROUPS * wide, wide, wide], dim=1)
+            q, k, v = torch.split(qkv, [HEADS // GROUPS * wide, wide, wide], dim=1)
             ours.self_attn.q_proj.weight.copy_(q.reshape(-1, HIDDEN))
             ours.self_attn.k_proj.weight.copy_(k.reshape(-1, HIDDEN))
             ours.self_attn.v_proj.weight.copy_(v.reshape(-1, HIDDEN))
@@ -136,6 +156,31 @@ def rollouts(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     mask = (torch.arange(S) < torch.tensor(LENGTHS)[:, None]).long()
     generated = mask * (torch.arange(S) >= PROMPT)
     return ids * mask, mask, generated
+
+
+def told_and_given(
+    ids: Any, mask: Any, generated: Any, words: list[str]
+) -> tuple[dict[str, Any], tuple[Any, ...], Any]:
+    """What `capture` is told, what the forward is given, and where in [B, S] each rollout lies.
+
+    A packed row is padded at its end to an even length, with a sequence of its own.
+    """
+    places = [(b, torch.arange(n)) for b, n in enumerate(LENGTHS)]
+    if "packed" not in words:
+        positions = torch.arange(S)[None].expand(len(LENGTHS), -1)
+        told = {"input_ids": ids, "attention_mask": mask, "loss_mask": generated}
+        return told, (ids, positions, torch.ones(1, 1, S, S).tril() < 0.5), places
+    ends = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    row, flags = (torch.cat([x[p] for p in places] + [x.new_zeros(T - ends[-1])])[None] for x in (ids, generated))
+    bounds = torch.tensor([*ends, T], dtype=torch.int32)
+    packing = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=S, max_seqlen_kv=S
+    )
+    told = {"input_ids": row, "loss_mask": flags, "cu_seqlens": torch.tensor(ends)}
+    if "seam" in words:
+        told["cu_seqlens"] = torch.tensor([ends[0], *ends[2:]])  # two rollouts are called one
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(bounds.tolist())])[None]
+    return told, (row, positions, None, packing), [(0, torch.arange(a, b)) for a, b in pairwise(ends)]
 
 
 class Watch:
@@ -165,8 +210,6 @@ class Watch:
 
 def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> list[torch.Tensor]:
     model = gpt(words)
-    positions = torch.arange(S)[None].expand(len(LENGTHS), -1)
-    hidden = torch.ones(1, 1, S, S).tril() < 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     hook = None
     if service is not None:
@@ -174,6 +217,8 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
         hook = attach(model, service.url, config=llama("tied" in words), **options)
     for step in range(STEPS):
         ids, mask, generated = rollouts(step)
+        told, given, places = told_and_given(ids, mask, generated, words)
+        inputs, packing = given[:3], given[3] if len(given) > 3 else None
         whole = unsharded(model, "tied" in words)
         watch = Watch(model)
         with contextlib.ExitStack() as captured:
@@ -181,25 +226,16 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
                 failing = ("fails" in words and rank == 1) or ("plan" in words and rank == 0)
                 if failing and step == 1:
                     break_it(hook, "plan" in words)
-                captured.enter_context(
-                    hook.capture(
-                        input_ids=ids,
-                        attention_mask=mask,
-                        loss_mask=generated,
-                        policy_version=step,
-                        temperature=TEMPERATURE,
-                    )
-                )
+                captured.enter_context(hook.capture(**told, policy_version=step, temperature=TEMPERATURE))
             with torch.no_grad():
-                model(ids, positions, hidden)
+                model(*inputs, packed_seq_params=packing)
         states = watch.rows()
         if hook is not None and rank == 0:
             assert hook.flush(20), hook.stats()
-            if "broken" not in words:
-                found.setdefault("steps", []).append(compare(service, whole, ids, states, step))
-        labels = torch.roll(ids, -1, 1)
-        out = model(ids, positions, hidden, labels=None if "gathered" in words else labels)
-        loss = out.float().pow(2).mean() if "gathered" in words else (out * generated).mean()
+            found.setdefault("steps", []).append(compare(service, whole, ids, [states[p] for p in places], step))
+        labels = None if "gathered" in words else torch.roll(inputs[0], -1, 1)
+        out = model(*inputs, packed_seq_params=packing, labels=labels)
+        loss = out.float().pow(2).mean() if "gathered" in words else (out * told["loss_mask"]).mean()
         optimizer.zero_grad()
         loss.backward()
         if model.config.sequence_parallel:  # as Megatron's finalize_model_grads does
@@ -243,7 +279,7 @@ def compare(service: Any, whole: Any, ids: Any, states: Any, step: int) -> dict[
             one = ids[b, : LENGTHS[b]]
             assert file.array("input_ids")[begin:end].tolist() == one.tolist()
             rows = torch.cat([as_float(file, n)[begin:end] for n in ("aux_hidden", "last_hidden")], 1)
-            result["own"] &= torch.equal(rows, states[b, : LENGTHS[b]].bfloat16().float())
+            result["own"] &= torch.equal(rows, states[b].bfloat16().float())
             out = whole(one[None], output_hidden_states=True)
             alone = torch.cat([out.hidden_states[i][0] for i in (*AUX, -1)], 1)
             # The embedding is looked up and not summed: bit for bit. Later layers sum two ranks' halves.

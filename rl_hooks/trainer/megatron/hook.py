@@ -9,8 +9,8 @@ Rank 0 of each tensor-parallel group chooses the rollouts, tells the others whic
 states entering the layers, the final norm's output, and the output layer's own logits, of which each rank has a part of
 the vocabulary. Under sequence parallelism each rank has a slice of the states. Each forward costs the group two small
 exchanges on the host, two small all-reduces, and with slices one reduction of the rows to rank 0. The head is gathered
-where it has moved. Pipeline and context parallelism and multi-token prediction are refused when attaching, packed
-sequences at the capture. Written against Megatron-Core 0.16.
+where it has moved. Pipeline and context parallelism and multi-token prediction are refused when attaching. Written
+against Megatron-Core 0.16.1.
 
 Legend: S tokens of a row, B rows, N rows (tokens) that are sent, H hidden size, v a rank's part of the vocabulary.
 """
@@ -41,6 +41,7 @@ from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.capture import FeatureCapture
 from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.megatron.ranks import TensorRanks, part_scores
+from rl_hooks.trainer.packing import Layout
 from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
 from rl_hooks.trainer.staging import RolloutStaging
 
@@ -189,9 +190,10 @@ class MegatronHook:
         self,
         *,
         input_ids: Tensor,
-        attention_mask: Tensor,
+        attention_mask: Tensor | None = None,
         loss_mask: Tensor,
         policy_version: int,
+        cu_seqlens: Tensor | None = None,
         logprobs: Tensor | None = None,
         rewards: Sequence[float] | Tensor | None = None,
         temperature: float = 1.0,
@@ -204,6 +206,9 @@ class MegatronHook:
 
         The arguments are those of `DrafterHook.capture`; those of rank 0 are used. `attention_mask` is 1 at tokens and
         0 at padding, whatever the forward itself is given.
+
+        A packed row [1, T] is said by `cu_seqlens` [R + 1], and the forward must be given `packed_seq_params` of the
+        same rollouts. `input_ids` are then as long as in the forward, padding at the end included.
         """
         part = self._part
         if part is None or self.ranks.off:
@@ -217,6 +222,7 @@ class MegatronHook:
                     input_ids=input_ids,
                     attention_mask=attention_mask,
                     loss_mask=loss_mask,
+                    cu_seqlens=cu_seqlens,
                     logprobs=logprobs,
                     rewards=rewards,
                     strata=strata,
@@ -246,6 +252,8 @@ class MegatronHook:
         error, due = "", False
         try:
             rows, scores = part.pop(reading)
+            if plan is not None:
+                check_packing(part.packing, plan.layout)
             head = part.weights()[1]
             due = self._watch is not None and self._watch.is_due(head, reading.policy_version)
         except Exception as wrong:  # noqa: BLE001 - told to the other ranks; `agree` raises it on all
@@ -288,7 +296,7 @@ class MegatronHook:
 
     def stats(self) -> dict[str, Any]:
         """Counters of the hook and of its sender (rank 0's sends)."""
-        own = {**self.tally.counts(), "last_failure": self.tally.last_error, "overhead_seconds": self.guard.seconds}
+        own = {**self.tally.counts(), "last_failure": self.tally.last_error}
         return own | self.sender.stats() | {"run_stands": self.sender.standing()}
 
     def flush(self, timeout_seconds: float) -> bool:
@@ -316,7 +324,6 @@ class _Plans:
             self.choice,
             input_ids=input_ids,
             policy_version=policy_version,
-            cu_seqlens=None,
             position_ids=None,
             **told,
         )
@@ -339,24 +346,27 @@ class _ModelPart:
         logit_map: wire.LogitMap | None,
         ranks: TensorRanks,
     ) -> None:
-        self._model: Any = unwrap(model)
-        _refuse(self._model, config, ranks.size)
+        inner: Any = unwrap(model)
+        _refuse(inner, config, ranks.size)
+        self._model = inner
         self.config = config
         self.vocab_size = int(config["vocab_size"])
-        self.tied = bool(self._model.share_embeddings_and_output_weights)
+        self.tied = bool(inner.share_embeddings_and_output_weights)
         #: Each rank holds a slice of the sequence.
-        self.sliced = bool(self._model.config.sequence_parallel) and ranks.size > 1
+        self.sliced = bool(inner.config.sequence_parallel) and ranks.size > 1
         self.logit_map = known_logit_map(model, config) if logit_map is None else logit_map
         self._ranks = ranks
         self._scores: Tensor | None = None
         self._error: Exception | None = None
         self._reading: Reading | None = None
+        #: Where the forward's packed sequences begin, and the end of the last; None: it was not packed.
+        self.packing: Tensor | None = None
         self.features = FeatureCapture(
             model, aux_layers, layers_path="decoder.layers", norm_path="decoder.final_layernorm"
         )
         self._handles = [
-            self._model.output_layer.register_forward_hook(self._at_logits),
-            self._model.decoder.layers[0].register_forward_pre_hook(self._entering, with_kwargs=True),
+            inner.output_layer.register_forward_hook(self._at_logits),
+            inner.decoder.layers[0].register_forward_pre_hook(self._entering, with_kwargs=True),
         ]
 
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -400,7 +410,7 @@ class _ModelPart:
 
     def clear(self) -> None:
         """Hold nothing of a forward any longer."""
-        self._scores = self._error = None
+        self._scores = self._error = self.packing = None
         self.features.clear()
 
     def close(self) -> None:
@@ -421,8 +431,10 @@ class _ModelPart:
         return torch.from_numpy(at), torch.from_numpy(((s - begin) * B + b)[at]), (length, B)
 
     def _entering(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        if self._reading is not None and kwargs.get("packed_seq_params") is not None:
-            self._error = RolloutError("packed sequences (packed_seq_params) are not supported: send padded rows")
+        told = kwargs.get("packed_seq_params")
+        if self._reading is not None and told is not None:
+            padded = getattr(told, "cu_seqlens_q_padded", None)
+            self.packing = told.cu_seqlens_q if padded is None else padded
 
     def _at_logits(self, _module: nn.Module, _args: Any, output: Any) -> None:
         reading = self._reading
@@ -449,6 +461,28 @@ class _ModelPart:
             )
         except Exception as error:  # noqa: BLE001 - never into the trainer's forward; `pop` raises it
             self._error = error.with_traceback(None)
+
+
+def check_packing(told: Tensor | None, layout: Layout) -> None:
+    """Raise RolloutError where the forward was packed in another way than `capture` was told."""
+    if told is None and not layout.packed:
+        return
+    if told is None or not layout.packed:
+        raise RolloutError(
+            "give the packed forward packed_seq_params and `capture` its cu_seqlens, or neither: "
+            f"the forward had {'none' if told is None else 'some'}, and `capture` {'some' if layout.packed else 'none'}"
+        )
+    bounds = told.flatten().tolist()
+    for places in layout.rollouts:
+        if not len(places):
+            continue
+        first, last = int(places[0]), int(places[-1])
+        seams = [bound for bound in bounds if first < bound <= last]
+        if first not in bounds or last + 1 not in bounds or seams:
+            raise RolloutError(
+                f"packed_seq_params say that sequences begin at {bounds[:8]}, and `capture` was told of a rollout at "
+                f"tokens {first} to {last}: it saw another, or is not whole"
+            )
 
 
 def _refuse(model: Any, config: dict[str, Any], size: int) -> None:
