@@ -41,8 +41,8 @@ S, PROMPT, STEPS, TEMPERATURE = 16, 5, 3, 0.7
 
 
 class Norm(torch.nn.RMSNorm):
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:  # noqa: ARG002 - named so
-        super().__init__(hidden_size, eps)
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
 
 
 class PackedAttention(torch.nn.Module):
@@ -99,7 +99,7 @@ def gpt(words: list[str]) -> Any:
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        params_dtype=torch.float32,
+        params_dtype=torch.bfloat16 if "bfloat16" in words else torch.float32,
         pipeline_dtype=torch.float32,
         init_method_std=0.2,
     )
@@ -205,7 +205,7 @@ class Watch:
         for handle in self.handles:
             handle.remove()
         whole = [torch.cat(gathered(self.states[n])) if self.sliced else self.states[n] for n in (*AUX, "norm")]
-        return torch.cat(whole, -1).transpose(0, 1)
+        return torch.cat(whole, -1).transpose(0, 1).float()
 
 
 def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> list[torch.Tensor]:
@@ -232,7 +232,9 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
         states = watch.rows()
         if hook is not None and rank == 0:
             assert hook.flush(20), hook.stats()
-            found.setdefault("steps", []).append(compare(service, whole, ids, [states[p] for p in places], step))
+            found.setdefault("steps", []).append(
+                compare(service, whole, ids, [states[p] for p in places], step, "bfloat16" in words)
+            )
         labels = None if "gathered" in words else torch.roll(inputs[0], -1, 1)
         out = model(*inputs, packed_seq_params=packing, labels=labels)
         loss = out.float().pow(2).mean() if "gathered" in words else (out * told["loss_mask"]).mean()
@@ -265,7 +267,7 @@ def break_it(hook: Any, plan: bool) -> None:
 
 
 @torch.no_grad()
-def compare(service: Any, whole: Any, ids: Any, states: Any, step: int) -> dict[str, Any]:
+def compare(service: Any, whole: Any, ids: Any, states: Any, step: int, exact: bool) -> dict[str, Any]:
     """The newest file against Megatron's own states, and against each rollout alone in one process."""
     result: dict[str, Any] = {"own": True, "first": True, "features": 0.0, "lse": 0.0, "logp": 0.0}
     sent = service.rollouts()
@@ -287,7 +289,10 @@ def compare(service: Any, whole: Any, ids: Any, states: Any, step: int) -> dict[
             result["features"] = max(result["features"], float((rows - alone).abs().max() / alone.abs().max()))
             at = torch.from_numpy(file.array("loss_mask")[begin:end].copy()).long().nonzero()[:, 0]
             assert at.tolist() == list(range(PROMPT, LENGTHS[b]))
-            logits = out.logits[0] / TEMPERATURE
+            logits = out.logits[0]
+            if exact:  # one process sums bfloat16 in another order: from what was sent, then
+                logits = (rows[:, -HIDDEN:].bfloat16() @ whole.lm_head.weight.bfloat16().T).float()
+            logits = logits / TEMPERATURE
             lse = torch.from_numpy(file.array("logsumexp")[begin:end].copy())[at - 1]
             result["lse"] = max(result["lse"], float((lse - logits.logsumexp(-1)[at - 1]).abs().max()))
             logp = torch.from_numpy(file.array("logprobs")[begin:end].copy())[at]

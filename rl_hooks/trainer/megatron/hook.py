@@ -19,29 +19,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, Literal, TypeVar, cast
 from urllib.parse import quote
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from rl_hooks import wire
-from rl_hooks.errors import CaptureMissedError, RolloutError, UnsupportedModelError
+from rl_hooks.errors import RolloutError, UnsupportedModelError
 from rl_hooks.sending.features import Captured, FeatureDtype
 from rl_hooks.sending.jobs import Job
-from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_body, known_logit_map, target_config, unwrap
+from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_body, target_config
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
-from rl_hooks.trainer.capture import FeatureCapture
 from rl_hooks.trainer.guard import TrainerGuard
-from rl_hooks.trainer.megatron.ranks import TensorRanks, part_scores
-from rl_hooks.trainer.packing import Layout
+from rl_hooks.trainer.megatron.part import ModelPart, Reading, as_target, check_packing
+from rl_hooks.trainer.megatron.ranks import TensorRanks
 from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
 from rl_hooks.trainer.staging import RolloutStaging
 
@@ -49,20 +46,7 @@ _COUNTERS: Final = (
     *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget"),
     *("head_updates", "failures"),
 )
-Ints = npt.NDArray[np.int64]
 _Made = TypeVar("_Made")
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What rank 0 tells the others of a forward: where to read it."""
-
-    policy_version: int
-    temperature: float
-    shape: tuple[int, int]  # [B, S]
-    rows: Ints  # [N], of the flattened [B * S]; empty: no rollout of it is sent
-    scored: Ints  # [M], rows among these N whose next token the policy generated
-    next_ids: Ints  # [M], that token
 
 
 def attach(model: nn.Module, url: str, *, config: Any, **options: Any) -> MegatronHook:
@@ -122,12 +106,12 @@ class MegatronHook:
         retried = frozenset[int]() if data_rank == 0 else frozenset({404})
         self.sender = RolloutSender(url, run=run, token=token, retry_statuses=retried, asks=leads)
         self._plans = _Plans(RolloutIds(data_rank), RolloutChoice(sample_fraction, max_tokens_per_step, self.tally))
-        self._part: _ModelPart | None = None
+        self._part: ModelPart | None = None
         self._watch: HeadWatch | None = None
         registration: RunRegistration | None = None
         try:
             part = self._part = self._alone(
-                lambda: _ModelPart(model, target_config(_target(config)), aux_layers, logit_map, self.ranks)
+                lambda: ModelPart(model, target_config(as_target(config)), aux_layers, logit_map, self.ranks)
             )
             # Whole on rank 0 only, on the host.
             weights = [self.ranks.whole(weight) for weight in part.weights()] if data_rank == 0 else []
@@ -139,7 +123,7 @@ class MegatronHook:
                     None
                     if embedding is None or head is None
                     else RunRegistration(
-                        _target(config, embedding, head, tied=part.tied),
+                        as_target(config, embedding, head, tied=part.tied),
                         aux_layers=part.features.aux_layers,
                         policy_version=policy_version,
                         draft_vocab_size=draft_vocab_size,
@@ -246,7 +230,7 @@ class MegatronHook:
         finally:  # where the trainer's forward raises too: the device's memory is the trainer's
             part.clear()
 
-    def _together(self, part: _ModelPart, reading: Reading, plan: BatchPlan | None) -> None:
+    def _together(self, part: ModelPart, reading: Reading, plan: BatchPlan | None) -> None:
         """What this rank can do alone; then the exchanges, which no rank leaves out; then rank 0 sends."""
         rows = scores = None
         error, due = "", False
@@ -333,185 +317,6 @@ class _Plans:
         scored = np.flatnonzero(plan.index.loss_mask) - 1
         next_ids = plan.index.input_ids[scored + 1].astype(np.int64)
         return plan, Reading(policy_version, plan.temperature, plan.layout.shape, plan.rows, scored, next_ids)
-
-
-class _ModelPart:
-    """One rank's part of the model: what it is, and what an armed forward shows of it."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: dict[str, Any],
-        aux_layers: Sequence[int] | Literal["eagle3"],
-        logit_map: wire.LogitMap | None,
-        ranks: TensorRanks,
-    ) -> None:
-        inner: Any = unwrap(model)
-        _refuse(inner, config, ranks.size)
-        self._model = inner
-        self.config = config
-        self.vocab_size = int(config["vocab_size"])
-        self.tied = bool(inner.share_embeddings_and_output_weights)
-        #: Each rank holds a slice of the sequence.
-        self.sliced = bool(inner.config.sequence_parallel) and ranks.size > 1
-        self.logit_map = known_logit_map(model, config) if logit_map is None else logit_map
-        self._ranks = ranks
-        self._scores: Tensor | None = None
-        self._error: Exception | None = None
-        self._reading: Reading | None = None
-        #: Where the forward's packed sequences begin, and the end of the last; None: it was not packed.
-        self.packing: Tensor | None = None
-        self.features = FeatureCapture(
-            model, aux_layers, layers_path="decoder.layers", norm_path="decoder.final_layernorm"
-        )
-        self._handles = [
-            inner.output_layer.register_forward_hook(self._at_logits),
-            inner.decoder.layers[0].register_forward_pre_hook(self._entering, with_kwargs=True),
-        ]
-
-    def weights(self) -> tuple[Tensor, Tensor]:
-        """The rank's rows of embedding and head."""
-        embedding = self._model.embedding.word_embeddings.weight
-        head = embedding if self.tied else self._model.output_layer.weight
-        return embedding.detach(), head.detach()
-
-    @contextmanager
-    def armed(self, reading: Reading) -> Iterator[None]:
-        """Read the forward that happens inside."""
-        self.clear()
-        with ExitStack() as armed:
-            if len(reading.rows):
-                self._reading = reading
-                try:
-                    _, rows, shape = self._mine(reading)
-                    armed.enter_context(self.features.armed(rows=rows, shape=shape))
-                except Exception as error:  # noqa: BLE001 - never into the trainer's forward; `pop` raises it
-                    self._error = error.with_traceback(None)
-            try:
-                yield
-            finally:
-                self._reading = None
-
-    def pop(self, reading: Reading) -> tuple[Tensor | None, Tensor | None]:
-        """The rank's rows [N, (A + 1) * H], zeros where another has them, and its `part_scores`."""
-        if self._error is not None:
-            raise self._error
-        if not len(reading.rows):
-            return None, None
-        captured = self.features.pop()
-        if self._scores is None:
-            raise CaptureMissedError("the output layer gave no logits in the armed forward (a fused loss, or a graph)")
-        states = torch.cat((*captured.aux, captured.last), dim=1)
-        at, _, _ = self._mine(reading)
-        if not self.sliced:
-            return states, self._scores
-        rows_NX = states.new_zeros(len(reading.rows), states.shape[1])
-        return rows_NX.index_copy_(0, at.to(states.device), states), self._scores
-
-    def clear(self) -> None:
-        """Hold nothing of a forward any longer."""
-        self._scores = self._error = self.packing = None
-        self.features.clear()
-
-    def close(self) -> None:
-        """Remove the hooks. Safe to call twice."""
-        self.features.close()
-        for handle in self._handles:
-            handle.remove()
-
-    def _mine(self, reading: Reading) -> tuple[Tensor, Tensor, tuple[int, int]]:
-        """Which of the N rows this rank holds, where in its states [S, B, H], and those states' [S, B]."""
-        B, S = reading.shape
-        b, s = np.divmod(reading.rows, S)
-        length, begin = S, 0
-        if self.sliced:
-            length = S // self._ranks.size
-            begin = length * self._ranks.rank
-        at = np.flatnonzero((s >= begin) & (s < begin + length))
-        return torch.from_numpy(at), torch.from_numpy(((s - begin) * B + b)[at]), (length, B)
-
-    def _entering(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        told = kwargs.get("packed_seq_params")
-        if self._reading is not None and told is not None:
-            padded = getattr(told, "cu_seqlens_q_padded", None)
-            self.packing = told.cu_seqlens_q if padded is None else padded
-
-    def _at_logits(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        reading = self._reading
-        if reading is None or self._scores is not None or self._error is not None:
-            return
-        try:
-            logits = (output[0] if isinstance(output, tuple) else output).detach()  # [S, B, v]
-            B, S = reading.shape
-            if tuple(logits.shape[:2]) != (S, B):
-                _raise(f"logits are {list(logits.shape)}, but input_ids are {[B, S]}: not the whole rows")
-            part = len(self.weights()[1])
-            first = part * self._ranks.rank
-            if logits.shape[2] != part:  # gathered: each rank takes its part again
-                logits = logits[..., first : first + part]
-            b, s = np.divmod(reading.rows[reading.scored], S)
-            self._scores = part_scores(
-                logits.reshape(S * B, part),
-                torch.from_numpy(s * B + b).to(logits.device),
-                torch.from_numpy(reading.next_ids).to(logits.device),
-                first,
-                self.vocab_size,
-                reading.temperature,
-                self.logit_map,
-            )
-        except Exception as error:  # noqa: BLE001 - never into the trainer's forward; `pop` raises it
-            self._error = error.with_traceback(None)
-
-
-def check_packing(told: Tensor | None, layout: Layout) -> None:
-    """Raise RolloutError where the forward was packed in another way than `capture` was told."""
-    if told is None and not layout.packed:
-        return
-    if told is None or not layout.packed:
-        raise RolloutError(
-            "give the packed forward packed_seq_params and `capture` its cu_seqlens, or neither: "
-            f"the forward had {'none' if told is None else 'some'}, and `capture` {'some' if layout.packed else 'none'}"
-        )
-    bounds = told.flatten().tolist()
-    for places in layout.rollouts:
-        if not len(places):
-            continue
-        first, last = int(places[0]), int(places[-1])
-        seams = [bound for bound in bounds if first < bound <= last]
-        if first not in bounds or last + 1 not in bounds or seams:
-            raise RolloutError(
-                f"packed_seq_params say that sequences begin at {bounds[:8]}, and `capture` was told of a rollout at "
-                f"tokens {first} to {last}: it saw another, or is not whole"
-            )
-
-
-def _refuse(model: Any, config: dict[str, Any], size: int) -> None:
-    """Raise `UnsupportedModelError` for what is not covered, or is not the model of this config."""
-    lacks = [name for name in ("decoder", "embedding", "output_layer", "config") if not hasattr(model, name)]
-    if lacks:
-        raise UnsupportedModelError(f"{type(model).__name__} lacks {', '.join(lacks)}: it is no whole GPTModel")
-    own = model.config
-    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
-        if getattr(own, name, 1) > 1:
-            raise UnsupportedModelError(f"{name} = {getattr(own, name)}: let the engine's tap send the features")
-    if getattr(own, "mtp_num_layers", None):
-        raise UnsupportedModelError("mtp_num_layers: multi-token prediction in the trainer is not supported")
-    if getattr(model.output_layer, "bias", None) is not None:
-        raise UnsupportedModelError("the output layer has a bias, which the rollout file cannot describe")
-    rows = len(model.embedding.word_embeddings.weight) * size
-    found = {"hidden_size": own.hidden_size, "num_hidden_layers": own.num_layers, "vocab_size": rows}
-    for name, value in found.items():
-        if config[name] != value and not (name == "vocab_size" and config[name] < value):
-            raise UnsupportedModelError(f"the config's {name} is {config[name]}, and the model's is {value}")
-    if bool(config.get("tie_word_embeddings")) != bool(model.share_embeddings_and_output_weights):
-        raise UnsupportedModelError("the config's tie_word_embeddings is not the model's")
-
-
-def _target(config: Any, embedding: Tensor | None = None, head: Tensor | None = None, *, tied: bool = False) -> Any:
-    """What the registration asks of a model of transformers: its config, embedding and head."""
-    embedded = SimpleNamespace(weight=embedding)
-    heads = embedded if tied else SimpleNamespace(weight=head)
-    return SimpleNamespace(config=config, get_input_embeddings=lambda: embedded, get_output_embeddings=lambda: heads)
 
 
 def _raise(error: str) -> None:
