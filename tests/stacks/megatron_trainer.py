@@ -213,7 +213,7 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     hook = None
     if service is not None:
-        options: dict[str, Any] = {"run": "r", "aux_layers": AUX, "wait_seconds": 8.0 if "absent" in words else 60.0}
+        options: dict[str, Any] = {"run": "r", "aux_layers": AUX, "wait_seconds": 15.0 if "absent" in words else 60.0}
         hook = attach(model, service.url, config=llama("tied" in words), **options)
     for step in range(STEPS):
         ids, mask, generated = rollouts(step)

@@ -71,9 +71,9 @@ def attach(model: nn.Module, url: str, *, config: Any, **options: Any) -> Megatr
 class MegatronHook:
     """Feature capture, registration and sending for one tensor-parallel group.
 
-    The options are those of `DrafterHook`. `group`: the tensor-parallel ranks. `data_rank`, `data_size`: which of the
-    groups that see other rollouts this is; group 0 registers the run. `wait_seconds`: how long a rank waits for the
-    others, once, before it captures nothing more.
+    Options that `DrafterHook` has too mean the same. `group`: the tensor-parallel ranks. `data_rank`, `data_size`:
+    which of the groups that see other rollouts this is; group 0 registers the run. `wait_seconds`: how long a rank waits for
+    the others, once, before it captures nothing more.
     """
 
     def __init__(
