@@ -217,6 +217,8 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
         hook = attach(model, service.url, config=llama("tied" in words), **options)
     for step in range(STEPS):
         ids, mask, generated = rollouts(step)
+        if "foreign" in words:
+            ids[1, PROMPT] = VOCAB + 3  # the model has a row for it, and the tokenizer no token
         told, given, places = told_and_given(ids, mask, generated, words)
         inputs, packing = given[:3], given[3] if len(given) > 3 else None
         whole = unsharded(model, "tied" in words)

@@ -18,7 +18,7 @@ WORKING = [
     *("untied sequence", "tied sequence", "untied packed", "tied packed sequence"),
     "untied bfloat16 sequence",
 ]
-FAILING = ["untied sequence fails", "untied plan", "untied absent", "untied packed seam"]
+FAILING = ["untied sequence fails", "untied plan", "untied absent", "untied packed seam", "untied foreign"]
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,6 +87,12 @@ def test_a_packed_row_told_in_another_way_than_the_forward_is_refused(ranks: lis
     assert ranks[0]["untied packed seam"]["failures"] == 3
     assert "packed_seq_params say that sequences begin at" in ranks[0]["untied packed seam"]["last_failure"]
     assert ranks[0]["untied packed seam"]["requests"] == ["PUT /runs/r"]
+
+
+def test_a_generated_token_that_no_tokenizer_has_is_refused(ranks: list[dict[str, Any]]) -> None:
+    assert [found["untied foreign"]["failures"] for found in ranks] == [3, 3]
+    assert "but the vocabulary has 61" in ranks[0]["untied foreign"]["last_failure"]
+    assert ranks[0]["untied foreign"]["requests"] == ["PUT /runs/r"]
 
 
 def test_what_one_rank_cannot_serve_is_refused_on_all_and_nothing_is_sent(ranks: list[dict[str, Any]]) -> None:

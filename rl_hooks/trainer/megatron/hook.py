@@ -72,8 +72,8 @@ class MegatronHook:
     """Feature capture, registration and sending for one tensor-parallel group.
 
     Options that `DrafterHook` has too mean the same. `group`: the tensor-parallel ranks. `data_rank`, `data_size`:
-    which of the groups that see other rollouts this is; group 0 registers the run. `wait_seconds`: how long a rank waits for
-    the others, once, before it captures nothing more.
+    which of the groups that see other rollouts this is; group 0 registers the run. `wait_seconds`: how long a rank
+    waits for the others, once, before it captures nothing more.
     """
 
     def __init__(
@@ -108,6 +108,9 @@ class MegatronHook:
         self._plans = _Plans(RolloutIds(data_rank), RolloutChoice(sample_fraction, max_tokens_per_step, self.tally))
         self._part: ModelPart | None = None
         self._watch: HeadWatch | None = None
+        #: The head is to be sent, and has not been: a batch in between has failed on some rank.
+        self._due = False
+        self._asked_version: int | None = None
         registration: RunRegistration | None = None
         try:
             part = self._part = self._alone(
@@ -233,22 +236,25 @@ class MegatronHook:
     def _together(self, part: ModelPart, reading: Reading, plan: BatchPlan | None) -> None:
         """What this rank can do alone; then the exchanges, which no rank leaves out; then rank 0 sends."""
         rows = scores = None
-        error, due = "", False
+        error = ""
         try:
             rows, scores = part.pop(reading)
             if plan is not None:
                 check_packing(part.packing, plan.layout)
             head = part.weights()[1]
-            due = self._watch is not None and self._watch.is_due(head, reading.policy_version)
+            if self._watch is not None and reading.policy_version != self._asked_version:  # it waits for the device
+                self._due = self._watch.is_due(head, reading.policy_version) or self._due
+                self._asked_version = reading.policy_version
         except Exception as wrong:  # noqa: BLE001 - told to the other ranks; `agree` raises it on all
             error = f"{type(wrong).__name__}: {wrong}"
-        due = self.ranks.agree(error, due)
+        due = self.ranks.agree(error, self._due)
         whole_head = self.ranks.whole(head) if due else None
         if part.sliced and rows is not None:
             rows = self.ranks.join_rows(rows)
         scored = None if scores is None else self.ranks.join_scores(scores)
         if due and self._watch is not None:
             self._watch.mark(head)
+            self._due = False
         if whole_head is not None:
             whole_head = whole_head[: part.vocab_size]
             body = head_body(whole_head, reading.policy_version)

@@ -58,7 +58,6 @@ class ModelPart:
         self._model = inner
         self.config = config
         self.vocab_size = int(config["vocab_size"])
-        self.tied = bool(inner.share_embeddings_and_output_weights)
         #: Each rank holds a slice of the sequence.
         self.sliced = bool(inner.config.sequence_parallel) and ranks.size > 1
         self.logit_map = known_logit_map(model, config) if logit_map is None else logit_map
@@ -75,6 +74,11 @@ class ModelPart:
             inner.output_layer.register_forward_hook(self._at_logits),
             inner.decoder.layers[0].register_forward_pre_hook(self._entering, with_kwargs=True),
         ]
+
+    @property
+    def tied(self) -> bool:
+        """Whether head and embedding are one matrix."""
+        return bool(self._model.share_embeddings_and_output_weights)
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """The rank's rows of embedding and head."""
@@ -153,6 +157,11 @@ class ModelPart:
             if tuple(logits.shape[:2]) != (S, B):
                 raise RolloutError(  # noqa: TRY301 - kept below, as any other
                     f"logits are {list(logits.shape)}, but input_ids are {[B, S]}: not the whole rows"
+                )
+            if reading.next_ids.min() < 0 or reading.next_ids.max() >= self.vocab_size:
+                raise RolloutError(  # noqa: TRY301
+                    f"generated tokens are {reading.next_ids.min()} to {reading.next_ids.max()}, but the vocabulary "
+                    f"has {self.vocab_size}: loss_mask is 1 at a token that the policy cannot have generated"
                 )
             part = len(self.weights()[1])
             first = part * self._ranks.rank
