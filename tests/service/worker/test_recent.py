@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from worker_fixtures import World, as_wire, joined
+from worker_fixtures import World, joined
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes, screen
 from drafter.errors import BatchRejected
@@ -20,6 +20,7 @@ from drafter.replay.replay import replay
 from drafter.training.ranks import Ranks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
+from rl_hooks.sending.features import as_wire
 from service.worker.recent import KeptBatch, RecentRollouts, Task, _packed, taken
 
 
