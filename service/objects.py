@@ -26,7 +26,7 @@ from service.errors import ConfigurationError, ObjectStoreError
 _PART_BYTES: Final = 8 << 20
 _PARTS_AT_ONCE: Final = 2
 #: One request, a part's upload among them; and all attempts at it together.
-_REQUEST_SECONDS: Final = 60.0
+_REQUEST_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 10.0
 #: How long a presigned URL opens an object. A download that has begun may take longer.
 _URL_SECONDS: Final = 900.0
