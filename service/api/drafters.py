@@ -181,16 +181,15 @@ async def _object_url(context: ServiceContext, run: str, manifest: Manifest, nam
     size = next(file.bytes for file in manifest.files if file.name == name)
 
     async def ask() -> str | None:
-        async with asyncio.timeout(_STORE_SECONDS):
-            return await objects.url(run, manifest.digest, name, size)
+        try:
+            async with asyncio.timeout(_STORE_SECONDS):
+                return await objects.url(run, manifest.digest, name, size)
+        except (ObjectStoreError, TimeoutError) as error:
+            why = str(error) or "the object store does not answer"
+            log.warning("%s of %s is sent by this API: %s", name, manifest.version, why)
+            return None
 
-    try:
-        return await context.answers.get(("object", run, manifest.digest, name), ask)
-    except (ObjectStoreError, TimeoutError) as error:
-        log.warning(
-            "%s of %s is sent by this API: %s", name, manifest.version, str(error) or "the store does not answer"
-        )
-        return None
+    return await context.answers.get(("object", run, manifest.digest, name), ask)
 
 
 @router.get("/drafters", responses={200: {"model": dict[str, Any]}, 304: {"description": "Still the same."}})

@@ -25,6 +25,7 @@ from service_fixtures import RunningService, publish
 from rl_hooks.agent.download import fetch_release
 from rl_hooks.release import parse_manifest
 from service import objects
+from service.api import drafters as service_drafters
 from service.errors import ConfigurationError, ObjectStoreError
 from service.objects import Objects
 from service.settings import Settings
@@ -50,8 +51,9 @@ def registry(store: Store, tmp_path: Path) -> Registry:
 
 
 @pytest.fixture
-def service(store: Store, serve: Callable[..., RunningService]) -> RunningService:
+def service(store: Store, serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch) -> RunningService:
     """The API with the store and a token; its fixture's registry publishes to the store as the worker's does."""
+    monkeypatch.setattr(service_drafters, "_STORE_SECONDS", 60.0)  # however slow this machine is
     served = serve(drafters_url=URL, tokens=f"{TOKEN}:admin")
     served.registry = Registry(served.layout, URL)
     served.client.headers["Authorization"] = f"Bearer {TOKEN}"
@@ -267,7 +269,10 @@ def test_a_download_is_redirected_to_a_url_that_needs_no_token(store: Store, ser
 
 
 @pytest.mark.parametrize("fault", [failing("HEAD", "403 Forbidden"), failing("HEAD"), silent(4.0)])
-def test_the_api_sends_its_own_bytes_while_the_store_fails(store: Store, service: RunningService, fault: Fault) -> None:
+def test_the_api_sends_its_own_bytes_while_the_store_fails(
+    store: Store, service: RunningService, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_drafters, "_STORE_SECONDS", 1.0)
     manifest = service.publish(content=b"weights")
     store.fault = fault
     reply = service.client.get(f"/drafter/{manifest.version}/model.safetensors")
@@ -380,10 +385,10 @@ def test_a_slow_store_is_given_up_for_the_api(store: Store, service: RunningServ
 
     def slow() -> Iterator[bytes]:
         yield MODEL[:10]
-        time.sleep(6)
+        time.sleep(9)
 
     store.fault = answering(slow, len(MODEL))
-    service.client.timeout = httpx.Timeout(2.0)
+    service.client.timeout = httpx.Timeout(4.0)
     assert fetch(service, manifest, tmp_path / "cache") == MODEL
 
 
