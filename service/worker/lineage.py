@@ -48,7 +48,7 @@ class Lineage:
         self._layout = layout
         self._run = run
         self._target = target
-        self._registry = Registry(layout)
+        self._registry = Registry(layout, settings.drafters_url)
         self._device = torch.device(settings.device)
         self._versions: OrderedDict[str, DraftModel] = OrderedDict()
         self.trainer: DrafterTrainer | None = None
