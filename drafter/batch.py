@@ -51,7 +51,8 @@ class RolloutBatch:
     last_hidden: Tensor  # f32|bf16|fp8[T, H], after the final norm
     logsumexp: Tensor  # f32[T], full vocabulary; all NaN where the sender did not know it
     temperature: float = 1.0
-    warped: bool = False  # top_p < 1 or top_k > 0: `logprobs` are of the truncated distribution
+    top_p: float = 1.0  # below 1, or `top_k` above 0: `logprobs` are of the truncated distribution
+    top_k: int = 0
     rollout_ids: tuple[str, ...] = ()
     policy_version: int = 0
     drafter_version: str = ""  # that drafted the rollouts; empty: not known
@@ -100,6 +101,11 @@ class RolloutBatch:
         return int(self.loss_mask.sum())
 
     @property
+    def warped(self) -> bool:
+        """Whether tokens were drawn from a truncated distribution."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+    @property
     def divisor(self) -> float:
         """What logits were divided by: the temperature, and 1 for greedy decoding (temperature 0)."""
         return self.temperature or 1.0
@@ -143,7 +149,7 @@ class RolloutBatch:
     def kind(self) -> tuple[object, ...]:
         """What batches must have in common to be packed together."""
         shapes = [(name, t.shape[1:], t.dtype) for name, t in self._per_token().items()]
-        return self.temperature, self.warped, self.aux_layers, self.normalised, *shapes
+        return self.temperature, self.top_p, self.top_k, self.aux_layers, self.normalised, *shapes
 
     @staticmethod
     def concat(batches: Sequence[RolloutBatch]) -> RolloutBatch:
@@ -151,7 +157,7 @@ class RolloutBatch:
         if not batches:
             raise DrafterError("expected at least one batch to concatenate, got none")
         if len({b.kind for b in batches}) > 1:
-            raise DrafterError("batches differ in temperature, warping, layers, or in their tensors; keep them apart")
+            raise DrafterError("batches differ in sampling, layers, or in their tensors; keep them apart")
         ends = torch.cat([b.cu_seqlens[1:] - b.cu_seqlens[:-1] for b in batches]).cumsum(0)
         changes: dict[str, Any] = {
             name: torch.cat([getattr(b, name) for b in batches]) for name in batches[0]._per_token()
@@ -253,7 +259,8 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
             else torch.full((len(ids),), torch.nan)
         ),
         temperature=header.temperature,
-        warped=header.top_p < 1.0 or header.top_k > 0,
+        top_p=header.top_p,
+        top_k=header.top_k,
         rollout_ids=header.rollout_ids,
         policy_version=header.policy_version_max,
         drafter_version=header.drafter_version,

@@ -145,9 +145,9 @@ def test_a_batch_of_no_tokens_is_none() -> None:
 
 def test_batches_of_different_kinds_are_not_mixed() -> None:
     batch = world(SHAPES["packed, half response"]).batch
-    with pytest.raises(DrafterError, match="differ in temperature"):
+    with pytest.raises(DrafterError, match="differ in sampling"):
         RolloutBatch.concat([batch, replace(batch, temperature=0.5)])
-    with pytest.raises(DrafterError, match="differ in temperature, warping, layers"):
+    with pytest.raises(DrafterError, match="differ in sampling, layers"):
         RolloutBatch.concat([batch, replace(batch, aux_layers=(0, 1, 2))])
     with pytest.raises(DrafterError, match="at least one batch"):
         RolloutBatch.concat([])
@@ -175,7 +175,7 @@ def test_one_bad_number_rejects_the_batch_and_is_located(name: str, value: float
 
 @pytest.mark.parametrize("warped", [False, True])
 def test_a_probability_above_1_is_refused_but_for_what_rounding_leaves(warped: bool) -> None:
-    batch = replace(world(SHAPES["packed, half response"]).batch, warped=warped)
+    batch = replace(world(SHAPES["packed, half response"]).batch, top_p=0.9 if warped else 1.0)
     row = int(torch.nonzero(batch.loss_mask)[3])
     rounded = torch.tensor(1 + 2**-7).log()  # 1 plus one unit in the last place of bfloat16
     for value in (0.0, rounded, 2e-3):
