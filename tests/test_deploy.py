@@ -202,6 +202,42 @@ def test_compose_names_commands_settings_and_files_that_exist() -> None:
     assert "DRAFTALIGN_TOKENS:?" in services["api"]["environment"]["DRAFTALIGN_TOKENS"], "no tokens, no service"
 
 
+class _Override(yaml.SafeLoader):
+    """Reads compose's `!override`, which no plain YAML knows, as the list behind it."""
+
+
+_Override.add_constructor("!override", lambda loader, node: loader.construct_sequence(node))  # type: ignore[arg-type]
+
+
+def test_what_make_containers_lays_over_compose_fits_it() -> None:
+    compose = _yaml(ROOT / "docker-compose.yml")["services"]
+    override = yaml.load((DEPLOY / "debian" / "compose.yml").read_text(), _Override)["services"]  # noqa: S506 - a SafeLoader
+    assert override.keys() == compose.keys(), "what is not named here would be pulled"
+    for name, service in override.items():
+        built = compose[name]["image"] == "draftalign"
+        assert built or service.get("image") == "draftalign-debian" or service.get("profiles") == ["never"]
+        _check_environment(set(service.get("environment", {})))
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1::"), "several stand beside each other"
+            assert port.rsplit(":", 1)[1] in {old.rsplit(":", 1)[1] for old in compose[name]["ports"]}
+    text = (ROOT / "make" / "containers.mk").read_text()
+    assert all(f"-t {image}" in text for image in ("draftalign", "draftalign-debian"))
+
+
+def test_no_container_of_ours_can_write_to_its_image_or_has_a_capability() -> None:
+    services = _yaml(ROOT / "docker-compose.yml")["services"]
+    ours = [service for service in services.values() if service["image"] == "draftalign"]
+    assert len(ours) == 2
+    for service in ours:
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert [place.partition(":")[2] for place in service["tmpfs"]] == ["exec"], (
+            "Triton loads what it compiles from there"
+        )
+    assert "TRITON_CACHE_DIR=/tmp/" in (DEPLOY / "Dockerfile").read_text()
+
+
 def test_compose_and_prometheus_agree() -> None:
     services = _yaml(ROOT / "docker-compose.yml")["services"]
     configuration = _yaml(PROMETHEUS / "prometheus.yml")
