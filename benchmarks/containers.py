@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import secrets
 import subprocess
@@ -274,23 +275,30 @@ def trial() -> int:
     with senders:
         took = wait("a drafter is published", lambda: get("/drafter/latest?run=default"), 240)
         print(f"first drafter after {took:.0f} s and {len(senders.acknowledged)} batches\n")
-        print("| killed or cut off | acknowledged | trained | not | refused, then sent again | s until trained |")
-        print("|---|---|---|---|---|---|")
+        rows: list[tuple[str, int, int, float]] = []  # fault; batches and refusals before it; seconds until trained
         for name, fault in faults.items():
-            known, refused = set(senders.acknowledged), len(senders.refusals)
+            before = len(senders.acknowledged), len(senders.refusals)
             fault()
             wait("all APIs ready", ready, 120)
             time.sleep(3.0)  # and what senders hold is taken in
-            new, began = set(senders.acknowledged) - known, time.monotonic()
+            new = list(senders.acknowledged)
+            seconds = math.nan  # what has not been trained then is counted in the end
             with contextlib.suppress(RuntimeError):
-                wait("all trained", lambda new=new: not new & set(senders.unfinished()), 240)  # type: ignore[misc]
-            left = sum(senders.acknowledged[batch] not in DONE for batch in new)
-            kinds = collections.Counter(senders.refusals[refused:])
-            said = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "0"
-            seconds = time.monotonic() - began
-            print(f"| {name} | {len(new)} | {len(new) - left} | {left} | {said} | {seconds:.0f} |", flush=True)
+                seconds = wait("all trained", lambda new=new: not set(new) & set(senders.unfinished()), 240)  # type: ignore[misc]
+            rows.append((name, *before, seconds))
+            print(f"{name}: trained after {seconds:.0f} s", file=sys.stderr, flush=True)
     with contextlib.suppress(RuntimeError):
         wait("all trained", lambda: not senders.unfinished(), 240)
+    print("| killed or cut off | acknowledged | trained | lost | refused, then sent again | s until trained |")
+    print("|---|---|---|---|---|---|")
+    batches = list(senders.acknowledged.values())  # in the order of their acknowledgements
+    for (name, first, refused, seconds), (_, last, refused_last, _) in itertools.pairwise(
+        [*rows, ("", len(batches), len(senders.refusals), 0.0)]
+    ):
+        trained = sum(state in DONE for state in batches[first:last])
+        kinds = collections.Counter(senders.refusals[refused:refused_last])
+        said = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "0"
+        print(f"| {name} | {last - first} | {trained} | {last - first - trained} | {said} | {seconds:.0f} |")
     ends = collections.Counter(senders.acknowledged.values())
     counts = get("/runs/default").json()["rollouts"]
     version, size = fetch_latest()

@@ -78,7 +78,7 @@ def test_a_node_of_a_cluster_and_a_sentinel_are_named(tmp_path: Path, options: t
 
 def test_protected_mode_is_named() -> None:
     """As Redis 7 answers whoever comes from another machine; here a double says it, because loopback never hears it."""
-    denied = b"-DENIED Redis is running in protected mode because no password is set for the default user. In this mode\r\n"
+    denied = b"-DENIED Redis is running in protected mode because no password is set. In this mode\r\n"
 
     def deny() -> None:
         connection, _ = server.accept()
