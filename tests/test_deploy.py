@@ -204,7 +204,7 @@ def test_compose_names_commands_settings_and_files_that_exist() -> None:
     assert "DRAFTALIGN_TOKENS:?" in services["api"]["environment"]["DRAFTALIGN_TOKENS"], "no tokens, no service"
 
 
-class _Override(yaml.SafeLoader):  # type: ignore[misc] - untyped
+class _Override(yaml.SafeLoader):  # type: ignore[misc]
     """Reads compose's `!override`, which no plain YAML knows, as the list behind it."""
 
 

@@ -381,7 +381,7 @@ def test_every_method_that_the_pages_name_exists() -> None:
 
 
 def test_every_command_that_readme_and_contributing_name_exists() -> None:
-    targets = set(re.findall(r"^([a-z]+):", page("Makefile") + page("make/vllm.mk"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z]+):", page("Makefile") + page("make/vllm.mk") + page("make/containers.mk"), re.MULTILINE))
     commands = set(typer.main.get_command(command_line).commands)  # type: ignore[attr-defined]
     text = "\n".join(page(name) for name in ("README.md", "CONTRIBUTING.md", "docs/guide/quickstart.md"))
     made = set(re.findall(r"(?:^|`|[a-z] )make ([a-z]+)\b", text, re.MULTILINE))
