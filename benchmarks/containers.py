@@ -155,13 +155,12 @@ class Senders:
 
     def unfinished(self) -> list[str]:
         """Asks what became of every batch that had no end yet; those that still have none."""
-        for batch in [b for b, state in list(self.acknowledged.items()) if state not in DONE]:
-            try:
-                self.acknowledged[batch] = str(get(f"/rollouts/{batch}").json()["state"])
-            except httpx.HTTPStatusError as error:
-                if error.response.status_code != 404:
-                    raise
-                self.acknowledged[batch] = "unknown"
+        headers = {"Authorization": f"Bearer {READ}"}
+        with httpx.Client(base_url=address(container("api"), 8400), headers=headers, timeout=10.0) as client:
+            for batch in [b for b, state in list(self.acknowledged.items()) if state not in DONE]:
+                answer = client.get(f"/rollouts/{batch}")
+                known = answer.status_code != 404
+                self.acknowledged[batch] = str(answer.raise_for_status().json()["state"]) if known else "unknown"
         return [b for b, state in list(self.acknowledged.items()) if state not in DONE]
 
 
@@ -289,11 +288,11 @@ def trial() -> int:
             new = list(senders.acknowledged)
             seconds = math.nan  # what has not been trained then is counted in the end
             with contextlib.suppress(RuntimeError):
-                seconds = wait("all trained", lambda new=new: not set(new) & set(senders.unfinished()), 240)  # type: ignore[misc]
+                seconds = wait("all trained", lambda new=new: not set(new) & set(senders.unfinished()), 400)  # type: ignore[misc]
             rows.append((name, *before, seconds))
             print(f"{name}: trained after {seconds:.0f} s", file=sys.stderr, flush=True)
     with contextlib.suppress(RuntimeError):
-        wait("all trained", lambda: not senders.unfinished(), 240)
+        wait("all trained", lambda: not senders.unfinished(), 400)
     print("| killed or cut off | acknowledged | trained | lost | refused, then sent again | s until trained |")
     print("|---|---|---|---|---|---|")
     batches = list(senders.acknowledged.values())  # in the order of their acknowledgements
