@@ -28,6 +28,10 @@ _ANSWERS: Final = {
         "lacks a command: it is a Sentinel's own port, or too old",
         "give the address of the primary, a Redis from 6.2 on or a Valkey",
     ),
+    "protected mode": (
+        "has no password, and so takes connections from its own machine only",
+        "set one, or on a network of its own start it with --protected-mode no",
+    ),
     "MISCONF": ("cannot save to its disk, and takes no writes", "make room on that disk"),
     "NOREPLICAS": ("takes no writes without its replicas", "see to those, or set its min-replicas-to-write to 0"),
     "DB index is out of range": ("has no database of this number", "correct it in DRAFTALIGN_REDIS_URL"),
@@ -84,4 +88,5 @@ def why_unusable(error: Exception) -> str | None:
             what = _NOT_ALLOWED
         case ResponseError():
             what = next((found for said, found in _ANSWERS.items() if said in str(error)), None)
-    return None if what is None else f"{what[0]} ({error}); {what[1]}"
+    said = str(error).partition(". ")[0]  # some go on with a paragraph of advice
+    return None if what is None else f"{what[0]} ({said}); {what[1]}"
