@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
 from drafter.batch import RolloutBatch
-from drafter.errors import DrafterError, TargetHeadError
+from drafter.errors import BatchRejected, DrafterError, TargetHeadError
 from drafter.model.draft_model import DraftModel
 from drafter.model.pointwise import rms_norm, take_rows
 from drafter.mtp.experts import Cast, Experts, SwiGLU
@@ -34,6 +34,7 @@ from drafter.unroll.attention import attend, gather_keys
 from drafter.unroll.plan import Plan
 from drafter.unroll.unrolled import Unrolled
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks import wire
 from rl_hooks.format.mtp import LatentSizes, MtpConfig
 
 __all__ = ["MtpConfig", "MtpDrafter", "MtpWeights", "unroll_mtp"]
@@ -88,6 +89,15 @@ class MtpDrafter(DraftModel):
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
+
+    def plan(self, batch: RolloutBatch, steps: int) -> Plan:
+        """See `DraftModel.plan`. Raises `BatchRejected` too where last_hidden of the prompts was not sent."""
+        if not batch.every_last_row:
+            raise BatchRejected(
+                f"an MTP module reads last_hidden of all {batch.tokens} tokens, these rollouts carry "
+                f"{len(batch.last_hidden)} rows; send files of format {wire.FORMATS['all']}"
+            )
+        return super().plan(batch, steps)
 
     def unroll(self, plan: Plan, batch: RolloutBatch, policy: Policy, *, dtype: torch.dtype | None = None) -> Unrolled:
         """Run every step of `plan` on last_hidden; see `DraftModel.unroll`. The policy's head must be whole."""
