@@ -71,9 +71,15 @@ class RolloutBatch:
         """Raise `DrafterError` where the tensors do not belong together. Shapes only: no device is asked."""
         T = self.input_ids.numel()
         for name, tensor in self._tensors().items():
-            rows = len(self.last_hidden) if name in _LAST else T
-            if tensor.shape[:1] != (rows,) or rows > T:
+            if tensor.shape[:1] != (len(self.last_hidden) if name in _LAST else T,):
                 raise DrafterError(f"{name} must have one row for each of {T} tokens, got shape {tuple(tensor.shape)}")
+        # Of a batch on a device one would have to wait for the device: it was made from one on the host.
+        counted = self.every_last_row or self.loss_mask.device.type != "cpu"
+        if not counted and len(self.last_hidden) != self.response_tokens:
+            raise DrafterError(
+                f"last_hidden must have one row for each of {T} tokens, or of {self.response_tokens} that the policy "
+                f"generated, got shape {tuple(self.last_hidden.shape)}"
+            )
         for name, scale in _SCALES.items():
             if (getattr(self, name).dtype == torch.float8_e4m3fn) != (getattr(self, scale) is not None):
                 raise DrafterError(f"{name} is {getattr(self, name).dtype}; fp8 needs {scale}, no other type has it")

@@ -184,7 +184,7 @@ class Settings(BaseSettings):
 
     @property
     def queue_limit_bytes(self) -> int:
-        """Bytes at which a run's queue is full. What the disk has beside it is for checkpoints, drafters, other runs."""
+        """Bytes at which a run's queue is full. The rest is for checkpoints, drafters, other runs."""
         return self.queue_max_bytes or shutil.disk_usage(self.state_dir).total * 3 // 4
 
     def token_scopes(self) -> dict[str, frozenset[Scope]]:

@@ -113,7 +113,8 @@ async def post_rollouts(
     with context.spool.reserve(length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         header = headers[0]
-        await asyncio.to_thread(_check_index, upload, header, context.run(header.run).vocab_size)
+        record = context.run(header.run)
+        await asyncio.to_thread(_check_index, upload, header, record.vocab_size)
         outcome = await _enqueue(context, upload, header, length)
     duplicate = outcome.outcome == "duplicate"
     response.status_code = 200 if duplicate else 202
@@ -126,7 +127,7 @@ async def post_rollouts(
             "dead_total": outcome.dead_total,
             "last_dead_reason": outcome.last_dead_reason,
             "known_rollouts": outcome.known,
-            "last_rows": context.run(header.run).last_rows,
+            "last_rows": record.last_rows,
             "warning": None
             if not outcome.known
             else (
