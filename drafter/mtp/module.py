@@ -34,7 +34,6 @@ from drafter.unroll.attention import attend, gather_keys
 from drafter.unroll.plan import Plan
 from drafter.unroll.unrolled import Unrolled
 from drafter.vocabulary import DraftVocabulary
-from rl_hooks import wire
 from rl_hooks.format.mtp import LatentSizes, MtpConfig
 
 __all__ = ["MtpConfig", "MtpDrafter", "MtpWeights", "unroll_mtp"]
@@ -95,7 +94,7 @@ class MtpDrafter(DraftModel):
         if not batch.every_last_row:
             raise BatchRejected(
                 f"an MTP module reads last_hidden of all {batch.tokens} tokens, these rollouts carry "
-                f"{len(batch.last_hidden)} rows; send files of format {wire.FORMATS['all']}"
+                f"those of {len(batch.last_hidden)}; send files that hold all of them"
             )
         return super().plan(batch, steps)
 

@@ -100,7 +100,7 @@ class Delivery:
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
         if reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses:
             return None
-        if job.method == "POST":  # an older service, or a run registered anew for another kind of drafter
+        if job.method == "POST":  # an older service, or a run of this name with another kind of drafter
             self.last_rows = "all"
         return "dropped_error"
 

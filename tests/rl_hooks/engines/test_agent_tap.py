@@ -236,13 +236,14 @@ def test_a_file_of_collected_rollouts_is_a_rollout_file() -> None:
 def test_a_file_leaves_out_the_last_states_that_the_service_does_not_want(tmp_path: Path) -> None:
     done = decode([Script(f"r{i}", [2, 3, 4], [5 + i, 6, STOP]) for i in range(3)], 1)
     files = []
-    for name in ("all", "predicting"):
-        parts, _ = rollout_file(done, run="live", target_fingerprint="f" * 32, aux_layers=(1, 3), last_rows=name)  # type: ignore[arg-type]
+    for name in wire.FORMATS:
+        parts, _ = rollout_file(done, run="live", target_fingerprint="f" * 32, aux_layers=(1, 3), last_rows=name)
         (tmp_path / name).write_bytes(b"".join(bytes(part) for part in parts))
         files.append(wire.MappedFile(tmp_path / name))
     full, fewer = files
     header = wire.check_rollout_header(fewer.header)
-    wire.check_index(header, *(fewer.array(n) for n in ("input_ids", "cu_seqlens", "loss_mask")), VOCAB)
+    ids, starts, mask = (fewer.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    wire.check_index(header, ids, starts, mask, VOCAB)
     rows = wire.predicting_rows(full.array("loss_mask"))
     assert rows.tolist() == [2, 3, 4, 8, 9, 10, 14, 15, 16]
     for name in full.header.tensors:

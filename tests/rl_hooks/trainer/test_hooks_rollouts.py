@@ -931,7 +931,8 @@ def test_the_last_states_that_the_service_does_not_want_are_left_out_and_the_oth
         hook.close()
     full, fewer = files
     header = wire.check_rollout_header(fewer.header)
-    wire.check_index(header, *(fewer.array(n) for n in ("input_ids", "cu_seqlens", "loss_mask")), VOCAB)
+    ids, starts, mask = (fewer.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    wire.check_index(header, ids, starts, mask, VOCAB)
     assert (wire.check_rollout_header(full.header).last_rows, header.last_rows) == ("all", "predicting")
     rows = wire.predicting_rows(full.array("loss_mask"))
     assert ("logsumexp" in fewer) == ("logsumexp" in full) == whole
