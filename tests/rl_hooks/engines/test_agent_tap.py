@@ -236,10 +236,10 @@ def test_a_file_of_collected_rollouts_is_a_rollout_file() -> None:
 def test_a_file_leaves_out_the_last_states_that_the_service_does_not_want(tmp_path: Path) -> None:
     done = decode([Script(f"r{i}", [2, 3, 4], [5 + i, 6, STOP]) for i in range(3)], 1)
     files = []
-    for name in wire.FORMATS:
-        parts, _ = rollout_file(done, run="live", target_fingerprint="f" * 32, aux_layers=(1, 3), last_rows=name)
-        (tmp_path / name).write_bytes(b"".join(bytes(part) for part in parts))
-        files.append(wire.MappedFile(tmp_path / name))
+    for last_rows in wire.FORMATS:
+        parts, _ = rollout_file(done, run="live", target_fingerprint="f" * 32, aux_layers=(1, 3), last_rows=last_rows)
+        (tmp_path / last_rows).write_bytes(b"".join(bytes(part) for part in parts))
+        files.append(wire.MappedFile(tmp_path / last_rows))
     full, fewer = files
     header = wire.check_rollout_header(fewer.header)
     ids, starts, mask = (fewer.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
