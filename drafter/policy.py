@@ -82,20 +82,22 @@ class TargetHead:
     def token_logprobs(self, batch: RolloutBatch, rows: Tensor | None = None) -> Tensor:
         """Recomputed log p of every token, f32[T]: f(W[x[t]].last_hidden[t-1]) / tau - logsumexp[t-1].
 
-        nan where a token is the first of its rollout, its row is not held, or `rows` bool[T] is not true.
-        Infinite where features overflow. Compare with `batch.logprobs`.
+        nan where a token is the first of its rollout, its row of the head is not held or that of the state was not
+        sent, or `rows` bool[T] is not true. Infinite where features overflow. Compare with `batch.logprobs`.
         """
         if batch.last_hidden.shape[1] != self.hidden_size:
             raise TargetHeadError(f"last_hidden is {batch.last_hidden.shape[1]} wide, the head {self.hidden_size}")
         places = self._places(batch.input_ids)
         places[batch.cu_seqlens[:-1]] = -1
+        if not batch.every_last_row:
+            places[~batch.loss_mask.cpu()] = -1
         wanted = places >= 0 if rows is None else (places >= 0) & rows.cpu()
         known = torch.nonzero(wanted).flatten()
         out = torch.full((batch.tokens,), float("nan"), device=batch.last_hidden.device)
         for t in torch.split(known, _GAP_CHUNK_ROWS):
             weight = self.lm_head[places[t].to(self.lm_head.device)].to(batch.last_hidden.device, torch.float32)
             t = t.to(batch.last_hidden.device)
-            logits = self.logit_map.apply(torch.linalg.vecdot(weight, batch.rows("last_hidden", t - 1).float()))
+            logits = self.logit_map.apply(torch.linalg.vecdot(weight, batch.last_rows(t - 1).float()))
             found = logits / batch.divisor - batch.logsumexp[t - 1].float()
             out[t] = torch.where(found.isfinite(), found, math.inf)  # not nan, which is nobody's fault
         return out
@@ -115,7 +117,7 @@ class TargetHead:
         rows = torch.nonzero(batch.loss_mask).flatten() - 1
         step = max(1, _LOGITS_AT_ONCE // len(self.lm_head))
         for part in torch.split(rows, step):
-            hidden = batch.rows("last_hidden", part).to(self.lm_head.device, self.lm_head.dtype)
+            hidden = batch.last_rows(part).to(self.lm_head.device, self.lm_head.dtype)
             logits = self.logit_map.apply((hidden @ self.lm_head.T).float())
             found[part] = (logits / batch.divisor).logsumexp(-1).to(found)
         return replace(batch, logsumexp=found, normalised=True)
@@ -149,7 +151,7 @@ class TargetHead:
 
     def _kept_mass(self, batch: RolloutBatch, t: Tensor) -> Tensor:
         """Probability [n] that top-k, then top-p, leave of the distributions that tokens t int64[n] were drawn from."""
-        hidden = batch.rows("last_hidden", t - 1).to(self.lm_head.device, self.lm_head.dtype)
+        hidden = batch.last_rows(t - 1).to(self.lm_head.device, self.lm_head.dtype)
         logits = self.logit_map.apply((hidden @ self.lm_head.T).float())  # [n, V]
         p = (logits / batch.divisor).softmax(-1)
         kept = p.topk(min(batch.top_k or p.shape[1], p.shape[1])).values  # [n, k], the largest first

@@ -8,6 +8,7 @@ DRAFTALIGN_TOKENS="s3cret:write,read;0ther:admin" two tokens with their scopes
 from __future__ import annotations
 
 import ipaddress
+import shutil
 from pathlib import Path
 from typing import Final, Literal, Self
 from urllib.parse import urlsplit
@@ -80,7 +81,9 @@ class Settings(BaseSettings):
     max_batch_rollouts: int = Field(4096, gt=0, description="Most rollouts in one file; above it 422.")
     max_runs: int = Field(256, gt=0, description="Most runs; the next one to be registered gets 429.")
     queue_max_items: int = Field(10_000, gt=0, description="Most batches in a run's queue; above it 429.")
-    queue_max_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Most bytes in a run's queue; above it 429.")
+    queue_max_bytes: int | None = Field(
+        None, gt=0, description="Most bytes in a run's queue; above it 429. Unset: 3/4 of the size of the spool's disk."
+    )
     spool_min_free_bytes: int = Field(256 * MIB, ge=0, description="Free disk below which uploads get 429.")
     spool_fsync: bool = Field(False, description="Force each rollout file to disk before its 202.")
     overflow: Literal["reject", "drop_oldest"] = Field(
@@ -167,7 +170,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.max_body_bytes > self.queue_max_bytes:
+        if self.queue_max_bytes is not None and self.max_body_bytes > self.queue_max_bytes:
             raise ValueError(
                 f"max_body_bytes is {self.max_body_bytes}, above queue_max_bytes {self.queue_max_bytes}: "
                 "the largest file would never fit the queue; lower the one or raise the other"
@@ -178,6 +181,11 @@ class Settings(BaseSettings):
             raise ValueError(f"drafters_url must begin with one of {', '.join(OBJECT_SCHEMES)}")
         self.token_scopes()
         return self
+
+    @property
+    def queue_limit_bytes(self) -> int:
+        """Bytes at which a run's queue is full. The rest is for checkpoints, drafters, other runs."""
+        return self.queue_max_bytes or shutil.disk_usage(self.state_dir).total * 3 // 4
 
     def token_scopes(self) -> dict[str, frozenset[Scope]]:
         """Map each configured token to its scopes; `admin` includes the other two."""

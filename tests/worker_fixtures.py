@@ -27,6 +27,7 @@ import numpy as np
 import redis.asyncio
 import torch
 from redis import Redis
+from service_fixtures import with_last_rows
 from storage_fixtures import RolloutQueue, Store
 from torch import Tensor
 
@@ -200,9 +201,8 @@ class World:
             "aux_layers": LAYERS,
             "temperature": temperature,
         }
-        return joined(
-            wire.encode({k: as_wire(v) for k, v in tensors.items()}, wire.rollout_metadata(**facts | metadata))
-        )
+        file = with_last_rows({k: as_wire(v) for k, v in tensors.items()}, metadata.get("last_rows", "all"))
+        return joined(wire.encode(file, wire.rollout_metadata(**facts | metadata)))
 
     # --- drafters
     def drafter(self, seed: int = 0, *, vocabulary: Tensor | None = None) -> Eagle3Drafter:

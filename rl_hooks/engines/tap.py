@@ -404,6 +404,7 @@ def rollout_file(
     target_fingerprint: str,
     aux_layers: Sequence[int],
     source: str = "",
+    last_rows: wire.LastRows = "all",
 ) -> tuple[list[bytes | memoryview], str]:
     """Lay out rollouts of one policy version and one kind of sampling as a file; returns its parts and the batch id.
 
@@ -417,14 +418,19 @@ def rollout_file(
         hashlib.sha256(f"{of_engine}/{one.request.request_id}/".encode() + one.input_ids.tobytes()).hexdigest()[:24]
         for one in batch
     ]
+    generated = np.concatenate([one.generated for one in batch])
+    last, logsumexp = torch.cat([one.last for one in batch]), torch.cat([one.logsumexp for one in batch])
+    if last_rows == "predicting":
+        rows = torch.from_numpy(wire.predicting_rows(generated))
+        last, logsumexp = last[rows], logsumexp[rows]
     tensors = {
         "input_ids": wire.Tensor.of(np.concatenate([one.input_ids for one in batch]), "I32"),
         "cu_seqlens": wire.Tensor.of(np.cumsum([0, *lengths], dtype=np.int32), "I32"),
-        "loss_mask": wire.Tensor.of(np.concatenate([one.generated for one in batch]).astype(np.uint8), "U8"),
+        "loss_mask": wire.Tensor.of(generated.astype(np.uint8), "U8"),
         "logprobs": wire.Tensor.of(np.concatenate([one.logprobs for one in batch]), "F32"),
         "aux_hidden": as_wire(torch.cat([one.aux for one in batch]).to(torch.bfloat16)),
-        "last_hidden": as_wire(torch.cat([one.last for one in batch]).to(torch.bfloat16)),
-        "logsumexp": as_wire(torch.cat([one.logsumexp for one in batch]).float()),
+        "last_hidden": as_wire(last.to(torch.bfloat16)),
+        "logsumexp": as_wire(logsumexp.float()),
     }
     sampling = batch[0].request.sampling
     metadata = wire.rollout_metadata(
@@ -437,6 +443,7 @@ def rollout_file(
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         prompt_hashes=[wire.prompt_hash(one.request.prompt_ids) for one in batch],
+        last_rows=last_rows,
         extra={"source": "engine", "first_positions": str([one.first_position for one in batch])},
     )
     return wire.encode(tensors, metadata), wire.batch_id(run, policy_version, names)

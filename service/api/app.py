@@ -142,7 +142,7 @@ async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
         metrics.render,
         snapshots,
         unreadable=unreadable,
-        queue_limit_bytes=context.settings.queue_max_bytes,
+        queue_limit_bytes=context.settings.queue_limit_bytes,
         token_file_broken=None if context.settings.token_file is None else context.tokens.trouble is not None,
     )
 

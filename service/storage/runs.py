@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from rl_hooks.durable import replace_file
+from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.run import check_run
 from rl_hooks.wire import (
@@ -24,6 +25,7 @@ from rl_hooks.wire import (
     HEAD_FORMAT,
     RUN_FORMAT,
     Header,
+    LastRows,
     LogitMap,
     MappedFile,
     TensorInfo,
@@ -59,6 +61,7 @@ class RunRecord(BaseModel):
     policy_version: int
     draft_vocab_size: int | None
     has_drafter: bool
+    last_rows: LastRows = "all"  # that its drafters read; a run of an older service has not looked, and takes all
     bytes: int
     created: float
 
@@ -108,9 +111,20 @@ def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunReco
         policy_version=_policy_version(header),
         draft_vocab_size=None if size is None else int(size),
         has_drafter="drafter_config" in meta,
+        last_rows=_last_rows(meta),
         bytes=header.file_bytes,
         created=time.time(),
     )
+
+
+def _last_rows(metadata: Mapping[str, str]) -> LastRows:
+    """Rows of the last state that a run's drafters read. All drafters of a run are of one kind."""
+    text = metadata.get("drafter_config")  # without one the run begins with an EAGLE-3 drafter
+    try:
+        mtp = text is not None and kind_of(json_object(text, "drafter_config")) == "mtp"
+    except DrafterError:  # of a run that exists and keeps its own
+        return "all"
+    return "all" if mtp else "predicting"
 
 
 def _check_for_worker(header: Header, config: dict[str, Any], layers: list[int]) -> None:

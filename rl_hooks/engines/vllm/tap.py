@@ -291,7 +291,7 @@ class VllmTap:
         return tapped
 
     def _send(self, batch: Sequence[Collected]) -> None:
-        parts, batch_id = self._file(batch)
+        parts, batch_id = self._file(batch, last_rows=self.sender.last_rows)
         self.sender.submit(parts, batch_id=batch_id, policy_version=batch[0].policy_version)
 
     def close(self) -> None:

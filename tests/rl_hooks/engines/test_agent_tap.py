@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -230,6 +231,24 @@ def test_a_file_of_collected_rollouts_is_a_rollout_file() -> None:
     assert (header.rollouts, header.tokens, header.hidden_size, header.batch_id) == (3, 18, HIDDEN, batch_id)
     assert header.header.metadata["source"] == "engine"
     assert header.prompt_hashes == (wire.prompt_hash([2, 3, 4]),) * 3
+
+
+def test_a_file_leaves_out_the_last_states_that_the_service_does_not_want(tmp_path: Path) -> None:
+    done = decode([Script(f"r{i}", [2, 3, 4], [5 + i, 6, STOP]) for i in range(3)], 1)
+    files = []
+    for last_rows in wire.FORMATS:
+        parts, _ = rollout_file(done, run="live", target_fingerprint="f" * 32, aux_layers=(1, 3), last_rows=last_rows)
+        (tmp_path / last_rows).write_bytes(b"".join(bytes(part) for part in parts))
+        files.append(wire.MappedFile(tmp_path / last_rows))
+    full, fewer = files
+    header = wire.check_rollout_header(fewer.header)
+    ids, starts, mask = (fewer.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    wire.check_index(header, ids, starts, mask, VOCAB)
+    rows = wire.predicting_rows(full.array("loss_mask"))
+    assert rows.tolist() == [2, 3, 4, 8, 9, 10, 14, 15, 16]
+    for name in full.header.tensors:
+        kept = full.array(name)[rows] if name in ("last_hidden", "logsumexp") else full.array(name)
+        assert np.array_equal(kept, fewer.array(name)), name
 
 
 def test_a_file_names_the_whole_prompt_whatever_the_prefix_cache_held() -> None:
