@@ -35,6 +35,7 @@ from drafter.device import is_device_fault
 from drafter.errors import DrafterError
 from service.errors import ConfigurationError, ServiceError, WorkerError
 from service.settings import Settings
+from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.lease import Leases
 from service.storage.queue import RolloutQueue
@@ -416,8 +417,13 @@ def _is_the_files(error: Exception) -> bool:
 
 
 def connect(url: str) -> Redis:
-    """A client that waits out short interruptions."""
-    return Redis.from_url(url, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5), socket_timeout=10.0)
+    """A client that waits out short interruptions; a cluster of which no node answers is waited for."""
+    while True:
+        try:
+            return ready.connect(url, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5), socket_timeout=10.0)
+        except RedisError as error:
+            log.warning("no cluster answers: %s; it is waited for", error)
+            time.sleep(1.0)
 
 
 def checked_device(name: str) -> torch.device:

@@ -1,0 +1,135 @@
+"""A real cluster of three primaries, and a real Sentinel: one URL, and the queue works through both clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_fixtures import eventually
+from redis import Redis
+from redis.exceptions import RedisError
+from storage_fixtures import RolloutQueue
+
+from service.cli.checks import check_redis, checked_redis
+from service.cli.valkey import find_binary
+from service.errors import ConfigurationError
+from service.storage.lease import Leases
+from service.storage.queue import AsyncRolloutQueue, Batch
+from service.storage.ready import WriteTest, connect, connect_async
+from service.storage.reports import AsyncStore
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _server(place: Path, *options: str) -> Iterator[int]:
+    place.mkdir()
+    port = _free_port()
+    file = place / "server.conf"
+    lines = (f"port {port}", "bind 127.0.0.1", f"dir {place}", 'save ""', *options)
+    file.write_text("\n".join(lines) + "\n")
+    sentinel = ["--sentinel"] if any(line.startswith("sentinel") for line in options) else []
+    with subprocess.Popen([str(find_binary()), str(file), *sentinel], stdout=subprocess.DEVNULL) as process:
+        try:
+            with Redis(port=port) as client:
+                eventually(lambda: _quiet(client.ping))
+            yield port
+        finally:
+            process.kill()
+
+
+def _quiet(ask: Any) -> Any:
+    try:
+        return ask()
+    except RedisError:
+        return None
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[str]:
+    with contextlib.ExitStack() as stack:
+        buses = [_free_port() for _ in range(3)]
+        ports = [
+            stack.enter_context(_server(tmp_path / str(n), "cluster-enabled yes", f"cluster-port {bus}"))
+            for n, bus in enumerate(buses)
+        ]
+        nodes = [stack.enter_context(Redis(port=port)) for port in ports]
+        for number, node in enumerate(nodes):
+            first, last = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
+            node.execute_command("CLUSTER ADDSLOTSRANGE", first, last)
+        for port, bus in zip(ports[1:], buses[1:], strict=True):
+            nodes[0].execute_command("CLUSTER MEET", "127.0.0.1", port, bus)
+        eventually(lambda: all(node.cluster("INFO")["cluster_state"] == "ok" for node in nodes), 60)
+        yield f"redis+cluster://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
+
+
+@pytest.fixture
+def sentinel(tmp_path: Path) -> Iterator[str]:
+    with contextlib.ExitStack() as stack:
+        primary = stack.enter_context(_server(tmp_path / "primary"))
+        watch = stack.enter_context(_server(tmp_path / "watch", f"sentinel monitor mine 127.0.0.1 {primary} 1"))
+        yield f"redis+sentinel://127.0.0.1:{watch}/mine/2"
+
+
+@pytest.mark.parametrize("kind", ["cluster", "sentinel"])
+def test_a_runs_life_behind_one_url(kind: str, request: pytest.FixtureRequest) -> None:
+    url = request.getfixturevalue(kind)
+    check_redis(url)
+    with connect(url) as client:
+        for run in ("alpha", "beta", "gamma", "delta"):  # in slots of more than one primary
+            queue = RolloutQueue(client, run)
+            queue.ensure_group()
+            assert asyncio.run(_enqueue(url, run)) == ["accepted", "accepted", "duplicate"]
+            first, second = queue.claim("w", 1000, 0.0)
+            queue.heartbeat("w", [first.entry_id, second.entry_id])
+            assert queue.ack(first, "trained")
+            assert queue.dead_letter(second, "cannot be read")
+            assert queue.depth() == (0, 0)
+            assert queue.counters()["dead_total"] == 1
+            lease = Leases(client)
+            assert lease.hold(run)
+            assert asyncio.run(_forget(url, run)) > 0
+            assert not list(client.scan_iter(match=f"da:{{{run}}}:*"))
+
+
+async def _enqueue(url: str, run: str) -> list[str]:
+    async with connect_async(url) as client:
+        await WriteTest(client).check()
+        queue = AsyncRolloutQueue(client, run)
+        batches = [Batch(f"{n:032x}", f"{n:032x}.b", 100, 10, 2, n, n, (f"r{n}",)) for n in (1, 2, 2)]
+        return [(await queue.enqueue(b, max_items=9, max_bytes=10_000, overflow="reject")).outcome for b in batches]
+
+
+async def _forget(url: str, run: str) -> int:
+    async with connect_async(url) as client:
+        return await AsyncStore(client, run).forget()
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("redis+cluster://:p@h:1/3", "a cluster has no databases"),
+        ("redis+sentinel://:p@h:1", "ends with /SERVICE_NAME"),
+        ("redis+sentinel://:p@h:1/mine/x", "ends with /SERVICE_NAME"),
+        ("redis+cluster://:p@h:1,:2", "must begin with one of"),
+    ],
+)
+def test_a_url_that_names_none_is_refused_without_its_password(url: str, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named) as caught:
+        checked_redis(url)
+    assert ":p@" not in str(caught.value)
+
+
+def test_a_place_shows_all_members_and_no_secret() -> None:
+    assert checked_redis("rediss+sentinel://u:p%40@a:1,b/mine") == "rediss+sentinel://a:1,b:26379/mine"
+    with pytest.raises(ConfigurationError, match="no Redis answers at redis.cluster://127.0.0.1:1;"):
+        check_redis("redis+cluster://127.0.0.1:1")
