@@ -1,4 +1,4 @@
-"""Clients of Redis, a cluster or Sentinel; whether it takes the service's writes, and if not, what is wrong with it, and what to do."""
+"""Clients of Redis, a cluster or Sentinel; whether it takes the service's writes; if not, what to do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TESTED_SECONDS: Final = 1.0
 _TEST_WRITE: Final = "return redis.call('MSET', KEYS[1], 1, KEYS[2], 1)"
 _CLUSTER: Final = (
     "is a node of a cluster",
-    "give its URL as redis+cluster://HOST:PORT, or a server that is not in cluster mode",
+    "give it as redis+cluster://HOST:PORT, or a server that is no node",
 )
 _NOT_ALLOWED: Final = "does not let its user write", "allow that user all commands on the keys da:*"
 #: What answers without an error class of their own say.
