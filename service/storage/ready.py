@@ -55,7 +55,7 @@ class _Cluster(redis.cluster.RedisCluster):
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().execute_command(*args, **options)
+            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         except RedisClusterException as error:
             raise redis_errors.ConnectionError(str(error)) from error
 
@@ -75,11 +75,11 @@ def connect(url: str, **options: Any) -> Any:
     """
     kind = urlsplit(url).scheme.partition("+")[2]
     if kind == "cluster":
-        nodes = [redis.cluster.ClusterNode(*member) for member in redis_members(url)]
+        nodes = [redis.cluster.ClusterNode(*member) for member in redis_members(url)]  # type: ignore[no-untyped-call]
         return _Cluster(startup_nodes=nodes, **_cluster_options(url), **options)
     if kind == "sentinel":
         name, of_sentinels, given = _sentinel_options(url)
-        return redis.sentinel.Sentinel(
+        return redis.sentinel.Sentinel(  # type: ignore[no-untyped-call]
             redis_members(url), sentinel_kwargs=of_sentinels, **{**given, **options}
         ).master_for(name)
     return Redis.from_url(url, **options)
@@ -93,7 +93,7 @@ def connect_async(url: str, **options: Any) -> Any:
         return _AsyncCluster(startup_nodes=nodes, **_cluster_options(url), **options)
     if kind == "sentinel":
         name, of_sentinels, given = _sentinel_options(url)
-        return redis.asyncio.sentinel.Sentinel(
+        return redis.asyncio.sentinel.Sentinel(  # type: ignore[no-untyped-call]
             redis_members(url), sentinel_kwargs=of_sentinels, **{**given, **options}
         ).master_for(name)
     return redis.asyncio.Redis.from_url(url, **options)
@@ -102,7 +102,7 @@ def connect_async(url: str, **options: Any) -> Any:
 def _plain_options(url: str, path: str) -> dict[str, Any]:
     parts = urlsplit(url)
     user, at, _ = parts.netloc.rpartition("@")
-    given: dict[str, Any] = dict(parse_url(f"redis://{user}{at}host{path}?{parts.query}"))
+    given: dict[str, Any] = dict(parse_url(f"redis://{user}{at}host{path}?{parts.query}"))  # type: ignore[no-untyped-call]
     del given["host"]
     return given | ({"ssl": True} if parts.scheme.startswith("rediss") else {})
 
