@@ -19,6 +19,8 @@ Scope = Literal["write", "read", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = ("write", "read", "admin")
 _SEVERAL: Final = ("redis+cluster://", "rediss+cluster://", "redis+sentinel://", "rediss+sentinel://")
 REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", *_SEVERAL)
+#: Where `drafters_url` may lead.
+OBJECT_SCHEMES: Final = ("s3://", "gs://", "az://", "file://")
 MIB: Final = 1 << 20
 
 
@@ -82,6 +84,10 @@ class Settings(BaseSettings):
 
     signing_key_file: Path | None = Field(
         None, description="Private Ed25519 key (PEM) that signs manifests; `draftalign keygen` makes one."
+    )
+
+    drafters_url: str | None = Field(
+        None, description="Object store that engines fetch drafters from, `s3://bucket/prefix`. Unset: from the API."
     )
 
     max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file.")
@@ -183,6 +189,8 @@ class Settings(BaseSettings):
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both, or neither for plain HTTP")
+        if self.drafters_url is not None and not self.drafters_url.startswith(OBJECT_SCHEMES):
+            raise ValueError(f"drafters_url must begin with one of {', '.join(OBJECT_SCHEMES)}")
         self.token_scopes()
         return self
 
