@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -44,28 +46,64 @@ _ANSWERS: Final = {
 }
 
 
-class _Cluster(redis.cluster.RedisCluster):
-    """A cluster's client whose troubles are all RedisErrors; redis-py has one for missing nodes that is none."""
+@contextlib.contextmanager
+def _as_away() -> Iterator[None]:
+    """What a cluster says while it lacks a node, as the ConnectionError that every caller waits out.
 
+    redis-py has errors for it that are no RedisError, and a ResponseError for CLUSTERDOWN. Keys of two slots in one
+    command stay the fault that they are: no failover mends them.
+    """
+    try:
+        yield
+    except (redis_errors.CrossSlotTransactionError, redis_errors.ClusterCrossSlotError):
+        raise
+    except (RedisClusterException, redis_errors.ClusterError) as error:
+        raise redis_errors.ConnectionError(f"the cluster lacks a node: {error}") from error
+
+
+class _Cluster(redis.cluster.RedisCluster):
     def __init__(self, **options: Any) -> None:
-        try:
+        with _as_away():
             super().__init__(**options)
-        except RedisClusterException as error:
-            raise redis_errors.ConnectionError(str(error)) from error
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        try:
+        with _as_away():
             return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
-        except RedisClusterException as error:
-            raise redis_errors.ConnectionError(str(error)) from error
+
+    def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> Any:
+        pipe = super().pipeline(transaction, shard_hint)  # type: ignore[no-untyped-call]
+        pipe.execute = _as_away()(pipe.execute)
+        return pipe
 
 
 class _AsyncCluster(redis.asyncio.cluster.RedisCluster):
+    async def initialize(self, *args: Any, **options: Any) -> Any:
+        with _as_away():
+            return await super().initialize(*args, **options)
+
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        try:
+        with _as_away():
             return await super().execute_command(*args, **options)
-        except RedisClusterException as error:
-            raise redis_errors.ConnectionError(str(error)) from error
+
+    def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> Any:
+        pipe: Any = super().pipeline(transaction, shard_hint)
+        execute = pipe.execute
+
+        async def told(*args: Any, **options: Any) -> Any:
+            with _as_away():
+                return await execute(*args, **options)
+
+        pipe.execute = told
+        return pipe
+
+
+class _AsyncBehindSentinel(redis.asyncio.Redis):
+    """redis-py closes its connection to the primary, and leaves those to the Sentinels open."""
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        for sentinel in self.connection_pool.sentinel_manager.sentinels:  # type: ignore[attr-defined]
+            await sentinel.aclose()
 
 
 def connect(url: str, **options: Any) -> Any:
@@ -95,7 +133,7 @@ def connect_async(url: str, **options: Any) -> Any:
         name, of_sentinels, given = _sentinel_options(url)
         return redis.asyncio.sentinel.Sentinel(  # type: ignore[no-untyped-call]
             redis_members(url), sentinel_kwargs=of_sentinels, **{**given, **options}
-        ).master_for(name)
+        ).master_for(name, redis_class=_AsyncBehindSentinel)
     return redis.asyncio.Redis.from_url(url, **options)
 
 

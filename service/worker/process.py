@@ -421,12 +421,14 @@ def _is_the_files(error: Exception) -> bool:
 
 def connect(url: str) -> Redis:
     """A client that waits out short interruptions; a cluster of which no node answers is waited for."""
-    while True:
+    client: Redis | None = None
+    while client is None:
         try:
-            return ready.connect(url, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5), socket_timeout=10.0)
+            client = ready.connect(url, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5), socket_timeout=10.0)
         except RedisError as error:
             log.warning("no cluster answers: %s; it is waited for", error)
-            time.sleep(1.0)
+            time.sleep(_RETRY_SECONDS)
+    return client
 
 
 def checked_device(name: str) -> torch.device:

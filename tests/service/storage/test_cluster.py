@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from agent_fixtures import eventually
-from redis import Redis
-from redis.exceptions import RedisError
+from failover_fixtures import Cluster, Sentinels
 from storage_fixtures import RolloutQueue
 
 from service.cli.checks import check_redis, checked_redis
-from service.cli.valkey import find_binary
 from service.errors import ConfigurationError
 from service.storage.lease import Leases
 from service.storage.queue import AsyncRolloutQueue, Batch
@@ -25,61 +18,19 @@ from service.storage.ready import WriteTest, connect, connect_async
 from service.storage.reports import AsyncStore
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def _server(place: Path, *options: str) -> Iterator[int]:
-    place.mkdir()
-    port = _free_port()
-    file = place / "server.conf"
-    lines = (f"port {port}", "bind 127.0.0.1", f"dir {place}", 'save ""', *options)
-    file.write_text("\n".join(lines) + "\n")
-    sentinel = ["--sentinel"] if any(line.startswith("sentinel") for line in options) else []
-    with subprocess.Popen([str(find_binary()), str(file), *sentinel], stdout=subprocess.DEVNULL) as process:
-        try:
-            with Redis(port=port) as client:
-                eventually(lambda: _quiet(client.ping))
-            yield port
-        finally:
-            process.kill()
-
-
-def _quiet(ask: Any) -> Any:
-    try:
-        return ask()
-    except RedisError:
-        return None
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[str]:
-    with contextlib.ExitStack() as stack:
-        buses = [_free_port() for _ in range(3)]
-        ports = [
-            stack.enter_context(_server(tmp_path / str(n), "cluster-enabled yes", f"cluster-port {bus}"))
-            for n, bus in enumerate(buses)
-        ]
-        nodes = [stack.enter_context(Redis(port=port)) for port in ports]
-        for number, node in enumerate(nodes):
-            first, last = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
-            node.execute_command("CLUSTER ADDSLOTSRANGE", first, last)
-        for port, bus in zip(ports[1:], buses[1:], strict=True):
-            nodes[0].execute_command("CLUSTER MEET", "127.0.0.1", port, bus)
-        eventually(lambda: all(node.cluster("INFO")["cluster_state"] == "ok" for node in nodes), 60)
-        yield f"redis+cluster://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
+    with Cluster(tmp_path, replicas=False) as servers:
+        yield servers.url
 
 
 @pytest.fixture
 def sentinel(tmp_path: Path) -> Iterator[str]:
-    with contextlib.ExitStack() as stack:
-        primary = stack.enter_context(_server(tmp_path / "primary"))
-        watch = stack.enter_context(_server(tmp_path / "watch", f"sentinel monitor mine 127.0.0.1 {primary} 1"))
-        yield f"redis+sentinel://127.0.0.1:{watch}/mine/2"
+    with Sentinels(tmp_path) as servers:
+        yield f"{servers.url}/2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cluster", "sentinel"])
 def test_a_runs_life_behind_one_url(kind: str, request: pytest.FixtureRequest) -> None:
     url = request.getfixturevalue(kind)
