@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import subprocess
 import time
@@ -39,12 +40,12 @@ class Server:
     def __init__(self, place: Path, *options: str) -> None:
         place.mkdir(parents=True)
         self.port, self.bus = free_port(), free_port()
-        self.client = Redis(port=self.port)
+        self.client: Any = Redis(port=self.port)
         self._file = place / "server.conf"
         self._sentinel = any(line.startswith("sentinel ") for line in options)
         lines = [f"port {self.port}", "bind 127.0.0.1", f"dir {place}", *options]
         lines += [f"cluster-port {self.bus}"] if "cluster-enabled yes" in options else []
-        lines += [] if self._sentinel else ['save ""', "repl-diskless-sync-delay 0"]
+        lines += [] if self._sentinel else ['save ""', "repl-diskless-sync-delay 0", "repl-ping-replica-period 1"]
         self._file.write_text("\n".join(lines) + "\n")
         self.start()
 
@@ -65,9 +66,10 @@ class Server:
         return bool(self.client.info("replication")["role"] == "master")
 
     def has_replica(self) -> bool:
-        """Whether it is a primary with a replica that has caught up."""
+        """Whether it is a primary with a replica that has confirmed what it got; it is "online" before it gets any."""
         facts = self.client.info("replication")
-        return bool(facts["role"] == "master" and facts.get("slave0", {}).get("state") == "online")
+        replica = facts.get("slave0", {})
+        return bool(facts["role"] == "master" and replica.get("state") == "online" and replica["offset"] > 0)
 
     def wait_for_replica(self) -> None:
         """Return when the replica has every write that was answered before."""
@@ -93,6 +95,14 @@ class Servers:
         return self
 
     def _begin(self) -> None:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Wait until a primary could be lost."""
+        raise NotImplementedError
+
+    def primary_of(self, _key: str) -> Server:
+        """The primary that a write of this key goes to."""
         raise NotImplementedError
 
     def __exit__(self, *_: object) -> None:
@@ -124,9 +134,8 @@ class Sentinels(Servers):
 
     def settle(self) -> None:
         """Wait until a primary could be lost: all Sentinels know each other, the primary and its replica."""
-        known = ("num-other-sentinels", 2), ("num-slaves", 1)
         for watcher in self._watchers:
-            until(lambda w=watcher: all(w.client.sentinel_master("mine")[k] == v for k, v in known), "they are found")
+            until(functools.partial(_has_found, watcher), "the Sentinels found all")
         until(lambda: any(server.has_replica() for server in self._pair), "the replica has caught up")
 
     def primary_of(self, _key: str) -> Server:
@@ -154,7 +163,7 @@ class Cluster(Servers):
             first.execute_command("CLUSTER MEET", "127.0.0.1", node.port, node.bus)
         for number, node in enumerate(self._nodes[3:]):
             primary = self._nodes[number].client.execute_command("CLUSTER MYID").decode()
-            until(lambda n=node, p=primary: _knows(n, p), "the nodes met")
+            until(functools.partial(_knows, node, primary), "the nodes met")
             node.client.execute_command("CLUSTER REPLICATE", primary)
         self.url = f"redis+cluster://127.0.0.1:{self._nodes[0].port},127.0.0.1:{self._nodes[1].port}"
         self.settle()
@@ -162,14 +171,14 @@ class Cluster(Servers):
     def settle(self) -> None:
         """Wait until every node finds the cluster whole, and every primary has its replica."""
         for node in self._nodes:
-            until(lambda n=node: n.client.cluster("INFO")["cluster_state"] == "ok", "the cluster is whole")
-            until(lambda n=node: n.client.cluster("INFO")["cluster_known_nodes"] == str(len(self._nodes)), "all met")
+            until(functools.partial(_finds, node, "cluster_state", "ok"), "the cluster is whole")
+            until(functools.partial(_finds, node, "cluster_known_nodes", str(len(self._nodes))), "all met")
         if self._replicas:
             until(lambda: sum(node.has_replica() for node in self._nodes) == 3, "all replicas have caught up")
 
-    def primary_of(self, key: str) -> Server:
-        """The primary that a write of `key` goes to."""
-        return next(node for node in self._nodes if node.is_primary() and self._serves(node, key))
+    def primary_of(self, _key: str) -> Server:
+        """The primary that a write of this key goes to."""
+        return next(node for node in self._nodes if node.is_primary() and self._serves(node, _key))
 
     @staticmethod
     def _serves(node: Server, key: str) -> bool:
@@ -182,3 +191,12 @@ class Cluster(Servers):
 
 def _knows(node: Server, other: str) -> bool:
     return other in str(node.client.cluster("NODES"))
+
+
+def _finds(node: Server, name: str, value: str) -> bool:
+    return bool(node.client.cluster("INFO")[name] == value)
+
+
+def _has_found(watcher: Server) -> bool:
+    facts = watcher.client.sentinel_master("mine")
+    return bool(facts["num-other-sentinels"] == 2 and facts["num-slaves"] == 1)

@@ -1,4 +1,4 @@
-"""`serve` and `worker` on a Redis of several hosts: a run is trained and published, and a primary's death is outlived."""
+"""`serve` and `worker` on a Redis of several hosts: a run is trained, and a primary's death outlived."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -21,14 +21,20 @@ from worker_fixtures import ONE_BY_ONE, World
 from service.storage.queue import Keys
 from service.storage.ready import connect
 
-KINDS = {"cluster": lambda place: Cluster(place, replicas=True), "sentinel": Sentinels}
+KINDS: dict[str, Callable[[Path], Servers]] = {
+    "cluster": lambda place: Cluster(place, replicas=True),
+    "sentinel": Sentinels,
+}
 
 
 @contextlib.contextmanager
 def _process(log: Path, environment: dict[str, str], *argv: str) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as out, subprocess.Popen(
-        [sys.executable, "-m", "service.cli", *argv], env=environment, stdout=out, stderr=out
-    ) as process:
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(
+            [sys.executable, "-m", "service.cli", *argv], env=environment, stdout=out, stderr=out
+        ) as process,
+    ):
         try:
             yield process
         finally:
@@ -57,9 +63,8 @@ class Service:
         self._count = 0
         self.refused = 0
 
-    def wait(self, condition: object, what: str, seconds: float = 90.0) -> None:
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
         """Wait until `condition` is true; both processes must live, and a refusal of the API makes it false."""
-        assert callable(condition)
         deadline = time.monotonic() + seconds
         while True:
             with contextlib.suppress(httpx.TransportError):
@@ -91,7 +96,13 @@ class Service:
     def acknowledged(self, count: int) -> list[str]:
         """Send until so many are acknowledged; a refused batch is sent again."""
         found: list[str] = []
-        self.wait(lambda: (name := self.send()) and (found.append(name), len(found) == count)[1], "acknowledged")
+
+        def enough() -> bool:
+            if (name := self.send()) is not None:
+                found.append(name)
+            return len(found) == count
+
+        self.wait(enough, "acknowledged")
         return found
 
 
