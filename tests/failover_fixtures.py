@@ -152,33 +152,33 @@ class Cluster(Servers):
 
     def _begin(self) -> None:
         options = "cluster-enabled yes", "cluster-node-timeout 2000", "cluster-allow-replica-migration no"
-        self._nodes = [self._start(self.place / str(n), *options) for n in range(6 if self._replicas else 3)]
-        first = self._nodes[0].client
-        for number, node in enumerate(self._nodes):
+        self.nodes = [self._start(self.place / str(n), *options) for n in range(6 if self._replicas else 3)]
+        first = self.nodes[0].client
+        for number, node in enumerate(self.nodes):
             node.client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
-        for number, node in enumerate(self._nodes[:3]):
+        for number, node in enumerate(self.nodes[:3]):
             low, high = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
             node.client.execute_command("CLUSTER ADDSLOTSRANGE", low, high)
-        for node in self._nodes[1:]:
+        for node in self.nodes[1:]:
             first.execute_command("CLUSTER MEET", "127.0.0.1", node.port, node.bus)
-        for number, node in enumerate(self._nodes[3:]):
-            primary = self._nodes[number].client.execute_command("CLUSTER MYID").decode()
+        for number, node in enumerate(self.nodes[3:]):
+            primary = self.nodes[number].client.execute_command("CLUSTER MYID").decode()
             until(functools.partial(_knows, node, primary), "the nodes met")
             node.client.execute_command("CLUSTER REPLICATE", primary)
-        self.url = f"redis+cluster://127.0.0.1:{self._nodes[0].port},127.0.0.1:{self._nodes[1].port}"
+        self.url = f"redis+cluster://127.0.0.1:{self.nodes[0].port},127.0.0.1:{self.nodes[1].port}"
         self.settle()
 
     def settle(self) -> None:
         """Wait until every node finds the cluster whole, and every primary has its replica."""
-        for node in self._nodes:
+        for node in self.nodes:
             until(functools.partial(_finds, node, "cluster_state", "ok"), "the cluster is whole")
-            until(functools.partial(_finds, node, "cluster_known_nodes", str(len(self._nodes))), "all met")
+            until(functools.partial(_finds, node, "cluster_known_nodes", str(len(self.nodes))), "all met")
         if self._replicas:
-            until(lambda: sum(node.has_replica() for node in self._nodes) == 3, "all replicas have caught up")
+            until(lambda: sum(node.has_replica() for node in self.nodes) == 3, "all replicas have caught up")
 
     def primary_of(self, _key: str) -> Server:
         """The primary that a write of this key goes to."""
-        return next(node for node in self._nodes if node.is_primary() and self._serves(node, _key))
+        return next(node for node in self.nodes if node.is_primary() and self._serves(node, _key))
 
     @staticmethod
     def _serves(node: Server, key: str) -> bool:

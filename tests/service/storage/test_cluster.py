@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from failover_fixtures import Cluster, Sentinels
+from failover_fixtures import Cluster, Sentinels, until
+from redis.exceptions import ConnectionError as RedisConnectionError
 from storage_fixtures import RolloutQueue
 
 from service.cli.checks import check_redis, checked_redis
 from service.errors import ConfigurationError
 from service.storage.lease import Leases
-from service.storage.queue import AsyncRolloutQueue, Batch
+from service.storage.queue import AsyncRolloutQueue, Batch, Keys
 from service.storage.ready import WriteTest, connect, connect_async
 from service.storage.reports import AsyncStore
 
@@ -63,6 +64,33 @@ async def _enqueue(url: str, run: str) -> list[str]:
 async def _forget(url: str, run: str) -> int:
     async with connect_async(url) as client:
         return await AsyncStore(client, run).forget()
+
+
+@pytest.mark.slow
+def test_a_cluster_that_lacks_a_primary_counts_as_away_also_in_pipelines(tmp_path: Path) -> None:
+    """redis-py raises what is no RedisError then, and for CLUSTERDOWN one that would be answered with 500."""
+    keys = Keys("alpha")
+    with Cluster(tmp_path, replicas=False) as servers, connect(servers.url) as client:
+        away = servers.primary_of(keys.queue)
+        left = next(node for node in servers.nodes if node is not away)
+        away.kill()
+        until(lambda: left.client.cluster("INFO")["cluster_state"] == "fail", "the others miss it")
+        for transaction in (False, True):
+            with client.pipeline(transaction=transaction) as pipe:
+                pipe.exists(keys.queue)
+                with pytest.raises(RedisConnectionError):
+                    pipe.execute()
+            piped = _piped(servers.url, keys.queue, transaction=transaction)
+            with pytest.raises(RedisConnectionError):
+                asyncio.run(piped)
+        with pytest.raises(RedisConnectionError):
+            client.exists(keys.queue)
+
+
+async def _piped(url: str, key: str, *, transaction: bool) -> None:
+    async with connect_async(url) as client, client.pipeline(transaction=transaction) as pipe:
+        pipe.exists(key)
+        await pipe.execute()
 
 
 @pytest.mark.parametrize(
