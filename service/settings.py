@@ -18,7 +18,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Scope = Literal["write", "read", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = ("write", "read", "admin")
-REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://")
+_SEVERAL: Final = ("redis+cluster://", "rediss+cluster://", "redis+sentinel://", "rediss+sentinel://")
+REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", *_SEVERAL)
 #: Where `drafters_url` may lead.
 OBJECT_SCHEMES: Final = ("s3://", "gs://", "az://", "file://")
 MIB: Final = 1 << 20
@@ -28,7 +29,11 @@ def redis_place(url: str) -> str:
     """A Redis URL without user, password and options, safe to show. Its ValueError repeats no part of the URL."""
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
+        if url.startswith(_SEVERAL):
+            members = ",".join(f"{host}:{port}" for host, port in redis_members(url))
+            host, port = members, None
+        else:
+            host, port = parts.hostname or "", parts.port
         # An @ after the host, or a port that is no number: the password was not percent-encoded.
         sound = url.startswith(REDIS_SCHEMES) and "@" not in parts.path + parts.query + parts.fragment
     except ValueError:
@@ -36,8 +41,18 @@ def redis_place(url: str) -> str:
     if not sound:
         schemes = ", ".join(REDIS_SCHEMES)
         raise ValueError(f"redis_url must begin with one of {schemes}, with / : @ # ? in its password percent-encoded")
-    host = f"[{host}]" if ":" in host else host
+    host = f"[{host}]" if ":" in host and not url.startswith(_SEVERAL) else host
     return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path}"
+
+
+def redis_members(url: str) -> list[tuple[str, int]]:
+    """Hosts and ports that a cluster's or Sentinel's URL names; ValueError where one is no host with a port."""
+    parts = urlsplit(url)
+    default = 26379 if parts.scheme.endswith("sentinel") else 6379
+    found = [urlsplit(f"//{member}") for member in parts.netloc.rpartition("@")[2].split(",")]
+    if any(not member.hostname for member in found):
+        raise ValueError("redis_url names a host that is empty")
+    return [(str(member.hostname), member.port or default) for member in found]
 
 
 class Settings(BaseSettings):

@@ -52,6 +52,8 @@ class Keys:
     RUNS: Final = "da:runs"
     #: Written by a probe: two slots, so a single node of a cluster refuses them.
     READY: Final = ("da:ready:1", "da:ready:2")
+    #: The same through a cluster's client: one slot, as a run's keys.
+    READY_CLUSTER: Final = ("da:{ready}:1", "da:{ready}:2")
 
     def __init__(self, run: str) -> None:
         self.prefix = f"da:{{{run}}}:"

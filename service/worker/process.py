@@ -36,6 +36,7 @@ from drafter.errors import DrafterError
 from drafter.training.ranks import Orders, current
 from service.errors import ConfigurationError, ServiceError, WorkerError
 from service.settings import Settings
+from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.lease import Leases
 from service.storage.queue import RolloutQueue
@@ -449,8 +450,15 @@ def _is_the_files(error: Exception) -> bool:
 
 
 def connect(url: str) -> Redis:
-    """A client that waits out short interruptions."""
-    return Redis.from_url(url, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5), socket_timeout=10.0)
+    """A client that waits out short interruptions; a cluster of which no node answers is waited for."""
+    client: Redis | None = None
+    while client is None:
+        try:
+            client = ready.connect(url, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5), socket_timeout=10.0)
+        except RedisError as error:
+            log.warning("no cluster answers: %s; it is waited for", error)
+            time.sleep(_RETRY_SECONDS)
+    return client
 
 
 def checked_device(name: str) -> torch.device:

@@ -56,7 +56,7 @@ def test_what_is_wrong_is_named_with_what_to_do(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--cluster-enabled", "yes", "--cluster-port", "1"), "is a node of a cluster .* give a server that is not in"),
+        (("--cluster-enabled", "yes", "--cluster-port", "1"), "is a node of a cluster .* give it as redis.cluster://"),
         (("--sentinel",), "lacks a command: it is a Sentinel's own port, .* give the address of the primary"),
     ],
 )
