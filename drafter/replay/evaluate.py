@@ -170,8 +170,11 @@ def _text_only(batch: RolloutBatch) -> RolloutBatch:
         batch,
         aux_hidden=batch.aux_hidden.new_zeros(batch.tokens, 0, dtype=torch.float32),
         last_hidden=batch.last_hidden.new_zeros(batch.tokens, 0, dtype=torch.float32),
+        aux_scale=None,
+        last_scale=None,
         temperature=1.0,
-        warped=False,
+        top_p=1.0,
+        top_k=0,
     )
 
 

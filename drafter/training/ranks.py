@@ -57,6 +57,10 @@ class Ranks:
         """The sums over all ranks."""
         return list(counts)
 
+    def add_table(self, table: Tensor) -> Tensor:
+        """The sum of the ranks' tables, which lie in host memory and are of one shape and type; in place."""
+        return table
+
     def add_gradients(self, parameters: Sequence[nn.Parameter], figures: Tensor) -> Tensor:  # noqa: ARG002 - of several
         """Sum all gradients over all ranks, in place; returns the sums of `figures`.
 
@@ -131,6 +135,12 @@ class JoinedRanks(Ranks):
         with _unless_lost():
             dist.all_reduce(sums, group=self._host)
         return [int(total) for total in sums]
+
+    def add_table(self, table: Tensor) -> Tensor:
+        """The sum of the ranks' tables, which lie in host memory and are of one shape and type; in place."""
+        with _unless_lost():
+            dist.all_reduce(table, group=self._host)
+        return table
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], figures: Tensor) -> Tensor:
         """Sum all gradients over all ranks, in place; returns the sums of `figures`.

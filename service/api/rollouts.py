@@ -289,7 +289,7 @@ async def get_dead(
         "total": await letters.total(),
         "file_bytes": (await context.queue(run).counters())["dead_file_bytes"],
         "dead": [
-            {name: value for name, value in asdict(one).items() if name not in ("letter_id", "blob")}
+            {name: value for name, value in asdict(one).items() if name != "blob"}
             | {"has_file": one.has_file and context.spool.path(run, one.blob).exists()}
             for one in found
         ],
@@ -320,15 +320,26 @@ async def get_dead_file(run: str, batch_id: str, context: Context) -> FileRespon
         429: {"description": "The queue is full."},
     },
 )
-async def retry_dead(run: str, batch_id: str, request: Request, response: Response, context: Context) -> dict[str, Any]:
-    """Put a dead batch back into the queue, once however often it is asked. Rollouts that came again are left out."""
+async def retry_dead(
+    run: str,
+    batch_id: str,
+    request: Request,
+    response: Response,
+    context: Context,
+    letter_id: str | None = Query(None, max_length=64, description="Of the death that you saw, as `dead` lists it."),
+) -> dict[str, Any]:
+    """Put a dead batch back into the queue. Rollouts that came again are left out.
+
+    Once for each time that it died: with `letter_id`, however often and however late it is asked.
+    """
     audit(request, "put back", batch_id=batch_id)
     settings, batch = context.settings, await _batch(context, run, batch_id)
     check_open(context.layout, run, for_rollouts=True)
     if batch["state"] == "dead":
         _kept(context, run, batch_id, batch)
+    seen = batch if letter_id is None else {**batch, "letter_id": letter_id}
     outcome = await context.dead(run).put_back(
-        batch_id, batch, max_items=settings.queue_max_items, max_bytes=settings.queue_max_bytes
+        batch_id, seen, max_items=settings.queue_max_items, max_bytes=settings.queue_max_bytes
     )
     if outcome.outcome == "full":
         raise _queue_full(context, run, outcome.state)

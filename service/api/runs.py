@@ -28,6 +28,7 @@ from service.monitor.headline import Headline
 from service.monitor.records import State
 from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
+from service.storage.admission.sent import check_initial_drafter
 from service.storage.layout import RUN_NAME, FileId, file_id
 from service.storage.runs import (
     RunRecord,
@@ -95,6 +96,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         await asyncio.to_thread(check_finite, upload.path)
         created = refused is not None or not context.layout.run_json(run).exists()
         if created:
+            await asyncio.to_thread(check_initial_drafter, upload.path)
             forget = _forgetting(context, run)  # the keys of an earlier run of this name
             created = await context.locking(commit_run, context.layout, records[0], upload, forget, refused=refused)
             if created and refused is not None:
@@ -218,7 +220,14 @@ async def delete(run: str, request: Request, context: Context) -> None:
     if not context.layout.withdrawn(run).exists():
         await store.give_back()  # the lease is of another run of that name
         return
-    await context.locking(delete_run, context.layout, run, _forgetting(context, run))
+    forget, objects = _forgetting(context, run), context.registry.objects
+
+    def forget_all() -> None:  # the objects first: where the store is away, the next request finds the rest
+        if objects is not None:
+            objects.forget(run)
+        forget()
+
+    await context.locking(delete_run, context.layout, run, forget_all)
     context.drop(run)
     log.warning("run %s was deleted", run)
 

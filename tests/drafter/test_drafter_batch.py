@@ -70,8 +70,11 @@ def write(path: Path, tensors: dict[str, wire.Tensor], **changes: object) -> Pat
 def test_a_file_reads_back_exactly(tmp_path: Path, features: str) -> None:
     tensors, aux, last = file_tensors(features)
     batch = load_batch(write(tmp_path / "r.safetensors", tensors, drafter_version="v000002-0badcafe"), vocab_size=90)
-    assert torch.equal(batch.aux_hidden, aux)
-    assert torch.equal(batch.last_hidden, last)
+    assert batch.aux_hidden.dtype == (torch.bfloat16 if features == "BF16" else torch.float8_e4m3fn)
+    for moved in (batch.to("cpu"), RolloutBatch.concat([batch.select([0]), batch.select([1])]).to("cpu")):
+        assert torch.equal(moved.aux_hidden, aux)
+        assert torch.equal(moved.last_hidden, last)
+    assert torch.equal(batch.to("cpu", torch.bfloat16).aux_hidden, aux.bfloat16())
     assert batch.input_ids.dtype == torch.int64
     assert batch.loss_mask.tolist() == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 5
     assert batch.cu_seqlens.tolist() == [0, 5, 12]
@@ -80,6 +83,14 @@ def test_a_file_reads_back_exactly(tmp_path: Path, features: str) -> None:
     assert (batch.rollout_ids, batch.rewards) == (("a", "b"), (0.5, 1.0))
     assert batch.drafter_version == "v000002-0badcafe"
     screen(batch)
+
+
+def test_fp8_without_scales_and_scales_without_fp8_are_refused(tmp_path: Path) -> None:
+    batch = load_batch(write(tmp_path / "r.safetensors", file_tensors("F8_E4M3")[0]))
+    with pytest.raises(DrafterError, match="fp8 needs aux_scale"):
+        replace(batch, aux_scale=None)
+    with pytest.raises(DrafterError, match="fp8 needs last_scale"):
+        replace(batch, last_hidden=batch.last_hidden.float())
 
 
 def test_rollouts_of_two_drafters_packed_together_are_of_none() -> None:
@@ -134,9 +145,9 @@ def test_a_batch_of_no_tokens_is_none() -> None:
 
 def test_batches_of_different_kinds_are_not_mixed() -> None:
     batch = world(SHAPES["packed, half response"]).batch
-    with pytest.raises(DrafterError, match="differ in temperature"):
+    with pytest.raises(DrafterError, match="differ in sampling"):
         RolloutBatch.concat([batch, replace(batch, temperature=0.5)])
-    with pytest.raises(DrafterError, match="differ in temperature, warping, layers"):
+    with pytest.raises(DrafterError, match="differ in sampling, layers"):
         RolloutBatch.concat([batch, replace(batch, aux_layers=(0, 1, 2))])
     with pytest.raises(DrafterError, match="at least one batch"):
         RolloutBatch.concat([])
@@ -164,7 +175,7 @@ def test_one_bad_number_rejects_the_batch_and_is_located(name: str, value: float
 
 @pytest.mark.parametrize("warped", [False, True])
 def test_a_probability_above_1_is_refused_but_for_what_rounding_leaves(warped: bool) -> None:
-    batch = replace(world(SHAPES["packed, half response"]).batch, warped=warped)
+    batch = replace(world(SHAPES["packed, half response"]).batch, top_p=0.9 if warped else 1.0)
     row = int(torch.nonzero(batch.loss_mask)[3])
     rounded = torch.tensor(1 + 2**-7).log()  # 1 plus one unit in the last place of bfloat16
     for value in (0.0, rounded, 2e-3):

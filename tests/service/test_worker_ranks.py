@@ -25,15 +25,17 @@ from worker_fixtures import Bench, World, final_state, states
 
 import drafter.training.ranks
 import service.ranks
+import service.worker.scoring
 from drafter.batch import RolloutBatch, load_batch
 from drafter.device import RanksLost
+from drafter.errors import BatchRejected
+from drafter.replay.replay import replay
 from drafter.training.ranks import JoinedRanks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.ranks import FollowedRun, Follower
 from service.storage.queue import MAX_DELIVERIES
 from service.storage.runs import change_state
 from service.worker.checkpoint import hand_over, taken_over
-from service.worker.learner import TrainingStopped
 from service.worker.process import Worker
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
@@ -199,8 +201,49 @@ def test_a_batch_that_fails_on_one_rank_ends_alone_and_the_ranks_go_on(
         assert where in bench.reason(bench.posted[1])
 
 
+def test_ranks_share_the_rollouts_that_are_scored(tmp_path: Path, redis_url: str) -> None:
+    """Each replays its own, with every drafter; also a batch of one rollout, which leaves a rank without any."""
+
+    def count(rank: int) -> None:
+        def counted(drafter: Any, batch: RolloutBatch, *arguments: Any, **named: Any) -> Any:
+            with (tmp_path / f"scored {rank}").open("a") as file:
+                file.writelines(f"{rollout_id}\n" for rollout_id in batch.rollout_ids)
+            return replay(drafter, batch, *arguments, **named)
+
+        vars(service.worker.scoring)["replay"] = counted
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        bench.post("a", rollouts=5)
+        bench.post("b", rollouts=1)
+        assert run_ranks(bench, lambda: bench.drain(bench.worker()), count) == 0
+        assert states(bench) == ["trained"] * 2
+    first, second = ({*(tmp_path / f"scored {rank}").read_text().split()} for rank in (0, 1))
+    assert (first, second) == ({"a/0", "a/2", "a/4", "b/0"}, {"a/1", "a/3"})
+
+
+def test_a_batch_that_cannot_be_replayed_on_one_rank_is_dead_and_the_ranks_go_on(
+    tmp_path: Path, redis_url: str
+) -> None:
+    def arm(rank: int) -> None:
+        def failing(drafter: Any, batch: RolloutBatch, *arguments: Any, **named: Any) -> Any:
+            if rank == 1 and any(i.startswith("bad") for i in batch.rollout_ids):
+                raise BatchRejected("NaN")
+            return replay(drafter, batch, *arguments, **named)
+
+        vars(service.worker.scoring)["replay"] = failing
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        for name in ("a", "bad", "b"):
+            bench.post(name, rollouts=6)
+        assert run_ranks(bench, lambda: bench.drain(bench.worker()), arm) == 0
+        assert states(bench) == ["trained", "dead", "trained"]
+        assert bench.reason(bench.posted[1]) == "on rank 1: BatchRejected: NaN"
+
+
 def test_a_rank_that_cannot_read_a_file_is_no_fault_of_the_batch(tmp_path: Path, redis_url: str) -> None:
-    """Another disk, or another state directory, on one rank: the training is done again, and no delivery counts."""
+    """Another disk, or another state directory, on one rank: it is tried again, and no delivery counts."""
 
     def arm(rank: int) -> None:
         if rank == 1:
@@ -218,7 +261,7 @@ def test_a_rank_that_cannot_read_a_file_is_no_fault_of_the_batch(tmp_path: Path,
 
         def lead() -> None:
             for _ in range(5):
-                with pytest.raises(TrainingStopped, match="on rank 1: OSError"):
+                with pytest.raises(OSError, match="on rank 1: OSError"):
                     bench.drain(bench.worker())
             (tmp_path / "mended").touch()
             bench.drain(bench.worker())
@@ -236,14 +279,14 @@ def test_a_run_that_rank_0_lets_go_is_let_go_by_the_others_and_orders_come_while
     def arm(rank: int) -> None:
         vars(drafter.training.ranks)["_BEAT_SECONDS"] = 0.5
         if rank == 1:
-            real = FollowedRun.train
+            real = FollowedRun.prepare
 
-            def training(self: FollowedRun, *arguments: Any) -> Any:
+            def preparing(self: FollowedRun, *arguments: Any) -> Any:
                 held.touch()
                 weakref.finalize(self, held.unlink)
                 return real(self, *arguments)
 
-            FollowedRun.train = training  # type: ignore[assignment,method-assign]
+            FollowedRun.prepare = preparing  # type: ignore[assignment,method-assign]
 
     with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
         bench.begin()
