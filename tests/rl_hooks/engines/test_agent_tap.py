@@ -433,6 +433,7 @@ def tap_on(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]
 
     monkeypatch.setattr("rl_hooks.engines.vllm.tap.step_v1", note)
     tap = VllmTap.__new__(VllmTap)
+    tap._shares = None
     tap.tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=1000)
     tap._wrap(runner)
     return seen
@@ -545,6 +546,7 @@ def test_a_request_that_an_update_preempts_is_not_collected_again_under_the_next
     """V2's scheduler resumes it as a new request that has generated already (`pause_generation(mode="keep")`)."""
     collected: list[Collected] = []
     tapped = VllmTap.__new__(VllmTap)
+    tapped._shares = None
     tapped.tap = tap(collected.append, policy_version=3)
     named, script = named_arguments(Runner().execute_model, ("scheduler_output",)), Script("r", [2, 3], [])
 
