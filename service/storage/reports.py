@@ -35,7 +35,6 @@ from service.storage.engine_counts import (
     acceptance_key,
     live_records,
 )
-from service.storage.layout import FileId
 from service.storage.queue import Keys
 
 #: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
@@ -139,23 +138,6 @@ class Store:
     def forget_refusal(self) -> None:
         """Take back that the run's file was refused; by deletion, which works while Redis is full."""
         self._redis.hdel(self._keys.worker, "refused")
-
-    def unfinished_openings(self, file: FileId) -> tuple[int, float]:
-        """How often workers in a row began to open the run with that file and never ended; when the last one began.
-
-        In Unix seconds.
-        """
-        found = json.loads(self._redis.hget(self._keys.worker, "opening") or "{}")
-        same = file is not None and found.get("file") == list(file)
-        return (int(found["count"]), float(found["at"])) if same else (0, 0.0)
-
-    def begin_opening(self, file: FileId, count: int) -> None:
-        """Note that a worker opens the run, the `count`th in a row: it may not live to say how that went."""
-        self.set_worker({"opening": {"file": file, "count": count, "at": time.time()}})
-
-    def end_opening(self) -> None:
-        """The worker lives."""
-        self._redis.hdel(self._keys.worker, "opening")
 
     def forget_former(self) -> None:
         """Delete what earlier versions wrote and none reads now: the counts that drafters were last called dead by."""

@@ -64,11 +64,6 @@ _REFUSED_SECONDS = 60.0
 _ERROR_CHARACTERS = 2000
 #: After an exception that nobody foresaw; twice as long after each further one, up to `_REFUSED_SECONDS`.
 _FAILED_SECONDS = 1.0
-#: A run is left alone once so many workers have died in a row while they opened it.
-_DEATHS = 3
-#: For so long at first; four times as long after each further death, up to a day.
-_DEADLY_SECONDS = 10.0
-_DAY_SECONDS = 86_400.0
 
 
 @dataclass
@@ -331,9 +326,6 @@ class Worker:
 
     def _open(self, run: str, state: _Run, file: FileId) -> None:
         state.file, state.retry_at, state.lost = file, 0.0, False
-        store = Store(self._redis, run)
-        if self._is_deadly(run, store, file):
-            return
         try:
             opened = RunWorker(
                 self._settings,
@@ -345,6 +337,7 @@ class Worker:
                 stopping=lambda: self._stopping or not read_state(self._layout, run).worked_on,
                 recent_suspected=self._recent_suspected,
             )
+            store = Store(self._redis, run)
             store.forget_refusal()
             store.forget_former()
             state.worker, state.proven = opened, False
@@ -359,29 +352,6 @@ class Worker:
             self._leave_alone(run, error)
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
             self._fail(run, error)
-        finally:
-            store.end_opening()
-
-    def _is_deadly(self, run: str, store: Store, file: FileId) -> bool:
-        """Whether the run is left alone, because the workers that opened it died of that, one after the other.
-
-        Else it is noted that this one opens it: what kills a process without a word (memory) can be told by nobody
-        but the next.
-        """
-        deaths, last = store.unfinished_openings(file)
-        seconds = min(_DEADLY_SECONDS * 4.0 ** min(deaths - _DEATHS, 10), _DAY_SECONDS) if deaths >= _DEATHS else 0.0
-        wait = min(last + seconds - time.time(), seconds)
-        if wait <= 0:
-            store.begin_opening(file, deaths + 1)
-            return False
-        store.set_worker({"refused": file})  # another file may take its place
-        error = (
-            f"{deaths} workers in a row ended while they opened this run: is there too little memory for its drafter? "
-            f"Tried again in {wait:.0f} s; give the worker more memory, or PUT /runs/{run} again with a smaller one"
-        )
-        log.error("run %s: %s", run, error)
-        self._close_until(run, wait, error)
-        return True
 
     def _beat(self) -> None:
         """Renew leases, holds on entries and the sign of life, also during a long training step or the last save.

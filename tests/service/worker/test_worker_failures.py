@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import os
 import threading
 import time
 from pathlib import Path
@@ -105,55 +103,6 @@ def test_a_run_that_cannot_be_opened_for_whatever_reason_says_so_and_keeps_no_ot
     for _ in range(3):
         worker._turn()
     assert error_of(bench) is None, "it was opened again, and nothing is said of it any more"
-
-
-def test_a_run_whose_opening_kills_the_worker_is_left_alone_and_keeps_no_other_waiting_for_ever(
-    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a container's memory limit does it: no exception, no word."""
-    batch = bench.post("a")
-    fork, redis_url = multiprocessing.get_context("fork"), bench.redis_url
-
-    def life() -> None:
-        real = Lineage.begin
-        Lineage.begin = lambda self: os._exit(9) if self._run == FIRST else real(self)  # type: ignore[method-assign]
-        mine = Worker(bench.settings, Redis.from_url(redis_url))
-        for _ in range(200):
-            mine._turn()
-            if bench.state(batch) == "trained":
-                os._exit(0)
-        os._exit(1)
-
-    ends: list[int | None] = []
-    while not ends or ends[-1] == 9:
-        process = fork.Process(target=life)
-        process.start()
-        process.join(60)
-        ends.append(process.exitcode)
-        assert len(ends) < 6, ends
-    assert ends == [9, 9, 9, 0]
-    assert error_of(bench).startswith("3 workers in a row ended while they opened this run")
-    turns(worker, bench, [batch])
-    assert "workers in a row" in error_of(bench), "still left alone"
-    monkeypatch.setattr(service.worker.process, "_DEADLY_SECONDS", 0.0)  # the time has passed, and there is memory
-    a_minute_later(worker)
-    for _ in range(3):
-        worker._turn()
-    assert error_of(bench) is None
-    assert bench.redis.hget(f"da:{{{FIRST}}}:worker", "opening") is None
-
-
-def test_another_file_takes_the_place_of_one_that_kills_the_worker(bench: Bench, worker: Worker, serve: Any) -> None:
-    file = file_id(bench.layout.target(FIRST))
-    Store(bench.redis, FIRST).begin_opening(file, 3)
-    worker._turn()
-    assert "workers in a row" in error_of(bench)
-    smaller = bench.world.run_file(drafter=bench.world.drafter(7))
-    reply = serve(state_dir=bench.settings.state_dir).client.put(f"/runs/{FIRST}", content=smaller, headers=HEADERS)
-    assert reply.status_code == 201, reply.text
-    worker._turn()
-    assert error_of(bench) is None
-    assert FIRST in worker.served
 
 
 @pytest.mark.parametrize("fault", ["a drafter with NaN", "a config of before the check"])
