@@ -519,7 +519,7 @@ def _become_worker(
 
         vars(service.worker.inbox)["screen"] = screen
     if dies_opening:
-        opened = service.worker.process.RunWorker
+        opened = vars(service.worker.process)["RunWorker"]
 
         def open_run(*args: Any, **named: Any) -> Any:
             if dies_opening in args:

@@ -169,7 +169,7 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     """Make room for one more head of a run; refuse it where none can be made until the worker has caught up.
 
     The worker deletes heads, but only while it works on the run. Where nothing waits for it, a head above all versions
-    that came is accepted: a trainer that must send it before its rollouts would wait for ever.
+    that came is accepted: a trainer sends it before its rollouts, which nothing would let in.
     """
     most = context.settings.max_heads
     newest = await context.store(run).latest_policy()
