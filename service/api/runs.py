@@ -63,6 +63,7 @@ _POLL_SECONDS: Final = 0.1
     responses={
         200: {"description": "The same target is registered already. `warning` says what was ignored."},
         409: {"description": "The run is another target's or policy's, or takes no more rollouts."},
+        429: {"description": "`too-many-runs`, in all or of the token's share; `too-many-heads`; `spool-low`."},
     },
 )
 async def put_run(run: str, request: Request, response: Response, context: Context, caller: Caller) -> dict[str, Any]:
@@ -366,7 +367,10 @@ async def post_drift(
     "/runs/{run}/head",
     status_code=201,
     openapi_extra=FILE_BODY,
-    responses={409: {"description": "The head is near none of the run's heads, or the run is archived."}},
+    responses={
+        409: {"description": "The head is near none of the run's heads, or the run is archived."},
+        429: {"description": "`too-many-heads`: what was received may need those that are kept; `spool-low`."},
+    },
 )
 async def put_head(run: str, request: Request, context: Context) -> dict[str, Any]:
     """Receive the policy's head, or rows of it, after it has moved."""
