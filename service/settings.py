@@ -95,6 +95,11 @@ class Settings(BaseSettings):
     max_run_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Largest body of PUT /runs/{run} or of its head.")
     max_batch_rollouts: int = Field(4096, gt=0, description="Most rollouts in one file; above it 422.")
     max_runs: int = Field(256, gt=0, description="Most runs; the next one to be registered gets 429.")
+    max_heads: int = Field(
+        128,
+        ge=2,
+        description="Heads that a run keeps; the next one takes an unneeded one's place, or gets 429.",
+    )
     queue_max_items: int = Field(10_000, gt=0, description="Most batches in a run's queue; above it 429.")
     queue_max_bytes: int | None = Field(
         None, gt=0, description="Most bytes in a run's queue; above it 429. Unset: 3/4 of the size of the spool's disk."

@@ -482,12 +482,14 @@ def _become_worker(
     lease_seconds: float = 0.5,
     beat_seconds: float = 0.1,
     dies_of: str = "",
+    dies_opening: str = "",
     largest_file: int = 0,
     largest_file_while: str = "",
 ) -> None:
     """Run a worker with short leases.
 
-    `dies_of`: a rollout id that kills it on sight, as a fault in native code would. `largest_file`: bytes beyond which
+    `dies_of`: a rollout id that kills it on sight, as a fault in native code would. `dies_opening`: a run that kills
+    it when it is opened, as the kernel does for memory. `largest_file`: bytes beyond which
     a write fails, while the path `largest_file_while` exists (a disk that is full, and then is not).
     """
     import logging
@@ -516,6 +518,15 @@ def _become_worker(
             admitted(batch)
 
         vars(service.worker.inbox)["screen"] = screen
+    if dies_opening:
+        opened = vars(service.worker.process)["RunWorker"]
+
+        def open_run(*args: Any, **named: Any) -> Any:
+            if dies_opening in args:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return opened(*args, **named)
+
+        vars(service.worker.process)["RunWorker"] = open_run
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
 

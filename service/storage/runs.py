@@ -12,6 +12,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -250,6 +251,31 @@ def commit_run(
         upload.keep(layout.target(record.run))
         replace_file(layout.run_json(record.run), record.model_dump_json(indent=1).encode())
     return True
+
+
+def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: int) -> int:
+    """Where a run has `most` received heads, delete those that no batch needs; returns how many are left. Blocks.
+
+    A batch needs no head of a higher version, and none that came after a head of its own version. So those above
+    `newest_policy`, the version of the batch accepted last, that came after all batches can go. The newest half of
+    `most` stays: its batches may be on their way.
+    """
+    found: dict[Path, tuple[int, int]] = {}  # when it came (ns), version
+    for path in layout.heads(run).glob("*.safetensors"):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # the worker deletes heads too
+            found[path] = path.stat().st_mtime_ns, int(path.stem)
+    if len(found) < most:
+        return len(found)
+    last_batch_ns = 0
+    for batch in layout.spool(run).glob("*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):
+            last_batch_ns = max(last_batch_ns, batch.stat().st_mtime_ns)
+    spare = [path for path, (came, version) in found.items() if came > last_batch_ns and version > newest_policy]
+    spare.sort(key=found.__getitem__)
+    for path in spare[: max(0, len(spare) - most // 2)]:
+        path.unlink(missing_ok=True)
+        del found[path]
+    return len(found)
 
 
 def read_state(layout: Layout, run: str) -> RunState:

@@ -82,12 +82,12 @@ def admit(layout: Layout, run: str, path: Path, reason: str, by: str | None) -> 
         return registry.archive(run, staged.path, like=served, reason=reason, by=by, most_waiting=MOST_WAITING)
 
 
-def draft_ids(file: MappedFile, vocab_size: int, prefix: str = "") -> NDArray[np.int64]:
+def draft_ids(file: MappedFile, vocab_size: int, part: str = "") -> NDArray[np.int64]:
     """Target ids of a drafter's draft tokens; without d2t, the whole vocabulary.
 
     Raises WireError unless they ascend within the vocabulary and t2d, if it is there, names the same.
     """
-    d2t, t2d = prefix + "d2t", prefix + "t2d"
+    d2t, t2d = f"{part}d2t", f"{part}t2d"
     ids = np.arange(vocab_size, dtype=np.int64)
     if d2t in file:
         offsets = file.array(d2t).reshape(-1).astype(np.int64)
