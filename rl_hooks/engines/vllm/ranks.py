@@ -55,9 +55,10 @@ class Ranks:
         """The matrix [rows, H] of which each rank holds a slice of its padded rows; None on the ranks but the first."""
         if self._group is None:
             return shard[:rows]
-        # As bytes: gloo knows fewer types than torch.
-        own = shard.detach().to("cpu", copy=True).contiguous().view(torch.uint8)
-        parts = [torch.empty_like(own) for _ in range(self.size)] if self.first else None
+        with self.together():  # memory may run out on one of them
+            # As bytes: gloo knows fewer types than torch.
+            own = shard.detach().to("cpu", copy=True).contiguous().view(torch.uint8)
+            parts = [torch.empty_like(own) for _ in range(self.size)] if self.first else None
         group = self._group
         torch.distributed.gather(own, parts, group.ranks[0], group=group.cpu_group, async_op=True).wait(_PATIENCE)
         return None if parts is None else torch.cat([part.view(shard.dtype) for part in parts])[:rows]

@@ -335,8 +335,10 @@ class VllmTap:
             self.sender.submit_job(head)
 
     def _head_job(self, version: int) -> Job | None:
-        weight = head_weight(self._policy())
-        if self._ranks.all_agree(ok=not self._heads.is_due(weight, version)):
+        with self._ranks.together():
+            weight = head_weight(self._policy())
+            due = self._heads.is_due(weight, version)
+        if self._ranks.all_agree(ok=not due):
             return None
         self._heads.mark(weight)
         policy = self._policy().whole(self._ranks)

@@ -24,6 +24,7 @@ class Group:
     """vLLM's group as one rank sees it: what the others bring is known already."""
 
     device = "cpu"
+    rank_in_group = 1
 
     def __init__(self, others: list[Tensor | None]) -> None:
         self._others = others
@@ -83,6 +84,25 @@ def test_a_rank_that_fails_answers_and_one_that_did_its_part_raises_with_it() ->
         pass
     with Recorded(others=True).together():
         pass
+
+
+class Uncopied:
+    """A slice of a head that cannot be copied to the host."""
+
+    def detach(self) -> Any:
+        raise MemoryError("no room on the host")
+
+
+def test_a_slice_that_cannot_be_copied_is_told_before_any_rank_waits_for_it() -> None:
+    ranks = Recorded(others=True)
+    ranks._group = Group([])
+    with pytest.raises(MemoryError):
+        ranks.whole(Uncopied(), 3)  # type: ignore[arg-type]
+    assert ranks.said == [False]
+    ranks = Recorded(others=False)
+    ranks._group = Group([])
+    with pytest.raises(RuntimeError, match="another rank"):  # and no gather is begun, which this group has not
+        ranks.whole(torch.zeros(2, 2), 3)
 
 
 def test_weights_that_only_another_rank_has_seen_to_move_are_a_new_version_here_too() -> None:
