@@ -3,6 +3,9 @@
 Legend: T tokens, R rollouts, H target hidden size, A aux layers.
 Row t holds features after consuming `input_ids[t]`; `logprobs[t]` is of `input_ids[t]` itself; `logsumexp[t]`
 describes the distribution of `input_ids[t+1]`. Log-probabilities are of logits divided by the temperature.
+
+Features stay as they were sent, in the mapped file, until rows of them are packed and copied to a device: fp8 rows are
+multiplied by their scales there (`RolloutBatch.to`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ from rl_hooks import wire
 #: Tensors with one row per token, in file order.
 _PER_TOKEN = ("input_ids", "loss_mask", "aux_hidden", "last_hidden", "logprobs", "logsumexp")
 _FLOATS = ("aux_hidden", "last_hidden", "logprobs", "logsumexp")
+#: Features -> the scales that they have where they are fp8.
+_SCALES = {"aux_hidden": "aux_scale", "last_hidden": "last_scale"}
+#: Rows that are screened at once: fp8 ones are float32 meanwhile.
+_SCREENED_ROWS = 4_096
 #: No log-probability is larger, however it was rounded: a probability of 1 plus one unit in the last place of bfloat16
 #: (2^-7) has 0.0078. What float32 or a log-softmax in any type leaves is at most 1e-4.
 _LARGEST_LOGPROB = 0.01
@@ -39,9 +46,9 @@ class RolloutBatch:
     input_ids: Tensor  # int64[T]
     cu_seqlens: Tensor  # int64[R+1], always on the CPU: plans are made there
     loss_mask: Tensor  # bool[T], True where the policy generated the token
-    aux_hidden: Tensor  # f32|bf16[T, A*H], states entering the aux layers
+    aux_hidden: Tensor  # f32|bf16|fp8[T, A*H], states entering the aux layers
     logprobs: Tensor  # f32[T]
-    last_hidden: Tensor  # [T, H], after the final norm
+    last_hidden: Tensor  # f32|bf16|fp8[T, H], after the final norm
     logsumexp: Tensor  # f32[T], full vocabulary; all NaN where the sender did not know it
     temperature: float = 1.0
     warped: bool = False  # top_p < 1 or top_k > 0: `logprobs` are of the truncated distribution
@@ -53,20 +60,29 @@ class RolloutBatch:
     prompt_hashes: tuple[str, ...] = ()  # `wire.prompt_hash` of each rollout's full prompt; empty: of the rows here
     strata: tuple[str, ...] = ()  # the kind of each rollout's prompt; empty: not known
     normalised: bool = True  # False: the sender never held the whole head, and `logsumexp` is all NaN
+    aux_scale: Tensor | None = None  # f32[T, A] that fp8 `aux_hidden` is multiplied by; None: it is not fp8
+    last_scale: Tensor | None = None  # f32[T, 1], as `aux_scale`
 
     def __post_init__(self) -> None:
         """Raise `DrafterError` where the tensors do not belong together. Shapes only: no device is asked."""
         T = self.input_ids.numel()
-        for name in _PER_TOKEN:
-            tensor = getattr(self, name)
+        for name, tensor in self._per_token().items():
             if tensor.shape[:1] != (T,):
                 raise DrafterError(f"{name} must have one row for each of {T} tokens, got shape {tuple(tensor.shape)}")
+        for name, scale in _SCALES.items():
+            if (getattr(self, name).dtype == torch.float8_e4m3fn) != (getattr(self, scale) is not None):
+                raise DrafterError(f"{name} is {getattr(self, name).dtype}; fp8 needs {scale}, no other type has it")
         if not T or self.cu_seqlens.numel() < 2 or int(self.cu_seqlens[-1]) != T:
             raise DrafterError(
                 f"cu_seqlens must end at the {T} tokens, at least 1, got {self.cu_seqlens.tolist()[-4:]}"
             )
         if not 0 <= self.temperature < math.inf:
             raise DrafterError(f"temperature must be 0 or more and finite, got {self.temperature}")
+
+    def _per_token(self) -> dict[str, Tensor]:
+        """All that has one row for each token: what every selection, packing and copy takes along."""
+        names = (*_PER_TOKEN, *(scale for scale in _SCALES.values() if getattr(self, scale) is not None))
+        return {name: getattr(self, name) for name in names}
 
     @property
     def tokens(self) -> int:
@@ -97,7 +113,7 @@ class RolloutBatch:
         index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in rollouts])
         lengths = torch.tensor([0] + [starts[i + 1] - starts[i] for i in rollouts])
         index = index.to(self.input_ids.device)
-        changes: dict[str, Any] = {name: getattr(self, name)[index] for name in _PER_TOKEN}
+        changes: dict[str, Any] = {name: tensor[index] for name, tensor in self._per_token().items()}
         return replace(
             self,
             cu_seqlens=lengths.cumsum(0),
@@ -126,8 +142,7 @@ class RolloutBatch:
     @property
     def kind(self) -> tuple[object, ...]:
         """What batches must have in common to be packed together."""
-        tensors = [getattr(self, name) for name in _PER_TOKEN]
-        shapes = [(t.shape[1:], t.dtype) for t in tensors]
+        shapes = [(name, t.shape[1:], t.dtype) for name, t in self._per_token().items()]
         return self.temperature, self.warped, self.aux_layers, self.normalised, *shapes
 
     @staticmethod
@@ -138,7 +153,9 @@ class RolloutBatch:
         if len({b.kind for b in batches}) > 1:
             raise DrafterError("batches differ in temperature, warping, layers, or in their tensors; keep them apart")
         ends = torch.cat([b.cu_seqlens[1:] - b.cu_seqlens[:-1] for b in batches]).cumsum(0)
-        changes: dict[str, Any] = {name: torch.cat([getattr(b, name) for b in batches]) for name in _PER_TOKEN}
+        changes: dict[str, Any] = {
+            name: torch.cat([getattr(b, name) for b in batches]) for name in batches[0]._per_token()
+        }
         rewards = [b.rewards for b in batches]
         drafters = {b.drafter_version for b in batches}
         return replace(
@@ -155,15 +172,41 @@ class RolloutBatch:
 
     def pinned(self) -> RolloutBatch:
         """The batch in memory from which copies to a GPU need not be waited for."""
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in _PER_TOKEN})
+        pinned: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in self._per_token().items()}
+        return replace(self, **pinned)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> RolloutBatch:
-        """Move to a device; `dtype` converts the features (not log-probabilities). `cu_seqlens` stays on the CPU."""
-        changes: dict[str, Any] = {}
-        for name in _PER_TOKEN:
-            wanted = dtype if name in ("aux_hidden", "last_hidden") else None
-            changes[name] = to_device(getattr(self, name), device, wanted)
+        """Move to a device; `dtype` converts the features (not log-probabilities). `cu_seqlens` stays on the CPU.
+
+        fp8 features come out as float32, or `dtype`: multiplied by their scales after the copy, which is of the bytes.
+        """
+        if torch.device(device).type not in ("cpu", "cuda"):  # others may lack fp8
+            return self._widened()._moved(device, dtype)
+        if self.aux_scale is None and self.last_scale is None:
+            return self._moved(device, dtype)
+        widened = self._moved(device, None)._widened()
+        return widened._moved(device, dtype)
+
+    def _moved(self, device: torch.device | str, dtype: torch.dtype | None) -> RolloutBatch:
+        changes: dict[str, Any] = {
+            name: to_device(tensor, device, dtype if name in _SCALES else None)
+            for name, tensor in self._per_token().items()
+        }
         return replace(self, **changes)
+
+    def _widened(self) -> RolloutBatch:
+        changes: dict[str, Any] = {name: self.rows(name) for name in _SCALES}
+        return replace(self, **changes, aux_scale=None, last_scale=None)
+
+    def rows(self, name: str, index: Tensor | slice = slice(None)) -> Tensor:
+        """Rows of `aux_hidden` or `last_hidden` as numbers: of fp8, x = fp8 * scale per token and layer, in float32."""
+        values: Tensor = getattr(self, name)[index]
+        scales: Tensor | None = getattr(self, _SCALES[name])
+        if scales is None:
+            return values
+        scale = scales[index]
+        rows, layers = scale.shape
+        return (values.to(torch.float32).view(rows, layers, -1) * scale[:, :, None]).view(rows, -1)
 
 
 def prompt_hashes(batch: RolloutBatch) -> tuple[str, ...]:
@@ -183,21 +226,26 @@ def _prompt_hashes(ids: npt.NDArray[Any], starts: npt.NDArray[Any], mask: npt.ND
 
 
 def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
-    """Map a rollout file and copy it out; fp8 features become float32 (x = fp8 * scale per token and layer).
+    """Map a rollout file. Its features stay in it, in the type that they were sent in; all else is copied out.
 
-    Token ids are checked against `vocab_size` if given. Raises `rl_hooks.wire.WireError` for a broken file.
+    The file may be moved or deleted meanwhile. It must not be written to: whoever reads past the end of a mapped file
+    that was cut short is ended by SIGBUS. Token ids are checked against `vocab_size` if given. Raises
+    `rl_hooks.wire.WireError` for a broken file, OSError for one that cannot be mapped.
     """
     file = wire.MappedFile(path)
     header = wire.check_rollout_header(file.header)
     ids, starts, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
     V = np.iinfo(np.int32).max if vocab_size is None else vocab_size
     wire.check_index(header, ids, starts, mask, V)
+    found = _mapped(path, file)
     return RolloutBatch(
         input_ids=torch.from_numpy(ids.astype(np.int64)),
         cu_seqlens=torch.from_numpy(starts.astype(np.int64)),
         loss_mask=torch.from_numpy(mask.astype(np.bool_)),
-        aux_hidden=_features(file, "aux_hidden"),
-        last_hidden=_features(file, "last_hidden"),
+        aux_hidden=found["aux_hidden"],
+        last_hidden=found["last_hidden"],
+        aux_scale=found.get("aux_hidden_scale"),
+        last_scale=found.get("last_hidden_scale"),
         logprobs=torch.from_numpy(file.array("logprobs").astype(np.float32)),
         logsumexp=(
             torch.from_numpy(file.array("logsumexp").astype(np.float32))
@@ -217,14 +265,27 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
     )
 
 
-def _features(file: wire.MappedFile, name: str) -> Tensor:
-    raw = torch.from_numpy(file.array(name).copy())
-    if file.header.tensors[name].dtype == "BF16":
-        return raw.view(torch.bfloat16)
-    scale = torch.from_numpy(file.array(f"{name}_scale").copy())  # [T, layers]
-    values = raw.view(torch.float8_e4m3fn).to(torch.float32)
-    tokens, layers = scale.shape
-    return (values.view(tokens, layers, -1) * scale[:, :, None]).view(tokens, -1)
+def _mapped(path: Path, file: wire.MappedFile) -> dict[str, Tensor]:
+    """The features of a file as they lie in it; the scales of fp8 ones are copied out.
+
+    Mapped anew: Python's own mapping holds a file descriptor for as long as a tensor lives, and of small batches
+    thousands are kept. Private: should anything write to a tensor, the file stays as it is.
+    """
+    try:
+        whole = torch.from_file(str(path), shared=False, size=file.header.file_bytes, dtype=torch.uint8)
+    except RuntimeError as error:  # all that torch raises, be the file gone or memory short
+        raise OSError(f"{path.name} cannot be mapped: {error}") from error
+    found = {}
+    for name in _SCALES:
+        info = file.header.tensors[name]
+        dtype = torch.bfloat16 if info.dtype == "BF16" else torch.float8_e4m3fn
+        begin = file.header.header_bytes + info.begin
+        raw = whole[begin : begin + info.end - info.begin]
+        # Another writer's header may have any length: a view must begin at a multiple of its type's size.
+        found[name] = (raw.clone() if begin % dtype.itemsize else raw).view(dtype).view(info.shape)
+        if dtype == torch.float8_e4m3fn:
+            found[f"{name}_scale"] = torch.from_numpy(file.array(f"{name}_scale").copy())
+    return found
 
 
 def screen(batch: RolloutBatch) -> None:
@@ -235,8 +296,13 @@ def screen(batch: RolloutBatch) -> None:
     for name in _FLOATS:
         if name == "logsumexp" and not batch.normalised:
             continue  # the policy's head gives it (`TargetHead.normalise`)
-        largest = getattr(batch, name).reshape(batch.tokens, -1).abs().amax(dim=1)  # NaN if any is; faster than isnan
-        _refuse(batch, ~torch.isfinite(largest), f"{name} holds NaN or infinity", "or its capture is broken")
+        finite = [
+            # The largest is NaN if any is; faster than isnan.
+            torch.isfinite(rows.reshape(len(rows), -1).abs().amax(dim=1))
+            for begin in range(0, batch.tokens, _SCREENED_ROWS)
+            for rows in [_numbers(batch, name, slice(begin, begin + _SCREENED_ROWS))]
+        ]
+        _refuse(batch, ~torch.cat(finite), f"{name} holds NaN or infinity", "or its capture is broken")
     said = torch.where(batch.loss_mask, batch.logprobs, 0.0)
     _refuse(
         batch,
@@ -244,6 +310,13 @@ def screen(batch: RolloutBatch) -> None:
         "logprobs holds log-probabilities above 0",
         "sends logits, or logs another quantity",
     )
+
+
+def _numbers(batch: RolloutBatch, name: str, rows: slice) -> Tensor:
+    if name in _SCALES:
+        return batch.rows(name, rows)
+    found: Tensor = getattr(batch, name)[rows]
+    return found
 
 
 def _refuse(batch: RolloutBatch, bad_rows: Tensor, what: str, why: str) -> None:

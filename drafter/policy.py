@@ -93,7 +93,7 @@ class TargetHead:
         for t in torch.split(known, _GAP_CHUNK_ROWS):
             weight = self.lm_head[places[t].to(self.lm_head.device)].to(batch.last_hidden.device, torch.float32)
             t = t.to(batch.last_hidden.device)
-            logits = self.logit_map.apply(torch.linalg.vecdot(weight, batch.last_hidden[t - 1].float()))
+            logits = self.logit_map.apply(torch.linalg.vecdot(weight, batch.rows("last_hidden", t - 1).float()))
             found = logits / batch.divisor - batch.logsumexp[t - 1].float()
             out[t] = torch.where(found.isfinite(), found, math.inf)  # not nan, which is nobody's fault
         return out
@@ -113,7 +113,7 @@ class TargetHead:
         rows = torch.nonzero(batch.loss_mask).flatten() - 1
         step = max(1, _LOGITS_AT_ONCE // len(self.lm_head))
         for part in torch.split(rows, step):
-            hidden = batch.last_hidden[part].to(self.lm_head.device, self.lm_head.dtype)
+            hidden = batch.rows("last_hidden", part).to(self.lm_head.device, self.lm_head.dtype)
             logits = self.logit_map.apply((hidden @ self.lm_head.T).float())
             found[part] = (logits / batch.divisor).logsumexp(-1).to(found)
         return replace(batch, logsumexp=found, normalised=True)

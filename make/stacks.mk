@@ -2,6 +2,7 @@
 # STACKS_PIP_ARGS goes to pip where torch must come from an index of CPU builds (a CUDA torch works too, but is 3 GB more).
 VERL_VENV ?= .venv-verl
 OPENRLHF_VENV ?= .venv-openrlhf
+MEGATRON_VENV ?= .venv-megatron
 STACKS_PIP_ARGS ?=
 .PHONY: stacks stacks-clean
 
@@ -25,8 +26,16 @@ $(OPENRLHF_VENV)/.ready: tests/stacks/openrlhf_requirements.txt
 	  --no-build-isolation deepspeed==0.19.6 openrlhf==0.11.2
 	@touch $@
 
-stacks: $(VENV)/.ready $(VERL_VENV)/.ready $(OPENRLHF_VENV)/.ready ## The hook in real RL stacks on a CPU: verl, OpenRLHF
+$(MEGATRON_VENV)/.ready: tests/stacks/megatron_requirements.txt
+	@echo "setting up $(MEGATRON_VENV) with Megatron-Core (once; a minute or two, 1 GB)"
+	@test -x $(MEGATRON_VENV)/bin/python || $(PYTHON) -m venv $(MEGATRON_VENV)
+	@$(MEGATRON_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) \
+	  "$$(grep '^torch==' $<)"
+	@$(MEGATRON_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) -r $<
+	@touch $@
+
+stacks: $(VENV)/.ready $(VERL_VENV)/.ready $(OPENRLHF_VENV)/.ready $(MEGATRON_VENV)/.ready ## The hook in real RL stacks on a CPU: verl, OpenRLHF, Megatron-Core
 	@timeout 1500 $(BIN)/python -m pytest tests/stacks $(ARGS)
 
 stacks-clean: ## Remove the environments of the RL stacks
-	rm -rf $(VERL_VENV) $(OPENRLHF_VENV)
+	rm -rf $(VERL_VENV) $(OPENRLHF_VENV) $(MEGATRON_VENV)

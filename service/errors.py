@@ -14,6 +14,8 @@
     ├── ValkeyError             the embedded server is missing, or would not start
     └── WorkerError             the worker cannot go on with a run
 
+`ObjectStoreError` is an OSError instead: what waits for a full disk waits for it too.
+
 A broken rollout file is `rl_hooks.wire.WireError`. The HTTP layer turns all of them into problem documents.
 """
 
@@ -68,3 +70,7 @@ class ValkeyError(ServiceError):
 
 class WorkerError(ServiceError):
     """The worker cannot go on with a run."""
+
+
+class ObjectStoreError(OSError):
+    """The object store of `drafters_url` does not answer, refuses, or holds something else; try again later."""

@@ -1,9 +1,10 @@
 """The worker on several GPUs: `torchrun` starts a process for each, rank 0 is the worker, and the others follow it.
 
-Rank 0 alone claims, scores, judges, checkpoints, publishes and acknowledges. Of each training it tells the others which
-files to draw from, and how; each rank loads the same files, draws the same windows and trains on every W-th rollout.
-A follower keeps nothing that matters: it takes the trainer over from rank 0 wherever its own has another fingerprint.
-So one that failed, or was started again, goes on with the next training.
+Rank 0 alone claims, judges, checkpoints, publishes and acknowledges. It tells the others which runs it serves, of each
+batch that is scored its file and the drafters, and of each training which files to draw from, and how. Each rank loads
+the same files, draws the same windows, and replays or trains on every W-th rollout. A follower keeps nothing that
+matters: it takes the trainer over from rank 0 wherever its own has another fingerprint. So one that failed, or was
+started again, goes on with the next order.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from drafter.batch import load_batch
+from drafter.batch import RolloutBatch, load_batch
 from drafter.device import is_device_fault
 from drafter.model.draft_model import DraftModel
 from drafter.training.ranks import Ranks, joined
@@ -25,29 +27,47 @@ from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.errors import ConfigurationError
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
-from service.storage.runs import read_state
 from service.worker.checkpoint import taken_over
+from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.process import run_worker, use_device
 from service.worker.recent import KeptBatch, Task, windows, without
+from service.worker.scoring import replay_shared
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
 
 
 class FollowedRun:
-    """One run as a follower holds it: target, trainer, and the batches that are trained on."""
+    """One run as a follower holds it: target, drafters, trainer, and the batches that are trained on."""
 
-    def __init__(self, layout: Layout, run: str, ranks: Ranks, device: torch.device) -> None:
-        self.target_file: FileId = file_id(layout.target(run))  # before it is read
-        self._layout = layout
+    def __init__(self, settings: Settings, run: str, ranks: Ranks, device: torch.device) -> None:
+        self._layout = Layout(settings.state_dir)
         self._run = run
+        self.target_file: FileId = file_id(self._layout.target(run))  # before it is read
         self._ranks = ranks
         self._device = device
-        self._target = Target.open(layout, run, device)
+        self._target = Target.open(self._layout, run, device)
+        self._lineage = Lineage(settings, self._layout, run, self._target)  # of published drafters
         self._trainer: DrafterTrainer | None = None
         self._kept: dict[tuple[str, tuple[int, ...]], KeptBatch] = {}
 
-    def task(self, order: Mapping[str, Any]) -> Task:
+    def prepare(self, order: Mapping[str, Any]) -> Callable[[], None]:
+        """Load what the order names; returns what is left to do, in which the ranks wait for each other."""
+        config = order["config"]
+        if (asked := order.get("score")) is None:
+            return partial(self._train, self._task(order["train"]), config)
+        batch = self._read(asked["file"], tuple(asked["known"]))[0]
+        policy = self._target.with_head(*asked["head"])
+        published = {name: self._lineage.version(name) for name in asked["drafters"] if name != CANDIDATE}
+
+        def score() -> None:
+            candidate = self._follow(config).drafter
+            drafters = {name: published.get(name, candidate) for name in asked["drafters"]}
+            replay_shared(self._ranks, drafters, policy, batch, asked["depth"], asked["drafting"])
+
+        return score
+
+    def _task(self, order: Mapping[str, Any]) -> Task:
         """What is ordered, its files loaded; those that no order names any more are let go."""
         before, self._kept = self._kept, {}
 
@@ -59,32 +79,41 @@ class FollowedRun:
         return Task.of(order, kept)
 
     def _load(self, name: str, known: tuple[int, ...]) -> KeptBatch:
+        batch, path = self._read(name, known)
+        batch = batch if batch.normalised else self._target.normalised(batch, path)
+        return KeptBatch(name, batch, frozenset(), known)
+
+    def _read(self, name: str, known: tuple[int, ...]) -> tuple[RolloutBatch, Path]:
         places = (self._layout.worker(self._run) / "recent" / name, self._layout.spool(self._run) / name)
         path = next((place for place in places if place.exists()), None)
         if path is None:
             raise OSError(f"{name} is neither among the recent rollouts nor in the spool: is this rank 0's state_dir?")
-        batch = without(load_batch(path), known)
-        batch = batch if batch.normalised else self._target.normalised(batch, path)
-        return KeptBatch(name, batch, frozenset(), known)
+        return without(load_batch(path), known), path
 
-    def train(self, task: Task, config: Mapping[str, Any]) -> None:
+    def _train(self, task: Task, config: Mapping[str, Any]) -> None:
         """Rank 0's `Learner.train`, without its decisions."""
+        trainer = self._follow(config)
+        for window in windows(task.drawn(), trainer, self._target):
+            trainer.step(window)
+            if self._ranks.shared(str):
+                break
+
+    def _follow(self, config: Mapping[str, Any]) -> DrafterTrainer:
+        """The trainer as rank 0 has it."""
 
         def make(drafter: DraftModel) -> DrafterTrainer:
             given = TrainConfig(**{**config, "betas": tuple(config["betas"])})
             return DrafterTrainer(drafter.to(self._device), given, self._ranks)
 
-        trainer = self._trainer = taken_over(self._ranks, self._trainer, self._layout.worker(self._run), make)
-        for window in windows(task.drawn(), trainer, self._target):
-            trainer.step(window)
-            if self._ranks.shared(str):
-                break
+        self._trainer = taken_over(self._ranks, self._trainer, self._layout.worker(self._run), make)
+        return self._trainer
 
 
 class Follower:
     """A rank other than 0."""
 
     def __init__(self, settings: Settings, ranks: Ranks, device: torch.device) -> None:
+        self._settings = settings
         self._layout = Layout(settings.state_dir)
         self._ranks = ranks
         self._device = device
@@ -94,28 +123,27 @@ class Follower:
         """Do what rank 0 orders, until it ends."""
         order: dict[str, Any]
         while order := self._ranks.shared(dict, idle=True):
-            run = order["run"]
+            run = order.get("run")
+            if run is None:
+                self._runs = {run: held for run, held in self._runs.items() if run in order["runs"]}
+                continue
             try:
                 with self._ranks.in_step():
-                    task = self._ranks.together(partial(self._prepare, order))
-                    self._runs[run].train(task, order["config"])
+                    self._ranks.together(partial(self._prepare, order))()
             except Exception as error:
                 if is_device_fault(error):
                     raise
-                log.error("run %s: a training ended (%s); rank 0 decides what becomes of it", run, error)
+                log.error("run %s: an order failed (%s); rank 0 decides what becomes of it", run, error)
                 self._runs.pop(run, None)
 
-    def _prepare(self, order: Mapping[str, Any]) -> Task:
-        """Open the run and load what the order names; runs that are not worked on are let go."""
+    def _prepare(self, order: Mapping[str, Any]) -> Callable[[], None]:
+        """Open the run and load what the order names; returns what is left to do."""
         run = order["run"]
-        served = self._layout.run_names()
-        for other in [r for r in self._runs if r not in served or not read_state(self._layout, r).worked_on]:
-            del self._runs[other]
         if run in self._runs and self._runs[run].target_file != file_id(self._layout.target(run)):
             del self._runs[run]  # it was registered anew
         if run not in self._runs:
-            self._runs[run] = FollowedRun(self._layout, run, self._ranks, self._device)
-        return self._runs[run].task(order)
+            self._runs[run] = FollowedRun(self._settings, run, self._ranks, self._device)
+        return self._runs[run].prepare(order)
 
 
 def run_on_ranks(settings: Settings) -> None:

@@ -18,6 +18,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 Scope = Literal["write", "read", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = ("write", "read", "admin")
 REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://")
+#: Where `drafters_url` may lead.
+OBJECT_SCHEMES: Final = ("s3://", "gs://", "az://", "file://")
 MIB: Final = 1 << 20
 
 
@@ -67,6 +69,10 @@ class Settings(BaseSettings):
 
     signing_key_file: Path | None = Field(
         None, description="Private Ed25519 key (PEM) that signs manifests; `draftalign keygen` makes one."
+    )
+
+    drafters_url: str | None = Field(
+        None, description="Object store that engines fetch drafters from, `s3://bucket/prefix`. Unset: from the API."
     )
 
     max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file.")
@@ -168,6 +174,8 @@ class Settings(BaseSettings):
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both, or neither for plain HTTP")
+        if self.drafters_url is not None and not self.drafters_url.startswith(OBJECT_SCHEMES):
+            raise ValueError(f"drafters_url must begin with one of {', '.join(OBJECT_SCHEMES)}")
         self.token_scopes()
         return self
 

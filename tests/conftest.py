@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from service.cli.valkey import EmbeddedValkey
 
+_NOT_QUICK = frozenset(Path(__file__).with_name("not_quick.txt").read_text().split())  # written by seconds.py
+_LONG = "chaos", "demo", "slow"
 _KERNELS = Path(__file__).parent / "drafter/training/test_triton_loss.py"
 
 
@@ -32,10 +34,17 @@ def pytest_collection(session: pytest.Session) -> None:
         import triton_fixtures  # noqa: F401
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the quick tests before `-m` chooses."""
+    names = {item.nodeid.split("[")[0], item.nodeid.split("::")[0]}
+    if names.isdisjoint(_NOT_QUICK) and not any(map(item.get_closest_marker, _LONG)):
+        item.add_marker("quick")
+
+
 @pytest.hookimpl(trylast=True)  # after pytest-randomly: the order stays random within both parts
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files of long tests first: processes that share the tests then end together."""
-    marked = {item.path for item in items if any(item.get_closest_marker(name) for name in ("chaos", "demo", "slow"))}
+    marked = {item.path for item in items if any(map(item.get_closest_marker, _LONG))}
     items.sort(key=lambda item: item.path not in marked and item.path.parent.name != "vllm_server")
 
 

@@ -185,39 +185,36 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_does_not_undo_its_hei
 def test_a_full_disk_loses_nothing_and_the_worker_goes_on_when_there_is_room(bench: Bench, tmp_path: Path) -> None:
     """Also the worker that is restarted meanwhile."""
     with nest(tmp_path / "log") as workers:  # a log of its own: the limit is one for every file
-        fill_the_disk(bench, workers, tmp_path / "full")
+        full = tmp_path / "full"
+        bench.begin()
+        full.touch()
+        # The drafter of a checkpoint has 16,712 bytes.
+        limits: dict[str, Any] = {"largest_file": 10_000, "largest_file_while": str(full)}
+        bench.worker()  # publishes the initial drafter while there is room
+        batches = [bench.post("a"), bench.post("b")]
 
+        def failures(pid: int) -> int:
+            return sum(
+                line.startswith(f"{pid} ERROR") and "nothing was acknowledged, trying again" in line
+                for line in workers.log.read_text().splitlines()
+            )
 
-def fill_the_disk(bench: Bench, workers: Nest, full: Path) -> None:
-    bench.begin()
-    full.touch()
-    # The drafter of a checkpoint has 16,712 bytes.
-    limits: dict[str, Any] = {"largest_file": 10_000, "largest_file_while": str(full)}
-    bench.worker()  # publishes the initial drafter while there is room
-    batches = [bench.post("a"), bench.post("b")]
-
-    def failures(pid: int) -> int:
-        return sum(
-            line.startswith(f"{pid} ERROR") and "nothing was acknowledged, trying again" in line
-            for line in workers.log.read_text().splitlines()
-        )
-
-    for _ in range(5):
+        for _ in range(5):
+            pid = workers.start(bench, **limits)
+            bench.wait(lambda pid=pid: failures(pid) >= 2)  # type: ignore[misc]
+            assert alive(pid)
+            workers.kill(pid, signal.SIGTERM)
+        assert [bench.state(b) for b in batches] == ["queued", "queued"]
         pid = workers.start(bench, **limits)
-        bench.wait(lambda pid=pid: failures(pid) >= 2)  # type: ignore[misc]
-        assert alive(pid)
+        bench.post("c")
+        bench.wait(lambda: failures(pid))
+        assert finished(bench) == 0
+        full.unlink()
+        bench.wait(lambda: settled(bench))
         workers.kill(pid, signal.SIGTERM)
-    assert [bench.state(b) for b in batches] == ["queued", "queued"]
-    pid = workers.start(bench, **limits)
-    bench.post("c")
-    bench.wait(lambda: failures(pid))
-    assert finished(bench) == 0
-    full.unlink()
-    bench.wait(lambda: settled(bench))
-    workers.kill(pid, signal.SIGTERM)
-    assert states(bench) == ["trained"] * 3
-    assert bench.totals()["batches"] == 3
-    assert set(bench.store.scores()) == set(bench.posted)
+        assert states(bench) == ["trained"] * 3
+        assert bench.totals()["batches"] == 3
+        assert set(bench.store.scores()) == set(bench.posted)
 
 
 def test_redis_and_api_killed_while_rollouts_flow_lose_nothing_that_was_acknowledged(

@@ -269,3 +269,27 @@ def test_dockerfile_copies_what_exists_and_all_packages() -> None:
     assert re.search(r"^USER (?!root)", text, re.MULTILINE)
     (command,) = re.findall(r'^CMD \["(\w+)"\]', text, re.MULTILINE)
     _check_command([command])
+    assert not re.search(r"^# syntax=", text, re.MULTILINE), (
+        "a front end would be pulled, also where no registry can be reached"
+    )
+    assert re.findall(r"^ARG (\w+)=", text, re.MULTILINE) == ["BASE", "PIP_EXTRA_INDEX_URL", "COMPILER"]
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}"}
+
+
+def test_kubernetes_manifests_agree_with_the_schemas() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    for document in _manifests():
+        validate.validate(document, "1.32", strict=True)
+    broken = _manifests()[0] | {"spec": {"prots": []}}
+    with pytest.raises(validate.ValidationError):
+        validate.validate(broken, "1.32", strict=True)
+
+
+def test_only_api_and_worker_reach_valkey_and_no_container_of_ours_writes_to_its_image() -> None:
+    (policy,) = [d["spec"] for d in _manifests() if d["kind"] == "NetworkPolicy"]
+    pods = {d["metadata"]["name"]: d["spec"]["template"] for d in _manifests() if d["kind"] == "StatefulSet"}
+    assert policy["podSelector"]["matchLabels"] == pods["draftalign-valkey"]["metadata"]["labels"]
+    ((peer,),) = [rule["from"] for rule in policy["ingress"]]
+    assert peer["podSelector"]["matchLabels"] == pods["draftalign"]["metadata"]["labels"]
+    for pod in pods.values():
+        assert all(c["securityContext"]["readOnlyRootFilesystem"] for c in pod["spec"]["containers"])

@@ -29,7 +29,9 @@ ARROWS = {
     "service.worker": """service.errors service.monitor service.settings service.storage drafter.batch drafter.device
         drafter.errors drafter.files drafter.model drafter.policy drafter.replay drafter.training drafter.vocabulary
         rl_hooks.durable rl_hooks.format rl_hooks.wire""",
-    "service.storage": "service.errors service.monitor rl_hooks.durable rl_hooks.format rl_hooks.lock rl_hooks.wire",
+    "service.storage": """service.errors service.monitor service.objects rl_hooks.durable rl_hooks.format rl_hooks.lock
+        rl_hooks.wire""",
+    "service.objects": "service.errors",
     "service.monitor": "",
     "service.settings": "",
     "service.errors": "",
@@ -190,7 +192,7 @@ def test_wire_needs_numpy_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("service.api.app", {"torch", "transformers", "drafter", "trl"}),
+        ("service.api.app", {"torch", "transformers", "drafter", "trl", "obstore"}),
         ("service.cli.main", {"torch", "transformers", "fastapi"}),
         ("service.cli.up", {"torch", "drafter"}),
         ("rl_hooks.format.engines", {"numpy", "fastapi", "redis", "transformers", "torch", "service", "drafter"}),
@@ -207,13 +209,13 @@ def test_a_fresh_process_loads_nothing_that_it_does_not_need(module: str, forbid
 
 
 def test_whatever_the_application_imports_is_among_its_core_dependencies() -> None:
-    """An image holds the core dependencies alone. Triton comes with CUDA builds of torch."""
+    """Triton comes with CUDA builds of torch, obstore with the extra s3, which `drafters_url` asks for by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = {re.split(r"[\[<>=; ]", line)[0].replace("-", "_") for line in project["dependencies"]}
     used = set().union(*(tops(path) for package in ("drafter", "service") for path in files(package)))
     ours = {"drafter", "rl_hooks", "service", "examples"}
     brought = {"starlette", "pydantic_core", "typing_extensions"}  # by FastAPI and pydantic, whose parts they are
-    assert used - set(sys.stdlib_module_names) - ours - brought - {"triton"} <= core
+    assert used - set(sys.stdlib_module_names) - ours - brought - {"triton", "obstore"} <= core
 
 
 @pytest.mark.parametrize("directory", ["", "rl_hooks"])

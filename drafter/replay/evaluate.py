@@ -170,6 +170,8 @@ def _text_only(batch: RolloutBatch) -> RolloutBatch:
         batch,
         aux_hidden=batch.aux_hidden.new_zeros(batch.tokens, 0, dtype=torch.float32),
         last_hidden=batch.last_hidden.new_zeros(batch.tokens, 0, dtype=torch.float32),
+        aux_scale=None,
+        last_scale=None,
         temperature=1.0,
         warped=False,
     )

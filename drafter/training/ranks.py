@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 import uuid
@@ -32,8 +33,9 @@ _T = TypeVar("_T")
 
 #: How long a rank waits for another one in the middle of a training: it may have to compile, or to read from a disk.
 _PATIENCE = timedelta(minutes=10)
-#: How long it waits for the next order: as long as no rollouts come.
-_IDLE = timedelta(days=3650)
+#: How long it waits for the next order. Rank 0 gives one each minute, but for claims that take it long to score.
+_IDLE = timedelta(hours=1)
+_BEAT_SECONDS: Final = 60.0
 _ERROR_BYTES: Final = 8192
 
 
@@ -48,12 +50,16 @@ class Ranks:
         return work()
 
     def shared(self, work: Callable[[], _T], *, idle: bool = False) -> _T:  # noqa: ARG002 - of several
-        """What `work` gave on rank 0, as JSON keeps it; nowhere else is it called. `idle`: it may take days."""
+        """What `work` gave on rank 0, as JSON keeps it; nowhere else is it called. `idle`: it may take an hour."""
         return work()
 
     def add(self, counts: Sequence[int]) -> list[int]:
         """The sums over all ranks."""
         return list(counts)
+
+    def add_table(self, table: Tensor) -> Tensor:
+        """The sum of the ranks' tables, which lie in host memory and are of one shape and type; in place."""
+        return table
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], figures: Tensor) -> Tensor:  # noqa: ARG002 - of several
         """Sum all gradients over all ranks, in place; returns the sums of `figures`.
@@ -96,7 +102,7 @@ class JoinedRanks(Ranks):
         return done[0]
 
     def shared(self, work: Callable[[], _T], *, idle: bool = False) -> _T:
-        """What `work` gave on rank 0, as JSON keeps it; nowhere else is it called. `idle`: it may take days."""
+        """What `work` gave on rank 0, as JSON keeps it; nowhere else is it called. `idle`: it may take an hour."""
         error, data = None, b""
         if self.rank == 0:
             try:
@@ -129,6 +135,12 @@ class JoinedRanks(Ranks):
         with _unless_lost():
             dist.all_reduce(sums, group=self._host)
         return [int(total) for total in sums]
+
+    def add_table(self, table: Tensor) -> Tensor:
+        """The sum of the ranks' tables, which lie in host memory and are of one shape and type; in place."""
+        with _unless_lost():
+            dist.all_reduce(table, group=self._host)
+        return table
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], figures: Tensor) -> Tensor:
         """Sum all gradients over all ranks, in place; returns the sums of `figures`.
@@ -181,6 +193,26 @@ class JoinedRanks(Ranks):
     def _agree(self, error: Exception) -> Exception:
         self._agreed = error
         return error
+
+
+class Orders:
+    """What rank 0 tells ranks that wait: what changed at once, and the same again each minute.
+
+    A rank that hears nothing for an hour takes rank 0 for gone, ends, and so lets its GPU go: a host that loses its
+    power closes no connection.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._told: dict[str, Any] = {}
+        self._at = -math.inf  # monotonic
+
+    def stand(self, order: dict[str, Any]) -> None:
+        """Tell it, if it is due."""
+        now = time.monotonic()
+        if self._ranks.world > 1 and (order != self._told or now - self._at >= _BEAT_SECONDS):
+            self._ranks.shared(lambda: order, idle=True)
+            self._told, self._at = order, now
 
 
 def _described(error: Exception) -> dict[str, str]:

@@ -4,6 +4,8 @@
     <cache>/<run>/<version>.part/     under way: `<file>.part` grows and is resumed with Range after any interruption
 
 Invariant: a directory without `.part` is complete, because the rename is the last step (atomic on one filesystem).
+Where the service answers 307, the bytes come from its object store, which never sees the service's token. Where that
+fails, or gives wrong bytes, the service is asked for its own.
 Synchronous on purpose: it runs in a thread, where hashing and writing do not delay the engines' loops.
 """
 
@@ -13,8 +15,10 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
+import ssl
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -37,6 +41,8 @@ from rl_hooks.format.drafter import (
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.lock import LockHeld, exclusive
 from rl_hooks.release import Manifest, OfferedFile, Release
+
+log = logging.getLogger("draftalign.agent")
 
 #: How long to wait for another agent's download into the same cache.
 LOCK_SECONDS: Final = 120.0
@@ -191,11 +197,13 @@ def _fetch_file(
             return
         done.unlink()  # for instance stripped, then interrupted
     resumed = part.exists() and part.stat().st_size > 0
-    _receive(client, manifest, file, part, stopped)
-    if not _matches(part, file) and resumed:
-        # The resumed part may be damaged by an interrupted write: download once more, from the first byte.
+    redirected = _receive(client, manifest, file, part, stopped)
+    if not _matches(part, file) and (resumed or redirected):
+        # The resumed part may be damaged by an interrupted write, and the object store may hold anything: download
+        # once more, from the first byte.
+        log.warning("%s/%s is not what the manifest says; asking the service itself", manifest.version, file.name)
         part.unlink()
-        _receive(client, manifest, file, part, stopped)
+        _receive(client, manifest, file, part, stopped, direct=True)
     if not _matches(part, file):
         found = f"{part.stat().st_size} bytes, sha256 {_sha256(part)}"
         part.unlink()
@@ -207,21 +215,39 @@ def _fetch_file(
 
 
 def _receive(
-    client: httpx.Client, manifest: Manifest, file: OfferedFile, part: Path, stopped: Callable[[], bool]
-) -> None:
-    """Append to `part` until it has the file's size. A broken connection is resumed as long as each brings bytes."""
+    client: httpx.Client,
+    manifest: Manifest,
+    file: OfferedFile,
+    part: Path,
+    stopped: Callable[[], bool],
+    *,
+    direct: bool = False,
+) -> bool:
+    """Append to `part` until it has the file's size. A broken connection is resumed as long as each brings bytes.
+
+    `direct`: never from the object store. Returns whether bytes may have come from there.
+    """
+    redirected = False
     while (have := part.stat().st_size if part.exists() else 0) != file.bytes or not part.exists():
         if have > file.bytes:
             part.unlink()
             have = 0
         try:
-            _receive_once(client, manifest, file, part, have, stopped)
+            redirected |= _receive_once(client, manifest, file, part, have, stopped, direct=direct)
+        except _StoreFailed as error:
+            log.warning("%s/%s: %s; asking the service itself", manifest.version, file.name, error)
+            redirected = direct = True
         except httpx.HTTPError as error:
             now = part.stat().st_size if part.exists() else 0
             if now <= have:
                 raise DownloadError(f"{manifest.version}/{file.name} stopped at byte {now}: {error!r}") from error
         else:
-            return
+            break
+    return redirected
+
+
+class _StoreFailed(Exception):  # noqa: N818
+    """The object store did not give the rest of the file."""
 
 
 def _receive_once(
@@ -231,30 +257,73 @@ def _receive_once(
     part: Path,
     have: int,
     stopped: Callable[[], bool],
-) -> None:
+    *,
+    direct: bool,
+) -> bool:
+    """Ask once, and append what comes. Returns whether the object store gave it."""
     # identity: offsets and sizes of a compressed answer would not be the file's.
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
     url = f"/drafter/{manifest.version}/{file.name}"
-    with client.stream("GET", url, params={"run": manifest.run}, headers=headers) as response:
-        if response.status_code == 200:
-            have = 0  # the answer holds the whole file, and not only the range
-        elif response.status_code != 206 or not have:
-            response.read()
-            raise DownloadError(f"GET {url} answered {response.status_code}: {response.text[:300]}")
-        elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            raise DownloadError(f"GET {url} from byte {have} answered {response.headers.get('Content-Range')!r}")
-        with part.open("r+b" if have else "wb") as out:
-            out.seek(have)
-            # Raw: an iterator with a buffer would lose the buffered bytes when the connection breaks.
-            for chunk in response.iter_raw():
-                out.write(chunk)
-                have += len(chunk)
-                if have > file.bytes:
-                    raise DigestError(f"{manifest.version}/{file.name} is longer than its {file.bytes} bytes")
-                if stopped():
-                    raise DownloadError(f"stopped at byte {have} of {file.name}; the next start resumes it")
-            out.flush()
-            os.fsync(out.fileno())
+    asked = {"run": manifest.run} | ({"direct": "true"} if direct else {})
+    with client.stream("GET", url, params=asked, headers=headers) as response:
+        if response.status_code != 307 or direct:
+            _append(response, f"GET {url}", manifest, file, part, have, stopped)
+            return False
+        location = response.headers.get("Location", "")
+    try:
+        # Of its own: the service's client has the token in its headers, and trusts the service's authority alone.
+        with (
+            httpx.Client(timeout=client.timeout, trust_env=False, verify=_store_tls()) as store,
+            store.stream("GET", location, headers=headers) as response,
+        ):
+            _append(response, "the object store", manifest, file, part, have, stopped)
+    except (httpx.HTTPError, httpx.InvalidURL, DownloadError) as error:
+        if stopped():
+            raise
+        raise _StoreFailed(f"the object store failed: {error or repr(error)}") from error
+    return True
+
+
+def _append(
+    response: httpx.Response,
+    asked: str,
+    manifest: Manifest,
+    file: OfferedFile,
+    part: Path,
+    have: int,
+    stopped: Callable[[], bool],
+) -> None:
+    if response.status_code == 200:
+        have = 0  # the answer holds the whole file, and not only the range
+    elif response.status_code != 206 or not have:
+        raise DownloadError(f"{asked} answered {response.status_code}: {_beginning(response)}")
+    elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+        raise DownloadError(f"{asked} from byte {have} answered {response.headers.get('Content-Range')!r}")
+    with part.open("r+b" if have else "wb") as out:
+        out.seek(have)
+        # Raw: an iterator with a buffer would lose the buffered bytes when the connection breaks.
+        for chunk in response.iter_raw():
+            out.write(chunk)
+            have += len(chunk)
+            if have > file.bytes:
+                raise DigestError(f"{manifest.version}/{file.name} is longer than its {file.bytes} bytes")
+            if stopped():
+                raise DownloadError(f"stopped at byte {have} of {file.name}; the next start resumes it")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _beginning(response: httpx.Response) -> str:
+    """The first characters of an answer that is no file; a hostile one may be of any length."""
+    return next(response.iter_raw(4096), b"")[:300].decode("utf-8", "replace")
+
+
+def _store_tls() -> ssl.SSLContext:
+    """Trusts the system's authorities, as for a public store, and that of DRAFTALIGN_CA_FILE."""
+    context = ssl.create_default_context()
+    if ca_file := os.environ.get("DRAFTALIGN_CA_FILE"):
+        context.load_verify_locations(ca_file)
+    return context
 
 
 def _receipt(directory: Path, manifest: Manifest) -> dict[str, str]:

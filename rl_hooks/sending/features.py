@@ -26,7 +26,7 @@ FeatureDtype = Literal["bfloat16", "float8_e4m3"]
 #: Largest finite value of float8_e4m3fn.
 _E4M3_MAX: Final = 448.0
 #: Logits held at once while normalisers are computed: 2^25 floats are 128 MiB.
-_LOGITS_AT_ONCE: Final = 1 << 25
+LOGITS_AT_ONCE: Final = 1 << 25
 _PLAIN: Final = wire.LogitMap()
 
 
@@ -57,7 +57,7 @@ def score_rows(
     N, V = last_NH.shape[0], head_VH.shape[0]
     logsumexp_N = last_NH.new_zeros(N, dtype=torch.float32)
     logprob_N = torch.zeros_like(logsumexp_N)
-    step = max(1, _LOGITS_AT_ONCE // V)
+    step = max(1, LOGITS_AT_ONCE // V)
     # An active autocast of the trainer would round the logits once more than the worker does.
     with torch.autocast(last_NH.device.type, enabled=False):
         for begin in range(0, N, step):

@@ -11,8 +11,8 @@ Invariants
 - Hooks never raise into the forward. `pop` raises the first error of a hook.
 - Register before `torch.compile`: a hook added to a model that was already compiled never fires (and `pop` says so).
 
-Data parallelism only, its sharded forms (FSDP, ZeRO-3) included: under tensor, sequence or pipeline parallelism a rank
-holds part of a state, and `pop` finds a shape that does not fit.
+Data parallelism only, its sharded forms (FSDP, ZeRO-3) included: under sequence or pipeline parallelism a rank holds
+part of a state, and `pop` finds a shape that does not fit. `rl_hooks.trainer.megatron` joins such parts.
 
 Legend: B batch, S padded length, N selected rows, H hidden size, A auxiliary layers.
 """

@@ -90,7 +90,7 @@ class ServiceContext:
         self.redis: Any = client
         self.writes = WriteTest(client)
         self.layout = Layout(settings.state_dir)
-        self.registry = Registry(self.layout)
+        self.registry = Registry(self.layout, settings.drafters_url)
         self.spool = Spool(self.layout)
         self.signer = _signing_key(settings.signing_key_file)
         #: Set when the server is asked to stop, so that long polls end at once.

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import logging
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
@@ -22,12 +23,18 @@ from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
 from service.api.runs import check_room
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
+from service.errors import ObjectStoreError
 from service.reading.pointer import Pointer, Served
 from service.storage.admission.sent import admit, read_sent_header
 from service.storage.registry import MANIFEST, Manifest
 from service.storage.runs import check_open
 
+log = logging.getLogger("draftalign.api")
+
 router = APIRouter(tags=["drafters"])
+
+#: How long a download waits for the object store before this process sends the bytes.
+_STORE_SECONDS: Final = 3.0
 
 
 class CheckpointResponse(FileResponse):
@@ -134,9 +141,23 @@ async def _gone(request: Request) -> None:
         pass
 
 
-@router.get("/drafter/{version}/{file}", response_class=CheckpointResponse)
-async def get_file(request: Request, context: Context, version: str, file: str, run: RunQuery = "default") -> Response:
-    """Download one immutable file of a version. Range requests resume; the ETag is the content's digest."""
+@router.get(
+    "/drafter/{version}/{file}",
+    response_class=CheckpointResponse,
+    responses={304: {"description": "Still the same."}, 307: {"description": "Fetch it there, without the token."}},
+)
+async def get_file(
+    request: Request,
+    context: Context,
+    version: str,
+    file: str,
+    run: RunQuery = "default",
+    direct: Annotated[bool, Query(description="Answer with the bytes, and never with 307.")] = False,
+) -> Response:
+    """Download one immutable file of a version. Range requests resume; the ETag is the content's digest.
+
+    With `drafters_url` the answer is 307 to a URL of the object store, if that has the file and can sign.
+    """
     context.run(run)
     path = context.registry.path(run, version, file)
     manifest = context.registry.get(run, version)
@@ -147,7 +168,28 @@ async def get_file(request: Request, context: Context, version: str, file: str, 
         headers["Repr-Digest"] = f"sha-256=:{base64.b64encode(bytes.fromhex(sha256)).decode()}:"
     if matches(request.headers.get("if-none-match"), etag):
         return Response(status_code=304, headers=headers)
+    if not direct and sha256 is not None and (url := await _object_url(context, run, manifest, file)) is not None:
+        return Response(status_code=307, headers={"Location": url, "Cache-Control": "no-store"})
     return CheckpointResponse(path, media_type="application/octet-stream", headers=headers)
+
+
+async def _object_url(context: ServiceContext, run: str, manifest: Manifest, name: str) -> str | None:
+    """Where the object store has one file; None without a store, or where it does not answer within seconds."""
+    objects = context.registry.objects
+    if objects is None:
+        return None
+    size = next(file.bytes for file in manifest.files if file.name == name)
+
+    async def ask() -> str | None:
+        try:
+            async with asyncio.timeout(_STORE_SECONDS):
+                return await objects.url(run, manifest.digest, name, size)
+        except (ObjectStoreError, TimeoutError) as error:
+            why = str(error) or "the object store does not answer"
+            log.warning("%s of %s is sent by this API: %s", name, manifest.version, why)
+            return None
+
+    return await context.answers.get(("object", run, manifest.digest, name), ask)
 
 
 @router.get("/drafters", responses={200: {"model": dict[str, Any]}, 304: {"description": "Still the same."}})

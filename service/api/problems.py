@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from rl_hooks.wire import WireError
 from service.errors import (
     LatestHeld,
+    ObjectStoreError,
     RegistryBusy,
     RegistryError,
     RunClosed,
@@ -162,6 +163,8 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
             return Problem(503, "registry-busy", str(error), headers=retry)
         case LatestHeld():
             return Problem(409, "drafter-held", str(error))
+        case ObjectStoreError():
+            return Problem(503, "object-store-away", str(error), headers=retry)
         case RegistryError():
             return Problem(409, "registry", str(error))
         case redis_errors.OutOfMemoryError():
@@ -211,6 +214,7 @@ def install(app: FastAPI, retry_after_seconds: int) -> None:
         RunClosed,
         TooManyReporters,
         RegistryError,
+        ObjectStoreError,
         redis_errors.OutOfMemoryError,
         redis_errors.ResponseError,
         redis_errors.ConnectionError,

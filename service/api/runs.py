@@ -218,7 +218,14 @@ async def delete(run: str, request: Request, context: Context) -> None:
     if not context.layout.withdrawn(run).exists():
         await store.give_back()  # the lease is of another run of that name
         return
-    await context.locking(delete_run, context.layout, run, _forgetting(context, run))
+    forget, objects = _forgetting(context, run), context.registry.objects
+
+    def forget_all() -> None:  # the objects first: where the store is away, the next request finds the rest
+        if objects is not None:
+            objects.forget(run)
+        forget()
+
+    await context.locking(delete_run, context.layout, run, forget_all)
     context.drop(run)
     log.warning("run %s was deleted", run)
 

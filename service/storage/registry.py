@@ -8,6 +8,7 @@ Invariants, also after loss of power at any line:
 * `publish` is compare-and-set on `latest`: a drafter replaces only the version that it was judged against. So a worker
   that was paused during another publish or a rollback changes nothing (docs/guide/operating.md, "What a paused process
   can do").
+* With `drafters_url`, a version's files are in the object store before `latest.json` names it.
 * A hold is part of `latest.json`, so it appears and ends in the same rename as a move. While it is there, nothing but
   another hold moves `latest` to another version: what was judged before it and is published after it raises
   `LatestHeld`.
@@ -17,7 +18,7 @@ Invariants, also after loss of power at any line:
 * One `flock` per run serialises the API (rollback, push-again) and the worker (publish). After `LOCK_SECONDS` the error
   names the holder: a paused process (a debugger, a paused container) keeps the lock until it goes on or is killed.
 
-Handles files only: no torch, no tensors.
+Handles files and objects only: no torch, no tensors.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import functools
 import hashlib
 import heapq
 import json
+import logging
 import os
 import shutil
 import threading
@@ -41,11 +43,22 @@ from pydantic_core import to_json
 
 from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
 from rl_hooks.lock import LockHeld, exclusive
-from service.errors import LatestHeld, LatestMoved, RegistryBusy, RegistryError, RunConflict, VersionNotFound
+from service.errors import (
+    LatestHeld,
+    LatestMoved,
+    ObjectStoreError,
+    RegistryBusy,
+    RegistryError,
+    RunConflict,
+    VersionNotFound,
+)
 from service.monitor.records import HeldVersion, RunEvent
+from service.objects import Objects
 from service.storage.history.digest import CARRIED, HistoryDigest, Sent, canary_key
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
+
+log = logging.getLogger("draftalign.registry")
 
 MANIFEST = "manifest.json"
 #: For `instead_of`: replace the served version, whichever it is.
@@ -102,8 +115,10 @@ class Manifest(BaseModel):
 class Registry:
     """The registry of one state directory."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, drafters_url: str | None = None) -> None:
+        """`drafters_url`: of the object store that gets each version before `latest` names it."""
         self._layout = layout
+        self.objects = None if drafters_url is None else Objects(drafters_url)
         self._digests: dict[Path, HistoryDigest] = {}
         self._events: dict[str, tuple[Followed[RunEvent], ...]] = {}
         self._reading = threading.Lock()
@@ -226,9 +241,10 @@ class Registry:
         """Turn a staged directory into the next version and point `latest` at it (compare-and-set).
 
         `instead_of`: the version that it was judged against, None where nothing was served. Raises `LatestMoved` when
-        another one is served now, `LatestHeld` when a person holds it.
+        another one is served now, `LatestHeld` when a person holds it, `ObjectStoreError` where its object store fails.
         """
         files, digest = _digests(staged)
+        self._store(run, digest, files, staged)
         with locked(self._layout, run):
             pointer = self._require_served(run, instead_of)
             self._require_free(run)
@@ -298,6 +314,8 @@ class Registry:
         Raises what `publish` does.
         """
         self.verify(run, version)
+        manifest = self.get(run, version)
+        self._store(run, manifest.digest, manifest.files, self._layout.drafter(run, version))
         with locked(self._layout, run):
             self._require_served(run, instead_of)
             self._require_free(run)
@@ -404,6 +422,8 @@ class Registry:
             pointer = self._pointer(run)
             safe = set(protect) | set(self.versions(run)[-keep:]) | ({pointer["version"]} if pointer else set())
             gone = [version for version in self.versions(run) if version not in safe]
+            stored = self.versions(run) if self.objects is not None else []
+            digests = {version: self.get(run, version).digest for version in stored}
             for version in gone:
                 self._delete(run, version)
             for path in self._layout.drafters(run).glob(".*"):
@@ -411,9 +431,21 @@ class Registry:
                     shutil.rmtree(path, ignore_errors=True)
             for path in self._layout.run(run).glob(".latest-*"):
                 path.unlink()
+        if self.objects is not None:
+            kept = {digest for version, digest in digests.items() if version not in gone}
+            try:  # not under the lock, since a store may be slow
+                self.objects.keep_only(run, kept, {digests[version] for version in gone})
+            except ObjectStoreError as error:  # what is left is old by the time that it answers again
+                log.warning("objects of run %s that no version needs were not deleted: %s", run, error)
         return gone
 
     # --- inside
+    def _store(self, run: str, digest: str, files: Sequence[VersionFile], directory: Path) -> None:
+        """Copy a version into the object store, where there is one. Before the lock is taken: it may take long."""
+        if self.objects is not None:
+            for file in files:
+                self.objects.put(run, digest, directory / file.name, file.bytes)
+
     def _next_version(self, run: str, digest: str) -> str:
         pointer, existing = self._pointer(run), self.versions(run)
         taken = [*existing[-1:], *([] if pointer is None else [pointer["version"]])]  # a pruned one's is not used again

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from drafter.errors import BatchRejected, TargetHeadError
+from drafter.model.draft_model import DraftModel
+from drafter.policy import Policy
+from drafter.replay.acceptance import Replay
 from service.settings import Settings
 from service.storage.queue import EndState
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
 from service.worker.promotion import Gate
-from service.worker.scoring import Scores, score
+from service.worker.scoring import Scores, replay_each, replay_shared, score
 from service.worker.target import Target
 
 #: A worker that is behind compares all drafters in one claim of so many, and the candidate alone in the others.
@@ -111,8 +114,8 @@ class ClaimScorer:
                 batch,
                 roles,
                 policy,
+                self._replays(loaded, roles, policy),
                 depth=self._settings.depth,
-                drafting=self._settings.drafting,
                 batch_id=loaded.entry.batch_id,
                 entry_id=loaded.entry.arrived,
                 drafter_version=by,
@@ -127,6 +130,20 @@ class ClaimScorer:
         if comparison == "all":
             scores = replace(scores, versions={**scores.versions, **self._gate.replay_sent(batch, loaded.path)})
         return scores
+
+    def _replays(
+        self, loaded: Loaded, roles: Mapping[str, tuple[str, DraftModel]], policy: Policy
+    ) -> dict[str, Replay]:
+        """By version. With several ranks each replays its share of the rollouts."""
+        drafters, ranks = dict(roles.values()), self._lineage.ranks
+        depth, drafting = self._settings.depth, self._settings.drafting
+        if ranks.world == 1:
+            return replay_each(drafters, policy, [loaded.batch], depth, drafting)
+        with ranks.in_step():
+            order: dict[str, Any] = {"file": loaded.path.name, "known": loaded.entry.known, "drafters": list(drafters)}
+            order["head"] = self._target.head_of(loaded.batch.policy_version, batch=loaded.path)
+            self._lineage.lead({"score": order | {"depth": depth, "drafting": drafting}})
+            return replay_shared(ranks, drafters, policy, loaded.batch, depth, drafting)
 
     def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:
         """With what a claim's newest rollouts are scored. Time is short where several policies' have gathered."""

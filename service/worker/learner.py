@@ -17,13 +17,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from drafter.batch import RolloutBatch
-from drafter.training.trainer import DrafterTrainer
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
 from service.monitor.headroom import LearningCurve
@@ -32,7 +31,7 @@ from service.monitor.records import DrafterSums, arrival
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.reports import Store
-from service.worker.checkpoint import WorkerCheckpoint, hand_over
+from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.claim import ClaimScorer, Fates, Scored
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
@@ -328,7 +327,7 @@ class Learner:
         ranks = trainer.ranks
         with ranks.in_step():
             if ranks.world > 1:
-                self._lead(trainer, task)
+                self.lineage.lead({"train": task.order()})
             for window in windows(task.drawn(), trainer, self.target):
                 report = trainer.step(window)
                 if report.skipped is None:
@@ -340,13 +339,6 @@ class Learner:
         seconds = time.perf_counter() - started
         self.journal.totals.train_seconds += seconds
         return seconds, done / whole if cut else 1.0
-
-    def _lead(self, trainer: DrafterTrainer, task: Task) -> None:
-        """Have the other ranks do what follows as well: `service.ranks.Follower` is their side of it."""
-        order = {"run": self.run, "config": asdict(trainer.config), **task.order()}
-        trainer.ranks.shared(lambda: order, idle=True)
-        trainer.ranks.together(lambda: None)  # they map the files
-        hand_over(trainer, self._layout.worker(self.run))
 
     def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[], None]) -> list[Contest]:
         """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first."""

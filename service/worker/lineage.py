@@ -7,6 +7,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from drafter.files.checkpoint import config_fingerprint
 from drafter.files.kinds import read_kind, write_kind
 from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.training.ranks import current
+from drafter.training.ranks import ALONE, Ranks, current
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.durable import AtomicDirectory
@@ -29,7 +30,7 @@ from service.settings import Settings
 from service.storage.history.digest import Sent
 from service.storage.layout import Layout
 from service.storage.registry import OFFERS, Manifest, Registry
-from service.worker.checkpoint import full_disk_as_os_error
+from service.worker.checkpoint import full_disk_as_os_error, hand_over
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
@@ -48,7 +49,7 @@ class Lineage:
         self._layout = layout
         self._run = run
         self._target = target
-        self._registry = Registry(layout)
+        self._registry = Registry(layout, settings.drafters_url)
         self._device = torch.device(settings.device)
         self._versions: OrderedDict[str, DraftModel] = OrderedDict()
         self.trainer: DrafterTrainer | None = None
@@ -128,6 +129,23 @@ class Lineage:
         if self.trainer is None:
             raise RuntimeError("the lineage has not begun")
         return self.trainer.drafter
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that hold the candidate; this one alone before the lineage has begun."""
+        return ALONE if self.trainer is None else self.trainer.ranks
+
+    def lead(self, order: Mapping[str, Any]) -> None:
+        """Have the other ranks do for this run what this one does next, with the candidate as it is here.
+
+        `service.ranks.Follower` is their side of it. Call it `in_step`.
+        """
+        if self.trainer is None:
+            raise RuntimeError("the lineage has not begun")
+        whole = {"run": self._run, "config": asdict(self.trainer.config), **order}
+        self.ranks.shared(lambda: whole, idle=True)
+        self.ranks.together(lambda: None)  # they map the files
+        hand_over(self.trainer, self._layout.worker(self._run))
 
     @property
     def warming_up(self) -> bool:

@@ -33,6 +33,7 @@ from redis.retry import Retry
 
 from drafter.device import is_device_fault
 from drafter.errors import DrafterError
+from drafter.training.ranks import Orders, current
 from service.errors import ConfigurationError, ServiceError, WorkerError
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
@@ -147,7 +148,9 @@ class Worker:
         """Work until `stop`. Redis going away is waited out; nothing in hand is lost by it."""
         beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         beat.start()
+        orders = Orders(current())
         while not self._stopping:
+            orders.stand({"runs": sorted(self.served)})
             try:
                 if not self._turn():
                     self._pause(_IDLE_SECONDS)

@@ -31,7 +31,7 @@ log = logging.getLogger("draftalign.worker")
 
 @dataclass(frozen=True, slots=True)
 class KeptBatch:
-    """One batch in memory-mapped form."""
+    """One batch. Its features are read from its file, which is mapped, each time that rows of it are drawn."""
 
     name: str  # file name inside the directory of recent batches
     batch: RolloutBatch

@@ -22,6 +22,7 @@ from drafter.replay.acceptance import Replay
 from drafter.replay.lossless import drafters_favour
 from drafter.replay.ngram import ngram_replay
 from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
+from drafter.training.ranks import Ranks
 from service.monitor.records import DrafterSums, Favour, Replayed, ScoreRecord
 
 log = logging.getLogger("draftalign.worker")
@@ -61,27 +62,56 @@ def replay_each(
     return {name: Replay.concat(parts) for name, parts in found.items()}
 
 
+def replay_shared(
+    ranks: Ranks,
+    drafters: Mapping[str, DraftModel],
+    policy: Policy,
+    batch: RolloutBatch,
+    depth: int,
+    drafting: Drafting,
+) -> dict[str, Replay]:
+    """`replay_each` of one batch on all ranks, which call this with the same: each replays every W-th rollout.
+
+    What is raised on one rank is raised on all.
+    """
+    mine = list(range(ranks.rank, batch.rollouts, ranks.world))
+    table = torch.zeros(len(drafters), batch.rollouts, 3 + 2 * depth, dtype=torch.float64)
+
+    def own() -> None:
+        found = replay_each(drafters, policy, [batch.select(mine)], depth, drafting)
+        for place, one in enumerate(found.values()):
+            columns = [one.tokens, one.rounds, one.rounds_variance, *one.accepted.T, *one.reached.T]
+            table[place, mine] = torch.from_numpy(np.stack(columns, axis=1))
+
+    ranks.together(own if mine else lambda: None)
+    tables = ranks.add_table(table).numpy()  # a rollout is in the table of one rank: nothing is rounded
+    return {
+        name: Replay(one[:, 0], one[:, 1], one[:, 2], one[:, 3 : 3 + depth], one[:, 3 + depth :])
+        for name, one in zip(drafters, tables, strict=True)
+    }
+
+
 def score(
     batch: RolloutBatch,
     drafters: Mapping[str, tuple[str, DraftModel]],
     policy: Policy,
+    by_version: Mapping[str, Replay],
     *,
     depth: int,
-    drafting: Drafting,
     batch_id: str,
     entry_id: str,
     drafter_version: str | None,
     logprob_gap: float | None,
 ) -> Scores:
-    """Score a batch with every drafter of `drafters`: role -> (version, drafter).
+    """The score of a batch with every drafter of `drafters`: role -> (version, drafter).
 
-    `batch_id`, `entry_id`: of its queue entry. `drafter_version`: the one that served it. `logprob_gap`: to what the
-    policy's head gives, in nats. What was then done with the batch the record does not say.
+    `by_version`: its replay with each of them. `batch_id`, `entry_id`: of its queue entry. `drafter_version`: the one
+    that served it. `logprob_gap`: to what the policy's head gives, in nats. What was then done with the batch the
+    record does not say.
 
     Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only, which is of all
     drafters and there where the candidate is.
     """
-    by_version = replay_each(dict(drafters.values()), policy, [batch], depth, drafting)
     replays: dict[str, Replay] = {"ngram": ngram_replay(batch, depth=depth)}
     for role, (version, _) in drafters.items():
         if role in ("served", "candidate", "frozen"):

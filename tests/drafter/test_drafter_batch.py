@@ -70,8 +70,11 @@ def write(path: Path, tensors: dict[str, wire.Tensor], **changes: object) -> Pat
 def test_a_file_reads_back_exactly(tmp_path: Path, features: str) -> None:
     tensors, aux, last = file_tensors(features)
     batch = load_batch(write(tmp_path / "r.safetensors", tensors, drafter_version="v000002-0badcafe"), vocab_size=90)
-    assert torch.equal(batch.aux_hidden, aux)
-    assert torch.equal(batch.last_hidden, last)
+    assert batch.aux_hidden.dtype == (torch.bfloat16 if features == "BF16" else torch.float8_e4m3fn)
+    for moved in (batch.to("cpu"), RolloutBatch.concat([batch.select([0]), batch.select([1])]).to("cpu")):
+        assert torch.equal(moved.aux_hidden, aux)
+        assert torch.equal(moved.last_hidden, last)
+    assert torch.equal(batch.to("cpu", torch.bfloat16).aux_hidden, aux.bfloat16())
     assert batch.input_ids.dtype == torch.int64
     assert batch.loss_mask.tolist() == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 5
     assert batch.cu_seqlens.tolist() == [0, 5, 12]
@@ -80,6 +83,14 @@ def test_a_file_reads_back_exactly(tmp_path: Path, features: str) -> None:
     assert (batch.rollout_ids, batch.rewards) == (("a", "b"), (0.5, 1.0))
     assert batch.drafter_version == "v000002-0badcafe"
     screen(batch)
+
+
+def test_fp8_without_scales_and_scales_without_fp8_are_refused(tmp_path: Path) -> None:
+    batch = load_batch(write(tmp_path / "r.safetensors", file_tensors("F8_E4M3")[0]))
+    with pytest.raises(DrafterError, match="fp8 needs aux_scale"):
+        replace(batch, aux_scale=None)
+    with pytest.raises(DrafterError, match="fp8 needs last_scale"):
+        replace(batch, last_hidden=batch.last_hidden.float())
 
 
 def test_rollouts_of_two_drafters_packed_together_are_of_none() -> None:

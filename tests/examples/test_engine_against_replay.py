@@ -34,7 +34,7 @@ from examples.engine import Engine
 from examples.engine_drafting import Draft, Drafting, verify
 from examples.engine_sequences import Counters, Sampling
 from examples.features import batch_of
-from service.worker.scoring import score
+from service.worker.scoring import replay_each, score
 
 PROMPTS = elicit_prompts(160, seed=5)
 VERSION, OLD = "v000002-0a1b2c3d", "v000001-0a1b2c3d"
@@ -108,12 +108,13 @@ class Bench:
 
     def scored(self, batch: RolloutBatch, policy: int = 0) -> None:
         roles = {"served": (VERSION, trained_drafter()), "frozen": (OLD, weak_drafter())}
+        writer = policy_of(base_policy()[0])
         found = score(
             dataclasses.replace(batch, policy_version=policy),
             roles,
-            policy_of(base_policy()[0]),
+            writer,
+            replay_each(dict(roles.values()), writer, [batch], 4, "probabilistic"),
             depth=4,
-            drafting="probabilistic",
             batch_id=f"{policy:032x}",
             entry_id=f"{policy + 1}-0",
             drafter_version=VERSION,

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, is_dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from agent_fixtures import eventually
 from rank_fixtures import run_two_ranks
 from safetensors.torch import load_file
 from worker_fixtures import Bench, World, final_state, states
 
 import drafter.training.ranks
 import service.ranks
+import service.worker.scoring
 from drafter.batch import RolloutBatch, load_batch
 from drafter.device import RanksLost
+from drafter.errors import BatchRejected
+from drafter.replay.replay import replay
 from drafter.training.ranks import JoinedRanks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
-from service.ranks import Follower
+from service.ranks import FollowedRun, Follower
 from service.storage.queue import MAX_DELIVERIES
+from service.storage.runs import change_state
 from service.worker.checkpoint import hand_over, taken_over
-from service.worker.learner import TrainingStopped
+from service.worker.process import Worker
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
@@ -191,8 +201,49 @@ def test_a_batch_that_fails_on_one_rank_ends_alone_and_the_ranks_go_on(
         assert where in bench.reason(bench.posted[1])
 
 
+def test_ranks_share_the_rollouts_that_are_scored(tmp_path: Path, redis_url: str) -> None:
+    """Each replays its own, with every drafter; also a batch of one rollout, which leaves a rank without any."""
+
+    def count(rank: int) -> None:
+        def counted(drafter: Any, batch: RolloutBatch, *arguments: Any, **named: Any) -> Any:
+            with (tmp_path / f"scored {rank}").open("a") as file:
+                file.writelines(f"{rollout_id}\n" for rollout_id in batch.rollout_ids)
+            return replay(drafter, batch, *arguments, **named)
+
+        vars(service.worker.scoring)["replay"] = counted
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        bench.post("a", rollouts=5)
+        bench.post("b", rollouts=1)
+        assert run_ranks(bench, lambda: bench.drain(bench.worker()), count) == 0
+        assert states(bench) == ["trained"] * 2
+    first, second = ({*(tmp_path / f"scored {rank}").read_text().split()} for rank in (0, 1))
+    assert (first, second) == ({"a/0", "a/2", "a/4", "b/0"}, {"a/1", "a/3"})
+
+
+def test_a_batch_that_cannot_be_replayed_on_one_rank_is_dead_and_the_ranks_go_on(
+    tmp_path: Path, redis_url: str
+) -> None:
+    def arm(rank: int) -> None:
+        def failing(drafter: Any, batch: RolloutBatch, *arguments: Any, **named: Any) -> Any:
+            if rank == 1 and any(i.startswith("bad") for i in batch.rollout_ids):
+                raise BatchRejected("NaN")
+            return replay(drafter, batch, *arguments, **named)
+
+        vars(service.worker.scoring)["replay"] = failing
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        for name in ("a", "bad", "b"):
+            bench.post(name, rollouts=6)
+        assert run_ranks(bench, lambda: bench.drain(bench.worker()), arm) == 0
+        assert states(bench) == ["trained", "dead", "trained"]
+        assert bench.reason(bench.posted[1]) == "on rank 1: BatchRejected: NaN"
+
+
 def test_a_rank_that_cannot_read_a_file_is_no_fault_of_the_batch(tmp_path: Path, redis_url: str) -> None:
-    """Another disk, or another state directory, on one rank: the training is done again, and no delivery counts."""
+    """Another disk, or another state directory, on one rank: it is tried again, and no delivery counts."""
 
     def arm(rank: int) -> None:
         if rank == 1:
@@ -210,13 +261,91 @@ def test_a_rank_that_cannot_read_a_file_is_no_fault_of_the_batch(tmp_path: Path,
 
         def lead() -> None:
             for _ in range(5):
-                with pytest.raises(TrainingStopped, match="on rank 1: OSError"):
+                with pytest.raises(OSError, match="on rank 1: OSError"):
                     bench.drain(bench.worker())
             (tmp_path / "mended").touch()
             bench.drain(bench.worker())
 
         assert run_ranks(bench, lead, arm) == 0
         assert states(bench) == ["trained"]
+
+
+def test_a_run_that_rank_0_lets_go_is_let_go_by_the_others_and_orders_come_while_nothing_happens(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """Followers wait for 15 s at the most here, and rank 0 has nothing to do for longer."""
+    held = tmp_path / "held"
+
+    def arm(rank: int) -> None:
+        vars(drafter.training.ranks)["_BEAT_SECONDS"] = 0.5
+        if rank == 1:
+            real = FollowedRun.prepare
+
+            def preparing(self: FollowedRun, *arguments: Any) -> Any:
+                held.touch()
+                weakref.finalize(self, held.unlink)
+                return real(self, *arguments)
+
+            FollowedRun.prepare = preparing  # type: ignore[assignment,method-assign]
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        bench.post("a", rollouts=6)
+
+        def lead() -> None:
+            worker = Worker(bench.settings, bench.redis)
+            person = threading.Thread(target=pause_and_stop, args=(worker,))
+            person.start()
+            worker.serve()
+            person.join()
+            assert asked == [True, False]
+
+        asked: list[bool] = []
+
+        def pause_and_stop(worker: Worker) -> None:
+            try:
+                eventually(lambda: states(bench) == ["trained"], seconds=60)
+                asked.append(held.exists())
+                change_state(bench.layout, "default", "paused", "the GPU is needed")
+                eventually(lambda: not held.exists(), seconds=60)
+                asked.append(held.exists())
+                time.sleep(18)
+            finally:
+                worker.stop()
+
+        with shorter_patience(15.0):
+            assert run_ranks(bench, lead, arm) == 0
+
+
+def test_a_rank_that_hears_nothing_more_from_rank_0_ends(tmp_path: Path, redis_url: str) -> None:
+    """As where its host has lost its power: no connection is closed. It is stopped here, and goes on afterwards."""
+    ended = tmp_path / "rank 1 ended"
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+
+        def work(rank: int) -> None:
+            ranks = JoinedRanks()
+            if rank == 0:
+                eventually(ended.exists, seconds=60)
+                os._exit(3)
+            with pytest.raises(RanksLost, match="does not answer"):
+                Follower(bench.settings, ranks, torch.device("cpu")).serve()
+            ended.touch()
+            os._exit(3)
+
+        with shorter_patience(3.0):
+            run_two_ranks(work)
+    assert ended.exists()
+
+
+@contextlib.contextmanager
+def shorter_patience(seconds: float) -> Iterator[None]:
+    """How long a rank waits for rank 0's next order."""
+    patience = vars(drafter.training.ranks)
+    before, patience["_IDLE"] = patience["_IDLE"], timedelta(seconds=seconds)
+    try:
+        yield
+    finally:
+        patience["_IDLE"] = before
 
 
 def test_a_trainer_that_differs_in_the_last_bit_is_taken_over_and_an_equal_one_is_not(tmp_path: Path) -> None:

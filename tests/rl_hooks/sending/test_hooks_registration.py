@@ -34,7 +34,7 @@ def test_normalisers_do_not_depend_on_the_chunking(monkeypatch: pytest.MonkeyPat
     last, head, ids = torch.randn(37, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.randint(VOCAB, (37,))
     expected = last @ head.T / (temperature or 1.0)
     for at_once in (1, 5 * VOCAB, 1 << 25):
-        monkeypatch.setattr(features, "_LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr(features, "LOGITS_AT_ONCE", at_once)
         lse, logp = score_rows(last, head, ids, temperature=temperature)
         assert torch.allclose(lse, expected.logsumexp(-1), atol=1e-5)
         assert torch.allclose(logp, expected.log_softmax(-1).gather(1, ids[:, None])[:, 0], atol=1e-4)

@@ -9,10 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worker_fixtures import World
+import torch
+from torch import Tensor
+from worker_fixtures import World, joined
 
-from drafter.batch import load_batch, prompt_hashes
+from drafter.batch import RolloutBatch, load_batch, prompt_hashes, screen
+from drafter.errors import BatchRejected
+from drafter.replay.lossless import drafters_favour
+from drafter.replay.replay import replay
 from drafter.training.ranks import Ranks
+from drafter.training.trainer import DrafterTrainer, TrainConfig
+from rl_hooks import wire
+from rl_hooks.sending.features import as_wire
 from service.worker.recent import KeptBatch, RecentRollouts, Task, _packed, taken
 
 
@@ -267,3 +275,110 @@ def test_the_shares_of_all_ranks_are_what_one_process_trains_on(memory: Memory, 
         shares = [[i for batch in taken(drawn, Rank(r, world)) for i in batch.rollout_ids] for r in range(world)]
         assert sorted(i for share in shares for i in share) == sorted(i for b in window for i in b.rollout_ids)
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def as_fp8(body: bytes, scratch: Path, *, last: bool) -> bytes:
+    """The same rollouts with fp8 features, as the hook sends them (`last`: `last_hidden` too, as other senders may)."""
+    scratch.write_bytes(body)
+    file = wire.MappedFile(scratch)
+    tensors = {n: wire.Tensor.of(file.array(n).copy(), i.dtype) for n, i in file.header.tensors.items()}
+    for name, layers in (("aux_hidden", 3), ("last_hidden", 1))[: 2 if last else 1]:
+        values = torch.from_numpy(file.array(name).copy()).view(torch.bfloat16).float()
+        per_layer = values.view(len(values), layers, -1)
+        scale = per_layer.abs().amax(-1) / 448
+        codes = (per_layer / scale[..., None]).to(torch.float8_e4m3fn).view(len(values), -1)
+        tensors[name] = wire.Tensor.of(codes.view(torch.uint8).numpy(), "F8_E4M3")
+        tensors[f"{name}_scale"] = as_wire(scale)
+    scratch.unlink()
+    return joined(wire.encode(tensors, file.header.metadata))
+
+
+def copied(path: Path) -> RolloutBatch:
+    """What `load_batch` gave while it copied features out and widened fp8 at once."""
+    file = wire.MappedFile(path)
+
+    def features(name: str) -> Tensor:
+        raw = torch.from_numpy(file.array(name).copy())
+        if file.header.tensors[name].dtype == "BF16":
+            return raw.view(torch.bfloat16)
+        scale = torch.from_numpy(file.array(f"{name}_scale").copy())
+        tokens, layers = scale.shape
+        return (raw.view(torch.float8_e4m3fn).float().view(tokens, layers, -1) * scale[:, :, None]).view(tokens, -1)
+
+    aux, last = features("aux_hidden"), features("last_hidden")
+    return replace(load_batch(path), aux_hidden=aux, last_hidden=last, aux_scale=None, last_scale=None)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "fp8, last_hidden too"])
+def test_what_is_learnt_and_scored_from_mapped_files_is_what_copies_gave_to_the_last_bit(
+    tmp_path: Path, kind: str
+) -> None:
+    """Losses, gradients and weights of training on kept batches, replay, log p check, normalisers, lossless check."""
+    outcomes = []
+    for load in (copied, load_batch):
+        world, directory = World(), tmp_path / load.__name__
+        recent = RecentRollouts(directory, capacity_tokens=10_000)
+        for name in ("a", "b", "c"):
+            body = world.rollout_file(name, rollouts=12)
+            path = tmp_path / f"{name}.safetensors"
+            path.write_bytes(body if kind == "bfloat16" else as_fp8(body, tmp_path / "x", last="too" in kind))
+            newest = recent.add(path, load(path))
+        trainer = DrafterTrainer(world.drafter(), TrainConfig(optimizer="adamw"))
+        found: list[object] = []
+        policy = world.policy()
+        for window in recent.train_steps([newest], passes=3, step_tokens=96, seed=5):
+            report = trainer.step([(batch, policy) for batch in window])
+            trainer._optimizer.forget_gradients()
+            for batch in window:
+                trainer._accumulate(trainer.prepare(batch), policy, 50)
+            found += [report.loss, report.grad_norm, report.acceptance_per_step]
+            found += [p.grad.clone() for p in trainer.drafter.parameters() if p.grad is not None]
+        assert len(found) > 6
+        assert trainer.windows > 1
+        found += [p.detach().clone() for p in trainer.drafter.parameters()]
+        batch = newest.batch
+        screen(batch)
+        found.append(replay(trainer.drafter, batch, policy, depth=4).alpha)
+        found.append(policy.needed_head().logprob_gap(batch))
+        found.append(policy.needed_head().normalise(replace(batch, normalised=False)).logsumexp)
+        found.append(str(drafters_favour(trainer.drafter, batch, policy)))
+        outcomes.append(found)
+    before, now = outcomes
+    assert len(before) == len(now)
+    for a, b in zip(before, now, strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_features_are_read_from_the_file_which_may_be_moved_and_deleted_and_keep_no_descriptor(
+    tmp_path: Path, fp8: bool
+) -> None:
+    memory = Memory(tmp_path)
+    path = memory.spool / "a.safetensors"
+    body = memory.world.rollout_file("a")
+    path.write_bytes(as_fp8(body, tmp_path / "x", last=True) if fp8 else body)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = memory.recent.add(path, load_batch(path))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before, "thousands of small batches are kept"
+    want = copied(path)
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert str(path) in mapped
+    memory.recent.settle()
+    (memory.directory / path.name).unlink()
+    got = kept.batch.to("cpu")
+    assert torch.equal(got.aux_hidden, want.aux_hidden)
+    assert torch.equal(got.last_hidden, want.last_hidden)
+    kept.batch.aux_hidden.view(torch.uint8)[0] = 0  # its own page only: the mapping is private
+
+
+def test_a_damaged_scale_is_found_where_the_batch_is_screened(tmp_path: Path) -> None:
+    body = as_fp8(World().rollout_file("a", rollouts=600), tmp_path / "x", last=False)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(body)
+    batch = load_batch(path)
+    assert batch.tokens > 2 * 4096, "more than is screened at once"
+    screen(batch)
+    assert batch.aux_scale is not None
+    batch.aux_scale[5000, 1] = float("inf")
+    with pytest.raises(BatchRejected, match=r"aux_hidden holds NaN or infinity in 1 of .*first at row 5000"):
+        screen(batch)

@@ -1,0 +1,62 @@
+"""A training loop of one's own (REINFORCE in twenty lines) with `DrafterHook` around the forward that happens anyway.
+
+In one terminal, then in another:
+
+> make up
+> .venv/bin/python -m examples.attach.own_loop --steps 4
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 16, 8, 24
+
+
+def main() -> None:
+    """Train; print what the hook sent."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8400", help="of the service")
+    parser.add_argument("--run", default="own-loop")
+    parser.add_argument("--steps", type=int, default=4)
+    options = parser.parse_args()
+
+    from transformers import AutoModelForCausalLM
+
+    from examples import elicit
+    from rl_hooks.hook import DrafterHook
+
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_pretrained(elicit.TASK.base_policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
+    # Four layers are too few for EAGLE-3's own choice: leave `aux_layers` out for your model.
+    hook = DrafterHook(policy, options.url, run=options.run, aux_layers=(1, 2, 3))
+    for step in range(options.steps):
+        prompts = torch.randint(4, policy.config.vocab_size, (PROMPTS, PROMPT_TOKENS))  # [B, P]
+        ids = policy.generate(  # [B, S]
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            min_new_tokens=ANSWER_TOKENS, max_new_tokens=ANSWER_TOKENS,
+        )  # fmt: skip
+        generated = torch.zeros_like(ids)  # [B, S], 1 where the policy wrote the token
+        generated[:, PROMPT_TOKENS:] = 1
+        rewards = (ids[:, PROMPT_TOKENS:] % 2 == 0).float().mean(dim=1)  # [B]
+        mask = torch.ones_like(ids)
+        with hook.capture(
+            input_ids=ids, attention_mask=mask, loss_mask=generated, policy_version=step, rewards=rewards
+        ):
+            logits = policy(input_ids=ids, attention_mask=mask, use_cache=False).logits  # [B, S, V]
+        taken = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # [B, S - 1]
+        advantage = rewards - rewards.mean()
+        loss = -(advantage[:, None] * taken * generated[:, 1:]).sum() / generated.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    hook.flush(30.0)
+    print(hook.stats())
+    hook.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The hook where each rank computes a part of every forward: Megatron-Core's tensor parallelism."""

@@ -1,0 +1,130 @@
+"""Copies of published drafters in object storage (`drafters_url`), from where engines fetch them by presigned URLs.
+
+    <url>/runs/<run>/<digest of the version>/<file>
+
+Invariants:
+* A key holds the version's digest, so an object never changes: whoever writes it again writes the same bytes. A put
+  that finds its key taken by an object of the right length found its own earlier write.
+* An object appears whole (one put, or the end of a multipart upload), and before `latest.json` names its version.
+* A prefix is one state directory's: `keep_only` deletes whatever else stands under a run.
+
+Every error of the store is an `ObjectStoreError`, which is an OSError, and comes within a bounded time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from service.errors import ConfigurationError, ObjectStoreError
+
+#: An upload holds this much of a file times `_PARTS_AT_ONCE` in memory.
+_PART_BYTES: Final = 8 << 20
+_PARTS_AT_ONCE: Final = 2
+#: One request, a part's upload among them; and all attempts at it together.
+_REQUEST_SECONDS: Final = 30.0
+_RETRY_SECONDS: Final = 10.0
+#: How long a presigned URL opens an object. A download that has begun may take longer.
+_URL_SECONDS: Final = 900.0
+#: Age at which objects of no version were left by a publisher that died.
+_LEFTOVER_SECONDS: Final = 3600.0
+
+
+class Objects:
+    """The drafters under one URL. Credentials and endpoint come from the environment that obstore reads."""
+
+    def __init__(self, url: str, *, request_seconds: float = _REQUEST_SECONDS) -> None:
+        """Nothing is sent yet. Raises ConfigurationError where the URL or the environment cannot be used."""
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError as error:
+            raise ConfigurationError("drafters_url needs the extra s3: pip install 'draftalign[s3]'") from error
+        seconds = datetime.timedelta(seconds=1)
+        client = {"allow_http": True, "connect_timeout": 5 * seconds, "timeout": request_seconds * seconds}
+        retry = {"max_retries": 3, "retry_timeout": _RETRY_SECONDS * seconds}
+        options = {"mkdir": True} if url.startswith("file://") else {"client_options": client, "retry_config": retry}
+        self._obstore: Any = obstore
+        try:
+            self._store: Any = from_url(url, **options)
+        except (obstore.exceptions.BaseError, ValueError, OSError) as error:
+            raise ConfigurationError(f"drafters_url {url}: {_said(error)}") from error
+
+    def put(self, run: str, digest: str, path: Path, size: int) -> None:
+        """Store one file of a version, of `size` bytes; nothing is sent where it is there already. Blocks."""
+        key = _key(run, digest, path.name)
+        with self._errors(key):
+            if (found := self._size(key)) is None:
+                try:
+                    # obstore sends a conditional put in one piece: larger files go in parts, to a key that is theirs.
+                    mode = "create" if size <= _PART_BYTES else "overwrite"
+                    options = {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE, "mode": mode}
+                    self._obstore.put(self._store, key, path, **options)
+                except self._obstore.exceptions.AlreadyExistsError:
+                    pass  # ours: the attempt whose answer was lost
+                found = self._size(key)
+        if found != size:
+            raise ObjectStoreError(
+                f"the object store holds {found} bytes as {key}, expected {size}; delete that object"
+            )
+
+    def _size(self, key: str) -> int | None:
+        try:
+            return int(self._obstore.head(self._store, key)["size"])
+        except FileNotFoundError:
+            return None
+
+    async def url(self, run: str, digest: str, name: str, size: int) -> str | None:
+        """A URL that opens one file for a quarter of an hour; None where the store has no such file, or cannot sign."""
+        key = _key(run, digest, name)
+        with self._errors(key):
+            try:
+                if (await self._obstore.head_async(self._store, key))["size"] != size:
+                    return None
+                expires = datetime.timedelta(seconds=_URL_SECONDS)
+                return str(await self._obstore.sign_async(self._store, "GET", key, expires))
+            except (FileNotFoundError, ValueError, TypeError):  # a directory cannot sign
+                return None
+
+    def keep_only(self, run: str, digests: Collection[str], gone: Collection[str]) -> None:
+        """Delete the objects of the versions `gone`, and old ones of no version in `digests`. Blocks.
+
+        A young object may be of a version that is about to be published.
+        """
+        began = time.time()
+
+        def unwanted(digest: str, modified: datetime.datetime) -> bool:
+            return digest not in digests and (digest in gone or began - modified.timestamp() > _LEFTOVER_SECONDS)
+
+        self._delete(run, unwanted)
+
+    def forget(self, run: str) -> None:
+        """Delete everything of a run. Blocks."""
+        self._delete(run, lambda _digest, _modified: True)
+
+    def _delete(self, run: str, unwanted: Callable[[str, datetime.datetime], bool]) -> None:
+        prefix = f"runs/{run}/"
+        with self._errors(prefix):
+            found = [one for page in self._obstore.list(self._store, prefix) for one in page]
+            keys = [one["path"] for one in found if unwanted(one["path"].split("/")[2], one["last_modified"])]
+            if keys:
+                self._obstore.delete(self._store, keys)
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (self._obstore.exceptions.BaseError, OSError) as error:
+            raise ObjectStoreError(f"the object store failed at {what}: {_said(error)}") from error
+
+
+def _key(run: str, digest: str, name: str) -> str:
+    return f"runs/{run}/{digest}/{name}"
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

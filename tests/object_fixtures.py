@@ -1,0 +1,125 @@
+"""An object store on loopback: moto's S3 behind a door that records every request and can misbehave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import boto3
+import pytest
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+BUCKET = "drafters"
+#: What answers a request in place of the store; None leaves it to the store.
+Fault = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes] | None]
+
+
+class _Quiet(WSGIRequestHandler):
+    def log(self, type: str, message: str, *args: Any) -> None:  # noqa: A002 - werkzeug's name
+        """Print nothing."""
+
+
+class Store:
+    """A real HTTP server with one bucket."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str]] = []
+        self.headers: list[dict[str, str]] = []
+        self.fault: Fault | None = None
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self.port = 0
+        self.up()
+
+    def up(self) -> None:
+        """Listen, on the port of before."""
+        self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True, request_handler=_Quiet)
+        self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+
+    def down(self) -> None:
+        """Refuse connections. What is stored stays."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
+        self.headers.append({name: value for name, value in environ.items() if name.startswith("HTTP_")})
+        if self.fault is not None and (answer := self.fault(environ, start)) is not None:
+            return answer
+        answered: Iterable[bytes] = self._app(environ, start)
+        return answered
+
+    def count(self, method: str, end: str = "") -> int:
+        """How many requests of a method ended their path so."""
+        return sum(1 for asked, path in self.requests if asked == method and path.endswith(end))
+
+    def client(self) -> Any:
+        """A client of another library, to look and to meddle."""
+        return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", region_name="us-east-1")
+
+    def stored(self) -> list[str]:
+        """Everything that is stored."""
+        return sorted(one["Key"] for one in self.client().list_objects_v2(Bucket=BUCKET).get("Contents", []))
+
+
+def failing(method: str, status: str = "500 Internal Server Error", end: str = "") -> Fault:
+    """Every request of a method fails."""
+
+    def fault(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes] | None:
+        if environ["REQUEST_METHOD"] != method or not environ["PATH_INFO"].endswith(end):
+            return None
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        start(status, [("Content-Length", "4")])
+        return [b"fail"]
+
+    return fault
+
+
+def answering(body: Callable[[], Iterator[bytes]], length: int) -> Fault:
+    """Every GET of a model is answered with these bytes."""
+
+    def fault(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes] | None:
+        if environ["REQUEST_METHOD"] != "GET" or not environ["PATH_INFO"].endswith("model.safetensors"):
+            return None
+        start("200 OK", [("Content-Length", str(length))])
+        return body()
+
+    return fault
+
+
+def silent(seconds: float) -> Fault:
+    """Every request is answered late."""
+
+    def fault(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes] | None:
+        time.sleep(seconds)
+        return None
+
+    return fault
+
+
+def running_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """A store with an empty bucket, and the environment that leads to it."""
+    store = Store()
+    environment = {
+        "AWS_ACCESS_KEY_ID": "store-key",
+        "AWS_SECRET_ACCESS_KEY": "store-secret",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{store.port}",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    store.client().create_bucket(Bucket=BUCKET)
+    try:
+        yield store
+    finally:
+        store.fault = None
+        bucket = store.client()
+        for key in store.stored():
+            bucket.delete_object(Bucket=BUCKET, Key=key)
+        bucket.delete_bucket(Bucket=BUCKET)
+        store.down()
