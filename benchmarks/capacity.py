@@ -2,6 +2,7 @@
 
     python -m benchmarks.capacity [--deployments 30] [--plot docs/lab/capacity.png]   simulated; seeded; minutes
     python -m benchmarks.capacity --real 75                                           a real `draftalign up`
+    python -m benchmarks.capacity --api                                               CPU of a real API by file size
 
 Simulated, by events: ranks that make files, the hook's bounded queue (the shipped `JobQueue`), one sending thread each
 with the shipped patience and `Retry-After`, a line each way, API cores, a run's bounded queue with its 429, a worker
@@ -10,7 +11,8 @@ that download. Tensors are simulated: a file is its size. Metadata is real: jobs
 GPU does is the plan's own count at its own rate, so GPU figures are compared as queueing, not as speed. The gate always
 agrees; checkpoints, replays for the drift alarm and the draft vocabulary cost nothing.
 
-Worlds. `even`: the plan's own (equal rollouts, files spread over a part of a step). Not tuned on: `burst` (all files
+Worlds. `even`: the plan's own (equal rollouts, files spread over a part of a step); `told`: all files at a step's end, and
+the plan is told so. Worlds that the plan is not told of: `burst` (all files
 at a step's end), `slow` (one worker GPU at half its speed), `tail` (lognormal lengths with sigma 1, step times with
 sigma 0.3), `all` (the three together).
 """
@@ -29,6 +31,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -45,7 +48,7 @@ from service.worker import learner
 from service.worker.process import Turns
 
 ROOT: Final = Path(__file__).parent.parent
-WORLDS: Final = ("even", "burst", "slow", "tail", "all")
+WORLDS: Final = ("even", "told", "burst", "slow", "tail", "all")
 COMPARED: Final = ("busy", "trained", "queue", "lag", "api_cores", "wire")
 _STEPS: Final = 12
 _WARM: Final = 3
@@ -79,12 +82,15 @@ class Run:
     deferred: int = 0
     newest: int = -1
     made: dict[int, float] = field(default_factory=dict)  # version -> end of its generation
-    trained_to: int | None = None  # the version that the unpublished candidate was trained to
+    trained_to: int | None = None  # the version that the candidate was trained to
+    offered: int = -1  # the version of the last publish
     lags: list[float] = field(default_factory=list)  # seconds
     seen: int = -1
     trained: float = 0.0
     came: float = 0.0
-    saved_at: float = 0.0
+    saved_at: float = -math.inf
+    saving: bool = False
+    ranks: list[Rank] = field(default_factory=list)
     published: int | None = None  # while engines download: -1, or the version that came meanwhile
 
 
@@ -98,6 +104,20 @@ class Rank:
     dropped: int = 0
     made: int = 0
     versions: dict[int, tuple[int, int]] = field(default_factory=dict)  # id of a job -> version, tokens
+
+
+@dataclass
+class Claim:
+    """What the worker has in hand: tokens to train on, their version, bytes, and since when."""
+
+    run: Run
+    whole: int
+    newest: int
+    bytes: int
+    began: float
+    forced: bool  # it is trained whole
+    start: float = 0.0  # of training
+    seconds: float = 0.0  # that it takes whole
 
 
 @dataclass
@@ -127,13 +147,15 @@ class World:
         )
         self.rate = given.network_gbit * 1e9 / 8
         self.runs = [Run(f"run-{i}") for i in range(given.runs)]
-        self.ranks = [Rank(run, JobQueue(planned.HOOK_BYTES)) for run in self.runs for _ in range(given.ranks)]
+        for run in self.runs:
+            run.ranks = [Rank(run, JobQueue(planned.HOOK_BYTES)) for _ in range(given.ranks)]
         self.turns = Turns()
         self.by_name = {run.name: run for run in self.runs}
         self.posts = self.refused = 0
         self.bytes = 0
         self.worked = 0.0
         self.idle = True
+        self.training: Claim | None = None
         self.tokens = planned.tokens_a_file(given)
         R = max(1, round(self.tokens / given.tokens))
         self.a_token = planned.file_bytes(given.drafter, R, given.tokens, given.dtype) / (R * given.tokens)
@@ -152,7 +174,7 @@ class World:
         end = _STEPS * self.given.step_seconds
         start = _WARM * self.given.step_seconds
         for run in self.runs:
-            self.at(float(self.rng.uniform(0, self.given.step_seconds)), lambda run=run: self.step(run, 0))  # type: ignore[misc]
+            self.at(float(self.rng.uniform(0, self.given.step_seconds)), partial(self.step, run, 0))
         before: tuple[float, float, float] | None = None
         while self.events and self.events[0][0] < end:
             self.now, _, act = heapq.heappop(self.events)
@@ -170,12 +192,13 @@ class World:
             "busy": min(1.0, (self.worked - worked) / seconds),
             "trained": min(1.0, trained),
             "queue": float(max(run.peak for run in self.runs)),
-            "lag": statistics.median(lags) / self.given.step_seconds if lags else math.nan,
+            "lag": statistics.fmean(lags) / self.given.step_seconds if lags else math.nan,
             "api_cores": (self.cores.busy - cores) / seconds + polls,
             "wire": (self.bytes - sent) * 8e-9 / seconds,
         }
-        made = sum(rank.made for rank in self.ranks)
-        return Found(facts, self.refused / max(1, self.posts), sum(rank.dropped for rank in self.ranks) / max(1, made))
+        ranks = [rank for run in self.runs for rank in run.ranks]
+        dropped = sum(rank.dropped for rank in ranks) / max(1, sum(rank.made for rank in ranks))
+        return Found(facts, self.refused / max(1, self.posts), dropped)
 
     # --- the trainer
     def step(self, run: Run, version: int) -> None:
@@ -183,22 +206,22 @@ class World:
         run.made[version] = self.now
         tail = self.world in ("tail", "all")
         spread = 0.0 if self.world in ("burst", "all") else self.given.post_share * self.given.step_seconds
-        mean = self.given.sent_tokens / self.given.ranks
-        first = self.runs.index(run) * self.given.ranks
-        for rank in self.ranks[first : first + self.given.ranks]:
-            left = mean
-            if tail:  # a rank's rollouts: lognormal lengths; the cap holds
-                R = int(self.rng.poisson(mean / self.given.tokens))
-                lengths = self.rng.lognormal(-0.5, 1.0, R) * self.given.tokens
-                left = min(float(lengths.sum()), float(planned.HOOK_TOKENS))
-            files = max(1, round(left / self.tokens)) if left else 0
-            for number in range(files):
+        W, sent = self.given.ranks, self.given.sent_tokens
+        R = max(1, round(sent / self.given.tokens))
+        for number, rank in enumerate(self.rng.permutation(W)[: min(R, W)]):  # who has most differs from step to step
+            mine = R // W + (number < R % W)
+            tokens = mine * sent / R
+            if tail:  # lognormal lengths; the hook's cap holds
+                lengths = self.rng.lognormal(-0.5, 1.0, mine) * sent / R
+                tokens = min(float(lengths.sum()), float(planned.HOOK_TOKENS))
+            files = max(1, round(tokens / self.tokens))
+            for file, when in enumerate(self.rng.uniform(0, spread / files, files)):
                 self.at(
-                    self.now + spread * (number + float(self.rng.uniform())) / files,
-                    lambda rank=rank, tokens=left / files: self.make(rank, version, max(1, int(tokens))),  # type: ignore[misc]
+                    self.now + spread * file / files + float(when),
+                    partial(self.make, run.ranks[rank], version, max(1, int(tokens / files))),
                 )
         wait = self.given.step_seconds * (float(self.rng.lognormal(-0.045, 0.3)) if tail else 1.0)
-        self.at(self.now + wait, lambda: self.step(run, version + 1))
+        self.at(self.now + wait, partial(self.step, run, version + 1))
 
     def make(self, rank: Rank, version: int, tokens: int) -> None:
         """The hook queues a file."""
@@ -224,12 +247,12 @@ class World:
         self.posts += 1
         if self.full(rank.run, job.size_bytes):
             answered = self.cores.serve(self.now, planned.POST_CPU)
-            self.at(answered, lambda: self.answer(rank, job, began, attempt, taken=False))
+            self.at(answered, partial(self.answer, rank, job, began, attempt, taken=False))
             return
         there = self.inward.serve(self.now, job.size_bytes / self.rate)
         cpu = planned.POST_CPU + job.size_bytes / planned.GIB * planned.INGEST_CPU
-        self.at(self.cores.serve(there - job.size_bytes / self.rate, cpu) if cpu else there, lambda: None)
-        self.at(max(there, min(self.cores.free)), lambda: self.answer(rank, job, began, attempt, taken=True))
+        stored = self.cores.serve(there - job.size_bytes / self.rate, cpu)
+        self.at(max(there, stored), partial(self.answer, rank, job, began, attempt, taken=True))
         self.bytes += job.size_bytes
 
     def full(self, run: Run, size: int) -> bool:
@@ -248,6 +271,7 @@ class World:
             run.newest = max(run.newest, version)
             rank.queue.finish()
             self.send(rank)
+            self.cut(run)
             self.wake()
             return
         self.refused += 1
@@ -257,7 +281,7 @@ class World:
             rank.queue.finish()
             self.send(rank)
             return
-        self.at(self.now + pause, lambda: self.post(rank, job, began, attempt + 1))
+        self.at(self.now + pause, partial(self.post, rank, job, began, attempt + 1))
 
     # --- the worker
     def wake(self) -> None:
@@ -267,23 +291,12 @@ class World:
             self.turn()
 
     def turn(self) -> None:
-        """One claim of the run whose turn it is."""
-        for name in self.turns.order(self.by_name):
-            run = self.by_name[name]
-            if not self.turns.may(name):
-                continue
-            if run.queue:
-                self.claim(run)
-                return
-            self.turns.asked(name, 0.0, at_work=False)
-        for name, run in self.by_name.items():
-            if run.queue:  # all that may be asked had nothing
-                self.turns.asked(name, 0.0, at_work=False)
-                self.claim(run)
-                return
+        """One claim of the run whose turn it is: the first by the shipped order may always be asked."""
+        waiting = self.turns.order([run.name for run in self.runs if run.queue])
+        if waiting:
+            self.claim(self.by_name[waiting[0]])
+            return
         self.idle = True
-        for run in self.runs:
-            self.save(run)
 
     def claim(self, run: Run) -> None:
         """Take entries until the token budget is reached; score, judge, train."""
@@ -299,52 +312,50 @@ class World:
         whole = 0 if behind else sum(n for version, n, _ in taken if version == newest)
         share, rest = whole / self.given.sent_tokens, (tokens - whole) / self.given.sent_tokens
         scoring = (share * self.work.score + rest * self.work.passed_over) / self.speed
-        size, began = sum(b for _, _, b in taken), self.now
-        self.at(self.now + scoring, lambda: self.judge(run, whole, newest, size, began, forced=newer))
+        claim = Claim(run, whole, newest, sum(b for _, _, b in taken), self.now, forced=newer)
+        self.at(self.now + scoring, partial(self.judge, claim))
 
-    def judge(self, run: Run, whole: int, newest: int, size: int, began: float, *, forced: bool) -> None:
+    def judge(self, claim: Claim) -> None:
         """What was trained before is judged on what was scored now, and published; then training begins."""
-        if run.trained_to is not None:
+        run = claim.run
+        if run.trained_to is not None and run.trained_to > run.offered:
+            run.offered = run.trained_to
             self.publish(run, run.trained_to)
-            run.trained_to = None
-        parts = [whole / self.given.sent_tokens * self.work.train / self.speed * learner._LEAST_PART] * 8
-        self.train(run, whole, newest, size, began, parts if whole else [], 0.0, forced=forced)
+        claim.start = self.now
+        claim.seconds = claim.whole / self.given.sent_tokens * self.work.train / self.speed
+        self.training = claim
+        self.at(self.now + claim.seconds, partial(self.trained, claim))
+        self.cut(run)
 
-    def train(
-        self,
-        run: Run,
-        whole: int,
-        newest: int,
-        size: int,
-        began: float,
-        left: list[float],
-        done: float,
-        *,
-        forced: bool,
-    ) -> None:
-        """An eighth at a time; it ends where rollouts of a newer policy wait, unless it was put off long enough."""
-        cut = done > 0 and not forced and bool(run.queue) and run.newest > newest
-        if left and not cut:
-            more = done + learner._LEAST_PART
-            self.at(
-                self.now + left[0],
-                lambda: self.train(run, whole, newest, size, began, left[1:], more, forced=forced),
-            )
+    def cut(self, run: Run) -> None:
+        """Training ends where rollouts of a newer policy wait, but an eighth is done, unless it was put off enough."""
+        claim = self.training
+        if claim is None or claim.run is not run or claim.forced or not run.queue or run.newest <= claim.newest:
             return
-        run.trained += whole * done
+        claim.forced = True  # once
+        self.at(max(self.now, claim.start + learner._LEAST_PART * claim.seconds), partial(self.trained, claim))
+
+    def trained(self, claim: Claim) -> None:
+        """The claim is done, as far as it got."""
+        if claim is not self.training:  # it was cut before
+            return
+        self.training = None
+        run, done = claim.run, min(1.0, (self.now - claim.start) / claim.seconds) if claim.whole else 0.0
+        run.trained += claim.whole * done
         if done:
-            run.trained_to = newest
-        run.done += size
-        if self.now - run.saved_at >= self.settings.checkpoint_seconds:
-            self.save(run)
-        self.worked += self.now - began
-        self.turns.asked(run.name, self.now - began, at_work=True)
+            run.trained_to = claim.newest
+        run.done += claim.bytes
+        if not run.saving:
+            run.saving = True
+            self.at(max(self.now, run.saved_at + self.settings.checkpoint_seconds), partial(self.save, run))
+        self.worked += self.now - claim.began
+        self.turns.asked(run.name, self.now - claim.began, at_work=True)
         self.turn()
 
     def save(self, run: Run) -> None:
         """A checkpoint: what was worked on is acknowledged, and its bytes leave the queue."""
         run.held -= run.done
-        run.done, run.saved_at = 0, self.now
+        run.done, run.saved_at, run.saving = 0, self.now, False
 
     def publish(self, run: Run, version: int) -> None:
         """Every engine of the run downloads it; one that downloads takes the newest when it is done."""
@@ -363,7 +374,7 @@ class World:
         run.published = -1
         done = self.outward.serve(self.now, self.given.engines * self.publish_bytes / self.rate)
         self.cores.busy += self.given.engines * planned.PUSH_CPU
-        self.at(done, lambda: self.arrived(run, version))
+        self.at(done, partial(self.arrived, run, version))
 
     def arrived(self, run: Run, version: int) -> None:
         """The engines have it."""
@@ -409,15 +420,24 @@ def deployments(count: int, seed: int) -> Iterable[tuple[Deployment, float, int]
         line = runs * given.sent_tokens * 40_960 / (given.network_gbit * 1e9 / 8)
         if line > given.step_seconds:  # more than the line: the trainer would be cut, plan says so at once
             given = replace(given, network_gbit=given.network_gbit * line / given.step_seconds * 2)
+        late = estimate(given, Settings())["download"].load or 0.0
+        given = replace(given, network_gbit=given.network_gbit * max(1.0, late / 1.5))  # as above
         yield given, wanted * between(0.4, 2.5), number
 
 
 def compare(given: Deployment, gpus: float, seed: int, world: str) -> tuple[dict[str, float], Found]:
     """The plan's figures and the simulation's, the latter with a queue large enough to be measured."""
     settings = Settings(queue_max_bytes=1 << 50)
+    if world == "told":
+        given = replace(given, post_share=0.0)
     facts = estimate(given, settings, worker_gpus=gpus)
     found = World(given, settings, world, gpus, planned.GPU_TFLOPS, seed).run()
     return {name: facts[name].value for name in COMPARED}, found
+
+
+def fits(given: Deployment) -> bool:
+    """Whether the hooks can send all that they make, by the plan."""
+    return (estimate(given, Settings())["hook"].load or 0.0) <= 1
 
 
 def error(plan: float, true: float) -> float:
@@ -431,17 +451,22 @@ def report(count: int, seed: int) -> tuple[list[str], dict[str, list[tuple[Deplo
     for given, gpus, number in deployments(count, seed):
         for world in WORLDS:
             rows[world].append((given, *compare(given, gpus, seed * 1000 + number, world)))
-    lines = ["| world | " + " | ".join(COMPARED) + " | refused | dropped |", "|---" * (len(COMPARED) + 3) + "|"]
+    for world, found in rows.items():  # what the plan says loses rollouts on the way cannot be compared further
+        rows[world] = [row for row in found if fits(replace(row[0], post_share=0.0) if world == "told" else row[0])]
+    lines = [
+        "| world | " + " | ".join(COMPARED) + " | deployments | refused | dropped |",
+        "|---" * (len(COMPARED) + 4) + "|",
+    ]
     for world, found in rows.items():
         cells = []
         for name in COMPARED:
             errors = [error(p[name], f.facts[name]) for _, p, f in found if not math.isnan(f.facts[name])]
-            cells.append(f"{statistics.median(errors):.0%}, {np.quantile(errors, 0.9):.0%}")
+            cells.append(f"{statistics.median(errors):.0%}, {np.quantile(errors, 0.9):.0%}, {max(errors):.0%}")
         refused = statistics.fmean(f.refused for _, _, f in found)
         lines.append(
             f"| {world} | "
             + " | ".join(cells)
-            + f" | {refused:.1%} | {statistics.fmean(f.dropped for _, _, f in found):.1%} |"
+            + f" | {len(found)} | {refused:.1%} | {statistics.fmean(f.dropped for _, _, f in found):.1%} |"
         )
     return lines, rows
 
@@ -522,41 +547,93 @@ def real(seconds: float) -> list[str]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / ticks
 
-    with tempfile.TemporaryDirectory() as folder, service(Path(folder)) as (process, url):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        service(Path(folder)) as (process, url),
+        httpx.Client(base_url=url, timeout=60) as sender,
+    ):
         ready(url, process)
         httpx.put(f"{url}/runs/default", content=world.run_file(), headers=headers).raise_for_status()
         store = client.Redis.from_url(EmbeddedValkey(Path(folder) / "state").url, decode_responses=True)
         number = size = 0
-        for rate in (0.0, 4.0, 1.0, 2.0):  # files of 8 rollouts a second; at first a warm-up
-            length = 15.0 if not rate else seconds / 3
+        idle = dict.fromkeys(("api", "worker"), 0.0)
+        for rate in (2.0, 0.0, 4.0, 1.0, 2.0):  # files of 8 rollouts a second: a warm-up, nothing, and three rates
+            length = seconds / 5
             pids, began = processes(process.pid), time.monotonic()
-            before = {name: cpu(pids[name]) for name in ("api", "worker")}
+            before = {name: cpu(pids[name]) for name in idle}
             memory, first, most, due = store.info("memory")["used_memory"], number, 0, began
             while time.monotonic() - began < length:
-                body = world.rollout_file(f"b-{number}", lengths=[tokens] * ROLLOUTS, policy_version=number // 8)
-                with contextlib.suppress(httpx.HTTPError):
-                    httpx.post(f"{url}/rollouts?run=default", content=body, headers=headers, timeout=60)
-                number, size = number + 1, len(body)
+                if rate:
+                    body = world.rollout_file(f"b-{number}", lengths=[tokens] * ROLLOUTS, policy_version=number // 8)
+                    with contextlib.suppress(httpx.HTTPError):
+                        sender.post("/rollouts?run=default", content=body, headers=headers)
+                    number, size = number + 1, len(body)
                 most = max(most, int(store.hget("da:{default}:counters", "bytes") or 0))
                 due += 1 / (rate or 2.0)
                 time.sleep(max(0.0, due - time.monotonic()))
             while store.xlen("da:{default}:queue") and time.monotonic() - began < length + 30:
                 time.sleep(0.1)
             spent, files = time.monotonic() - began, number - first
-            used = {name: (cpu(pids[name]) - before[name]) for name in before}
-            kept = (store.info("memory")["used_memory"] - memory) / (files * ROLLOUTS)
-            if rate:
-                seen.append((files / spent, used["worker"] / spent, used["api"] / files, most, kept))
+            used = {name: (cpu(pids[name]) - before[name]) / spent for name in before}
+            if not rate:
+                idle = used
+            else:
+                kept = (store.info("memory")["used_memory"] - memory) / (files * ROLLOUTS)
+                api = (used["api"] - idle["api"]) * spent / files
+                seen.append((files / spent, used["worker"], api, most, kept))
         store.close()
     drafter = DrafterConfig(16, 16, 32, 2, 1, 8, 40, 30, (1, 2, 3))
     lines = [f"bytes of a file: {size} measured, {planned.file_bytes(drafter, ROLLOUTS, tokens, 'bfloat16')} planned"]
-    r0, w0, *_ = seen[0]
-    for rate, busy, api, most, kept in seen:
+    lines.append(f"without posts: API {idle['api']:.4f} cores, worker {idle['worker']:.3f}")
+    r0, w0, *_ = seen[1]
+    for rate, busy, api, most, kept in seen[1:]:
         lines.append(
-            f"{rate:.2f} files/s: worker busy {busy:.2f}, planned from the first rate {w0 * rate / r0:.2f};"
+            f"{rate:.2f} files/s: worker busy {busy:.2f}, planned from the first rate {w0 * rate / r0:.2f},"
+            f" with the idle share {idle['worker'] + (w0 - idle['worker']) * rate / r0:.2f};"
             f" API {1000 * api:.1f} ms a file;"
             f" largest queue {most} bytes = {most / size:.1f} files; Redis {kept:.0f} bytes a rollout"
         )
+    return lines
+
+
+def api_cpu() -> list[str]:
+    """CPU of an API with no worker: without requests, and for files of several sizes; hidden 4096, as an 8B policy's."""
+    from benchmarks import growth
+    from rl_hooks import wire
+
+    run_file, rollout_file = growth.run_file, growth.rollout_file
+    from service_fixtures import CONFIG, LAYERS, rollout_tensors  # growth has set the path
+
+    config = CONFIG | {"hidden_size": 4096}
+    metadata = {"run": "big", "target_fingerprint": wire.target_fingerprint(config, LAYERS)}
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        world = growth.World(Path(folder))
+        try:
+            world.client.put("/runs/big", content=run_file(config), headers=growth.HEADERS).raise_for_status()
+            before, began = growth.cpu_seconds(world.pid), time.monotonic()
+            time.sleep(10)
+            idle = (growth.cpu_seconds(world.pid) - before) / (time.monotonic() - began)
+            lines.append(f"without requests: {idle:.4f} cores")
+            points = []
+            for turn, (tokens, times) in itertools.product(range(2), ((7, 80), (128, 40), (1024, 12), (3072, 6))):
+                lengths = (tokens // 2, tokens - tokens // 2)
+                tensors = rollout_tensors(lengths, 4096)
+                used = size = 0.0
+                for number in range(times):
+                    ids = (f"{turn}-{tokens}-{number}-a", f"{turn}-{tokens}-{number}-b")
+                    body = rollout_file(ids, tensors=tensors, policy_version=0, raw_metadata=metadata)
+                    size, before = float(len(body)), growth.cpu_seconds(world.pid)
+                    answer = world.client.post("/rollouts?run=big", content=body, headers=growth.HEADERS)
+                    answer.raise_for_status()
+                    used += growth.cpu_seconds(world.pid) - before
+                points.append((size, used / times))
+                lines.append(f"{size / 2**20:.2f} MiB: {1000 * used / times:.2f} ms of CPU a file")
+            sizes, costs = np.array(points).T
+            slope, post = np.polyfit(sizes, costs, 1, w=1 / costs)  # relative errors
+            lines.append(f"fit: {1000 * post:.2f} ms a post, {slope * 2**30:.2f} s a GiB")
+        finally:
+            world.close()
     return lines
 
 
@@ -567,7 +644,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--real", type=float, metavar="SECONDS")
+    parser.add_argument("--api", action="store_true", help="CPU of the API by size of a file")
     given = parser.parse_args()
+    if given.api:
+        print("\n".join(api_cpu()))
+        return
     if given.real:
         print("\n".join(real(given.real)))
         return

@@ -42,9 +42,10 @@ _LAYERS: Final = (2, 18, 33)
 GPU_TFLOPS: Final = 435.0
 #: Drafters that score a rollout: candidate, served and frozen. One that is passed over: the served one.
 SCORERS: Final = 3
-#: Measured on two shared cores: CPU of the API for a GiB and for a post, a report of an engine, and a push to one.
-INGEST_CPU: Final = 1.07
-POST_CPU: Final = 0.0022
+#: Measured on two shared cores: CPU seconds of the API for a GiB, a post, a report of an engine, a push to one; idle.
+INGEST_CPU: Final = 1.6
+POST_CPU: Final = 0.0065
+IDLE_CPU: Final = 0.0017
 REPORT_CPU: Final = 0.003
 PUSH_CPU: Final = 0.00013
 #: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days; of a batch's scores,
@@ -240,7 +241,7 @@ def estimate(
     step_bytes = files * a_file
     line = plan.network_gbit * 1e9 / 8
     wire_load = runs * step_bytes / step / line
-    cores = runs * (
+    cores = IDLE_CPU + runs * (
         step_bytes / GIB * INGEST_CPU / step
         + files * POST_CPU / step
         + plan.engines * (REPORT_CPU / _REPORT_SECONDS + PUSH_CPU / step)
@@ -259,15 +260,35 @@ def estimate(
     drain = (work.train + work.score) / gpus / fair
     hold = settings.checkpoint_seconds + claim_seconds(plan, settings, work, gpus) / fair
     held = 1 - max(0.0, arrive - hold) / drain if drain > arrive else hold / max(arrive, 1e-9)
-    queued = step_bytes * (2.0 - trained if trained < 1.0 else min(1.0, held))
+    queued = step_bytes * (2.0 - trained if trained < 1.0 else min(1.0, held + 1 / files))
     rank_bytes = step_bytes / plan.ranks
     sent_meanwhile = max(plan.post_share * step, 1e-9) * line / (plan.ranks * runs)
-    hook_load = rank_bytes / (HOOK_BYTES + sent_meanwhile)
+    hook_load = max(rank_bytes / (HOOK_BYTES + sent_meanwhile), a_file / HOOK_BYTES)
     publish = drafter_bytes(plan.drafter)
     download = runs * plan.engines * publish / line
-    # Its first file is trained on alone; what comes next judges it, the next step's where that was all.
-    first = (work.train + work.score) / gpus / fair / files + (arrive / files if files >= 2 else step)
-    lag = (first + download) / step
+    # Mean lag: the first file's way here, turns of other runs, older rollouts passed over, the claim that trains on it,
+    # the next claim's scores, which judge it, and the download. A claim holds what came since the one before.
+    most, behind = min(1.0, max(settings.claim_tokens, per_file) / plan.sent_tokens), trained < 1.0
+    share = most * (1 - trained / 2) if behind or drain > arrive else 1 / files  # in a claim of another run
+    turns = share * (trained * each + (1 - trained) * cheap) / runs * _waiting(runs, wanted / gpus)
+    before = (
+        turns / (2 if wanted >= gpus else 1) + max(0.0, 1 - trained - most / 2) * cheap
+    )  # half of the claim that was cut is no longer waiting
+
+    def claimed(seconds: float) -> float:
+        return min(most, max(1 / files, seconds / max(arrive, 1e-9)))
+
+    here = arrive / (files + 1) + a_file / line + POST_CPU + a_file / GIB * INGEST_CPU
+    first = claimed(before) * each / runs
+    following = max(arrive / files - first, turns)
+    score = claimed(first + following) * work.score / gpus
+    # Where one claim takes the whole step, the next step's judges it: always of one file, else after a wait this long.
+    others = min(1.0, wanted / gpus) * (runs - 1) / runs
+    whole = 1.0 if files < 2 else others * math.exp(-arrive * others / turns) if most >= 1 and turns > 0 else 0.0
+    following += whole * (step - following)
+    # An engine that downloads takes the newest drafter afterwards: what comes in between waits for the rest.
+    sent_out = download / runs * (1 + _waiting(runs, download / step)) + max(0.0, download - step)
+    lag = (here + before + first + following + score + sent_out) / step
     a_day = runs * 86_400 / step
     redis = _KEPT_DAYS * a_day * (plan.sent_tokens / plan.tokens * FATE_BYTES + files * BATCH_BYTES)
     redis += runs * min(_SCORES_KEPT, files * _KEPT_DAYS * 86_400 / step) * SCORE_BYTES
@@ -314,6 +335,12 @@ def estimate(
         "api_cores": Fact(cores, "cores", "measured", "of the API; one process has one", cores),
         "redis": Fact(redis, "bytes", "measured", "of Redis after 7 days, without streams and page"),
     }
+
+
+def _waiting(runs: int, load: float) -> float:
+    """Pieces of work of other runs that one waits for: Pollaczek and Khinchine's mean of equal ones; all, if all are busy."""
+    others = load * (runs - 1) / runs
+    return float(runs - 1) if load >= 1 else min((runs - 1) / 2, others / (2 * (1 - others)))
 
 
 def claim_seconds(plan: Deployment, settings: Settings, work: Work, gpus: float) -> float:
@@ -371,6 +398,9 @@ def plan(
     prompt_share: Annotated[float, typer.Option(help="Share of them that is the prompt's.")] = 0.25,
     sampled_share: Annotated[float, typer.Option(help="The hook's sample_fraction.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="Of the features: bfloat16 or float8_e4m3.")] = "bfloat16",
+    post_share: Annotated[
+        float, typer.Option(help="Share of a step in which they are made; 0: all at its end.")
+    ] = 0.25,
     ranks: Annotated[int, typer.Option(help="Trainer ranks of a run that send.")] = 8,
     runs: Annotated[int, typer.Option(help="Runs like this that share the service.")] = 1,
     engines: Annotated[int, typer.Option(help="Inference engines of a run.")] = 8,
@@ -402,7 +432,7 @@ def plan(
     try:
         drafter = DrafterConfig.from_target(policy_config(policy), _LAYERS, settings.draft_vocab_size)
         sizes = (step_seconds, rollouts_a_step, tokens_a_rollout, prompt_share, sampled_share, ranks, runs, engines)
-        given = Deployment(drafter, *sizes, network_gbit, dtype)  # type: ignore[arg-type]
+        given = Deployment(drafter, *sizes, network_gbit, dtype, post_share)  # type: ignore[arg-type]
         facts = estimate(given, settings, tflops=gpu_tflops, worker_gpus=worker_gpus)
         if gpu_hour_price is not None:
             gpus = worker_gpus or math.ceil(facts["worker_gpus"].value)
