@@ -80,6 +80,7 @@ format: $(VENV)/.ready ## Rewrite to the style
 
 include make/vllm.mk
 include make/stacks.mk
+include make/containers.mk
 
 clean: ## Remove what was made here, the demo's output excepted
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info .draftalign

@@ -11,10 +11,10 @@ that download. Tensors are simulated: a file is its size. Metadata is real: jobs
 GPU does is the plan's own count at its own rate, so GPU figures are compared as queueing, not as speed. The gate always
 agrees; checkpoints, replays for the drift alarm and the draft vocabulary cost nothing.
 
-Worlds. `even`: the plan's own (equal rollouts, files spread over a part of a step); `told`: all files at a step's end, and
-the plan is told so. Worlds that the plan is not told of: `burst` (all files
-at a step's end), `slow` (one worker GPU at half its speed), `tail` (lognormal lengths with sigma 1, step times with
-sigma 0.3), `all` (the three together).
+Worlds. `even`: the plan's own (equal rollouts, files spread over a part of a step); `told`: all files at a step's end,
+and the plan is told so. The plan is not told of: `burst` (all files at a step's end), `slow` (one worker GPU at half its
+speed), `tail` (lognormal lengths with sigma 1, step times with sigma 0.3), `all` (these three together). Deployments
+whose `hook` does not fit by the plan are left out. A drafter is published once a policy version and run.
 """
 
 from __future__ import annotations
@@ -597,12 +597,12 @@ def real(seconds: float) -> list[str]:
 
 
 def api_cpu() -> list[str]:
-    """CPU of an API with no worker: without requests, and for files of several sizes; hidden 4096, as an 8B policy's."""
+    """CPU of an API with no worker: without requests, and for files of several sizes; hidden size 4096."""
+    # growth has set the path
+    from service_fixtures import CONFIG, HEADERS, LAYERS, rollout_file, rollout_tensors, run_file
+
     from benchmarks import growth
     from rl_hooks import wire
-
-    run_file, rollout_file = growth.run_file, growth.rollout_file
-    from service_fixtures import CONFIG, LAYERS, rollout_tensors  # growth has set the path
 
     config = CONFIG | {"hidden_size": 4096}
     metadata = {"run": "big", "target_fingerprint": wire.target_fingerprint(config, LAYERS)}
@@ -610,7 +610,7 @@ def api_cpu() -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         world = growth.World(Path(folder))
         try:
-            world.client.put("/runs/big", content=run_file(config), headers=growth.HEADERS).raise_for_status()
+            world.client.put("/runs/big", content=run_file(config), headers=HEADERS).raise_for_status()
             before, began = growth.cpu_seconds(world.pid), time.monotonic()
             time.sleep(10)
             idle = (growth.cpu_seconds(world.pid) - before) / (time.monotonic() - began)
@@ -624,7 +624,7 @@ def api_cpu() -> list[str]:
                     ids = (f"{turn}-{tokens}-{number}-a", f"{turn}-{tokens}-{number}-b")
                     body = rollout_file(ids, tensors=tensors, policy_version=0, raw_metadata=metadata)
                     size, before = float(len(body)), growth.cpu_seconds(world.pid)
-                    answer = world.client.post("/rollouts?run=big", content=body, headers=growth.HEADERS)
+                    answer = world.client.post("/rollouts?run=big", content=body, headers=HEADERS)
                     answer.raise_for_status()
                     used += growth.cpu_seconds(world.pid) - before
                 points.append((size, used / times))

@@ -63,6 +63,7 @@ TOKENS: Final = 48
 #: Fractions of requests sampled by the engine's tap. None: the model runner as vLLM made it.
 FRACTIONS: Final[tuple[float | None, ...]] = (None, 0.0, 0.05, 1.0)
 PROMPTS: Final = 24
+DTYPES: Final[tuple[FeatureDtype, ...]] = ("bfloat16", "float8_e4m3")
 
 
 class Sink(BaseHTTPRequestHandler):
@@ -320,14 +321,16 @@ def engine_table(rounds: int) -> None:
     print(f"what the tap counted: {counted}")
 
 
-def file_bytes(hidden: int, dtype: FeatureDtype, tokens: int, *, layers: int = 3) -> int:
-    """Bytes of a rollout file of one rollout, written by the hook's own writer."""
+def file_bytes(hidden: int, dtype: FeatureDtype, tokens: int, last_rows: wire.LastRows, prompt: float) -> int:
+    """Bytes of a rollout file of one rollout, of which `prompt` is the prompt, written by the hook's own writer."""
+    layers = 3
     state = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
-    index = PackedIndex(
-        np.zeros(tokens, np.int32), np.array([0, tokens], np.int32), np.ones(tokens, np.uint8), logprobs=None
-    )
+    mask = (np.arange(tokens) >= prompt * tokens).astype(np.uint8)
+    index = PackedIndex(np.zeros(tokens, np.int32), np.array([0, tokens], np.int32), mask, logprobs=None)
     zeros = torch.zeros(tokens)
-    staged = StagedRollouts(index, Captured((state,) * layers, state), (zeros, zeros), dtype=dtype)
+    predicting = torch.from_numpy(wire.predicting_rows(mask)) if last_rows == "predicting" else None
+    captured = Captured((state,) * layers, state)
+    staged = StagedRollouts(index, captured, (zeros, zeros), dtype=dtype, predicting=predicting)
     metadata = wire.rollout_metadata(
         run="default",
         policy_version=1,
@@ -339,15 +342,17 @@ def file_bytes(hidden: int, dtype: FeatureDtype, tokens: int, *, layers: int = 3
 
 
 def bytes_table() -> None:
-    """Print the bytes of a token by setting."""
-    tokens = 1024
-    print(
-        "| policy | hidden | bfloat16, bytes a token sent | float8_e4m3 | a token generated at 10 % sampled, bfloat16 |"
-    )
-    print("|---|---|---|---|---|")
+    """Print the bytes of a token: with all rows, and without the last states that an EAGLE-3 run never reads."""
+    tokens, prompts = 1024, (0.25, 0.5)
+    heads = [f"{dtype}, {f'{p:.0%} prompt' if p else 'all rows'}" for dtype in DTYPES for p in (0, *prompts)]
+    print(f"| policy | hidden | {' | '.join(heads).replace('%', ' %')} |")
+    print("|" + "---|" * (2 + len(heads)))
     for name, hidden in (("Qwen3-0.6B", 1024), ("Qwen3-8B", 4096), ("Llama-3.3-70B", 8192)):
-        full, small = (file_bytes(hidden, dtype, tokens) / tokens for dtype in ("bfloat16", "float8_e4m3"))
-        print(f"| {name} | {hidden} | {full:,.0f} | {small:,.0f} | {full / 10:,.0f} |")
+        cells = []
+        for dtype in DTYPES:
+            cells.append(file_bytes(hidden, dtype, tokens, "all", prompts[0]))
+            cells += [file_bytes(hidden, dtype, tokens, "predicting", prompt) for prompt in prompts]
+        print(f"| {name} | {hidden} | {' | '.join(f'{cell / tokens:,.0f}' for cell in cells)} |")
 
 
 def main() -> None:

@@ -89,7 +89,7 @@ def measure(directory: Path, *, copied: bool) -> dict[str, float]:
         batch = load_batch(path)
         if not copied:
             return batch
-        numbers: dict[str, Any] = {name: batch.rows(name).clone() for name in ("aux_hidden", "last_hidden")}
+        numbers: dict[str, Any] = {name: batch.numbers(name).clone() for name in ("aux_hidden", "last_hidden")}
         return replace(batch, **numbers, aux_scale=None, last_scale=None)
 
     def held(paths: list[Path], scratch: Path) -> RecentRollouts:

@@ -3,6 +3,8 @@
 Legend: T tokens, R rollouts, H target hidden size, A aux layers.
 Row t holds features after consuming `input_ids[t]`; `logprobs[t]` is of `input_ids[t]` itself; `logsumexp[t]`
 describes the distribution of `input_ids[t+1]`. Log-probabilities are of logits divided by the temperature.
+A file may hold `last_hidden` and `logsumexp` only in `rl_hooks.wire.predicting_rows`. Then so does `last_hidden` here,
+and rows of it are found by `last_places`; `logsumexp` is 1 where nothing was sent.
 
 Features stay as they were sent, in the mapped file, until rows of them are packed and copied to a device: fp8 rows are
 multiplied by their scales there (`RolloutBatch.to`).
@@ -30,6 +32,8 @@ from rl_hooks import wire
 #: Tensors with one row per token, in file order.
 _PER_TOKEN = ("input_ids", "loss_mask", "aux_hidden", "last_hidden", "logprobs", "logsumexp")
 _FLOATS = ("aux_hidden", "last_hidden", "logprobs", "logsumexp")
+#: What has a row only for each of `predicting_rows`, where the sender left out the others.
+_LAST = ("last_hidden", "last_scale")
 #: Features -> the scales that they have where they are fp8.
 _SCALES = {"aux_hidden": "aux_scale", "last_hidden": "last_scale"}
 #: Rows that are screened at once: fp8 ones are float32 meanwhile.
@@ -48,10 +52,11 @@ class RolloutBatch:
     loss_mask: Tensor  # bool[T], True where the policy generated the token
     aux_hidden: Tensor  # f32|bf16|fp8[T, A*H], states entering the aux layers
     logprobs: Tensor  # f32[T]
-    last_hidden: Tensor  # f32|bf16|fp8[T, H], after the final norm
+    last_hidden: Tensor  # f32|bf16|fp8[T, H], after the final norm; fewer rows: see `last_places`
     logsumexp: Tensor  # f32[T], full vocabulary; all NaN where the sender did not know it
     temperature: float = 1.0
-    warped: bool = False  # top_p < 1 or top_k > 0: `logprobs` are of the truncated distribution
+    top_p: float = 1.0  # below 1, or `top_k` above 0: `logprobs` are of the truncated distribution
+    top_k: int = 0
     rollout_ids: tuple[str, ...] = ()
     policy_version: int = 0
     drafter_version: str = ""  # that drafted the rollouts; empty: not known
@@ -61,14 +66,21 @@ class RolloutBatch:
     strata: tuple[str, ...] = ()  # the kind of each rollout's prompt; empty: not known
     normalised: bool = True  # False: the sender never held the whole head, and `logsumexp` is all NaN
     aux_scale: Tensor | None = None  # f32[T, A] that fp8 `aux_hidden` is multiplied by; None: it is not fp8
-    last_scale: Tensor | None = None  # f32[T, 1], as `aux_scale`
+    last_scale: Tensor | None = None  # f32[rows of last_hidden, 1], as `aux_scale`
 
     def __post_init__(self) -> None:
         """Raise `DrafterError` where the tensors do not belong together. Shapes only: no device is asked."""
         T = self.input_ids.numel()
-        for name, tensor in self._per_token().items():
-            if tensor.shape[:1] != (T,):
+        for name, tensor in self._tensors().items():
+            if tensor.shape[:1] != (len(self.last_hidden) if name in _LAST else T,):
                 raise DrafterError(f"{name} must have one row for each of {T} tokens, got shape {tuple(tensor.shape)}")
+        # Of a batch on a device one would have to wait for the device: it was made from one on the host.
+        counted = self.every_last_row or self.loss_mask.device.type != "cpu"
+        if not counted and len(self.last_hidden) != self.response_tokens:
+            raise DrafterError(
+                f"last_hidden must have one row for each of {T} tokens, or of {self.response_tokens} that the policy "
+                f"generated, got shape {tuple(self.last_hidden.shape)}"
+            )
         for name, scale in _SCALES.items():
             if (getattr(self, name).dtype == torch.float8_e4m3fn) != (getattr(self, scale) is not None):
                 raise DrafterError(f"{name} is {getattr(self, name).dtype}; fp8 needs {scale}, no other type has it")
@@ -79,8 +91,8 @@ class RolloutBatch:
         if not 0 <= self.temperature < math.inf:
             raise DrafterError(f"temperature must be 0 or more and finite, got {self.temperature}")
 
-    def _per_token(self) -> dict[str, Tensor]:
-        """All that has one row for each token: what every selection, packing and copy takes along."""
+    def _tensors(self) -> dict[str, Tensor]:
+        """What every selection, packing and copy takes along: rows of tokens, and of `last_hidden`."""
         names = (*_PER_TOKEN, *(scale for scale in _SCALES.values() if getattr(self, scale) is not None))
         return {name: getattr(self, name) for name in names}
 
@@ -100,6 +112,23 @@ class RolloutBatch:
         return int(self.loss_mask.sum())
 
     @property
+    def warped(self) -> bool:
+        """Whether tokens were drawn from a truncated distribution."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+    @property
+    def every_last_row(self) -> bool:
+        """Whether `last_hidden` has a row for every token, and not only for the predicting ones, which are fewer."""
+        return len(self.last_hidden) == self.tokens
+
+    def last_places(self, rows: Tensor) -> Tensor:
+        """Where the rows int64[n] of tokens lie in `last_hidden`; beyond its end, an IndexError, if it lacks them."""
+        if self.every_last_row:
+            return rows
+        generated = self.loss_mask[rows + 1]
+        return torch.where(generated, self.loss_mask.cumsum(0)[rows + 1] - 1, len(self.last_hidden))
+
+    @property
     def divisor(self) -> float:
         """What logits were divided by: the temperature, and 1 for greedy decoding (temperature 0)."""
         return self.temperature or 1.0
@@ -113,7 +142,8 @@ class RolloutBatch:
         index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in rollouts])
         lengths = torch.tensor([0] + [starts[i + 1] - starts[i] for i in rollouts])
         index = index.to(self.input_ids.device)
-        changes: dict[str, Any] = {name: tensor[index] for name, tensor in self._per_token().items()}
+        last = index if self.every_last_row else self.last_places(index[self.loss_mask[index]] - 1)
+        changes: dict[str, Any] = {n: tensor[last if n in _LAST else index] for n, tensor in self._tensors().items()}
         return replace(
             self,
             cu_seqlens=lengths.cumsum(0),
@@ -142,8 +172,9 @@ class RolloutBatch:
     @property
     def kind(self) -> tuple[object, ...]:
         """What batches must have in common to be packed together."""
-        shapes = [(name, t.shape[1:], t.dtype) for name, t in self._per_token().items()]
-        return self.temperature, self.warped, self.aux_layers, self.normalised, *shapes
+        shapes = [(name, t.shape[1:], t.dtype) for name, t in self._tensors().items()]
+        sampling = self.temperature, self.top_p, self.top_k
+        return *sampling, self.aux_layers, self.normalised, self.every_last_row, *shapes
 
     @staticmethod
     def concat(batches: Sequence[RolloutBatch]) -> RolloutBatch:
@@ -151,10 +182,10 @@ class RolloutBatch:
         if not batches:
             raise DrafterError("expected at least one batch to concatenate, got none")
         if len({b.kind for b in batches}) > 1:
-            raise DrafterError("batches differ in temperature, warping, layers, or in their tensors; keep them apart")
+            raise DrafterError("batches differ in sampling, layers, or in their tensors; keep them apart")
         ends = torch.cat([b.cu_seqlens[1:] - b.cu_seqlens[:-1] for b in batches]).cumsum(0)
         changes: dict[str, Any] = {
-            name: torch.cat([getattr(b, name) for b in batches]) for name in batches[0]._per_token()
+            name: torch.cat([getattr(b, name) for b in batches]) for name in batches[0]._tensors()
         }
         rewards = [b.rewards for b in batches]
         drafters = {b.drafter_version for b in batches}
@@ -172,7 +203,7 @@ class RolloutBatch:
 
     def pinned(self) -> RolloutBatch:
         """The batch in memory from which copies to a GPU need not be waited for."""
-        pinned: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in self._per_token().items()}
+        pinned: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
         return replace(self, **pinned)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> RolloutBatch:
@@ -190,18 +221,22 @@ class RolloutBatch:
     def _moved(self, device: torch.device | str, dtype: torch.dtype | None) -> RolloutBatch:
         changes: dict[str, Any] = {
             name: to_device(tensor, device, dtype if name in _SCALES else None)
-            for name, tensor in self._per_token().items()
+            for name, tensor in self._tensors().items()
         }
         return replace(self, **changes)
 
     def _widened(self) -> RolloutBatch:
-        changes: dict[str, Any] = {name: self.rows(name) for name in _SCALES}
+        changes: dict[str, Any] = {name: self.numbers(name) for name in _SCALES}
         return replace(self, **changes, aux_scale=None, last_scale=None)
 
-    def rows(self, name: str, index: Tensor | slice = slice(None)) -> Tensor:
-        """Rows of `aux_hidden` or `last_hidden` as numbers: of fp8, x = fp8 * scale per token and layer, in float32."""
+    def last_rows(self, rows: Tensor) -> Tensor:
+        """`last_hidden` of these tokens as numbers [n, H], in float32 where it is fp8. IndexError if it lacks them."""
+        return self.numbers("last_hidden", self.last_places(rows))
+
+    def numbers(self, name: str, index: Tensor | slice = slice(None)) -> Tensor:
+        """Stored rows of a tensor as numbers: of fp8, x = fp8 * scale per token and layer, in float32."""
         values: Tensor = getattr(self, name)[index]
-        scales: Tensor | None = getattr(self, _SCALES[name])
+        scales: Tensor | None = getattr(self, _SCALES[name]) if name in _SCALES else None
         if scales is None:
             return values
         scale = scales[index]
@@ -247,13 +282,10 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         aux_scale=found.get("aux_hidden_scale"),
         last_scale=found.get("last_hidden_scale"),
         logprobs=torch.from_numpy(file.array("logprobs").astype(np.float32)),
-        logsumexp=(
-            torch.from_numpy(file.array("logsumexp").astype(np.float32))
-            if "logsumexp" in file
-            else torch.full((len(ids),), torch.nan)
-        ),
+        logsumexp=_normalisers(file, header, mask),
         temperature=header.temperature,
-        warped=header.top_p < 1.0 or header.top_k > 0,
+        top_p=header.top_p,
+        top_k=header.top_k,
         rollout_ids=header.rollout_ids,
         policy_version=header.policy_version_max,
         drafter_version=header.drafter_version,
@@ -263,6 +295,15 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         strata=header.strata or (),
         normalised="logsumexp" in file,
     )
+
+
+def _normalisers(file: wire.MappedFile, header: wire.RolloutHeader, mask: npt.NDArray[Any]) -> Tensor:
+    if "logsumexp" not in file:
+        return torch.full((header.tokens,), torch.nan)
+    sent = torch.from_numpy(file.array("logsumexp").astype(np.float32))
+    if header.last_rows == "all":
+        return sent
+    return torch.ones(header.tokens).index_copy_(0, torch.from_numpy(wire.predicting_rows(mask)), sent)
 
 
 def _mapped(path: Path, file: wire.MappedFile) -> dict[str, Tensor]:
@@ -299,10 +340,13 @@ def screen(batch: RolloutBatch) -> None:
         finite = [
             # The largest is NaN if any is; faster than isnan.
             torch.isfinite(rows.reshape(len(rows), -1).abs().amax(dim=1))
-            for begin in range(0, batch.tokens, _SCREENED_ROWS)
-            for rows in [_numbers(batch, name, slice(begin, begin + _SCREENED_ROWS))]
+            for begin in range(0, len(getattr(batch, name)), _SCREENED_ROWS)
+            for rows in [batch.numbers(name, slice(begin, begin + _SCREENED_ROWS))]
         ]
-        _refuse(batch, ~torch.cat(finite), f"{name} holds NaN or infinity", "or its capture is broken")
+        bad = ~torch.cat(finite)
+        if len(bad) < batch.tokens:  # of the predicting rows
+            bad = torch.zeros_like(batch.loss_mask).index_copy_(0, torch.nonzero(batch.loss_mask).flatten() - 1, bad)
+        _refuse(batch, bad, f"{name} holds NaN or infinity", "or its capture is broken")
     said = torch.where(batch.loss_mask, batch.logprobs, 0.0)
     _refuse(
         batch,
@@ -310,13 +354,6 @@ def screen(batch: RolloutBatch) -> None:
         "logprobs holds log-probabilities above 0",
         "sends logits, or logs another quantity",
     )
-
-
-def _numbers(batch: RolloutBatch, name: str, rows: slice) -> Tensor:
-    if name in _SCALES:
-        return batch.rows(name, rows)
-    found: Tensor = getattr(batch, name)[rows]
-    return found
 
 
 def _refuse(batch: RolloutBatch, bad_rows: Tensor, what: str, why: str) -> None:

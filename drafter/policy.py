@@ -21,6 +21,8 @@ from rl_hooks.wire import LogitMap
 
 _GAP_CHUNK_ROWS = 4096
 _GAP_TOKENS = 16_384
+#: Of as many tokens, the whole distribution is formed where sampling was truncated.
+_TRUNCATED_TOKENS = 32
 _LOGITS_AT_ONCE = 1 << 25
 _PLAIN = LogitMap()
 
@@ -80,20 +82,22 @@ class TargetHead:
     def token_logprobs(self, batch: RolloutBatch, rows: Tensor | None = None) -> Tensor:
         """Recomputed log p of every token, f32[T]: f(W[x[t]].last_hidden[t-1]) / tau - logsumexp[t-1].
 
-        nan where a token is the first of its rollout, its row is not held, or `rows` bool[T] is not true.
-        Infinite where features overflow. Compare with `batch.logprobs`.
+        nan where a token is the first of its rollout, its row of the head is not held or that of the state was not
+        sent, or `rows` bool[T] is not true. Infinite where features overflow. Compare with `batch.logprobs`.
         """
         if batch.last_hidden.shape[1] != self.hidden_size:
             raise TargetHeadError(f"last_hidden is {batch.last_hidden.shape[1]} wide, the head {self.hidden_size}")
         places = self._places(batch.input_ids)
         places[batch.cu_seqlens[:-1]] = -1
+        if not batch.every_last_row:
+            places[~batch.loss_mask.cpu()] = -1
         wanted = places >= 0 if rows is None else (places >= 0) & rows.cpu()
         known = torch.nonzero(wanted).flatten()
         out = torch.full((batch.tokens,), float("nan"), device=batch.last_hidden.device)
         for t in torch.split(known, _GAP_CHUNK_ROWS):
             weight = self.lm_head[places[t].to(self.lm_head.device)].to(batch.last_hidden.device, torch.float32)
             t = t.to(batch.last_hidden.device)
-            logits = self.logit_map.apply(torch.linalg.vecdot(weight, batch.rows("last_hidden", t - 1).float()))
+            logits = self.logit_map.apply(torch.linalg.vecdot(weight, batch.last_rows(t - 1).float()))
             found = logits / batch.divisor - batch.logsumexp[t - 1].float()
             out[t] = torch.where(found.isfinite(), found, math.inf)  # not nan, which is nobody's fault
         return out
@@ -113,7 +117,7 @@ class TargetHead:
         rows = torch.nonzero(batch.loss_mask).flatten() - 1
         step = max(1, _LOGITS_AT_ONCE // len(self.lm_head))
         for part in torch.split(rows, step):
-            hidden = batch.rows("last_hidden", part).to(self.lm_head.device, self.lm_head.dtype)
+            hidden = batch.last_rows(part).to(self.lm_head.device, self.lm_head.dtype)
             logits = self.logit_map.apply((hidden @ self.lm_head.T).float())
             found[part] = (logits / batch.divisor).logsumexp(-1).to(found)
         return replace(batch, logsumexp=found, normalised=True)
@@ -122,7 +126,8 @@ class TargetHead:
         """Mean |recomputed - logged| log p in nats over the response tokens whose row is held, and their number.
 
         One figure that catches a pre-norm state, a stale head, a wrong temperature and a shifted mask. Where sampling
-        was truncated (`batch.warped`), a logged log p above the recomputed one is rightful and counts as no gap.
+        was truncated (`batch.warped`), a logged log p above the recomputed one is rightful as far as the tokens that
+        were cut off had probability: what is above that on 32 tokens is added, if the head is whole.
         Of long batches at most 16,384 tokens, evenly spaced, are compared. (nan, 0) when no token could be.
         """
         rows = torch.zeros_like(batch.loss_mask)
@@ -134,8 +139,26 @@ class TargetHead:
         if not tokens:
             return float("nan"), 0
         gap = (recomputed[compared] - batch.logprobs[compared].float()).double()
-        gap = gap.clamp(min=0) if batch.warped else gap.abs()
-        return float(gap.mean()), tokens
+        if not batch.warped:
+            return float(gap.abs().mean()), tokens
+        found = float(gap.clamp(min=0).mean())
+        if self.whole:
+            some = torch.nonzero(compared).flatten()
+            some = some[:: math.ceil(tokens / _TRUNCATED_TOKENS)]
+            most = recomputed[some] - self._kept_mass(batch, some).log().to(recomputed.device)
+            found += float((batch.logprobs[some].float() - most).double().clamp(min=0).mean())
+        return found, tokens
+
+    def _kept_mass(self, batch: RolloutBatch, t: Tensor) -> Tensor:
+        """Probability [n] that top-k, then top-p, leave of the distributions that tokens t int64[n] were drawn from."""
+        hidden = batch.last_rows(t - 1).to(self.lm_head.device, self.lm_head.dtype)
+        logits = self.logit_map.apply((hidden @ self.lm_head.T).float())  # [n, V]
+        p = (logits / batch.divisor).softmax(-1)
+        kept = p.topk(min(batch.top_k or p.shape[1], p.shape[1])).values  # [n, k], the largest first
+        total = kept.cumsum(-1)
+        last = (total < batch.top_p * total[:, -1:]).sum(-1, keepdim=True).clamp(max=kept.shape[1] - 1)
+        left: Tensor = total.gather(1, last)[:, 0]
+        return left
 
 
 @dataclass(frozen=True, slots=True, eq=False)

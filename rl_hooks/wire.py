@@ -10,6 +10,10 @@ describes the distribution of `input_ids[t+1]`. Log-probabilities and `logsumexp
 *divided by the temperature* (for temperature 0, by 1). `logsumexp` is absent where the sender never holds the policy's
 whole lm_head; the worker then computes it with the head that it has.
 
+Format v1 has `last_hidden` and `logsumexp` of every token. v2 has them only in `predicting_rows`: nothing else of them
+is read for an EAGLE-3 drafter. An MTP module reads `last_hidden` of prompts too, so its runs take v1. The service says
+which rows a run wants, as `last_rows` of its answers; a sender that has not heard it sends all.
+
 Errors: all are `WireError`; the message says the expected value, the value found and the remedy.
 """
 
@@ -22,12 +26,14 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-FORMAT: Final = "draftalign.rollouts.v1"
+#: Rows that `last_hidden` and `logsumexp` have: of all tokens, or of `predicting_rows`.
+LastRows = Literal["all", "predicting"]
+FORMATS: Final[Mapping[LastRows, str]] = {"all": "draftalign.rollouts.v1", "predicting": "draftalign.rollouts.v2"}
 RUN_FORMAT: Final = "draftalign.run.v1"
 HEAD_FORMAT: Final = "draftalign.head.v1"
 DRAFTER_FORMAT: Final = "draftalign.drafter.v1"
@@ -239,11 +245,17 @@ class RolloutHeader:
     tokens: int  # T
     rollouts: int  # R
     hidden_size: int  # H
+    last_rows: LastRows
 
     @property
     def batch_id(self) -> str:
         """Identity of the batch: the same rollouts of the same policy sent twice are one batch."""
         return batch_id(self.run, self.policy_version, self.rollout_ids)
+
+
+def predicting_rows(loss_mask: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Rows of the tokens just before those that the policy generated, ascending: what `last_rows` "predicting" has."""
+    return np.flatnonzero(loss_mask) - 1
 
 
 def batch_id(run: str, policy_version: int, rollout_ids: Iterable[str]) -> str:
@@ -283,16 +295,18 @@ def rollout_metadata(
     rewards: Sequence[float] | None = None,
     prompt_hashes: Sequence[str] | None = None,
     strata: Sequence[str] | None = None,
+    last_rows: LastRows = "all",
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The `__metadata__` of a rollout file. Unknown keys in `extra` pass through to the worker untouched.
 
     `prompt_hashes`: `prompt_hash` of each rollout's full prompt; needed only where the file does not hold all of it.
     `strata`: the kind of each rollout's prompt (its source, say), so that another mix of kinds is no drift.
+    `last_rows`: those that the file's `last_hidden` and `logsumexp` have.
     """
     metadata = dict(extra or {})
     metadata |= {
-        "format": FORMAT,
+        "format": FORMATS[last_rows],
         "run": run,
         "policy_version": str(policy_version),
         "policy_version_max": str(policy_version if policy_version_max is None else policy_version_max),
@@ -316,8 +330,9 @@ def rollout_metadata(
 def check_rollout_header(header: Header) -> RolloutHeader:
     """Verify that a parsed header describes a rollout file: metadata complete, names, dtypes and shapes right."""
     meta = header.metadata
-    if meta.get("format") != FORMAT:
-        raise WireError("format", f"expected {FORMAT!r}, got {meta.get('format')!r}")
+    last_rows = next((rows for rows, name in FORMATS.items() if name == meta.get("format")), None)
+    if last_rows is None:
+        raise WireError("format", f"expected {' or '.join(FORMATS.values())}, got {str(meta.get('format'))[:80]!r}")
     rollout_ids = _json_field(meta, "rollout_ids", list)
     if not rollout_ids or not all(isinstance(i, str) and 0 < len(i) <= 128 and i.isprintable() for i in rollout_ids):
         raise WireError("rollout_ids", "must be a non-empty JSON list of strings of 1 to 128 printable characters")
@@ -329,7 +344,7 @@ def check_rollout_header(header: Header) -> RolloutHeader:
     layers = aux.get("layers")
     if not _is_int_list(layers) or not layers or sorted(set(layers)) != layers:
         raise WireError("aux_layers", f"layers must be ascending and distinct, got {str(layers)[:80]}")
-    tokens, rollouts, hidden_size = _check_rollout_tensors(header, len(layers), len(rollout_ids))
+    tokens, rollouts, hidden_size = _check_rollout_tensors(header, last_rows, len(layers), len(rollout_ids))
     low, high = _int_field(meta, "policy_version"), _int_field(meta, "policy_version_max")
     if high < low:
         raise WireError("policy_version_max", f"is {high}, below policy_version {low}")
@@ -360,10 +375,11 @@ def check_rollout_header(header: Header) -> RolloutHeader:
         tokens=tokens,
         rollouts=rollouts,
         hidden_size=hidden_size,
+        last_rows=last_rows,
     )
 
 
-def _check_rollout_tensors(header: Header, aux_count: int, ids: int) -> tuple[int, int, int]:
+def _check_rollout_tensors(header: Header, last_rows: LastRows, aux_count: int, ids: int) -> tuple[int, int, int]:
     """Return T, R, H after checking every tensor's dtype and shape."""
     tensors = dict(header.tensors)
 
@@ -387,11 +403,12 @@ def _check_rollout_tensors(header: Header, aux_count: int, ids: int) -> tuple[in
     H = aux.shape[1] // aux_count
     if aux.dtype == "F8_E4M3":
         take("aux_hidden_scale", ("F32",), (T, aux_count))
-    last = take("last_hidden", _FEATURES, (T, H))
+    last = take("last_hidden", _FEATURES, (T if last_rows == "all" else None, H))
+    rows = last.shape[0]  # where they are fewer, only the mask says whether they are right: `check_index`
     if last.dtype == "F8_E4M3":
-        take("last_hidden_scale", ("F32",), (T, 1))
+        take("last_hidden_scale", ("F32",), (rows, 1))
     if "logsumexp" in tensors:
-        take("logsumexp", ("F32",), (T,))
+        take("logsumexp", ("F32",), (rows,))
     if tensors:
         raise WireError(min(tensors), "is not a tensor of this format, or contradicts the others; leave it out")
     return T, ids, H
@@ -404,7 +421,10 @@ def check_index(
     loss_mask: npt.NDArray[np.uint8],
     vocab_size: int,
 ) -> None:
-    """Verify the integer tensors: boundaries, token ids inside the vocabulary, mask of zeros and ones."""
+    """Verify the integer tensors: boundaries, token ids inside the vocabulary, mask of zeros and ones.
+
+    And that `last_hidden` has the rows that the mask asks for.
+    """
     T = header.tokens
     if T == 0:
         raise WireError("input_ids", "holds no tokens")
@@ -419,6 +439,14 @@ def check_index(
         raise WireError("loss_mask", "a rollout has no token that the policy generated; leave such rollouts out")
     if bool(loss_mask[cu_seqlens[:-1]].any()):
         raise WireError("loss_mask", "the first token of a rollout has no features before it; it must be 0")
+    rows = header.header.tensors["last_hidden"].shape[0]
+    generated = len(predicting_rows(loss_mask))
+    if header.last_rows == "predicting" and rows != generated:
+        raise WireError(
+            "last_hidden",
+            f"has {rows} rows, and loss_mask {generated} tokens that the policy generated: {FORMATS['predicting']} has "
+            "one row for each, of the token before it",
+        )
 
 
 # --- the target's head -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ DRAFTALIGN_TOKENS="s3cret:write,read;0ther:admin" two tokens with their scopes
 from __future__ import annotations
 
 import ipaddress
+import shutil
 from pathlib import Path
 from typing import Final, Literal, Self
 from urllib.parse import urlsplit
@@ -17,7 +18,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Scope = Literal["write", "read", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = ("write", "read", "admin")
-REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://")
+_SEVERAL: Final = ("redis+cluster://", "rediss+cluster://", "redis+sentinel://", "rediss+sentinel://")
+REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", *_SEVERAL)
 #: Where `drafters_url` may lead.
 OBJECT_SCHEMES: Final = ("s3://", "gs://", "az://", "file://")
 MIB: Final = 1 << 20
@@ -27,7 +29,11 @@ def redis_place(url: str) -> str:
     """A Redis URL without user, password and options, safe to show. Its ValueError repeats no part of the URL."""
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
+        if url.startswith(_SEVERAL):
+            members = ",".join(f"{host}:{port}" for host, port in redis_members(url))
+            host, port = members, None
+        else:
+            host, port = parts.hostname or "", parts.port
         # An @ after the host, or a port that is no number: the password was not percent-encoded.
         sound = url.startswith(REDIS_SCHEMES) and "@" not in parts.path + parts.query + parts.fragment
     except ValueError:
@@ -35,8 +41,18 @@ def redis_place(url: str) -> str:
     if not sound:
         schemes = ", ".join(REDIS_SCHEMES)
         raise ValueError(f"redis_url must begin with one of {schemes}, with / : @ # ? in its password percent-encoded")
-    host = f"[{host}]" if ":" in host else host
+    host = f"[{host}]" if ":" in host and not url.startswith(_SEVERAL) else host
     return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path}"
+
+
+def redis_members(url: str) -> list[tuple[str, int]]:
+    """Hosts and ports that a cluster's or Sentinel's URL names; ValueError where one is no host with a port."""
+    parts = urlsplit(url)
+    default = 26379 if parts.scheme.endswith("sentinel") else 6379
+    found = [urlsplit(f"//{member}") for member in parts.netloc.rpartition("@")[2].split(",")]
+    if any(not member.hostname for member in found):
+        raise ValueError("redis_url names a host that is empty")
+    return [(str(member.hostname), member.port or default) for member in found]
 
 
 class Settings(BaseSettings):
@@ -79,8 +95,15 @@ class Settings(BaseSettings):
     max_run_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Largest body of PUT /runs/{run} or of its head.")
     max_batch_rollouts: int = Field(4096, gt=0, description="Most rollouts in one file; above it 422.")
     max_runs: int = Field(256, gt=0, description="Most runs; the next one to be registered gets 429.")
+    max_heads: int = Field(
+        128,
+        ge=2,
+        description="Heads that a run keeps; the next one takes an unneeded one's place, or gets 429.",
+    )
     queue_max_items: int = Field(10_000, gt=0, description="Most batches in a run's queue; above it 429.")
-    queue_max_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Most bytes in a run's queue; above it 429.")
+    queue_max_bytes: int | None = Field(
+        None, gt=0, description="Most bytes in a run's queue; above it 429. Unset: 3/4 of the size of the spool's disk."
+    )
     spool_min_free_bytes: int = Field(256 * MIB, ge=0, description="Free disk below which uploads get 429.")
     spool_fsync: bool = Field(False, description="Force each rollout file to disk before its 202.")
     overflow: Literal["reject", "drop_oldest"] = Field(
@@ -167,7 +190,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.max_body_bytes > self.queue_max_bytes:
+        if self.queue_max_bytes is not None and self.max_body_bytes > self.queue_max_bytes:
             raise ValueError(
                 f"max_body_bytes is {self.max_body_bytes}, above queue_max_bytes {self.queue_max_bytes}: "
                 "the largest file would never fit the queue; lower the one or raise the other"
@@ -178,6 +201,11 @@ class Settings(BaseSettings):
             raise ValueError(f"drafters_url must begin with one of {', '.join(OBJECT_SCHEMES)}")
         self.token_scopes()
         return self
+
+    @property
+    def queue_limit_bytes(self) -> int:
+        """Bytes at which a run's queue is full. The rest is for checkpoints, drafters, other runs."""
+        return self.queue_max_bytes or shutil.disk_usage(self.state_dir).total * 3 // 4
 
     def token_scopes(self) -> dict[str, frozenset[Scope]]:
         """Map each configured token to its scopes; `admin` includes the other two."""

@@ -176,6 +176,18 @@ def rollout_tensors(lengths: tuple[int, ...] = (6, 5), hidden: int = HIDDEN) -> 
     }
 
 
+def with_last_rows(tensors: Mapping[str, wire.Tensor], last_rows: wire.LastRows) -> dict[str, wire.Tensor]:
+    """The tensors of a rollout file with every row, or of one that leaves out what no EAGLE-3 drafter reads."""
+    found = dict(tensors)
+    rows = wire.predicting_rows(np.frombuffer(found["loss_mask"].data, np.uint8))
+    for name in ("last_hidden", "last_hidden_scale", "logsumexp"):
+        if name in found and last_rows == "predicting":
+            tensor = found[name]
+            array = np.frombuffer(tensor.data, wire.NUMPY_DTYPE[tensor.dtype]).reshape(tensor.shape)
+            found[name] = wire.Tensor.of(array[rows], tensor.dtype)
+    return found
+
+
 def rollout_metadata(ids: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str, str]:
     """Metadata of a small valid batch."""
     facts: dict[str, Any] = {
@@ -202,7 +214,8 @@ def rollout_file(
     """
     version = metadata.get("policy_version", "")
     ids = (f"a{version}", f"b{version}") if ids is None else ids
-    table: dict[str, wire.Tensor | None] = dict(rollout_tensors(lengths or tuple(6 - i % 2 for i in range(len(ids)))))
+    made = rollout_tensors(lengths or tuple(6 - i % 2 for i in range(len(ids))))
+    table: dict[str, wire.Tensor | None] = dict(with_last_rows(made, metadata.get("last_rows", "all")))
     table |= dict(tensors or {})
     meta = rollout_metadata(ids, **metadata) | dict(raw_metadata or {})
     return joined(wire.encode({k: v for k, v in table.items() if v is not None}, meta))

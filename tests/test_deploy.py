@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import typer.main
 import yaml
@@ -202,6 +204,42 @@ def test_compose_names_commands_settings_and_files_that_exist() -> None:
     assert "DRAFTALIGN_TOKENS:?" in services["api"]["environment"]["DRAFTALIGN_TOKENS"], "no tokens, no service"
 
 
+class _Override(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads compose's `!override`, which no plain YAML knows, as the list behind it."""
+
+
+_Override.add_constructor("!override", lambda loader, node: loader.construct_sequence(node))
+
+
+def test_what_make_containers_lays_over_compose_fits_it() -> None:
+    compose = _yaml(ROOT / "docker-compose.yml")["services"]
+    override = yaml.load((DEPLOY / "debian" / "compose.yml").read_text(), _Override)["services"]  # noqa: S506 - a SafeLoader
+    assert override.keys() == compose.keys(), "what is not named here would be pulled"
+    for name, service in override.items():
+        built = compose[name]["image"] == "draftalign"
+        assert built or service.get("image") == "draftalign-debian" or service.get("profiles") == ["never"]
+        _check_environment(set(service.get("environment", {})))
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1::"), "several stand beside each other"
+            assert port.rsplit(":", 1)[1] in {old.rsplit(":", 1)[1] for old in compose[name]["ports"]}
+    text = (ROOT / "make" / "containers.mk").read_text()
+    assert all(f"-t {image}" in text for image in ("draftalign", "draftalign-debian"))
+
+
+def test_no_container_of_ours_can_write_to_its_image_or_has_a_capability() -> None:
+    services = _yaml(ROOT / "docker-compose.yml")["services"]
+    ours = [service for service in services.values() if service["image"] == "draftalign"]
+    assert len(ours) == 2
+    for service in ours:
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert [place.partition(":")[2] for place in service["tmpfs"]] == ["exec"], (
+            "Triton loads what it compiles from there"
+        )
+    assert "TRITON_CACHE_DIR=/tmp/" in (DEPLOY / "Dockerfile").read_text()
+
+
 def test_compose_and_prometheus_agree() -> None:
     services = _yaml(ROOT / "docker-compose.yml")["services"]
     configuration = _yaml(PROMETHEUS / "prometheus.yml")
@@ -277,19 +315,53 @@ def test_dockerfile_copies_what_exists_and_all_packages() -> None:
 
 
 def test_kubernetes_manifests_agree_with_the_schemas() -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     for document in _manifests():
-        validate.validate(document, "1.32", strict=True)
+        kubernetes_validate.validate(document, "1.32", strict=True)
     broken = _manifests()[0] | {"spec": {"prots": []}}
-    with pytest.raises(validate.ValidationError):
-        validate.validate(broken, "1.32", strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, "1.32", strict=True)
 
 
 def test_only_api_and_worker_reach_valkey_and_no_container_of_ours_writes_to_its_image() -> None:
     (policy,) = [d["spec"] for d in _manifests() if d["kind"] == "NetworkPolicy"]
-    pods = {d["metadata"]["name"]: d["spec"]["template"] for d in _manifests() if d["kind"] == "StatefulSet"}
+    pods = {
+        d["metadata"]["name"]: d["spec"]["template"] for d in _manifests() if d["kind"] in ("StatefulSet", "Deployment")
+    }
+    del pods["engine"]  # somebody else's image
     assert policy["podSelector"]["matchLabels"] == pods["draftalign-valkey"]["metadata"]["labels"]
     ((peer,),) = [rule["from"] for rule in policy["ingress"]]
-    assert peer["podSelector"]["matchLabels"] == pods["draftalign"]["metadata"]["labels"]
+    for name in ("draftalign", "draftalign-api", "draftalign-worker"):
+        assert peer["podSelector"]["matchLabels"].items() <= pods[name]["metadata"]["labels"].items()
     for pod in pods.values():
         assert all(c["securityContext"]["readOnlyRootFilesystem"] for c in pod["spec"]["containers"])
+
+
+def test_replicas_of_the_api_share_the_workers_volume_and_grow_with_their_load() -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "replicas.yaml").read_text()))
+    found = {(d["kind"], d["metadata"]["name"]): d["spec"] for d in documents}
+    api, worker = found["Deployment", "draftalign-api"], found["StatefulSet", "draftalign-worker"]
+    labels = api["template"]["metadata"]["labels"]
+    assert found["Service", "draftalign"]["selector"] == labels, "rollouts are not sent to a worker"
+    assert found["PodDisruptionBudget", "draftalign-api"]["selector"]["matchLabels"] == labels
+    assert ("Service", worker["serviceName"]) in found
+    scaler = found["HorizontalPodAutoscaler", "draftalign-api"]
+    assert ("Deployment", scaler["scaleTargetRef"]["name"]) in found
+    assert "replicas" not in api, "each apply would undo what the scaler has set"
+    assert scaler["minReplicas"] > found["PodDisruptionBudget", "draftalign-api"]["minAvailable"]
+    for spec in (api, worker):
+        pod = spec["template"]["spec"]
+        (claim,) = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if v["name"] == "state"]
+        assert found["PersistentVolumeClaim", claim]["accessModes"] == ["ReadWriteMany"]
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {"state", "tmp"}
+        assert "cpu" in container["resources"]["requests"], "the scaler counts in shares of what is requested"
+
+
+def test_no_redis_of_ours_may_lose_what_was_acknowledged() -> None:
+    (container,) = [c for c in _containers() if c["name"] == "valkey"]
+    compose = _yaml(ROOT / "docker-compose.yml")["services"]["valkey"]["command"]
+    for command in (container["args"], compose):
+        options = dict(itertools.pairwise(command))
+        assert (options["--appendonly"], options["--appendfsync"]) == ("yes", "always")
+        assert options["--maxmemory-policy"] == "noeviction"
+        assert options["--protected-mode"] == "no", "Redis would answer its own container alone"

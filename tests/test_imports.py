@@ -29,8 +29,8 @@ ARROWS = {
     "service.worker": """service.errors service.monitor service.settings service.storage drafter.batch drafter.device
         drafter.errors drafter.files drafter.model drafter.policy drafter.replay drafter.training drafter.vocabulary
         rl_hooks.durable rl_hooks.format rl_hooks.wire""",
-    "service.storage": """service.errors service.monitor service.objects rl_hooks.durable rl_hooks.format rl_hooks.lock
-        rl_hooks.wire""",
+    "service.storage": """service.errors service.monitor service.objects service.settings rl_hooks.durable
+        rl_hooks.format rl_hooks.lock rl_hooks.wire""",
     "service.objects": "service.errors",
     "service.monitor": "",
     "service.settings": "",

@@ -27,6 +27,7 @@ import numpy as np
 import redis.asyncio
 import torch
 from redis import Redis
+from service_fixtures import with_last_rows
 from storage_fixtures import RolloutQueue, Store
 from torch import Tensor
 
@@ -200,9 +201,8 @@ class World:
             "aux_layers": LAYERS,
             "temperature": temperature,
         }
-        return joined(
-            wire.encode({k: as_wire(v) for k, v in tensors.items()}, wire.rollout_metadata(**facts | metadata))
-        )
+        file = with_last_rows({k: as_wire(v) for k, v in tensors.items()}, metadata.get("last_rows", "all"))
+        return joined(wire.encode(file, wire.rollout_metadata(**facts | metadata)))
 
     # --- drafters
     def drafter(self, seed: int = 0, *, vocabulary: Tensor | None = None) -> Eagle3Drafter:
@@ -482,12 +482,14 @@ def _become_worker(
     lease_seconds: float = 0.5,
     beat_seconds: float = 0.1,
     dies_of: str = "",
+    dies_opening: str = "",
     largest_file: int = 0,
     largest_file_while: str = "",
 ) -> None:
     """Run a worker with short leases.
 
-    `dies_of`: a rollout id that kills it on sight, as a fault in native code would. `largest_file`: bytes beyond which
+    `dies_of`: a rollout id that kills it on sight, as a fault in native code would. `dies_opening`: a run that kills
+    it when it is opened, as the kernel does for memory. `largest_file`: bytes beyond which
     a write fails, while the path `largest_file_while` exists (a disk that is full, and then is not).
     """
     import logging
@@ -516,6 +518,15 @@ def _become_worker(
             admitted(batch)
 
         vars(service.worker.inbox)["screen"] = screen
+    if dies_opening:
+        opened = vars(service.worker.process)["RunWorker"]
+
+        def open_run(*args: Any, **named: Any) -> Any:
+            if dies_opening in args:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return opened(*args, **named)
+
+        vars(service.worker.process)["RunWorker"] = open_run
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
 from drafter.batch import RolloutBatch
-from drafter.errors import DrafterError, TargetHeadError
+from drafter.errors import BatchRejected, DrafterError, TargetHeadError
 from drafter.model.draft_model import DraftModel
 from drafter.model.pointwise import rms_norm, take_rows
 from drafter.mtp.experts import Cast, Experts, SwiGLU
@@ -88,6 +88,15 @@ class MtpDrafter(DraftModel):
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
+
+    def plan(self, batch: RolloutBatch, steps: int) -> Plan:
+        """See `DraftModel.plan`. Raises `BatchRejected` too where last_hidden of the prompts was not sent."""
+        if not batch.every_last_row:
+            raise BatchRejected(
+                f"an MTP module reads last_hidden of all {batch.tokens} tokens, these rollouts carry "
+                f"those of {len(batch.last_hidden)}; send files that hold all of them"
+            )
+        return super().plan(batch, steps)
 
     def unroll(self, plan: Plan, batch: RolloutBatch, policy: Policy, *, dtype: torch.dtype | None = None) -> Unrolled:
         """Run every step of `plan` on last_hidden; see `DraftModel.unroll`. The policy's head must be whole."""

@@ -173,7 +173,8 @@ def _text_only(batch: RolloutBatch) -> RolloutBatch:
         aux_scale=None,
         last_scale=None,
         temperature=1.0,
-        warped=False,
+        top_p=1.0,
+        top_k=0,
     )
 
 

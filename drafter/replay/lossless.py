@@ -70,7 +70,7 @@ def drafters_favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) ->
         part = slice(begin, begin + chunk)
         normed = rms_norm(pre[part], unrolled.weights.norm, drafter.config.rms_norm_eps)
         q = (times_wide(normed, unrolled.weights.lm_head).float() / batch.divisor).softmax(-1)  # [u, D]
-        states = batch.last_hidden[rows[part] + 1].to(head.dtype)
+        states = batch.last_rows(rows[part] + 1).to(head.dtype)
         logits = policy.head.logit_map.apply(times_wide(states, head).float())
         p = (logits / batch.divisor).softmax(-1)
         mean = (p * q).sum(-1, keepdim=True)

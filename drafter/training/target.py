@@ -61,7 +61,7 @@ def draft_target(
         raise TargetHeadError(f"last_hidden is {batch.last_hidden.shape[1]} wide, the head {head.hidden_size}")
     return DraftTarget(
         batch.divisor,
-        hidden=batch.last_hidden.index_select(0, rows),
+        hidden=batch.last_hidden.index_select(0, batch.last_places(rows)),
         head_rows=head.rows(vocabulary, device, dtype),
         logsumexp=batch.logsumexp.index_select(0, rows).to(torch.promote_types(dtype, torch.float32)),
         logit_map=head.logit_map,

@@ -76,9 +76,11 @@ class PolicyWatch:
     """Notices in one vLLM worker that the policy's weights have changed, and numbers them once asked to.
 
     `changing` is called before weights change (as far as that is announced), `noticed` after any sign of a change.
+    `agree` tells whether all ranks say what this one says: each sees a slice of the weights, and all count alike.
     """
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, agree: Callable[[bool], bool] = lambda same: same) -> None:
+        self._agree = agree
         #: The worker's weights are not in its memory: they must not be read.
         self.asleep = False
         #: They were taken away, the drafter's with them. Who loads the drafter again sets it back.
@@ -116,7 +118,13 @@ class PolicyWatch:
 
         True: the weights were changed and nobody had announced it, so the newest rows may be of either weights.
         """
-        found = self.weights.differed or not (self._moved or self.weights.look()())
+        try:
+            same = not self.weights.differed and (self._moved or self.weights.look()())
+        except Exception:
+            self._agree(False)  # the other ranks wait for this one, and count
+            self._moved = True  # so that this one counts, too
+            raise
+        found = not self._agree(same)
         moved, self._moved = self._moved or found, False
         if moved:
             self.weights.retake()

@@ -59,6 +59,11 @@ class Sampling:
     top_p: float
     top_k: int
 
+    @property
+    def scored_at(self) -> float:
+        """The temperature of log p: greedy (0) is scored at 1, as the rollout file says."""
+        return self.temperature or 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -91,6 +96,20 @@ class Step:
     last: Tensor  # [rows, H], after the final norm
     rejected: Tensor  # [requests]: how many of its last rows hold rejected drafts
     last_sampled: Tensor  # [requests]: the token that follows the last accepted row
+    #: (logsumexp, log p of the label) [rows] by `labelled_rows`, where the head is split over ranks: NaN where unknown.
+    scores: tuple[Tensor, Tensor] | None = None
+
+
+def labelled_rows(step: Step, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(rows [N], labels [N]) of the requests at these places: the next token of each row, -1 behind the accepted."""
+    device, counts = step.last.device, step.row_counts[chosen]
+    rows = np.concatenate([np.arange(step.first_rows[i], step.first_rows[i] + step.row_counts[i]) for i in chosen])
+    from_end = np.concatenate([np.arange(n - 1, -1, -1) for n in counts])
+    rows_N, owner_N = _to(device, rows), _to(device, np.repeat(np.asarray(chosen), counts))
+    behind_N = _to(device, from_end) - step.rejected[owner_N]  # 0: the last accepted row; below: rejected
+    following = step.input_ids[(rows_N + 1).clamp(max=len(step.input_ids) - 1)].long()
+    labels = torch.where(behind_N == 0, step.last_sampled[owner_N].long(), following)
+    return rows_N, torch.where(behind_N < 0, torch.full_like(labels, _REJECTED), labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,19 +290,14 @@ class FeatureTap:
         self._ended.clear()
 
     def _take(self, step: Step, chosen: Sequence[int]) -> None:
-        device = step.last.device
         counts = step.row_counts[chosen]
-        rows = np.concatenate([np.arange(step.first_rows[i], step.first_rows[i] + step.row_counts[i]) for i in chosen])
-        from_end = np.concatenate([np.arange(n - 1, -1, -1) for n in counts])
-        owner = np.repeat(np.asarray(chosen), counts)
-        temperature = np.repeat([self._temperature(step.request_ids[i]) for i in chosen], counts)
-        rows_N, owner_N = _to(device, rows), _to(device, owner)
-        behind_N = _to(device, from_end) - step.rejected[owner_N]  # 0: the last accepted row; below: rejected
-        following = step.input_ids[(rows_N + 1).clamp(max=len(step.input_ids) - 1)].long()
-        labels = torch.where(behind_N == 0, step.last_sampled[owner_N].long(), following)
-        labels = torch.where(behind_N < 0, torch.full_like(labels, _REJECTED), labels)
+        rows_N, labels = labelled_rows(step, chosen)
         last = step.last[rows_N]
-        logsumexp, logprob = self.head.score(last, labels, _to(device, temperature.astype(np.float32)))
+        if step.scores is not None:
+            logsumexp, logprob = (score[rows_N] for score in step.scores)
+        else:
+            temperature = np.repeat([self._temperature(step.request_ids[i]) for i in chosen], counts)
+            logsumexp, logprob = self.head.score(last, labels, _to(last.device, temperature.astype(np.float32)))
         taken = {
             "positions": step.positions[rows_N].long(),
             "input_ids": step.input_ids[rows_N].long(),
@@ -313,8 +327,7 @@ class FeatureTap:
         self.tally.add("rows", -sum(tracked.rows for tracked in dropped))
 
     def _temperature(self, name: str) -> float:
-        # Greedy (0) is scored at 1, as the rollout file says.
-        return self._tracked[name].request.sampling.temperature or 1.0
+        return self._tracked[name].request.sampling.scored_at
 
     # --- the tap's thread
     def _work(self) -> None:
@@ -377,6 +390,8 @@ def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collec
     if T - prompt < 1:
         return None
     order = torch.from_numpy(held[:T].copy())
+    if not bool(rows["logsumexp"][order].isfinite().all()):
+        raise ValueError("some of its rows were not scored: another rank failed there")
     logprobs = np.zeros(T, dtype=np.float32)
     logprobs[1:] = rows["logprob"][order].numpy()[: T - 1]
     return Collected(
@@ -404,6 +419,7 @@ def rollout_file(
     target_fingerprint: str,
     aux_layers: Sequence[int],
     source: str = "",
+    last_rows: wire.LastRows = "all",
 ) -> tuple[list[bytes | memoryview], str]:
     """Lay out rollouts of one policy version and one kind of sampling as a file; returns its parts and the batch id.
 
@@ -417,14 +433,19 @@ def rollout_file(
         hashlib.sha256(f"{of_engine}/{one.request.request_id}/".encode() + one.input_ids.tobytes()).hexdigest()[:24]
         for one in batch
     ]
+    generated = np.concatenate([one.generated for one in batch])
+    last, logsumexp = torch.cat([one.last for one in batch]), torch.cat([one.logsumexp for one in batch])
+    if last_rows == "predicting":
+        rows = torch.from_numpy(wire.predicting_rows(generated))
+        last, logsumexp = last[rows], logsumexp[rows]
     tensors = {
         "input_ids": wire.Tensor.of(np.concatenate([one.input_ids for one in batch]), "I32"),
         "cu_seqlens": wire.Tensor.of(np.cumsum([0, *lengths], dtype=np.int32), "I32"),
-        "loss_mask": wire.Tensor.of(np.concatenate([one.generated for one in batch]).astype(np.uint8), "U8"),
+        "loss_mask": wire.Tensor.of(generated.astype(np.uint8), "U8"),
         "logprobs": wire.Tensor.of(np.concatenate([one.logprobs for one in batch]), "F32"),
         "aux_hidden": as_wire(torch.cat([one.aux for one in batch]).to(torch.bfloat16)),
-        "last_hidden": as_wire(torch.cat([one.last for one in batch]).to(torch.bfloat16)),
-        "logsumexp": as_wire(torch.cat([one.logsumexp for one in batch]).float()),
+        "last_hidden": as_wire(last.to(torch.bfloat16)),
+        "logsumexp": as_wire(logsumexp.float()),
     }
     sampling = batch[0].request.sampling
     metadata = wire.rollout_metadata(
@@ -437,6 +458,7 @@ def rollout_file(
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         prompt_hashes=[wire.prompt_hash(one.request.prompt_ids) for one in batch],
+        last_rows=last_rows,
         extra={"source": "engine", "first_positions": str([one.first_position for one in batch])},
     )
     return wire.encode(tensors, metadata), wire.batch_id(run, policy_version, names)

@@ -44,6 +44,8 @@ class Delivery:
     tally: Tally
     #: The service has answered that it accepts nothing from this trainer: the run is another policy's, or closed.
     refused: bool = False
+    #: Rows that the run wants of the last state, as the service said last; all until it has said so.
+    last_rows: wire.LastRows = "all"
     #: Why the worker refused the newest dead batch of the run.
     last_dead_reason: str = field(init=False, default="")
     _dead_total: int | None = field(init=False, default=None)  # of the newest answer
@@ -87,6 +89,8 @@ class Delivery:
             if isinstance(warning, str) and warning:
                 self.tally.note(f"warning {kind_of(warning)}", f"the drafter service says: {warning}")
             self.read_deaths(fields)
+            if (wanted := fields.get("last_rows")) in ("all", "predicting"):  # an older service does not say
+                self.last_rows = wanted
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
         registers = job.path == f"/runs/{quote(self.run, safe='')}"
@@ -96,6 +100,8 @@ class Delivery:
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
         if reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses:
             return None
+        if job.method == "POST":  # an older service, or a run of this name with another kind of drafter
+            self.last_rows = "all"
         return "dropped_error"
 
     def read_deaths(self, fields: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ Legend: N rows (tokens) of the packed rollouts, R rollouts, H hidden size, A aux
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -92,7 +92,8 @@ class StagedRollouts:
     """Features that are copied to the host. The constructor starts the copies; `encode` waits for them.
 
     `scored`: normaliser and log p of each row, [N] each; None where no rank ever holds the whole head. Then the index
-    has the log-probabilities, and whoever reads the file normalises.
+    has the log-probabilities, and whoever reads the file normalises. `predicting`: `wire.predicting_rows` as a tensor,
+    where the file has the last state and its normaliser in these rows only.
     """
 
     def __init__(
@@ -102,11 +103,19 @@ class StagedRollouts:
         scored: tuple[Tensor, Tensor] | None,
         *,
         dtype: FeatureDtype = "bfloat16",
+        predicting: Tensor | None = None,
     ) -> None:
         self.index = index
+        self._last_rows: wire.LastRows = "all"
+        if predicting is not None:
+            self._last_rows = "predicting"
+            captured = replace(captured, last=captured.last.index_select(0, predicting.to(captured.last.device)))
         tensors = _cast(captured, dtype)
         if scored is not None:
-            tensors["logsumexp"], tensors["recomputed"] = scored
+            logsumexp_N, tensors["recomputed"] = scored
+            tensors["logsumexp"] = logsumexp_N
+            if predicting is not None:
+                tensors["logsumexp"] = logsumexp_N.index_select(0, predicting.to(logsumexp_N.device))
         self._copies = HostCopies(tensors)
         N, R = len(index.input_ids), len(index.cu_seqlens) - 1
         #: Size of the file's tensors, without the header.
@@ -126,7 +135,7 @@ class StagedRollouts:
             "logprobs": wire.Tensor.of(known.astype(np.float32), "F32"),
         }
         file |= {name: as_wire(tensor) for name, tensor in host.items() if name != "recomputed"}
-        return wire.encode(file, metadata)
+        return wire.encode(file, {**metadata, "format": wire.FORMATS[self._last_rows]})
 
 
 def as_wire(tensor: Tensor) -> wire.Tensor:
@@ -151,7 +160,7 @@ _WIRE_DTYPES: Final[Mapping[torch.dtype, tuple[str, torch.dtype | None]]] = {
 
 def _cast(captured: Captured, dtype: FeatureDtype) -> dict[str, Tensor]:
     """Cast on the device, writing every auxiliary layer straight into its columns of `aux_hidden` [N, A * H]."""
-    N, H = captured.last.shape
+    N, H = captured.aux[0].shape
     A = len(captured.aux)
     device = captured.last.device
     if dtype == "bfloat16":

@@ -86,6 +86,11 @@ class RolloutSender:
         """Whether the service has said that the run is another policy's; then nothing more is sent."""
         return self._delivery.refused
 
+    @property
+    def last_rows(self) -> wire.LastRows:
+        """Rows of the last state that the service wants in the run's files (`wire.LastRows`)."""
+        return self._delivery.last_rows
+
     def standing(self) -> dict[str, float | str]:
         """How the run stands, as the service said last (`Standing.facts`); what is not known is left out."""
         with self._guard():

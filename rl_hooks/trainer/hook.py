@@ -217,7 +217,7 @@ class DrafterHook:
                 if self._registrar is not None:
                     armed.enter_context(self._registrar.armed())
                 yield
-            self.guard(self._submit, plan)
+            self.guard(self._submit, plan, targets)
         finally:  # where the trainer's forward raises too: the device's memory is the trainer's
             self._features.clear()
             self._head.clear()
@@ -279,7 +279,7 @@ class DrafterHook:
             self._registrar.saw(head_VH, plan.policy_version)
         return self._staging.score(plan, targets, self._features.normed(), head_VH)
 
-    def _submit(self, plan: BatchPlan) -> None:
+    def _submit(self, plan: BatchPlan, targets: Targets) -> None:
         captured, scored = self._features.pop(), self._head.pop()
         if self._registrar is not None:
             self._registrar.check()
@@ -288,7 +288,8 @@ class DrafterHook:
         if scored is None:
             refuse_model_parallel(self._model)  # it may have been split after the hook was attached
             self.tally.warn("sharded", NEVER_WHOLE)
-        staged, metadata = self._staging.stage(plan, captured, scored), self._staging.metadata(plan)
+        predicting = targets.scored if self.sender.last_rows == "predicting" else None
+        staged, metadata = self._staging.stage(plan, captured, scored, predicting), self._staging.metadata(plan)
         self.tally.add("captured_rollouts", len(plan.rollout_ids))
         self.tally.add("captured_tokens", len(plan.rows))
         self.sender.submit(

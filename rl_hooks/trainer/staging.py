@@ -61,7 +61,7 @@ class RolloutStaging:
 
     def targets(self, plan: BatchPlan, device: torch.device) -> Targets:
         """What the forward is to be read at, on its device."""
-        scored = np.flatnonzero(plan.index.loss_mask) - 1
+        scored = wire.predicting_rows(plan.index.loss_mask)
         next_ids = plan.index.input_ids[scored + 1].astype(np.int64)
         rows = plan.rows.astype(np.int64)
         return Targets(to_device(rows, device), to_device(scored, device), to_device(next_ids, device))
@@ -87,8 +87,13 @@ class RolloutStaging:
         logsumexp_N = torch.zeros(len(plan.rows), dtype=torch.float32, device=device).index_copy_(0, at, lse)
         return logsumexp_N, torch.zeros_like(logsumexp_N).index_copy_(0, at + 1, logp)
 
-    def stage(self, plan: BatchPlan, captured: Captured, scored: tuple[Tensor, Tensor] | None) -> StagedRollouts:
-        """Start the copies to the host. Raises RolloutError where nobody says the log-probabilities."""
+    def stage(
+        self, plan: BatchPlan, captured: Captured, scored: tuple[Tensor, Tensor] | None, predicting: Tensor | None
+    ) -> StagedRollouts:
+        """Start the copies to the host. `predicting`: see `StagedRollouts`.
+
+        Raises RolloutError where nobody says the log-probabilities.
+        """
         index = plan.index
         unknown = index.logprobs is None or bool(np.isnan(index.logprobs[index.loss_mask == 1]).any())
         if scored is None and unknown:
@@ -96,7 +101,7 @@ class RolloutStaging:
                 "no rank held the whole lm_head in this forward, so log-probabilities cannot be recomputed: pass the "
                 "trainer's own as logprobs= of `capture`"
             )
-        return StagedRollouts(index, captured, scored, dtype=self.dtype)
+        return StagedRollouts(index, captured, scored, dtype=self.dtype, predicting=predicting)
 
 
 def to_device(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:

@@ -147,6 +147,16 @@ class Tokens:
             self._refresh(self._path)
         return token in self._fixed.values() or token in self._of_file.values()
 
+    def share_of_runs(self, token: Token, most: int) -> int:
+        """Most runs that there may be of those that a token is for, where there may be `most` in all.
+
+        Tokens limited to the same runs have one share together; as much is left for the unlimited ones.
+        """
+        if not token.is_limited:
+            return most
+        limits = {frozenset(one.runs) for one in self._of_file.values() if one.is_limited and "write" in one.scopes}
+        return max(1, most // (len(limits) + 1))
+
     def _refresh(self, path: Path) -> None:
         seen = _look(path)
         if seen == self._seen and (seen is not None or self.trouble is not None):

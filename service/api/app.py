@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-import redis.asyncio
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
 from redis.asyncio.retry import Retry
@@ -39,6 +38,7 @@ from service.api.snapshot import read_followed, watch_headlines
 from service.errors import ConfigurationError, RunNotFound
 from service.monitor import metrics
 from service.settings import Settings
+from service.storage.ready import connect_async
 
 log = logging.getLogger("draftalign.api")
 router = APIRouter(tags=["operations"])
@@ -59,7 +59,7 @@ def create_app(settings: Settings) -> FastAPI:
     check_binding(settings)
     if settings.redis_url is None:
         raise ConfigurationError("the API needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
-    client = redis.asyncio.Redis.from_url(
+    client = connect_async(
         settings.redis_url.get_secret_value(),
         socket_timeout=5.0,
         socket_connect_timeout=2.0,
@@ -142,7 +142,7 @@ async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
         metrics.render,
         snapshots,
         unreadable=unreadable,
-        queue_limit_bytes=context.settings.queue_max_bytes,
+        queue_limit_bytes=context.settings.queue_limit_bytes,
         token_file_broken=None if context.settings.token_file is None else context.tokens.trouble is not None,
     )
 

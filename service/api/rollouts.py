@@ -22,7 +22,9 @@ from starlette.responses import FileResponse
 from rl_hooks.wire import (
     AUX_CONVENTION,
     CONTENT_TYPE,
+    FORMATS,
     Header,
+    LastRows,
     MappedFile,
     RolloutHeader,
     WireError,
@@ -49,7 +51,8 @@ class Receipt(BaseModel):
 
     `known_rollouts`: those of its rollouts that came in an earlier batch, by their ids, and are not used again. A file
     that holds nothing else is a duplicate. `dead_total` and `last_dead_reason` count all the run's batches so far: a
-    batch can die only after its own answer.
+    batch can die only after its own answer. `last_rows`: what the run's next files must hold of `last_hidden` and
+    `logsumexp` at least (`rl_hooks.wire`).
     """
 
     batch_id: str
@@ -59,6 +62,7 @@ class Receipt(BaseModel):
     dead_total: int = 0
     last_dead_reason: str = ""
     known_rollouts: int = 0
+    last_rows: LastRows
     warning: str | None = None
 
 
@@ -109,7 +113,8 @@ async def post_rollouts(
     with context.spool.reserve(length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         header = headers[0]
-        await asyncio.to_thread(_check_index, upload, header, context.run(header.run).vocab_size)
+        record = context.run(header.run)
+        await asyncio.to_thread(_check_index, upload, header, record.vocab_size)
         outcome = await _enqueue(context, upload, header, length)
     duplicate = outcome.outcome == "duplicate"
     response.status_code = 200 if duplicate else 202
@@ -122,6 +127,7 @@ async def post_rollouts(
             "dead_total": outcome.dead_total,
             "last_dead_reason": outcome.last_dead_reason,
             "known_rollouts": outcome.known,
+            "last_rows": record.last_rows,
             "warning": None
             if not outcome.known
             else (
@@ -137,7 +143,7 @@ async def _check_queue(context: ServiceContext, run: str, length: int) -> None:
     if settings.overflow == "drop_oldest":
         return  # room is made when the entry is added
     items, size = await context.queue(run).depth()
-    if items + 1 > settings.queue_max_items or size + length > settings.queue_max_bytes:
+    if items + 1 > settings.queue_max_items or size + length > settings.queue_limit_bytes:
         await context.queue(run).count_rejected()
         raise _queue_full(context, run, f"{items} batches, {size} bytes")
 
@@ -148,7 +154,7 @@ def _queue_full(context: ServiceContext, run: str, held: str) -> Problem:
         429,
         "queue-full",
         f"the queue of run {run!r} holds {held}; the limits are {settings.queue_max_items} batches and "
-        f"{settings.queue_max_bytes} bytes. Try again when the worker has caught up",
+        f"{settings.queue_limit_bytes} bytes. Try again when the worker has caught up",
         headers={"Retry-After": str(settings.retry_after_seconds)},
     )
 
@@ -168,6 +174,12 @@ def _check_run(record: RunRecord, header: RolloutHeader) -> None:
         raise WireError(
             "target_fingerprint",
             f"run {record.run!r} is of target {record.target_fingerprint}, got {header.target_fingerprint[:80]!r}",
+        )
+    if record.last_rows == "all" != header.last_rows:
+        raise WireError(
+            "last_hidden",
+            f"run {record.run!r} reads it of prompts too (an MTP module does), got {FORMATS[header.last_rows]}, which "
+            f"leaves them out; send {FORMATS['all']}",
         )
 
 
@@ -213,7 +225,7 @@ async def _enqueue(context: ServiceContext, upload: Upload, header: RolloutHeade
 async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> Enqueued:
     settings, spool = context.settings, context.spool
     outcome = await context.queue(run).enqueue(
-        batch, max_items=settings.queue_max_items, max_bytes=settings.queue_max_bytes, overflow=settings.overflow
+        batch, max_items=settings.queue_max_items, max_bytes=settings.queue_limit_bytes, overflow=settings.overflow
     )
     for dropped in outcome.dropped:
         spool.delete(run, dropped)
@@ -289,7 +301,7 @@ async def get_dead(
         "total": await letters.total(),
         "file_bytes": (await context.queue(run).counters())["dead_file_bytes"],
         "dead": [
-            {name: value for name, value in asdict(one).items() if name not in ("letter_id", "blob")}
+            {name: value for name, value in asdict(one).items() if name != "blob"}
             | {"has_file": one.has_file and context.spool.path(run, one.blob).exists()}
             for one in found
         ],
@@ -320,15 +332,26 @@ async def get_dead_file(run: str, batch_id: str, context: Context) -> FileRespon
         429: {"description": "The queue is full."},
     },
 )
-async def retry_dead(run: str, batch_id: str, request: Request, response: Response, context: Context) -> dict[str, Any]:
-    """Put a dead batch back into the queue, once however often it is asked. Rollouts that came again are left out."""
+async def retry_dead(
+    run: str,
+    batch_id: str,
+    request: Request,
+    response: Response,
+    context: Context,
+    letter_id: str | None = Query(None, max_length=64, description="Of the death that you saw, as `dead` lists it."),
+) -> dict[str, Any]:
+    """Put a dead batch back into the queue. Rollouts that came again are left out.
+
+    Once for each time that it died: with `letter_id`, however often and however late it is asked.
+    """
     audit(request, "put back", batch_id=batch_id)
     settings, batch = context.settings, await _batch(context, run, batch_id)
     check_open(context.layout, run, for_rollouts=True)
     if batch["state"] == "dead":
         _kept(context, run, batch_id, batch)
+    seen = batch if letter_id is None else {**batch, "letter_id": letter_id}
     outcome = await context.dead(run).put_back(
-        batch_id, batch, max_items=settings.queue_max_items, max_bytes=settings.queue_max_bytes
+        batch_id, seen, max_items=settings.queue_max_items, max_bytes=settings.queue_limit_bytes
     )
     if outcome.outcome == "full":
         raise _queue_full(context, run, outcome.state)

@@ -18,6 +18,7 @@ from pydantic_core import to_jsonable_python
 from redis.exceptions import RedisError
 
 from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
+from service.access.tokens import Token
 from service.api.auth import Caller, audit
 from service.api.context import Context, ServiceContext
 from service.api.problems import Problem
@@ -28,6 +29,7 @@ from service.monitor.headline import Headline
 from service.monitor.records import State
 from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
+from service.storage.admission.sent import check_initial_drafter
 from service.storage.layout import RUN_NAME, FileId, file_id
 from service.storage.runs import (
     RunRecord,
@@ -37,6 +39,7 @@ from service.storage.runs import (
     check_same,
     commit_run,
     delete_run,
+    forget_unneeded_heads,
     read_head_header,
     read_run_header,
     read_state,
@@ -61,9 +64,10 @@ _POLL_SECONDS: Final = 0.1
     responses={
         200: {"description": "The same target is registered already. `warning` says what was ignored."},
         409: {"description": "The run is another target's or policy's, or takes no more rollouts."},
+        429: {"description": "`too-many-runs`, in all or of the token's share; `too-many-heads`; `spool-low`."},
     },
 )
-async def put_run(run: str, request: Request, response: Response, context: Context) -> dict[str, Any]:
+async def put_run(run: str, request: Request, response: Response, context: Context, caller: Caller) -> dict[str, Any]:
     """Register a run: its target's configuration, embedding, head and, optionally, a first drafter.
 
     A run that exists is left as it is, unless the worker cannot begin with its file (`worker_error` says why).
@@ -75,7 +79,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     await context.check_redis()
     check_not_withdrawn(context.layout, run)
     if not context.layout.run_json(run).exists():
-        _check_number(context)
+        _check_number(context, caller)
     check_open(context.layout, run, for_rollouts=True)  # whoever registers is about to send some
     refused = await _refused_file(context, run)
     records: list[RunRecord] = []
@@ -95,6 +99,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         await asyncio.to_thread(check_finite, upload.path)
         created = refused is not None or not context.layout.run_json(run).exists()
         if created:
+            await asyncio.to_thread(check_initial_drafter, upload.path)
             forget = _forgetting(context, run)  # the keys of an earlier run of this name
             created = await context.locking(commit_run, context.layout, records[0], upload, forget, refused=refused)
             if created and refused is not None:
@@ -106,17 +111,23 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     return await describe(context, run) | ({} if warning is None else {"warning": warning})
 
 
-def _check_number(context: ServiceContext) -> None:
+def _check_number(context: ServiceContext, caller: Token) -> None:
     """Refuse one more run where there are as many as there may be (or a few more, if several begin at one moment)."""
     most = context.settings.max_runs
-    if len(context.layout.run_names()) >= most:
-        raise Problem(
-            429,
-            "too-many-runs",
-            f"there are {most} runs, as many as there may be; delete one (`draftalign runs --delete`) or raise "
-            "DRAFTALIGN_MAX_RUNS",
-            headers={"Retry-After": str(context.settings.retry_after_seconds)},
-        )
+    names = context.layout.run_names()
+    share = context.tokens.share_of_runs(caller, most)
+    if len(names) >= most:
+        found = f"there are {most} runs, as many as there may be"
+    elif share < most and sum(map(caller.covers, names)) >= share:
+        found = f"there are {share} runs that token {caller.name!r} is for, its share of {most}"
+    else:
+        return
+    raise Problem(
+        429,
+        "too-many-runs",
+        f"{found}; delete one (`draftalign runs --delete`) or raise DRAFTALIGN_MAX_RUNS",
+        headers={"Retry-After": str(context.settings.retry_after_seconds)},
+    )
 
 
 def _forgetting(context: ServiceContext, run: str) -> Callable[[], object]:
@@ -132,6 +143,7 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
     """
     joined = await asyncio.to_thread(join_run, context.layout, record.run, upload.path)
     if joined.new_head is not None:
+        await _check_heads(context, record.run, record.policy_version)
         size = parts_bytes(joined.new_head)
         check_room(context, size)
         with context.spool.reserve(size), context.spool.upload() as head:
@@ -154,6 +166,30 @@ def _keep_head(context: ServiceContext, run: str, version: int, head: Upload, as
     time_ns = later if as_of_ns is None else as_of_ns
     os.utime(head.path, ns=(time_ns, time_ns))
     head.keep(context.layout.head(run, version))
+
+
+async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
+    """Make room for one more head of a run; refuse it where none can be made until the worker has caught up.
+
+    The worker deletes heads, but only while it works on the run. Where nothing waits for it, a head above all versions
+    that came is accepted: a trainer sends it before its rollouts, which nothing would let in.
+    """
+    most = context.settings.max_heads
+    newest = await context.store(run).latest_policy()
+    left = await asyncio.to_thread(forget_unneeded_heads, context.layout, run, -1 if newest is None else newest, most)
+    if left < most or context.layout.head(run, version).exists():
+        return
+    waiting = (await context.queue(run).depth()).items
+    active = read_state(context.layout, run).state == "active"
+    if active and not waiting and (newest is None or version > newest):
+        return
+    raise Problem(
+        429,
+        "too-many-heads",
+        f"run {run!r} has {left} heads, and {most} is the most; batches that were received may need them. Try again "
+        "when the worker has caught up (a paused run: once it is active), or raise DRAFTALIGN_MAX_HEADS",
+        headers={"Retry-After": str(context.settings.retry_after_seconds)},
+    )
 
 
 async def _refused_file(context: ServiceContext, run: str) -> FileId:
@@ -333,7 +369,10 @@ async def post_drift(
     "/runs/{run}/head",
     status_code=201,
     openapi_extra=FILE_BODY,
-    responses={409: {"description": "The head is near none of the run's heads, or the run is archived."}},
+    responses={
+        409: {"description": "The head is near none of the run's heads, or the run is archived."},
+        429: {"description": "`too-many-heads`: what was received may need those that are kept; `spool-low`."},
+    },
 )
 async def put_head(run: str, request: Request, context: Context) -> dict[str, Any]:
     """Receive the policy's head, or rows of it, after it has moved."""
@@ -345,6 +384,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
 
     async def on_header(header: Header) -> bool:
         versions.append(read_head_header(record, header))
+        await _check_heads(context, run, versions[0])
         return True
 
     check_room(context, length)

@@ -253,7 +253,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         action=worker.action,
         accepted=int(counters.get("accepted_total") or 0),
         queued=queued,
-        queue_fill=max(queued / settings.queue_max_items, size / settings.queue_max_bytes),
+        queue_fill=max(queued / settings.queue_max_items, size / settings.queue_limit_bytes),
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,
         last_scored=max((r.created for r in recent), default=None),

@@ -28,11 +28,11 @@ def check_redis(url: str, *, may_be_away: bool = False) -> None:
     """
     import redis
 
-    from service.storage.ready import why_unusable, write_test
+    from service.storage.ready import connect, why_unusable, write_test
 
     place = checked_redis(url)
     try:
-        with redis.Redis.from_url(url, socket_connect_timeout=3.0, socket_timeout=3.0) as client:
+        with connect(url, socket_connect_timeout=3.0, socket_timeout=3.0) as client:
             write_test(client)
     except (redis.RedisError, ValueError, OSError) as error:
         if (reason := why_unusable(error)) is not None:
@@ -48,12 +48,16 @@ def checked_redis(url: str) -> str:
     """A Redis URL without its secrets; ConfigurationError when no client can be made of it."""
     import redis
 
+    from service.storage.ready import connect_async
+
     try:
         place = redis_place(url)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
     try:
-        redis.Redis.from_url(url).connection_pool.make_connection()  # connects only when it is used
+        client = connect_async(url)
+        if not isinstance(client, redis.asyncio.RedisCluster):  # which has looked at its options
+            client.connection_pool.make_connection()  # connects only when it is used
     except (ValueError, TypeError, redis.RedisError) as error:
         # Errors other than ValueError repeat the input, which may hold part of a password.
         reason = str(error) if isinstance(error, ValueError) else "an option after its ? is unknown or has a bad value"

@@ -26,7 +26,7 @@ from service.errors import ConfigurationError
 from service.monitor.worth import step_speedup
 from service.settings import Settings
 
-Basis = Literal["arithmetic", "measured", "assumed"]
+Basis = Literal["arithmetic", "measured on two cores", "assumed"]
 FeatureDtype = Literal["bfloat16", "float8_e4m3"]
 #: Targets by short name: their transformers configs' sizes.
 POLICIES: Final[Mapping[str, Mapping[str, int]]] = {
@@ -43,9 +43,9 @@ GPU_TFLOPS: Final = 435.0
 #: Drafters that score a rollout: candidate, served and frozen. One that is passed over: the served one.
 SCORERS: Final = 3
 #: Measured on two shared cores: CPU seconds of the API for a GiB, a post, a report of an engine, a push to one; idle.
-INGEST_CPU: Final = 1.6
-POST_CPU: Final = 0.0065
-IDLE_CPU: Final = 0.0017
+INGEST_CPU: Final = 2.0
+POST_CPU: Final = 0.0064
+IDLE_CPU: Final = 0.003
 REPORT_CPU: Final = 0.003
 PUSH_CPU: Final = 0.00013
 #: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days; of a batch's scores,
@@ -258,7 +258,8 @@ def estimate(
     # Runs are in no step with each other: a run's burst has what the others leave, and its fair part at least.
     fair = max(1 / runs, 1 - busy * (runs - 1) / runs)
     drain = (work.train + work.score) / gpus / fair
-    hold = settings.checkpoint_seconds + claim_seconds(plan, settings, work, gpus) / fair
+    most = min(1.0, max(settings.claim_tokens, per_file) / plan.sent_tokens)  # share of a step that a claim takes
+    hold = settings.checkpoint_seconds + most * drain
     held = 1 - max(0.0, arrive - hold) / drain if drain > arrive else hold / max(arrive, 1e-9)
     queued = step_bytes * (2.0 - trained if trained < 1.0 else min(1.0, held + 1 / files))
     rank_bytes = step_bytes / plan.ranks
@@ -268,7 +269,7 @@ def estimate(
     download = runs * plan.engines * publish / line
     # Mean lag: the first file's way here, turns of other runs, older rollouts passed over, the claim that trains on it,
     # the next claim's scores, which judge it, and the download. A claim holds what came since the one before.
-    most, behind = min(1.0, max(settings.claim_tokens, per_file) / plan.sent_tokens), trained < 1.0
+    behind = trained < 1.0
     share = most * (1 - trained / 2) if behind or drain > arrive else 1 / files  # in a claim of another run
     turns = share * (trained * each + (1 - trained) * cheap) / runs * _waiting(runs, wanted / gpus)
     before = (
@@ -332,21 +333,15 @@ def estimate(
             f"{runs * plan.engines * publish / GIB:,.1f} GiB at a publish of each run; an engine {publish / GIB:.2f}",
             download / step,
         ),
-        "api_cores": Fact(cores, "cores", "measured", "of the API; one process has one", cores),
-        "redis": Fact(redis, "bytes", "measured", "of Redis after 7 days, without streams and page"),
+        "api_cores": Fact(cores, "cores", "measured on two cores", "of the API; one process has one", cores),
+        "redis": Fact(redis, "bytes", "measured on two cores", "of Redis after 7 days, without streams and page"),
     }
 
 
 def _waiting(runs: int, load: float) -> float:
-    """Pieces of work of other runs that one waits for: Pollaczek and Khinchine's mean of equal ones; all, if all are busy."""
+    """Pieces of work of other runs that one waits for: the Pollaczek-Khinchine mean of equal ones; all at full load."""
     others = load * (runs - 1) / runs
     return float(runs - 1) if load >= 1 else min((runs - 1) / 2, others / (2 * (1 - others)))
-
-
-def claim_seconds(plan: Deployment, settings: Settings, work: Work, gpus: float) -> float:
-    """Time of one claim of one run, trained whole."""
-    share = min(1.0, max(settings.claim_tokens, tokens_a_file(plan)) / plan.sent_tokens)
-    return share * (work.train + work.score) / gpus
 
 
 def worst_first(facts: Mapping[str, Fact]) -> list[tuple[str, Fact]]:

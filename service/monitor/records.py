@@ -326,6 +326,7 @@ class WorkerGauges:
     headroom: Headroom | None = None
     error: str | None = ""
     refused: tuple[int, int] | None = None
+    opening: tuple[int, int, int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

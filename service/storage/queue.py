@@ -52,6 +52,8 @@ class Keys:
     RUNS: Final = "da:runs"
     #: Written by a probe: two slots, so a single node of a cluster refuses them.
     READY: Final = ("da:ready:1", "da:ready:2")
+    #: The same through a cluster's client: one slot, as a run's keys.
+    READY_CLUSTER: Final = ("da:{ready}:1", "da:{ready}:2")
 
     def __init__(self, run: str) -> None:
         self.prefix = f"da:{{{run}}}:"
@@ -385,16 +387,17 @@ class AsyncRolloutQueue:
         max_items: int,
         max_bytes: int,
         overflow: Literal["reject", "drop_oldest"] = "reject",
-        put_back: bool = False,
+        put_back: str = "",
     ) -> Enqueued:
         """Enqueue a batch whose file is already in the spool, unless it is a duplicate or the queue is full.
 
-        `put_back`: a dead batch, with the file that was kept of it; a duplicate if it is dead no more.
+        `put_back`: a dead batch, with the file that was kept of it: the letter id of the death that was seen. It is a
+        duplicate if it is dead no more, or has died again.
         """
         keys = self._keys
         args = [max_items, max_bytes, overflow, GROUP, ENDED_SECONDS, keys.prefix]
         args += [batch.batch_id, batch.blob, batch.bytes, batch.tokens, batch.rollouts]
-        args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids), int(put_back)]
+        args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids), put_back]
         of_batch = [keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead, keys.dead_files]
         reply = [text(v) for v in await self._enqueue(keys=of_batch, args=args)]
         match reply[0]:

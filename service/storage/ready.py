@@ -1,16 +1,25 @@
-"""Whether Redis takes the service's writes; if not, what is wrong with it, and what to do."""
+"""Clients of Redis, a cluster or Sentinel; whether it takes the service's writes; if not, what to do."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import redis.asyncio
+import redis.asyncio.cluster
+import redis.asyncio.sentinel
+import redis.cluster
+import redis.sentinel
 from redis import Redis
 from redis import exceptions as redis_errors
-from redis.exceptions import RedisError, ResponseError
+from redis.connection import parse_url
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
+from service.settings import redis_members
 from service.storage.queue import Keys
 
 #: Most seconds that a probe of Redis waits: a command by itself would wait 15 s for one that hangs.
@@ -19,19 +28,146 @@ PROBE_SECONDS: Final = 1.5
 _TESTED_SECONDS: Final = 1.0
 #: A write as the service makes its own: by a script, which a user may be denied where MSET is allowed.
 _TEST_WRITE: Final = "return redis.call('MSET', KEYS[1], 1, KEYS[2], 1)"
-_CLUSTER: Final = "is a node of a cluster", "give a server that is not in cluster mode"
+_CLUSTER: Final = (
+    "is a node of a cluster",
+    "give it as redis+cluster://HOST:PORT, or a server that is no node",
+)
 _NOT_ALLOWED: Final = "does not let its user write", "allow that user all commands on the keys da:*"
 #: What answers without an error class of their own say.
 _ANSWERS: Final = {
     "ACL failure": _NOT_ALLOWED,  # of a command within a script
     "unknown command": (
         "lacks a command: it is a Sentinel's own port, or too old",
-        "give the address of the primary, a Redis from 6.2 on or a Valkey",
+        "give the address of the primary, a Redis from 6.2 on or a Valkey, or redis+sentinel://HOST:PORT/SERVICE_NAME",
+    ),
+    "protected mode": (
+        "has no password, and so takes connections from its own machine only",
+        "set one, or on a network of its own start it with --protected-mode no",
     ),
     "MISCONF": ("cannot save to its disk, and takes no writes", "make room on that disk"),
     "NOREPLICAS": ("takes no writes without its replicas", "see to those, or set its min-replicas-to-write to 0"),
     "DB index is out of range": ("has no database of this number", "correct it in DRAFTALIGN_REDIS_URL"),
 }
+
+
+@contextlib.contextmanager
+def _as_away() -> Iterator[None]:
+    """What a cluster says while it lacks a node, as the ConnectionError that every caller waits out.
+
+    redis-py has errors for it that are no RedisError, and a ResponseError for CLUSTERDOWN. Keys of two slots in one
+    command stay the fault that they are: no failover mends them.
+    """
+    try:
+        yield
+    except (redis_errors.CrossSlotTransactionError, redis_errors.ClusterCrossSlotError):
+        raise
+    except (RedisClusterException, redis_errors.ClusterError) as error:
+        raise redis_errors.ConnectionError(f"the cluster lacks a node: {error}") from error
+
+
+class _Cluster(redis.cluster.RedisCluster):
+    def __init__(self, **options: Any) -> None:
+        with _as_away():
+            super().__init__(**options)
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        with _as_away():
+            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+
+    def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> Any:
+        pipe = super().pipeline(transaction, shard_hint)  # type: ignore[no-untyped-call]
+        pipe.execute = _as_away()(pipe.execute)
+        return pipe
+
+
+class _AsyncCluster(redis.asyncio.cluster.RedisCluster):
+    async def initialize(self, *args: Any, **options: Any) -> Any:
+        with _as_away():
+            return await super().initialize(*args, **options)
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        with _as_away():
+            return await super().execute_command(*args, **options)
+
+    def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> Any:
+        pipe: Any = super().pipeline(transaction, shard_hint)
+        execute = pipe.execute
+
+        async def told(*args: Any, **options: Any) -> Any:
+            with _as_away():
+                return await execute(*args, **options)
+
+        pipe.execute = told
+        return pipe
+
+
+class _AsyncBehindSentinel(redis.asyncio.Redis):
+    """redis-py closes its connection to the primary, and leaves those to the Sentinels open."""
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        for sentinel in self.connection_pool.sentinel_manager.sentinels:  # type: ignore[attr-defined]
+            await sentinel.aclose()
+
+
+def connect(url: str, **options: Any) -> Any:
+    """A blocking client of the Redis, cluster or Sentinel at `url`. A cluster is asked for its nodes at once.
+
+    Raises ValueError for a URL that names none, RedisError for a cluster of which no node answers.
+    """
+    kind = urlsplit(url).scheme.partition("+")[2]
+    if kind == "cluster":
+        nodes = [redis.cluster.ClusterNode(*member) for member in redis_members(url)]  # type: ignore[no-untyped-call]
+        return _Cluster(startup_nodes=nodes, **_cluster_options(url), **options)
+    if kind == "sentinel":
+        name, of_sentinels, given = _sentinel_options(url)
+        return redis.sentinel.Sentinel(  # type: ignore[no-untyped-call]
+            redis_members(url), sentinel_kwargs=of_sentinels, **{**given, **options}
+        ).master_for(name)
+    return Redis.from_url(url, **options)
+
+
+def connect_async(url: str, **options: Any) -> Any:
+    """The same for asyncio; it connects only when it is used."""
+    kind = urlsplit(url).scheme.partition("+")[2]
+    if kind == "cluster":
+        nodes = [redis.asyncio.cluster.ClusterNode(*member) for member in redis_members(url)]
+        return _AsyncCluster(startup_nodes=nodes, **_cluster_options(url), **options)
+    if kind == "sentinel":
+        name, of_sentinels, given = _sentinel_options(url)
+        return redis.asyncio.sentinel.Sentinel(  # type: ignore[no-untyped-call]
+            redis_members(url), sentinel_kwargs=of_sentinels, **{**given, **options}
+        ).master_for(name, redis_class=_AsyncBehindSentinel)
+    return redis.asyncio.Redis.from_url(url, **options)
+
+
+def _plain_options(url: str, path: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    user, at, _ = parts.netloc.rpartition("@")
+    given: dict[str, Any] = dict(parse_url(f"redis://{user}{at}host{path}?{parts.query}"))  # type: ignore[no-untyped-call]
+    del given["host"]
+    return given | ({"ssl": True} if parts.scheme.startswith("rediss") else {})
+
+
+def _cluster_options(url: str) -> dict[str, Any]:
+    if urlsplit(url).path.strip("/") not in ("", "0"):
+        raise ValueError("a cluster has no databases: drop what follows its hosts")
+    return _plain_options(url, "")
+
+
+def _sentinel_options(url: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The service's name, options for the Sentinels' own connections, and those for the server's."""
+    name, _, db = urlsplit(url).path.strip("/").partition("/")
+    if not name or (db and not db.isdigit()):
+        raise ValueError("a Sentinel's URL ends with /SERVICE_NAME or /SERVICE_NAME/DB_NUMBER")
+    given = _plain_options(url, f"/{db}")
+    of_sentinels = {k.removeprefix("sentinel_"): given.pop(k) for k in [*given] if k.startswith("sentinel_")}
+    shared = {k: v for k, v in given.items() if k.startswith("ssl")}
+    return name, {"socket_timeout": 1.0, "socket_connect_timeout": 1.0} | shared | of_sentinels, given
+
+
+def _ready_keys(client: Any) -> tuple[str, ...]:
+    return Keys.READY_CLUSTER if isinstance(client, _Cluster | _AsyncCluster) else Keys.READY
 
 
 class WriteTest:
@@ -53,7 +189,8 @@ class WriteTest:
     async def _write(self) -> RedisError | None:
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                await self._redis.eval(_TEST_WRITE, len(Keys.READY), *Keys.READY)
+                keys = _ready_keys(self._redis)
+                await self._redis.eval(_TEST_WRITE, len(keys), *keys)
         except TimeoutError:
             return redis_errors.TimeoutError(f"no answer in {PROBE_SECONDS} s")
         except RedisError as error:
@@ -65,7 +202,8 @@ class WriteTest:
 
 def write_test(redis: Redis) -> None:
     """Make one real write, as the service will; raises the RedisError with which Redis refuses it."""
-    redis.eval(_TEST_WRITE, len(Keys.READY), *Keys.READY)
+    keys = _ready_keys(redis)
+    redis.eval(_TEST_WRITE, len(keys), *keys)
 
 
 def why_unusable(error: Exception) -> str | None:
@@ -84,4 +222,5 @@ def why_unusable(error: Exception) -> str | None:
             what = _NOT_ALLOWED
         case ResponseError():
             what = next((found for said, found in _ANSWERS.items() if said in str(error)), None)
-    return None if what is None else f"{what[0]} ({error}); {what[1]}"
+    said = str(error).partition(". ")[0]  # some go on with a paragraph of advice
+    return None if what is None else f"{what[0]} ({said}); {what[1]}"

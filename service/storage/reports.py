@@ -35,6 +35,7 @@ from service.storage.engine_counts import (
     acceptance_key,
     live_records,
 )
+from service.storage.layout import FileId
 from service.storage.queue import Keys
 
 #: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
@@ -138,6 +139,20 @@ class Store:
     def forget_refusal(self) -> None:
         """Take back that the run's file was refused; by deletion, which works while Redis is full."""
         self._redis.hdel(self._keys.worker, "refused")
+
+    def opening(self, file: FileId) -> tuple[int, float]:
+        """How often the run was begun to be opened with this target file, with no end since, and when last (Unix)."""
+        text = self._redis.hget(self._keys.worker, "opening")
+        inode, changed_ns, times, since = (0, 0, 0, 0.0) if text is None else json.loads(text)
+        return (times, since) if (inode, changed_ns) == file else (0, 0.0)
+
+    def begin_opening(self, file: tuple[int, int], times: int) -> None:
+        """Note before a run is opened that this is begun; not known while Redis is full."""
+        self.set_worker({"opening": [*file, times, time.time()]})
+
+    def end_opening(self) -> None:
+        """Note that opening the run has ended, well or by an error: the process lives; works while Redis is full."""
+        self._redis.hdel(self._keys.worker, "opening")
 
     def forget_former(self) -> None:
         """Delete what earlier versions wrote and none reads now: the counts that drafters were last called dead by."""

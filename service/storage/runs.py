@@ -12,11 +12,13 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from rl_hooks.durable import replace_file
+from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.run import check_run
 from rl_hooks.wire import (
@@ -24,6 +26,7 @@ from rl_hooks.wire import (
     HEAD_FORMAT,
     RUN_FORMAT,
     Header,
+    LastRows,
     LogitMap,
     MappedFile,
     TensorInfo,
@@ -59,6 +62,7 @@ class RunRecord(BaseModel):
     policy_version: int
     draft_vocab_size: int | None
     has_drafter: bool
+    last_rows: LastRows = "all"  # that its drafters read; a run of an older service has not looked, and takes all
     bytes: int
     created: float
 
@@ -108,9 +112,20 @@ def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunReco
         policy_version=_policy_version(header),
         draft_vocab_size=None if size is None else int(size),
         has_drafter="drafter_config" in meta,
+        last_rows=_last_rows(meta),
         bytes=header.file_bytes,
         created=time.time(),
     )
+
+
+def _last_rows(metadata: Mapping[str, str]) -> LastRows:
+    """Rows of the last state that a run's drafters read. All drafters of a run are of one kind."""
+    text = metadata.get("drafter_config")  # without one the run begins with an EAGLE-3 drafter
+    try:
+        mtp = text is not None and kind_of(json_object(text, "drafter_config")) == "mtp"
+    except DrafterError:  # of a run that exists and keeps its own
+        return "all"
+    return "all" if mtp else "predicting"
 
 
 def _check_for_worker(header: Header, config: dict[str, Any], layers: list[int]) -> None:
@@ -236,6 +251,31 @@ def commit_run(
         upload.keep(layout.target(record.run))
         replace_file(layout.run_json(record.run), record.model_dump_json(indent=1).encode())
     return True
+
+
+def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: int) -> int:
+    """Where a run has `most` received heads, delete those that no batch needs; returns how many are left. Blocks.
+
+    A batch needs no head of a higher version, and none that came after a head of its own version. So those above
+    `newest_policy`, the version of the batch accepted last, that came after all batches can go. The newest half of
+    `most` stays: its batches may be on their way.
+    """
+    found: dict[Path, tuple[int, int]] = {}  # when it came (ns), version
+    for path in layout.heads(run).glob("*.safetensors"):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # the worker deletes heads too
+            found[path] = path.stat().st_mtime_ns, int(path.stem)
+    if len(found) < most:
+        return len(found)
+    last_batch_ns = 0
+    for batch in layout.spool(run).glob("*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):
+            last_batch_ns = max(last_batch_ns, batch.stat().st_mtime_ns)
+    spare = [path for path, (came, version) in found.items() if came > last_batch_ns and version > newest_policy]
+    spare.sort(key=found.__getitem__)
+    for path in spare[: max(0, len(spare) - most // 2)]:
+        path.unlink(missing_ok=True)
+        del found[path]
+    return len(found)
 
 
 def read_state(layout: Layout, run: str) -> RunState:

@@ -36,6 +36,7 @@ from drafter.errors import DrafterError
 from drafter.training.ranks import Orders, current
 from service.errors import ConfigurationError, ServiceError, WorkerError
 from service.settings import Settings
+from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.lease import Leases
 from service.storage.queue import RolloutQueue
@@ -60,6 +61,11 @@ _LOOK_FOR_RUNS_SECONDS = 1.0
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
 #: A run that cannot be worked on is tried again after this.
 _REFUSED_SECONDS = 60.0
+#: A run is set aside once the process has died so often while it opened it; then for `_DIED_SECONDS`, and twice as long
+#: after each further death, up to `_DIED_MOST_SECONDS`: each try interrupts all other runs.
+_DEATHS = 3
+_DIED_SECONDS = 20.0
+_DIED_MOST_SECONDS = 86_400.0
 _ERROR_CHARACTERS = 2000
 #: After an exception that nobody foresaw; twice as long after each further one, up to `_REFUSED_SECONDS`.
 _FAILED_SECONDS = 1.0
@@ -74,6 +80,7 @@ class _Run:
     retry_at: float = 0.0  # not opened nor asked before this (monotonic), unless its target is another file
     failures: int = 0  # unforeseen exceptions, and errors of the disk, since it last worked
     proven: bool = True  # it has worked since it was opened
+    opening: bool = False  # this very process began to open it, and has not noted the end: no death
     lost: bool = False  # another worker took the lease while this one was stopped
     empty_until: float = 0.0  # of an archived run: its queue is not looked at before this (monotonic)
 
@@ -272,6 +279,9 @@ class Worker:
         wanted = read_state(self._layout, run)
         if not wanted.worked_on:
             self._rest(run, state)
+            if state.worker is None and state.retry_at:  # once it is active again, it is tried at once
+                Store(self._redis, run).end_opening()
+                state.retry_at = 0.0
             if wanted.state == "archived" and state.empty_until <= now:
                 try:
                     self._clear(run, state)
@@ -325,6 +335,9 @@ class Worker:
 
     def _open(self, run: str, state: _Run, file: FileId) -> None:
         state.file, state.retry_at, state.lost = file, 0.0, False
+        store = Store(self._redis, run)
+        if file is not None and not self._begin_opening(run, state, store, file):
+            return
         try:
             opened = RunWorker(
                 self._settings,
@@ -336,7 +349,6 @@ class Worker:
                 stopping=lambda: self._stopping or not read_state(self._layout, run).worked_on,
                 recent_suspected=self._recent_suspected,
             )
-            store = Store(self._redis, run)
             store.forget_refusal()
             store.forget_former()
             state.worker, state.proven = opened, False
@@ -345,12 +357,40 @@ class Worker:
             raise
         except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
             if _is_the_files(error):
-                Store(self._redis, run).set_worker({"refused": file})
+                store.set_worker({"refused": file})
             self._refuse(run, error)
         except OSError as error:
             self._leave_alone(run, error)
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
             self._fail(run, error)
+        store.end_opening()
+        state.opening = False
+
+    def _begin_opening(self, run: str, state: _Run, store: Store, file: tuple[int, int]) -> bool:
+        """Note that the run is being opened. False: it is set aside, for processes before this one died of that.
+
+        A process that is killed, for memory say, catches no exception; without the note its successor opens the run
+        again and dies again, and no other run is ever served.
+        """
+        deaths, since = store.opening(file)
+        if state.opening:
+            deaths = max(deaths - 1, 0)  # Redis went away meanwhile, and this process lives
+        elif deaths >= _DEATHS:
+            most = min(_DIED_SECONDS * 2.0 ** min(deaths - _DEATHS, 20), _DIED_MOST_SECONDS)
+            seconds = min(since + most - time.time(), most)
+            if seconds > 0:
+                error = (
+                    f"the worker died {deaths} times while it opened this run (memory?). It is tried again {most:.0f} s"
+                    f" after the last time; at once after another PUT /runs/{run} with a smaller drafter, or once it"
+                    " was paused and made active again"
+                )
+                log.error("run %s: %s", run, error)
+                store.set_worker({"refused": file})  # so that the next PUT replaces the file
+                self._close_until(run, seconds, error)
+                return False
+        store.begin_opening(file, deaths + 1)
+        state.opening = True
+        return True
 
     def _beat(self) -> None:
         """Renew leases, holds on entries and the sign of life, also during a long training step or the last save.
@@ -419,8 +459,15 @@ def _is_the_files(error: Exception) -> bool:
 
 
 def connect(url: str) -> Redis:
-    """A client that waits out short interruptions."""
-    return Redis.from_url(url, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5), socket_timeout=10.0)
+    """A client that waits out short interruptions; a cluster of which no node answers is waited for."""
+    client: Redis | None = None
+    while client is None:
+        try:
+            client = ready.connect(url, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5), socket_timeout=10.0)
+        except RedisError as error:
+            log.warning("no cluster answers: %s; it is waited for", error)
+            time.sleep(_RETRY_SECONDS)
+    return client
 
 
 def checked_device(name: str) -> torch.device:

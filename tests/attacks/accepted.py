@@ -84,6 +84,17 @@ def hidden_states_of_nan() -> Changes:
 
 
 @accepted
+def the_last_states_of_prompts_left_out() -> Changes:
+    return {"last_rows": "predicting"}
+
+
+@accepted
+def the_last_states_of_prompts_left_out_and_nan_in_the_others() -> Changes:
+    nan = np.full((9, HIDDEN), 0x7FC0, np.uint16)
+    return {"last_rows": "predicting", "tensors": {"last_hidden": wire.Tensor.of(nan, "BF16")}}
+
+
+@accepted
 def a_scale_of_nan() -> Changes:
     return fp8(float("nan"))
 

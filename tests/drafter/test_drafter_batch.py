@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drafter_worlds import SHAPES, VOCAB, cast, world
+from service_fixtures import with_last_rows
 
 from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.errors import BatchRejected, DrafterError, TargetHeadError
@@ -85,6 +86,43 @@ def test_a_file_reads_back_exactly(tmp_path: Path, features: str) -> None:
     screen(batch)
 
 
+@pytest.mark.parametrize("features", ["BF16", "F8_E4M3"])
+def test_rows_of_the_last_state_are_found_where_only_those_that_predict_were_sent(
+    tmp_path: Path, features: str
+) -> None:
+    tensors, aux, last = file_tensors(features)
+    fewer = with_last_rows(tensors, "predicting")
+    assert fewer["last_hidden"].shape == (8, HIDDEN)
+    full = load_batch(write(tmp_path / "full", tensors))
+    batch = load_batch(write(tmp_path / "fewer", fewer, last_rows="predicting"))
+    rows = torch.tensor([1, 2, 3, 6, 7, 8, 9, 10])
+    assert wire.predicting_rows(batch.loss_mask.numpy()).tolist() == rows.tolist()
+    screen(batch)
+    parts = [batch.select([0]), batch.select([1])]
+    for found in (batch, RolloutBatch.concat(parts), batch.to("cpu")):
+        assert torch.equal(found.last_rows(rows), last[rows])
+        assert torch.equal(found.last_rows(rows[[7, 0, 4]]), last[rows[[7, 0, 4]]])
+        assert torch.equal(found.logsumexp[rows], full.logsumexp[rows])
+        assert found.logsumexp[[0, 4, 5, 11]].tolist() == [1.0] * 4
+        assert torch.equal(found.to("cpu").aux_hidden, aux)
+        for row in (0, 4, 5):
+            with pytest.raises(IndexError):
+                found.last_rows(torch.tensor([row]))
+    assert torch.equal(parts[1].last_rows(rows[3:] - 5), last[rows[3:]])
+    assert batch.kind != full.kind, "they cannot be packed together"
+    again = batch.select([1, 0])
+    assert torch.equal(again.last_rows(torch.tensor([1, 8])), last[[6, 1]])
+
+
+def test_a_bad_row_of_those_that_were_sent_is_named_by_its_token(tmp_path: Path) -> None:
+    tensors, _, _ = file_tensors("BF16")
+    batch = load_batch(write(tmp_path / "x", with_last_rows(tensors, "predicting"), last_rows="predicting"))
+    spoilt = batch.last_hidden.clone()
+    spoilt[3] = math.nan
+    with pytest.raises(BatchRejected, match=r'last_hidden holds NaN or infinity in 1 of 12 rows, first at row 6 .*"b"'):
+        screen(replace(batch, last_hidden=spoilt))
+
+
 def test_fp8_without_scales_and_scales_without_fp8_are_refused(tmp_path: Path) -> None:
     batch = load_batch(write(tmp_path / "r.safetensors", file_tensors("F8_E4M3")[0]))
     with pytest.raises(DrafterError, match="fp8 needs aux_scale"):
@@ -145,9 +183,9 @@ def test_a_batch_of_no_tokens_is_none() -> None:
 
 def test_batches_of_different_kinds_are_not_mixed() -> None:
     batch = world(SHAPES["packed, half response"]).batch
-    with pytest.raises(DrafterError, match="differ in temperature"):
+    with pytest.raises(DrafterError, match="differ in sampling"):
         RolloutBatch.concat([batch, replace(batch, temperature=0.5)])
-    with pytest.raises(DrafterError, match="differ in temperature, warping, layers"):
+    with pytest.raises(DrafterError, match="differ in sampling, layers"):
         RolloutBatch.concat([batch, replace(batch, aux_layers=(0, 1, 2))])
     with pytest.raises(DrafterError, match="at least one batch"):
         RolloutBatch.concat([])
@@ -175,7 +213,7 @@ def test_one_bad_number_rejects_the_batch_and_is_located(name: str, value: float
 
 @pytest.mark.parametrize("warped", [False, True])
 def test_a_probability_above_1_is_refused_but_for_what_rounding_leaves(warped: bool) -> None:
-    batch = replace(world(SHAPES["packed, half response"]).batch, warped=warped)
+    batch = replace(world(SHAPES["packed, half response"]).batch, top_p=0.9 if warped else 1.0)
     row = int(torch.nonzero(batch.loss_mask)[3])
     rounded = torch.tensor(1 + 2**-7).log()  # 1 plus one unit in the last place of bfloat16
     for value in (0.0, rounded, 2e-3):

@@ -17,6 +17,7 @@ from examples.policy import AUX_LAYERS, load
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending import features
 from rl_hooks.trainer.plan import BatchPlan
+from rl_hooks.trainer.staging import Targets
 from service.cli.main import main
 
 Layers = tuple[torch.Tensor, ...]
@@ -43,9 +44,9 @@ class Stale:
         self.index: features.PackedIndex | None = None
         submit = DrafterHook._submit
 
-        def noting(self_: DrafterHook, plan: BatchPlan) -> None:
+        def noting(self_: DrafterHook, plan: BatchPlan, targets: Targets) -> None:
             self.index = plan.index
-            submit(self_, plan)
+            submit(self_, plan, targets)
 
         DrafterHook._submit = noting  # type: ignore[method-assign, assignment]
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 
-def make(policy: str, drafter: str, depth: int) -> Any:
+def make(policy: str, drafter: str, depth: int, ranks: int) -> Any:
     from vllm import LLM
 
     return LLM(
         policy,
         dtype="float32",
+        tensor_parallel_size=ranks,
         max_model_len=256,
         max_num_seqs=8,
         max_num_batched_tokens=256,
@@ -52,6 +53,10 @@ class Commands:
     def rpc(self, method: str, *args: Any) -> Any:
         return self.llm.collective_rpc(method, args=tuple(args))[0]
 
+    def rpc_all(self, method: str, *args: Any) -> list[Any]:
+        """The answer of each rank."""
+        return list(self.llm.collective_rpc(method, args=tuple(args)))
+
     def reload(self, path: str, version: str | None) -> None:
         """What a trainer does: new weights, then the prefix cache of the old ones goes."""
         self.llm.collective_rpc("tests_load_policy", args=(path,))
@@ -78,7 +83,7 @@ def main() -> None:
         part.write_text(json.dumps(value))
         part.rename(answers / str(number))
 
-    commands = Commands(make(sys.argv[2], sys.argv[3], int(sys.argv[4])))
+    commands = Commands(make(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])))
     answer(0, None)
     for number, line in enumerate(sys.stdin, 1):
         name, *arguments = json.loads(line)

@@ -35,13 +35,13 @@ _PROMPTS = elicit_prompts(20, seed=3) + [[2 + i % 90 for i in range(140)] + [n] 
 class LlmProcess:
     """`llm_script.py` in vLLM's environment; its commands are this object's methods."""
 
-    def __init__(self, scratch: Path, drafter: Path, **environment: str) -> None:
+    def __init__(self, scratch: Path, drafter: Path, *, ranks: int = 1, **environment: str) -> None:
         self.answers, self.log, self.number = scratch / "answers", scratch / "llm.log", 0
         self.answers.mkdir(parents=True)
         script = Path(__file__).parent / "llm_script.py"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(PYTHON), str(script), str(self.answers), str(BASE_POLICY), str(drafter), str(DEPTH)],
+                [str(PYTHON), str(script), str(self.answers), str(BASE_POLICY), str(drafter), str(DEPTH), str(ranks)],
                 env=cpu_environment(plugins(scratch / "plugin")) | environment,
                 stdin=subprocess.PIPE,
                 stdout=log,

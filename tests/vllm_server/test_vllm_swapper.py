@@ -139,8 +139,14 @@ def test_the_files_of_a_drafter_are_found_by_its_hub_name(tmp_path: Path, monkey
         started_with(worker_of("org/eagle3"))
 
 
+def undrafted(**more: Any) -> SimpleNamespace:
+    """A worker of an engine on one device, without a drafter."""
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    return SimpleNamespace(model_runner=SimpleNamespace(get_draft_model=lambda: None), vllm_config=config, **more)
+
+
 def test_no_swap_falls_into_a_trainers_weight_update() -> None:
-    worker = SimpleNamespace(model_runner=SimpleNamespace(get_draft_model=lambda: None), _weight_update_active=True)
+    worker = undrafted(_weight_update_active=True)
     swap = DrafterSwap(worker)
     swap._staged = Staged("/x", "v1")
     swap._staged.done.set()
@@ -191,7 +197,7 @@ def test_an_engine_waits_for_no_file_that_is_still_being_read(monkeypatch: pytes
     """Another API process may have staged the same version again just before this one's apply, from a slow disk."""
     read = threading.Event()
     monkeypatch.setattr(DrafterSwap, "_check_method", lambda _: read.wait(60))
-    swap = DrafterSwap(SimpleNamespace(model_runner=SimpleNamespace(get_draft_model=lambda: None)))
+    swap = DrafterSwap(undrafted())
     swap.stage("/slow", "v1")
     with pytest.raises(RuntimeError, match="v1 is still being read"):
         swap.apply("v1", "")

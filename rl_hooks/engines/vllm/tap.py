@@ -9,7 +9,12 @@ needs it, if the head has moved.
 The tap sends your users' text, as token ids and hidden states: sample with their consent.
 
 V1 and V2 are tested on a CPU (tests/vllm_server/test_vllm_server_tap.py). Asynchronous scheduling on GPUs is written
-from vLLM's source (0.32, 0.33) and was not run. One rank only: with tensor parallelism the head is sharded.
+from vLLM's source (0.32, 0.33) and was not run.
+
+With tensor parallelism each rank holds a slice of the head, and all of the states. At each step all ranks score the
+rows of the same requests, each over its slice (`ranks.Ranks.score`); the first rank alone chooses, keeps and sends.
+Which requests these are follows from vLLM's schedule and the settings only, so no rank waits for one that has no rows.
+Pipeline parallelism is refused.
 """
 
 from __future__ import annotations
@@ -19,8 +24,8 @@ import inspect
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self
 from urllib.parse import quote
 
 import numpy as np
@@ -28,12 +33,31 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks.engines.policy_watch import PolicyWatch
-from rl_hooks.engines.tap import Batcher, Collected, FeatureTap, Head, Request, Sampling, Step, rollout_file
+from rl_hooks.engines.tap import (
+    Batcher,
+    Collected,
+    FeatureTap,
+    Head,
+    Request,
+    Sampling,
+    Step,
+    labelled_rows,
+    rollout_file,
+)
 from rl_hooks.engines.vllm.draft import started_with
+from rl_hooks.engines.vllm.ranks import Ranks, Shard, slice_of
 from rl_hooks.release import PLAIN_NAME
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job
-from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_body, head_weight
+from rl_hooks.sending.registration import (
+    HeadWatch,
+    RunRegistration,
+    head_body,
+    head_weight,
+    known_logit_map,
+    target_config,
+)
+from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.sender import RolloutSender
 
 log = logging.getLogger("vllm.draftalign")
@@ -120,123 +144,225 @@ class ServiceSettings:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Rows of embedding or head that one rank holds, from the token `begin` on. Views of the policy's own memory."""
+
+    weight: Tensor
+    padded: Tensor  # with the rows that vLLM adds
+    begin: int
+
+    @classmethod
+    def of(cls, padded: Tensor, rows: int, begin: int = 0) -> Self:
+        """The first `rows` rows are tokens."""
+        padded = padded.detach()
+        return cls(padded[:rows], padded, begin)
+
+
 class Policy(nn.Module):
     """The served model as the registration sees a trainer's: its transformers config, embedding and head."""
 
-    def __init__(self, config: Any, model: nn.Module) -> None:
+    def __init__(self, config: Any, embedding: Matrix, head: Matrix) -> None:
         super().__init__()
-        self.config = config
-        rows = int(config.vocab_size)  # vLLM pads both to a multiple of 64
-        embedding, head = _module(model, "model.embed_tokens"), _module(model, "lm_head")
-        self.embedding = _weight(embedding, rows)
-        self.head = self.embedding if config.tie_word_embeddings else _weight(head, rows)
+        self.config, self.embedding, self.head = config, embedding, head
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Module whose weight is [V, H]."""
+    @classmethod
+    def on(cls, ranks: Ranks, config: Any, model: nn.Module) -> Self:
+        """With what this rank holds of both matrices."""
+        rows = int(config.vocab_size)
+        embedding = _weight(_module(model, "model.embed_tokens"), rows, ranks)
+        head = embedding if config.tie_word_embeddings else _weight(_module(model, "lm_head"), rows, ranks)
+        return cls._named(config, model)(config, embedding, head)
+
+    def whole(self, ranks: Ranks) -> Self | None:
+        """With all of both matrices, gathered to the first rank's host; None on other ranks. All ranks call it."""
+        rows = int(self.config.vocab_size)
+        embedding = ranks.whole(self.embedding.padded, rows)
+        head = embedding if self.head is self.embedding else ranks.whole(self.head.padded, rows)
+        if embedding is None or head is None:
+            return None
+        first = Matrix.of(embedding, rows)
+        return type(self)(self.config, first, first if head is embedding else Matrix.of(head, rows))
+
+    @property
+    def begin(self) -> int:
+        """The first token of the head's rows here."""
+        return self.head.begin
+
+    @classmethod
+    def _named(cls, config: Any, model: nn.Module) -> type[Self]:
+        # The architecture's name, by which the registration finds the map of its logits.
+        architectures = getattr(config, "architectures", None) or [type(model).__name__]
+        return type(str(architectures[0]), (cls,), {})
+
+    def get_input_embeddings(self) -> Matrix:
+        """What holds the weight [V, H]."""
         return self.embedding
 
-    def get_output_embeddings(self) -> nn.Module:
-        """Module whose weight is [V, H]."""
+    def get_output_embeddings(self) -> Matrix:
+        """What holds the weight [V, H]."""
         return self.head
 
 
-def policy_of(config: Any, model: nn.Module) -> Policy:
-    """A `Policy` whose class has the architecture's name, by which the registration finds the map of its logits."""
-    architectures = getattr(config, "architectures", None) or [type(model).__name__]
-    named: type[Policy] = type(str(architectures[0]), (Policy,), {})
-    return named(config, model)
+class _Shares:
+    """What this rank scores of each step for all ranks, where the head is split: the rows of the sampled requests."""
+
+    def __init__(self, ranks: Ranks, fraction: float) -> None:
+        self._ranks, self._fraction = ranks, fraction
+        self._temperatures: dict[str, float] = {}  # of the sampled requests under way
+        self._rows = 0
+
+    def schedule(self, scheduler_output: Any) -> None:
+        """A step's schedule, which all ranks read alike."""
+        for name in scheduler_output.finished_req_ids:
+            self._temperatures.pop(name, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            if sampling_position(new.req_id, "tap") < self._fraction and (request := request_of(new)) is not None:
+                self._temperatures[new.req_id] = request.sampling.scored_at
+        counts = scheduler_output.num_scheduled_tokens
+        self._rows = sum(n for name, n in counts.items() if name in self._temperatures)
+
+    @torch.inference_mode()
+    def scored(self, read: Callable[[], Step | None], head: Callable[[], Shard]) -> Step | None:
+        """The step with its scores. Where this rank cannot read it or score it, it takes part with NaN, then raises."""
+        step, rows_N, own_2N, problem = None, None, None, None
+        try:
+            step = read()
+            if step is not None and self._rows:
+                chosen = [i for i, name in enumerate(step.request_ids) if name in self._temperatures]
+                rows_N, labels_N = labelled_rows(step, chosen)
+                each = torch.tensor([self._temperatures[step.request_ids[i]] for i in chosen])
+                temperature_N = each.repeat_interleave(torch.from_numpy(step.row_counts[chosen])).to(step.last.device)
+                own_2N = head().partial(step.last[rows_N], labels_N.clamp(min=0), temperature_N)
+        except Exception as error:  # noqa: BLE001 - raised when the others have got this rank's answer
+            problem = error
+        joined = self._ranks.join(own_2N, self._rows) if self._rows else None
+        if problem is not None:
+            raise problem
+        if step is None or rows_N is None or joined is None:
+            return step
+        logsumexp, logprob = (rows.new_full((len(step.last),), torch.nan) for rows in joined)
+        logsumexp[rows_N], logprob[rows_N] = joined
+        return replace(step, scores=(logsumexp, logprob))
 
 
 class VllmTap:
-    """The tap of one worker: wraps its model runner, and sends what is collected.
+    """The tap of one engine, in one of its workers: wraps the model runner, and sends what is collected if it is first.
 
-    `joined`: the run is registered already, perhaps with the head of other weights than this worker holds.
+    `joined`: the run is registered already, perhaps with the head of other weights than this worker holds. All ranks
+    make theirs in the same call; where one cannot, none has a tap.
     """
 
     def __init__(
-        self, worker: Any, settings: ServiceSettings, aux_layers: Sequence[int], watch: PolicyWatch, *, joined: bool
+        self,
+        worker: Any,
+        settings: ServiceSettings,
+        aux_layers: Sequence[int],
+        watch: PolicyWatch,
+        ranks: Ranks,
+        *,
+        joined: bool,
     ) -> None:
-        self._check(worker)
-        version = watch.version or 0
-        self._worker, self._weights = worker, watch
-        policy = self._policy()
-        registration = RunRegistration(
-            policy,
-            aux_layers=aux_layers,
-            policy_version=version,
-            initial_drafter=started_with(worker),
-        )
-        self._file = functools.partial(
-            rollout_file,
-            run=settings.run,
-            target_fingerprint=registration.fingerprint,
-            aux_layers=tuple(aux_layers),
-            source=uuid.uuid4().hex,
-        )
-        self._logit_map, self._path = registration.logit_map, f"/runs/{quote(settings.run, safe='')}"
-        self.sender = RolloutSender(settings.url, run=settings.run, token=settings.token)
-        size = sum(tensor.data.nbytes for tensor in registration.tensors.values())
-        self.sender.submit_job(Job("PUT", self._path, registration.encode, size, keep=True))
-        self._heads = HeadWatch(head_weight(policy), HEAD_TOLERANCE, -1 if joined else version)
+        self._worker, self._weights, self._ranks = worker, watch, ranks
+        version = self._turned_to = watch.version or 0
+        with ranks.together():
+            self._check(worker)
+            self._place(worker.model_runner)
+            self._logit_map = known_logit_map(self._policy(), target_config(self._policy()))
+            self._heads = HeadWatch(head_weight(self._policy()), HEAD_TOLERANCE, -1 if joined else version)
+        whole = self._policy().whole(ranks)
+        self._path = f"/runs/{quote(settings.run, safe='')}"
+        self.sender: RolloutSender | None = None
+        with ranks.together():
+            if whole is not None:
+                registration = RunRegistration(
+                    whole, aux_layers=aux_layers, policy_version=version, initial_drafter=started_with(worker)
+                )
+                self._file = functools.partial(
+                    rollout_file,
+                    run=settings.run,
+                    target_fingerprint=registration.fingerprint,
+                    aux_layers=tuple(aux_layers),
+                    source=uuid.uuid4().hex,
+                )
+                self.sender = RolloutSender(settings.url, run=settings.run, token=settings.token)
+                size = sum(tensor.data.nbytes for tensor in registration.tensors.values())
+                self.sender.submit_job(Job("PUT", self._path, registration.encode, size, keep=True))
         self.batcher = Batcher(self._send)
         self.tap = FeatureTap(
-            Head(head_weight(policy), registration.logit_map),
+            self._score_head(),
             self.batcher.add,
-            fraction=settings.sample_fraction,
+            fraction=settings.sample_fraction if self.sender else 0.0,
             tokens_per_minute=settings.tokens_per_minute,
             weights=watch.weights,
             policy_version=version,
             moved=watch.found_moved,
         )
+        self._shares = None if ranks.size == 1 else _Shares(ranks, settings.sample_fraction)
         self._wrap(worker.model_runner)
         watch.changing = self.tap.cut
-        self._send_head_if_due(version)
+        if (job := self._head_job(version)) is not None and self.sender is not None:
+            self.sender.submit_job(job)
 
     @property
     def refused(self) -> bool:
         """Whether the service has said that the run is another policy's."""
-        return self.sender.refused
+        return self.sender is not None and self.sender.refused
 
     def settled(self, *, tainted: bool) -> None:
-        """The weights are those of the watch's version now. `tainted`: they changed under requests, unannounced."""
+        """The weights are those of the watch's version now. `tainted`: they changed under requests, unannounced.
+
+        Ranks gather a head that has moved here: all of them call this, whatever the service has said to the first.
+        """
         if self.refused:
             self.tap.cut()  # for good
-            return
+            if self._ranks.size == 1:
+                return
         version = self._weights.version or 0
-        if version == self.tap.policy_version:
+        if version == self._turned_to:
             return
+        self._turned_to = version
         if not tainted:
             self.tap.cut()
-        weight = head_weight(self._policy())
-        job = self._head_job(weight, version)
-        self.tap.turn(version, Head(weight, self._logit_map), lambda: self._turned(job))
+        job = self._head_job(version)
+        if not self.refused:
+            self.tap.turn(version, self._score_head(), lambda: self._turned(job))
 
     def _turned(self, head: Job | None) -> None:
         # In the tap's thread: what older policies drew is queued before the head, which no rollout needs before that.
         self.batcher.flush()
-        if head is not None:
+        if head is not None and self.sender is not None:
             self.sender.submit_job(head)
 
-    def _send_head_if_due(self, version: int) -> None:
-        if (job := self._head_job(head_weight(self._policy()), version)) is not None:
-            self.sender.submit_job(job)
-
-    def _head_job(self, weight: Tensor, version: int) -> Job | None:
-        if not self._heads.is_due(weight, version):
+    def _head_job(self, version: int) -> Job | None:
+        weight = head_weight(self._policy())
+        if self._ranks.all_agree(ok=not self._heads.is_due(weight, version)):
             return None
         self._heads.mark(weight)
-        size = weight.numel() * weight.element_size()
-        return Job("PUT", f"{self._path}/head", head_body(weight, version), size, keep=True)
+        policy = self._policy().whole(self._ranks)
+        if policy is None:
+            return None
+        whole = head_weight(policy)
+        size = whole.numel() * whole.element_size()
+        return Job("PUT", f"{self._path}/head", head_body(whole, version), size, keep=True)
+
+    def _score_head(self) -> Head:
+        if self._ranks.size == 1:
+            return Head(head_weight(self._policy()), self._logit_map)
+        return Head(torch.empty(0), self._logit_map)  # never read: the steps bring scores
 
     def _policy(self) -> Policy:
+        """The policy with what this rank holds of its matrices."""
         config = self._worker.vllm_config.model_config.hf_text_config
-        return policy_of(config, self._worker.model_runner.get_model())
+        return Policy.on(self._ranks, config, self._worker.model_runner.get_model())
+
+    def _shard(self) -> Shard:
+        return Shard(head_weight(self._policy()), self._policy().begin, self._logit_map)
 
     @staticmethod
     def _check(worker: Any) -> None:
-        parallel = worker.vllm_config.parallel_config
-        if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
-            raise TapUnsupportedError("the tap needs the whole head on one rank: no tensor or pipeline parallelism")
+        if worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise TapUnsupportedError("the tap needs embedding, states and head in one stage: no pipeline parallelism")
         speculative = worker.vllm_config.speculative_config
         if speculative is None or speculative.method != "eagle3":
             raise TapUnsupportedError("this server does not speculate with EAGLE-3, so no states reach a drafter")
@@ -267,6 +393,8 @@ class VllmTap:
     def _watch(self, named: _Named, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         try:
             scheduler_output = named(*args, **kwargs)["scheduler_output"]
+            if self._shares is not None:
+                self._shares.schedule(scheduler_output)
             # These ended in the step before. A new request of this step may have the same name: end them first.
             self.tap.end(scheduler_output.finished_req_ids)
             for new in scheduler_output.scheduled_new_reqs:
@@ -282,7 +410,7 @@ class VllmTap:
             try:
                 given = named(*args, **kwargs)
                 # V2 rehearses with empty batches while it warms up.
-                if not given.get("dummy_run") and (step := read(runner, given)) is not None:
+                if not given.get("dummy_run") and (step := self._step(lambda: read(runner, given))) is not None:
                     self.tap.step(step)
             except Exception as error:  # noqa: BLE001 - the engine must not feel this
                 self.tap.note("reading a step", error)
@@ -290,19 +418,25 @@ class VllmTap:
 
         return tapped
 
+    def _step(self, read: Callable[[], Step | None]) -> Step | None:
+        return read() if self._shares is None else self._shares.scored(read, self._shard)
+
     def _send(self, batch: Sequence[Collected]) -> None:
-        parts, batch_id = self._file(batch)
+        assert self.sender is not None  # noqa: S101 - other ranks collect nothing
+        parts, batch_id = self._file(batch, last_rows=self.sender.last_rows)
         self.sender.submit(parts, batch_id=batch_id, policy_version=batch[0].policy_version)
 
     def close(self) -> None:
         """Send what was collected, for some seconds at most."""
         self.tap.close(_CLOSE_SECONDS)
         self.batcher.close(_CLOSE_SECONDS)
-        self.sender.close(_CLOSE_SECONDS)
+        if self.sender is not None:
+            self.sender.close(_CLOSE_SECONDS)
 
     def stats(self) -> dict[str, Any]:
         """Counters of the tap and of its sender."""
-        sender = {f"sender_{name}": value for name, value in self.sender.stats().items()}
+        stats = {} if self.sender is None else self.sender.stats()
+        sender = {f"sender_{name}": value for name, value in stats.items()}
         return {**self.tap.tally.counts(), **sender}
 
 
@@ -390,11 +524,9 @@ def _module(model: nn.Module, path: str) -> nn.Module:
         raise TapUnsupportedError(f"{type(model).__name__} has no {path}") from error
 
 
-def _weight(module: nn.Module, rows: int) -> nn.Module:
+def _weight(module: nn.Module, rows: int, ranks: Ranks) -> Matrix:
     weight: Any = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.shape[0] < rows or not weight.is_floating_point():
+    begin, count = (0, rows) if ranks.size == 1 else slice_of(module)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.shape[0] < count or not weight.is_floating_point():
         raise TapUnsupportedError("the policy's embedding or head is quantised or packed, and cannot be read")
-    holder = nn.Module()
-    # A view of the policy's own memory. A plain attribute: it is no parameter of this module.
-    holder.weight = weight.detach()[:rows]
-    return holder
+    return Matrix.of(weight, count, begin)

@@ -41,6 +41,7 @@ from rl_hooks.engines.vllm.modules import (
     shared_modules,
     unread_weights,
 )
+from rl_hooks.engines.vllm.ranks import Ranks
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
 from rl_hooks.format.drafter import MODEL_FILE, Sizes, fingerprint
 from rl_hooks.format.mtp import MtpConfig
@@ -75,7 +76,7 @@ class DrafterSwap:
     """The drafter of one worker."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
+        self._worker, self._ranks = worker, Ranks(worker)
         self._staged: Staged | None = None
         self._served = Served(None, None, None)
         #: The drafter that vLLM loaded at its start; None until a swap has read it.
@@ -117,7 +118,19 @@ class DrafterSwap:
         }
 
     def apply(self, version: str, sha256: str) -> dict[str, Any]:
-        """Swap in the staged drafter, also if it is served already: its weights may have been lost unnoticed."""
+        """Swap in the staged drafter, also if it is served already: its weights may have been lost unnoticed.
+
+        All tensor-parallel ranks swap, or none: they agree before they load, and again when they have loaded.
+        """
+        with self._ranks.together():
+            staged = self._ready(version, sha256)
+        previous, self._staged = self._served, None
+        self._replace(Served(version, sha256, staged.tensors))
+        log.info("draftalign: drafter %s for %s in %.4f s", version, previous.version, self._stall_seconds)
+        return {"previous": previous.version, "version": version}
+
+    def _ready(self, version: str, sha256: str) -> Staged:
+        """What is staged here, if it can be loaded now."""
         staged = self._staged
         if staged is None or staged.version != version:
             raise RuntimeError(f"{version} is not staged here; another swap came between. Ask again")
@@ -133,10 +146,7 @@ class DrafterSwap:
             raise RuntimeError("this worker sleeps, and its weights are not in memory; ask again when it is awake")
         if self.draft is not None and staged.sha256 != sha256:
             raise RuntimeError(f"this worker read {staged.sha256} for {version}, another one read {sha256}")
-        previous, self._staged = self._served, None
-        self._replace(Served(version, sha256, staged.tensors))
-        log.info("draftalign: drafter %s for %s in %.4f s", version, previous.version, self._stall_seconds)
-        return {"previous": previous.version, "version": version}
+        return staged
 
     def state(self) -> dict[str, Any]:
         """The loaded drafter, and whether its weights are still intact."""
@@ -177,7 +187,8 @@ class DrafterSwap:
         """
         watch = self._watched()
         if not self._is_updated() and not watch.asleep:
-            self._mend(watch)
+            with self._ranks.together():
+                self._mend(watch)
             tainted = watch.settle(named)
             if self._waiting is not None:
                 self._begin(*self._waiting, named, later=True)
@@ -187,7 +198,7 @@ class DrafterSwap:
 
     def _watched(self) -> PolicyWatch:
         if self.watch is None:
-            watch = self.watch = PolicyWatch(self._worker)
+            watch = self.watch = PolicyWatch(self._worker, lambda same: self._ranks.all_agree(ok=same))
             if self.draft is not None:  # a trainer that loads the drafter after a sleep has brought what was lost
 
                 def found(*_: Any, **__: Any) -> None:
@@ -213,7 +224,8 @@ class DrafterSwap:
         moved on from what it started with, until somebody brings or names others. `later`: they have come since.
         """
         watch, made_up = self._watched(), self._made_up()
-        if not watch.updated and (made_up or newest):
+        waits = not watch.updated and bool(made_up or newest)
+        if not self._ranks.all_agree(ok=not waits):
             if not later:
                 why = "made up" if made_up else f"not version {newest}, which the run has come to"
                 log.warning("draftalign: the policy's weights are %s; features wait for others, or a number", why)
@@ -223,8 +235,9 @@ class DrafterSwap:
         watch.number(named, newest + later if newest else 0)
         if self.draft is not None and self.tap is None:
             try:
-                layers = _captured_layers(self._worker.model_runner.get_model())
-                self.tap = VllmTap(self._worker, settings, layers, watch, joined=newest is not None)
+                with self._ranks.together():
+                    layers = _captured_layers(self._worker.model_runner.get_model())
+                self.tap = VllmTap(self._worker, settings, layers, watch, self._ranks, joined=newest is not None)
             except Exception as error:  # noqa: BLE001 - the engine must go on without its tap
                 log.error("draftalign: no features are captured: %s", error)
 
@@ -384,7 +397,8 @@ class DrafterSwap:
         began = time.perf_counter()
         before = self._served
         try:
-            self.draft.load(wanted.tensors or {}, unread_weights(self._sizes()))
+            with self._ranks.together():
+                self.draft.load(wanted.tensors or {}, unread_weights(self._sizes()))
         except Exception as error:
             self._put_back(before, error)
             raise

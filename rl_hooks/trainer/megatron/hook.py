@@ -270,7 +270,8 @@ class MegatronHook:
         logsumexp_N = torch.zeros(len(plan.rows), dtype=torch.float32, device=rows_NX.device)
         logp_N = torch.zeros_like(logsumexp_N).index_copy_(0, at + 1, scored[1])
         logsumexp_N.index_copy_(0, at, scored[0])
-        staged = self._staging.stage(plan, Captured(tuple(aux), last), (logsumexp_N, logp_N))
+        predicting = at if self.sender.last_rows == "predicting" else None
+        staged = self._staging.stage(plan, Captured(tuple(aux), last), (logsumexp_N, logp_N), predicting)
         metadata = self._staging.metadata(plan)
         self.tally.add("captured_rollouts", len(plan.rollout_ids))
         self.tally.add("captured_tokens", len(plan.rows))
@@ -320,7 +321,7 @@ class _Plans:
         if plan is None:
             none = np.empty(0, np.int64)
             return None, Reading(policy_version, 1.0, (0, 0), none, none, none)
-        scored = np.flatnonzero(plan.index.loss_mask) - 1
+        scored = wire.predicting_rows(plan.index.loss_mask)
         next_ids = plan.index.input_ids[scored + 1].astype(np.int64)
         return plan, Reading(policy_version, plan.temperature, plan.layout.shape, plan.rows, scored, next_ids)
 

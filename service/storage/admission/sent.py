@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rl_hooks.durable import AtomicDirectory
 from rl_hooks.format.drafter import (
@@ -81,6 +82,29 @@ def admit(layout: Layout, run: str, path: Path, reason: str, by: str | None) -> 
         return registry.archive(run, staged.path, like=served, reason=reason, by=by, most_waiting=MOST_WAITING)
 
 
+def draft_ids(file: MappedFile, vocab_size: int, part: str = "") -> NDArray[np.int64]:
+    """Target ids of a drafter's draft tokens; without d2t, the whole vocabulary.
+
+    Raises WireError unless they ascend within the vocabulary and t2d, if it is there, names the same.
+    """
+    d2t, t2d = f"{part}d2t", f"{part}t2d"
+    ids = np.arange(vocab_size, dtype=np.int64)
+    if d2t in file:
+        offsets = file.array(d2t).reshape(-1).astype(np.int64)
+        ids = offsets + np.arange(offsets.size)
+        if not offsets.size or ids[0] < 0 or ids[-1] >= vocab_size or bool((np.diff(ids) <= 0).any()):
+            raise WireError(d2t, f"must hold offsets (target id minus draft id) of ids that ascend within {vocab_size}")
+    if t2d in file and not np.array_equal(np.flatnonzero(file.array(t2d)), ids):
+        raise WireError(t2d, "names other tokens than d2t: they come from two exports")
+    return ids
+
+
+def check_initial_drafter(path: Path) -> None:
+    """Raise WireError where the draft vocabulary of a PUT /runs body contradicts itself."""
+    file = MappedFile(path)
+    draft_ids(file, file.header.tensors["embed_tokens"].shape[0], "drafter.")
+
+
 def _target(layout: Layout, run: str) -> tuple[dict[str, Any], list[int]]:
     metadata = MappedFile(layout.target(run)).header.metadata
     return json_object(metadata["config"], "config"), json_object(metadata["aux_layers"], "aux_layers")["layers"]
@@ -105,13 +129,8 @@ def _refuse(run: str, served: Manifest, how: str) -> None:
 
 def _vocabulary(file: MappedFile, sizes: Sizes) -> str:
     """Digest of the draft vocabulary that d2t gives, held against t2d; without them it is the target's whole one."""
-    size, ids = sizes.vocab_size, np.arange(sizes.vocab_size, dtype=np.int64)
-    if "d2t" in file:
-        d2t = file.array("d2t").astype(np.int64)
-        ids = d2t + np.arange(d2t.size)
-    if "t2d" in file and not np.array_equal(np.flatnonzero(file.array("t2d")), ids):
-        raise WireError("t2d", "names other tokens than d2t: they come from two exports")
-    return vocabulary_digest(size, ids.astype("<i8").tobytes())
+    ids = draft_ids(file, sizes.vocab_size)
+    return vocabulary_digest(sizes.vocab_size, ids.astype("<i8").tobytes())
 
 
 def _storage(file: MappedFile) -> str:

@@ -4,12 +4,12 @@
 --       (the others share their hash tag, so also their slot)
 -- ARGV: 1 max_items  2 max_bytes  3 overflow (reject|drop_oldest)  4 group  5 ended_seconds  6 key prefix
 --       7 batch_id  8 blob  9 bytes  10 tokens  11 rollouts  12 policy_version  13 policy_version_max
---       14 rollout_ids (JSON)  15 '1' to put a dead batch back
+--       14 rollout_ids (JSON)  15 to put a dead batch back: the letter of the death that was seen; else ''
 -- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, dropped blobs...}
 --       | {"duplicate", state, dead_total, newest death's reason, known rollouts}
 --       | {"full", items, bytes, dropped blobs...} | {"disowned"} | {"gone"}: the dead batch's file is not kept
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
-local prefix, bytes, back = ARGV[6], tonumber(ARGV[9]), ARGV[15] == '1'
+local prefix, bytes, back = ARGV[6], tonumber(ARGV[9]), ARGV[15] ~= ''
 local file = ARGV[8] .. ':' .. ARGV[9]
 
 -- How many of the run's batches died so far, and why the newest did: the answer to the sender's next batch says it.
@@ -34,6 +34,8 @@ local died = state == 'dead'
 if state and not (died and (back or why == 'blob_missing')) then
   return duplicate(state, redis.call('HGET', batch, 'known_rollouts') or '0')
 end
+-- It was put back already, and has died again since it was asked for.
+if back and died and letter and letter ~= ARGV[15] then return duplicate(state, '0') end
 if back and not (died and redis.call('ZSCORE', KEYS[5], file)) then return { 'gone' } end
 
 local function leave_the_dead()

@@ -63,14 +63,19 @@ class DeadLetters:
         return [_letter(*letter, kept, ids) for letter, kept, ids in zip(letters, known[::2], known[1::2], strict=True)]
 
     async def put_back(self, batch_id: str, known: Mapping[str, str], *, max_items: int, max_bytes: int) -> Enqueued:
-        """Queue a dead batch again, once. What is dead no more is a duplicate. `known`: what the queue has of it."""
+        """Queue a dead batch again, once for each time that it died; what is dead no more is a duplicate.
+
+        `known`: what the queue had of it when that was asked for.
+        """
         batch = Batch(
             batch_id,
             known["blob"],
             **{name: int(known[name]) for name in _NUMBERS},
             rollout_ids=tuple(json.loads(known["rollout_ids"])),
         )
-        return await self._queue.enqueue(batch, max_items=max_items, max_bytes=max_bytes, put_back=True)
+        return await self._queue.enqueue(
+            batch, max_items=max_items, max_bytes=max_bytes, put_back=known.get("letter_id", "alive")
+        )
 
     async def discard(self, batch_id: str) -> tuple[str | None, str | None]:
         """Take a dead batch from the list and give its file up. Returns its state, and the file to delete, if any."""

@@ -54,7 +54,7 @@ def test_the_sums_are_those_of_their_definition(
 
 def test_nothing_is_said_where_the_law_is_not_known() -> None:
     w = world(SHAPES["packed, full response"])
-    assert drafters_favour(w.drafter, replace(w.batch, warped=True), w.policy) is None
+    assert drafters_favour(w.drafter, replace(w.batch, top_k=5), w.policy) is None
     assert drafters_favour(w.drafter, replace(w.batch, temperature=0.0), w.policy) is None
     assert drafters_favour(w.drafter, w.batch, Policy(0, w.embed_tokens)) is None
     few = TargetHead(w.head[:2], ids=torch.tensor([0, 1]))

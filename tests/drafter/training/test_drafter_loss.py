@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -195,12 +196,38 @@ def test_of_a_long_batch_tokens_all_over_it_are_compared(monkeypatch: pytest.Mon
     assert TargetHead(w.head).logprob_gap(replace(w.batch, logprobs=last))[0] > honest + 1.0
 
 
-def test_truncated_sampling_may_log_more_than_is_recomputed_but_not_less() -> None:
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.7, 0), (1.0, 5), (0.8, 5), (1.0, 1), (0.0, 0), (0.999, 1000)])
+def test_truncated_sampling_may_log_more_by_what_was_cut_off(top_p: float, top_k: int) -> None:
+    w = world(AWKWARD, temperature=0.7)
+    batch = cast(w.batch, torch.float32)
+    said = batch.loss_mask.nonzero().flatten()
+    law = ((batch.last_hidden[said - 1] @ w.head.T.float()) / 0.7).softmax(-1)
+    logged = batch.logprobs.clone()
+    for t, p in zip(said.tolist(), law, strict=True):  # the reference: one token after the other
+        order = p.argsort(descending=True)[: top_k or VOCAB].tolist()
+        mass = 0.0
+        for token in order:
+            mass += float(p[token])
+            if mass >= top_p * float(p[order].sum()):
+                break
+        logged[t] -= math.log(mass)
+    head = TargetHead(w.head.float())
+
+    def gap(shift: float) -> float:
+        return head.logprob_gap(replace(batch, top_p=top_p, top_k=top_k, logprobs=logged + shift))[0]
+
+    assert gap(0.0) < 1e-4
+    assert gap(0.5) == pytest.approx(0.5, abs=0.01), "invented: above what the truncated law gives"
+    raw = head.logprob_gap(replace(batch, top_p=top_p, top_k=top_k))[0]  # a sender that logs the law before truncation
+    assert raw < 1e-4
+    assert head.logprob_gap(replace(batch, top_p=top_p, top_k=top_k, logprobs=batch.logprobs - 0.5))[0] > 0.4
+
+
+def test_of_a_head_with_some_rows_nothing_is_known_of_what_truncation_left() -> None:
     w = world(AWKWARD)
-    for shift, seen in ((0.5, False), (-0.5, True)):
-        batch = replace(w.batch, warped=True, logprobs=w.batch.logprobs + shift)
-        gap, _ = TargetHead(w.head).logprob_gap(batch)
-        assert (gap > 0.4) is seen
+    batch = replace(w.batch, top_p=0.9, logprobs=w.batch.logprobs + 0.5)
+    assert TargetHead(w.head, ids=torch.arange(VOCAB)).logprob_gap(batch)[0] < 1e-5
+    assert TargetHead(w.head).logprob_gap(batch)[0] > 0.3
 
 
 def test_a_head_of_some_rows_compares_what_it_can() -> None:

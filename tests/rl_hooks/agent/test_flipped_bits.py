@@ -202,7 +202,8 @@ def test_a_bit_that_flips_between_the_agents_look_and_the_engines_is_not_swapped
     model = torch.nn.Linear(2, 2)
     runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: model)
     speculative = SimpleNamespace(method="eagle3")
-    worker = SimpleNamespace(model_runner=runner, vllm_config=SimpleNamespace(speculative_config=speculative))
+    config = SimpleNamespace(speculative_config=speculative, parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    worker = SimpleNamespace(model_runner=runner, vllm_config=config)
     inside = InProcessEngine("in-process:test", Link(worker), tmp_path)  # type: ignore[arg-type]
     sha256s = {name: hashlib.sha256(data).hexdigest() for name, data in good.items()}
     manifest = Manifest("default", "v1", 1, "published", files_digest(sha256s), (), "f", "d")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,6 +233,24 @@ def test_a_file_of_collected_rollouts_is_a_rollout_file() -> None:
     assert header.prompt_hashes == (wire.prompt_hash([2, 3, 4]),) * 3
 
 
+def test_a_file_leaves_out_the_last_states_that_the_service_does_not_want(tmp_path: Path) -> None:
+    done = decode([Script(f"r{i}", [2, 3, 4], [5 + i, 6, STOP]) for i in range(3)], 1)
+    files = []
+    for last_rows in wire.FORMATS:
+        parts, _ = rollout_file(done, run="live", target_fingerprint="f" * 32, aux_layers=(1, 3), last_rows=last_rows)
+        (tmp_path / last_rows).write_bytes(b"".join(bytes(part) for part in parts))
+        files.append(wire.MappedFile(tmp_path / last_rows))
+    full, fewer = files
+    header = wire.check_rollout_header(fewer.header)
+    ids, starts, mask = (fewer.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    wire.check_index(header, ids, starts, mask, VOCAB)
+    rows = wire.predicting_rows(full.array("loss_mask"))
+    assert rows.tolist() == [2, 3, 4, 8, 9, 10, 14, 15, 16]
+    for name in full.header.tensors:
+        kept = full.array(name)[rows] if name in ("last_hidden", "logsumexp") else full.array(name)
+        assert np.array_equal(kept, fewer.array(name)), name
+
+
 def test_a_file_names_the_whole_prompt_whatever_the_prefix_cache_held() -> None:
     """The siblings of a group share a prompt; the first computes its rows, the others read them from the cache."""
     prompt = list(range(2, 12))
@@ -414,6 +433,7 @@ def tap_on(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]
 
     monkeypatch.setattr("rl_hooks.engines.vllm.tap.step_v1", note)
     tap = VllmTap.__new__(VllmTap)
+    tap._shares = None
     tap.tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=1000)
     tap._wrap(runner)
     return seen
@@ -526,6 +546,7 @@ def test_a_request_that_an_update_preempts_is_not_collected_again_under_the_next
     """V2's scheduler resumes it as a new request that has generated already (`pause_generation(mode="keep")`)."""
     collected: list[Collected] = []
     tapped = VllmTap.__new__(VllmTap)
+    tapped._shares = None
     tapped.tap = tap(collected.append, policy_version=3)
     named, script = named_arguments(Runner().execute_model, ("scheduler_output",)), Script("r", [2, 3], [])
 

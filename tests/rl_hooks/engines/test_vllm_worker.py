@@ -36,7 +36,9 @@ class Worker:
         self.target, self.draft = Model(), Model()
         self.model_runner = SimpleNamespace(get_model=lambda: self.target, get_draft_model=lambda: self.draft)
         self.vllm_config = SimpleNamespace(
-            speculative_config=SimpleNamespace(method="eagle3"), load_config=SimpleNamespace(load_format=load_format)
+            speculative_config=SimpleNamespace(method="eagle3"),
+            load_config=SimpleNamespace(load_format=load_format),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
 
     def sleep(self, level: int = 1) -> None:
@@ -53,7 +55,7 @@ class Tap:
 
     refused = False
 
-    def __init__(self, _worker: Any, _settings: Any, _layers: Any, watch: Any, *, joined: bool) -> None:
+    def __init__(self, _worker: Any, _settings: Any, _layers: Any, watch: Any, _ranks: Any, *, joined: bool) -> None:
         self.begun = (watch.version, joined)
 
     def settled(self, *, tainted: bool) -> None:
@@ -210,7 +212,7 @@ def test_a_run_that_is_another_policys_gets_nothing_more(loads: list[Any]) -> No
     ended: list[bool] = []
     real = VllmTap.__new__(VllmTap)
     parts: Any = {"sender": SimpleNamespace(refused=True), "tap": SimpleNamespace(cut=lambda: ended.append(True))}
-    vars(real).update(parts)
+    vars(real).update(parts | {"_ranks": SimpleNamespace(size=1)})
     real.settled(tainted=False)
     assert ended == [True]
 

@@ -96,6 +96,27 @@ def test_a_rejected_rollout_is_dropped_with_one_warning_that_says_why(caplog: py
         sender.close()
 
 
+def test_the_rows_that_the_run_wants_are_those_that_the_service_named_last() -> None:
+    with receiver() as service:
+        sender = RolloutSender(service.url)
+        heard = []
+        for status, fields in (
+            (202, {}),  # of an older service
+            (202, {"last_rows": "predicting"}),
+            (202, {}),
+            (202, {"last_rows": "those of Tuesday"}),
+            (422, {"title": "Bad", "detail": "last_hidden"}),  # an older service is back, or the run is another one
+            (200, {"duplicate": True, "last_rows": "predicting"}),
+            (202, {"last_rows": "all"}),
+        ):
+            service.answer = lambda _request, status=status, fields=fields: (status, {}, fields)  # type: ignore[misc]
+            sender.submit([b"z"])
+            finished(sender)
+            heard.append(sender.last_rows)
+        assert heard == ["all", *["predicting"] * 3, "all", "predicting", "all"]
+        sender.close()
+
+
 def test_duplicates_are_counted_apart() -> None:
     with receiver() as service:
         service.answer = lambda _request: (200, {}, {"duplicate": True})

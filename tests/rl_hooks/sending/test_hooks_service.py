@@ -16,6 +16,7 @@ from service_fixtures import RunningService
 from transformers import Qwen3ForCausalLM
 from worker_fixtures import Bench
 
+from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
 
 Attach = Callable[..., DrafterHook]
@@ -185,3 +186,19 @@ def test_an_initial_drafter_that_comes_too_late_is_named_in_the_trainers_log(
     step(hook, model, 0)
     bench.drain(bench.worker())
     assert bench.queue.counters()["acked_total"] == 1
+
+
+def test_a_hook_leaves_out_what_its_run_never_reads_and_the_worker_misses_nothing(attach: Attach, bench: Bench) -> None:
+    model = tiny(tied=False)
+    hook = attach(model)
+    worker = bench.worker()
+    formats = []
+    for version in range(3):
+        step(hook, model, version)
+        (path,) = bench.layout.spool("default").glob("*")
+        formats.append(wire.MappedFile(path).header.metadata["format"])
+        bench.drain(worker)
+    assert formats == ["draftalign.rollouts.v2"] * 3, "the answer to the registration says so"
+    assert (bench.queue.counters()["dead_total"], bench.queue.counters()["acked_total"]) == (0, 3)
+    assert largest_gap(bench) < 0.01
+    assert hook.stats()["failures"] == 0

@@ -25,6 +25,7 @@ from transformers import DataCollatorWithFlattening
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError, UnsupportedModelError
 from rl_hooks.hook import DrafterHook
+from rl_hooks.sending.features import FeatureDtype
 from rl_hooks.sending.registration import HeadWatch, RunRegistration
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.trainer import staging
@@ -904,3 +905,38 @@ def test_a_token_that_the_head_has_no_row_for_is_refused_on_the_host(
             run_once(hook, model, batch, input_ids=ids)
     assert not scored.called
     hook.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("whole", [True, False], ids=["head whole", "head never whole"])
+def test_the_last_states_that_the_service_does_not_want_are_left_out_and_the_others_stay_as_they_are(
+    service: Receiver, tmp_path: Path, dtype: FeatureDtype, whole: bool
+) -> None:
+    model, batch = tiny(tied=False), padded_batch(LENGTHS)
+    head = model.lm_head.weight.data
+    if not whole:
+        model.lm_head.weight.data = torch.empty(0)
+    files = []
+    for wanted in ("all", "predicting"):
+        said = {"duplicate": False, "last_rows": wanted}
+        service.answer = lambda _request, said=said: (202, {}, said)  # type: ignore[misc]
+        hook = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), dtype=dtype, strict=whole)
+        for version in (1, 2):  # where nothing was registered, the first answer is that to the first file
+            logprobs = torch.full(batch.input_ids.shape, -0.5)
+            with torch.no_grad(), hook.capture(**inputs(batch), policy_version=version, logprobs=logprobs):
+                hidden = model.model(batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
+                _ = model.lm_head(hidden) if whole else hidden @ head.T
+            assert hook.flush(20), hook.stats()
+        files.append(mapped(service.rollouts()[-1], tmp_path))
+        hook.close()
+    full, fewer = files
+    header = wire.check_rollout_header(fewer.header)
+    ids, starts, mask = (fewer.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    wire.check_index(header, ids, starts, mask, VOCAB)
+    assert (wire.check_rollout_header(full.header).last_rows, header.last_rows) == ("all", "predicting")
+    rows = wire.predicting_rows(full.array("loss_mask"))
+    assert ("logsumexp" in fewer) == ("logsumexp" in full) == whole
+    assert set(full.header.tensors) == set(fewer.header.tensors)
+    for name in full.header.tensors:
+        kept = full.array(name)[rows] if name in ("last_hidden", "logsumexp") else full.array(name)
+        assert np.array_equal(kept, fewer.array(name)), name

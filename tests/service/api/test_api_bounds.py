@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import redis.asyncio
+from access_fixtures import TokenFile
 from agent_fixtures import eventually
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, head_file, rollout_file, run_file
@@ -62,6 +63,62 @@ def test_there_may_be_so_many_runs_and_one_that_exists_is_always_taken(serve: Ca
     assert service.register("a").status_code == 200
     service.client.delete("/runs/b").raise_for_status()
     assert service.register("c").status_code == 201
+
+
+def test_a_token_of_some_runs_leaves_room_for_the_runs_of_the_others(
+    serve: Callable[..., RunningService], tmp_path: Path
+) -> None:
+    tokens = TokenFile(tmp_path / "tokens")
+    tokens.add("math", "write", ("math-*",))
+    tokens.add("math-too", "write", ("math-*",))  # the same runs: no further share
+    tokens.add("chess", "write", ("chess-*",))
+    tokens.add("all", "write")
+    service = serve(max_runs=6, token_file=tokens.path)
+
+    def put(token: str, run: str) -> httpx.Response:
+        return service.client.put(f"/runs/{run}", content=run_file(), headers=HEADERS | tokens.headers(token))
+
+    assert [put("math", f"math-{n}").status_code for n in range(2)] == [201, 201]
+    for token in ("math", "math-too"):
+        reply = put(token, "math-2")
+        assert (reply.status_code, kind(reply)) == (429, "too-many-runs")
+        assert f"2 runs that token '{token}' is for" in reply.json()["detail"]
+        assert reply.headers["retry-after"]
+    assert put("math", "math-0").status_code == 200, "a run that exists is always taken"
+    assert [put("chess", f"chess-{n}").status_code for n in range(3)] == [201, 201, 429]
+    assert [put("all", f"other-{n}").status_code for n in range(3)] == [201, 201, 429]
+
+
+def heads(service: RunningService) -> list[int]:
+    return sorted(int(path.stem) for path in service.layout.heads("default").iterdir())
+
+
+def put_head(service: RunningService, version: int) -> httpx.Response:
+    return service.client.put("/runs/default/head", content=head_file(version), headers=HEADERS)
+
+
+def test_heads_that_come_without_rollouts_are_bounded(serve: Callable[..., RunningService]) -> None:
+    """No batch has come that could need them; the newest stay for batches that are on their way."""
+    service = serve(max_heads=8)
+    service.register()
+    assert {put_head(service, version).status_code for version in range(1, 41)} == {201}
+    assert len(heads(service)) <= 8
+    assert set(heads(service)) >= set(range(37, 41))
+
+
+def test_heads_that_queued_batches_need_stay_and_the_next_waits_until_the_worker_has_caught_up(
+    serve: Callable[..., RunningService],
+) -> None:
+    service = serve(max_heads=4)
+    service.register()
+    for version in range(1, 5):
+        assert put_head(service, version).status_code == 201
+        assert service.post(rollout_file((f"r{version}", f"s{version}"), policy_version=version)).status_code == 202
+    reply = put_head(service, 5)
+    assert (reply.status_code, kind(reply)) == (429, "too-many-heads")
+    assert reply.headers["retry-after"]
+    assert heads(service) == [1, 2, 3, 4]
+    assert put_head(service, 4).status_code == 201, "the same head again takes no more room"
 
 
 def report(version: str, **changes: Any) -> dict[str, Any]:

@@ -441,6 +441,30 @@ def test_what_a_second_registration_brings_in_vain_is_said(bare: RunningService)
     assert "warning" not in bare.client.get("/runs/r").json()
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d2t, _: d2t.__iadd__(10**9), "ids that ascend within"),
+        (lambda d2t, _: d2t.__isub__(1), "ids that ascend within"),
+        (lambda d2t, _: d2t.__setitem__(1, -1), "ids that ascend within"),
+        (lambda _, t2d: t2d.__setitem__(slice(None), t2d[::-1].copy()), "names other tokens than d2t"),
+    ],
+)
+def test_a_draft_vocabulary_that_contradicts_itself_is_refused_before_the_worker_meets_it(
+    bare: RunningService, change: Any, words: str
+) -> None:
+    drafter, mine = drafter_tensors(), policy(weights(0), weights(1))
+    d2t = np.zeros(SIZES.draft_vocab_size, np.int64)
+    t2d = np.arange(SIZES.vocab_size) < SIZES.draft_vocab_size
+    change(d2t, t2d)
+    spoilt = {"drafter.d2t": wire.Tensor.of(d2t, "I64"), "drafter.t2d": wire.Tensor.of(t2d, "BOOL")}
+    config = json.dumps(export_config(SIZES))
+    reply = put_policy(bare, mine | drafter | spoilt, drafter_config=config)
+    assert (reply.status_code, words in reply.text) == (422, True), reply.text
+    assert bare.layout.run_names() == []
+    assert put_policy(bare, mine | drafter, drafter_config=config).status_code == 201
+
+
 def refuse(service: RunningService, redis_client: Redis, run: str = "default") -> None:
     """As the worker says it."""
     refused = json.dumps(file_id(service.layout.target(run)))

@@ -307,6 +307,26 @@ def test_many_who_put_it_back_at_once_put_it_back_once(bench: Bench, serve: Serv
     assert check_ledger(bench)["items"] == 1
 
 
+def test_who_saw_an_earlier_death_does_not_put_it_back_after_the_next(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.begin()
+    (batch_id,) = die(bench, service, "bad")
+
+    def letter() -> str:
+        (listed,) = httpx.get(f"{service.url}{DEAD}").json()["dead"]
+        return str(listed["letter_id"])
+
+    def ask(**seen: str) -> bool:
+        return bool(httpx.post(f"{service.url}{DEAD}/{batch_id}/retry", params=seen).json()["put_back"])
+
+    first = letter()
+    assert [ask(letter_id=first), ask(letter_id=first)] == [True, False]
+    bench.drain(bench.worker())
+    assert bench.state(batch_id) == "dead"
+    assert [ask(letter_id=first), ask(letter_id=letter()), ask()] == [False, True, False]
+    assert check_ledger(bench)["put_back_total"] == 2
+
+
 def test_the_command_lists_saves_puts_back_and_discards(bench: Bench, serve: Serve, tmp_path: Path) -> None:
     service = serve()
     bench.begin()

@@ -51,7 +51,7 @@ WENT_WELL = {
     "DELETE /runs/{run}/dead/{batch_id} 204",
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180 + 2 * EXAMPLES)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180 + 6 * EXAMPLES)]
 
 
 @contextmanager

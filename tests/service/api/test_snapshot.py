@@ -33,7 +33,7 @@ VERSION = "v000001-aaaaaaaa"
 
 
 def facts(**fields: Any) -> RunFacts:
-    return facts_of(stored(**({"now": NOW} | fields)), Settings())
+    return facts_of(stored(**({"now": NOW} | fields)), Settings(queue_max_bytes=1 << 34))
 
 
 def scored(second: float, alpha: float = 3.0) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_what_is_wrong_is_named_with_what_to_do(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--cluster-enabled", "yes", "--cluster-port", "1"), "is a node of a cluster .* give a server that is not in"),
+        (("--cluster-enabled", "yes", "--cluster-port", "1"), "is a node of a cluster .* give it as redis.cluster://"),
         (("--sentinel",), "lacks a command: it is a Sentinel's own port, .* give the address of the primary"),
     ],
 )
@@ -73,6 +74,24 @@ def test_a_node_of_a_cluster_and_a_sentinel_are_named(tmp_path: Path, options: t
                 check_redis(f"redis://127.0.0.1:{port}", may_be_away=True)
         finally:
             server.kill()
+
+
+def test_protected_mode_is_named() -> None:
+    """As Redis 7 answers whoever comes from another machine; here a double says it, because loopback never hears it."""
+    denied = b"-DENIED Redis is running in protected mode because no password is set. In this mode\r\n"
+
+    def deny() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(denied)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        pool.submit(deny)
+        named = r"has no password, .* --protected-mode no"
+        with pytest.raises(ConfigurationError, match=rf"the Redis at redis://\S* {named}") as refused:
+            check_redis(f"redis://127.0.0.1:{server.getsockname()[1]}/0", may_be_away=True)
+    assert "In this mode" not in str(refused.value), "Redis goes on for a paragraph"
 
 
 def _answers(client: Redis) -> bool:

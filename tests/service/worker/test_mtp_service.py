@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from service_fixtures import RunningService
+from service_fixtures import HEADERS, RunningService
 from typer.testing import CliRunner
 from worker_fixtures import CONFIG, FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined, recorded_windows
 
@@ -151,6 +151,35 @@ def test_a_head_of_some_rows_cannot_serve_it(bench: Bench, tmp_path: Path) -> No
     rows = TargetHead(bench.world.heads[0], ids=torch.arange(VOCAB))
     with pytest.raises(TargetHeadError, match="whole lm_head"):
         replay(module(), load_batch(path), Policy(0, bench.world.embed, rows), depth=2)
+
+
+def test_rollouts_without_the_prompts_states_are_refused_and_the_hook_is_told_so(bench: Bench, tmp_path: Path) -> None:
+    service = RunningService(state_dir=bench.layout.root, redis_url=bench.redis_url)
+    try:
+        body = run_file(bench.world, tmp_path / "initial")
+        registered = service.client.put("/runs/default", content=body, headers=HEADERS)
+        refused = service.post(bench.world.rollout_file("a", last_rows="predicting"))
+        taken = service.post(bench.world.rollout_file("a"))
+    finally:
+        service.stop()
+    assert registered.json()["last_rows"] == "all"
+    assert (refused.status_code, refused.json()["field"]) == (422, "last_hidden")
+    assert "send draftalign.rollouts.v1" in refused.json()["detail"]
+    assert (taken.status_code, taken.json()["last_rows"]) == (202, "all")
+
+
+def test_such_a_file_in_the_spool_of_an_older_service_is_a_dead_letter_and_no_dead_worker(
+    bench: Bench, tmp_path: Path
+) -> None:
+    bench.register(run_file(bench.world, tmp_path / "initial"))
+    worker = bench.worker(**OPEN)
+    bad = bench.post("a", last_rows="predicting")
+    bench.drain(worker)
+    good = bench.post("b")
+    bench.drain(worker)
+    assert bench.state(bad) == "dead"
+    assert "reads last_hidden of all" in (bench.queue.batch(bad) or {})["reason"]
+    assert bench.state(good) in ("trained", "held_out")
 
 
 def test_the_kind_is_read_from_the_config(bench: Bench, tmp_path: Path) -> None:

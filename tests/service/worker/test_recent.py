@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import pytest
 import torch
+from service_fixtures import with_last_rows
 from torch import Tensor
 from worker_fixtures import World, joined
 
@@ -316,37 +320,106 @@ def test_what_is_learnt_and_scored_from_mapped_files_is_what_copies_gave_to_the_
     """Losses, gradients and weights of training on kept batches, replay, log p check, normalisers, lossless check."""
     outcomes = []
     for load in (copied, load_batch):
-        world, directory = World(), tmp_path / load.__name__
-        recent = RecentRollouts(directory, capacity_tokens=10_000)
-        for name in ("a", "b", "c"):
-            body = world.rollout_file(name, rollouts=12)
-            path = tmp_path / f"{name}.safetensors"
-            path.write_bytes(body if kind == "bfloat16" else as_fp8(body, tmp_path / "x", last="too" in kind))
-            newest = recent.add(path, load(path))
-        trainer = DrafterTrainer(world.drafter(), TrainConfig(optimizer="adamw"))
-        found: list[object] = []
-        policy = world.policy()
-        for window in recent.train_steps([newest], passes=3, step_tokens=96, seed=5):
-            report = trainer.step([(batch, policy) for batch in window])
-            trainer._optimizer.forget_gradients()
-            for batch in window:
-                trainer._accumulate(trainer.prepare(batch), policy, 50)
-            found += [report.loss, report.grad_norm, report.acceptance_per_step]
-            found += [p.grad.clone() for p in trainer.drafter.parameters() if p.grad is not None]
-        assert len(found) > 6
-        assert trainer.windows > 1
-        found += [p.detach().clone() for p in trainer.drafter.parameters()]
-        batch = newest.batch
-        screen(batch)
-        found.append(replay(trainer.drafter, batch, policy, depth=4).alpha)
-        found.append(policy.needed_head().logprob_gap(batch))
-        found.append(policy.needed_head().normalise(replace(batch, normalised=False)).logsumexp)
-        found.append(str(drafters_favour(trainer.drafter, batch, policy)))
-        outcomes.append(found)
-    before, now = outcomes
+        bodies = [World().rollout_file(name, rollouts=12) for name in ("a", "b", "c")]
+        if kind != "bfloat16":
+            bodies = [as_fp8(body, tmp_path / "x", last="too" in kind) for body in bodies]
+        outcomes.append(learnt_and_scored(bodies, load, tmp_path / load.__name__))
+    assert_equal(*outcomes)
+
+
+def learnt_and_scored(
+    bodies: Sequence[bytes], load: Callable[[Path], RolloutBatch], directory: Path, loss: Literal["kl", "alpha"] = "kl"
+) -> list[object]:
+    """All that is computed from rollout files: training on the last of them and on those before, then its scores."""
+    world, recent = World(), RecentRollouts(directory, capacity_tokens=10_000)
+    for number, body in enumerate(bodies):
+        path = directory / f"{number}.safetensors"
+        path.write_bytes(body)
+        newest = recent.add(path, load(path))
+    trainer = DrafterTrainer(world.drafter(), TrainConfig(optimizer="adamw", loss=loss))
+    found: list[object] = []
+    policy = world.policy()
+    for window in recent.train_steps([newest], passes=3, step_tokens=96, seed=5):
+        report = trainer.step([(batch, policy) for batch in window])
+        trainer._optimizer.forget_gradients()
+        for batch in window:
+            trainer._accumulate(trainer.prepare(batch), policy, 50)
+        found += [report.loss, report.grad_norm, report.acceptance_per_step]
+        found += [p.grad.clone() for p in trainer.drafter.parameters() if p.grad is not None]
+    assert len(found) > 6
+    assert trainer.windows > 1
+    found += [p.detach().clone() for p in trainer.drafter.parameters()]
+    batch = newest.batch
+    screen(batch)
+    found.append(replay(trainer.drafter, batch, policy, depth=4).alpha)
+    found.append(policy.needed_head().logprob_gap(batch))
+    normalised = policy.needed_head().normalise(replace(batch, normalised=False)).logsumexp
+    found.append(normalised[wire.predicting_rows(batch.loss_mask.numpy())])
+    found.append(str(drafters_favour(trainer.drafter, batch, policy)))
+    return found
+
+
+def assert_equal(before: list[object], now: list[object]) -> None:
     assert len(before) == len(now)
     for a, b in zip(before, now, strict=True):
         assert torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+
+def last_rows_of(body: bytes, last_rows: wire.LastRows, scratch: Path) -> bytes:
+    """The same rollouts as a file with these rows of the last state."""
+    scratch.write_bytes(body)
+    file = wire.MappedFile(scratch)
+    tensors = {n: wire.Tensor.of(file.array(n).copy(), i.dtype) for n, i in file.header.tensors.items()}
+    metadata = {**file.header.metadata, "format": wire.FORMATS[last_rows]}
+    return joined(wire.encode(with_last_rows(tensors, last_rows), metadata))
+
+
+def tool_turns(tensors: dict[str, Tensor]) -> None:
+    """The fifth token of each rollout is a tool's; the ninth too."""
+    for start in tensors["cu_seqlens"][:-1].tolist():
+        tensors["loss_mask"][[start + 4, start + 8]] = 0
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "fp8, last_hidden too"])
+@pytest.mark.parametrize("loss", ["kl", "alpha"])
+def test_what_is_learnt_and_scored_does_not_need_the_rows_that_predict_no_response_token(
+    tmp_path: Path, kind: str, loss: Literal["kl", "alpha"]
+) -> None:
+    bodies = [World().rollout_file(name, rollouts=12, change=tool_turns) for name in ("a", "b", "c")]
+    if kind != "bfloat16":
+        bodies = [as_fp8(body, tmp_path / "x", last="too" in kind) for body in bodies]
+    fewer = [last_rows_of(body, "predicting", tmp_path / "x") for body in bodies]
+    assert all(len(b) < len(a) for a, b in zip(bodies, fewer, strict=True))
+    full = learnt_and_scored(bodies, load_batch, tmp_path / "full", loss)
+    assert_equal(full, learnt_and_scored(fewer, load_batch, tmp_path / "fewer", loss))
+    path = tmp_path / "x"
+    path.write_bytes(fewer[0])
+    batch = load_batch(path)
+    assert len(batch.last_hidden) == batch.response_tokens
+    mapped = batch.last_hidden.untyped_storage().nbytes()
+    assert mapped >= len(fewer[0]) - 8, "it lies in the file, of which nothing was copied"
+
+
+def test_batches_with_and_without_those_rows_are_trained_on_beside_each_other(tmp_path: Path) -> None:
+    bodies = [World().rollout_file(name, rollouts=12) for name in ("a", "b", "c")]
+    mixed = [bodies[0], *(last_rows_of(body, "predicting", tmp_path / "x") for body in bodies[1:])]
+    found = learnt_and_scored(mixed, load_batch, tmp_path / "mixed")
+    assert all(math.isfinite(one) for one in found if isinstance(one, float))
+
+
+@pytest.mark.parametrize("where", ["first", "last", "one more"])
+def test_a_row_too_few_or_too_many_is_refused(tmp_path: Path, where: str) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(last_rows_of(World().rollout_file("a"), "predicting", path))
+    file = wire.MappedFile(path)
+    tensors = {n: wire.Tensor.of(file.array(n).copy(), i.dtype) for n, i in file.header.tensors.items()}
+    for name in ("last_hidden", "logsumexp"):
+        rows = file.array(name)
+        rows = {"first": rows[1:], "last": rows[:-1], "one more": np.concatenate([rows, rows[:1]])}[where]
+        tensors[name] = wire.Tensor.of(rows.copy(), tensors[name].dtype)
+    (tmp_path / "y").write_bytes(joined(wire.encode(tensors, file.header.metadata)))
+    with pytest.raises(wire.WireError, match="has one row for each, of the token before it"):
+        load_batch(tmp_path / "y")
 
 
 @pytest.mark.parametrize("fp8", [False, True])

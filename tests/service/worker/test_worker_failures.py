@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from service_fixtures import HEADERS, RunningService
 from storage_fixtures import RolloutQueue, Store
-from worker_fixtures import Bench
+from worker_fixtures import Bench, alive, nest, wait_until_gone
 
 import service.storage.queue
 import service.worker.claim
@@ -27,7 +28,8 @@ from service.storage.layout import file_id
 from service.storage.lease import Leases
 from service.storage.queue import MAX_DELIVERIES
 from service.storage.queue import RolloutQueue as WorkersQueue
-from service.storage.runs import untouched
+from service.storage.reports import Store as WorkersStore
+from service.storage.runs import change_state, untouched
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.learner import Learner
 from service.worker.lineage import Lineage
@@ -647,3 +649,78 @@ def test_a_run_whose_directory_cannot_be_looked_into_keeps_no_other_waiting(
     worker._turn()
     worker._turn()
     assert error_of(bench) is None
+
+
+@pytest.mark.timeout(240)
+def test_a_run_that_kills_the_worker_when_it_is_opened_is_set_aside_and_the_others_train(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """As the kernel kills it for memory: no exception is caught, and the next process would open the run again."""
+    bench.begin()
+    bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=FIRST)
+    batch = bench.post("honest")
+    with nest(tmp_path / "log") as workers:
+        for _ in range(3):
+            pid = workers.start(bench, dies_opening=FIRST)
+            wait_until_gone(pid, 60.0)
+        pid = workers.start(bench, dies_opening=FIRST)
+        bench.wait(lambda: bench.state(batch) == "trained" or not alive(pid))
+        assert alive(pid), "the fourth worker opened the run again"
+        assert bench.state(batch) == "trained"
+        assert "died 3 times while it opened this run" in error_of(bench)
+
+
+def test_a_run_that_was_set_aside_is_tried_again_later_ever_more_rarely_or_as_a_person_wants(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = file_id(bench.layout.target(FIRST))
+    assert file is not None
+    store = WorkersStore(bench.redis, FIRST)
+
+    def died(times: int, seconds_ago: float) -> None:
+        store.set_worker({"opening": [*file, times, time.time() - seconds_ago]})
+        worker._runs.clear()  # it is another process now
+
+    died(1, 0.0)
+    worker._turn()
+    assert FIRST in worker.served, "one death may have been any other's fault"
+    assert store.opening(file) == (0, 0.0), "the end of the opening is not noted"
+    for times, seconds in ((3, 20.0), (4, 40.0), (6, 160.0), (60, 86_400.0)):
+        died(times, seconds - 20.0)
+        worker._turn()
+        assert FIRST not in worker.served
+        assert f"died {times} times" in error_of(bench)
+        assert worker._runs[FIRST].retry_at - time.monotonic() < 21.0
+        died(times, seconds + 1.0)
+        worker._turn()
+        assert FIRST in worker.served
+
+    died(9, 0.0)
+    worker._turn()
+    assert FIRST not in worker.served
+    assert bench.redis.hget(f"da:{{{FIRST}}}:worker", "refused") is not None, "a PUT would not replace the file"
+    change_state(bench.layout, FIRST, "paused", "to be tried again")
+    worker._turn()
+    change_state(bench.layout, FIRST, "active", "to be tried again")
+    worker._turn()
+    assert FIRST in worker.served
+
+    died(9, 0.0)
+    bench.layout.target(FIRST).write_bytes(bench.layout.target(FIRST).read_bytes())  # another file
+    worker._turn()
+    assert FIRST in worker.served
+
+
+def test_redis_that_goes_away_while_a_run_is_opened_is_no_death_of_the_worker(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = file_id(bench.layout.target(FIRST))
+    away = broken(RedisConnectionError("away"), lambda *_: True, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(service.worker.process, "RunWorker", away)
+        for _ in range(5):
+            with pytest.raises(RedisConnectionError):
+                worker._turn()
+    assert WorkersStore(bench.redis, FIRST).opening(file)[0] <= 1
+    worker._turn()
+    assert FIRST in worker.served

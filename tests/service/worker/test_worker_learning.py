@@ -101,6 +101,18 @@ def test_a_broken_batch_is_dead_with_its_reason_and_the_others_live(bench: Bench
     assert all(torch.isfinite(p).all() for p in worker.learner.lineage.candidate.parameters())
 
 
+@pytest.mark.parametrize("truncation", [{"top_p": 0.999}, {"top_k": 39}, {"top_p": 0.9, "top_k": 39}])
+def test_invented_log_probabilities_of_truncated_sampling_are_dead(bench: Bench, truncation: dict[str, Any]) -> None:
+    """Of a law that is cut off, log p is larger, but not by more than what was cut off had."""
+    bench.begin()
+    worker = bench.worker(claim_tokens=10_000)
+    good = bench.post("a", **truncation)
+    bad = bench.post("bad", change=lambda t: t["logprobs"].zero_(), **truncation)
+    bench.drain(worker)
+    assert (bench.state(bad), "log-probabilities disagree" in bench.reason(bad)) == ("dead", True), bench.reason(bad)
+    assert bench.state(good) == "trained"
+
+
 def test_a_batch_that_no_drafter_can_be_replayed_on_is_dead(bench: Bench) -> None:
     """Finite features that overflow on the way: found by the replay, not by the screen."""
     drafter = bench.world.drafter()

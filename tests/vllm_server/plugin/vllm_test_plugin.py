@@ -23,7 +23,17 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     looking = (start_recording, stop_recording, policy_digest, storage, keep_collected, take_collected)
-    for method in (*looking, load_policy, set_tap, move_policy, wipe_drafter, rot_drafter, fail_next_load):
+    for method in (
+        *looking,
+        load_policy,
+        set_tap,
+        move_policy,
+        wipe_drafter,
+        rot_drafter,
+        fail_next_load,
+        stage_by_rank,
+        fail_a_rank,
+    ):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
 
@@ -179,6 +189,17 @@ def fail_next_load(self: Any) -> None:
         raise RuntimeError("the test broke this load half-way")
 
     draft.load_weights = load_weights
+
+
+def stage_by_rank(self: Any, paths: list[str], version: str) -> None:
+    """Each rank begins to read another directory."""
+    self.draftalign_stage(paths[self.rank], version)
+
+
+def fail_a_rank(self: Any, rank: int) -> None:
+    """`fail_next_load` on this rank only."""
+    if self.rank == rank:
+        fail_next_load(self)
 
 
 class TestEndpoints:

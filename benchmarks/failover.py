@@ -1,0 +1,99 @@
+"""How many acknowledged batches a failover loses: kill -9 of a real primary while clients queue batches.
+
+The queue is the shipped `AsyncRolloutQueue`, through the shipped client, on servers of this machine: a cluster of three
+primaries with a replica each, or a primary and its replica under three Sentinels. A batch is lost if its enqueue was
+answered, and the primary that took over does not know it. Redis replicates asynchronously, so some may be.
+
+    python benchmarks/failover.py --failovers 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
+
+from failover_fixtures import Cluster, Sentinels, Servers  # noqa: E402 - the path must be set first
+from redis.asyncio.retry import Retry  # noqa: E402
+from redis.backoff import ExponentialBackoff  # noqa: E402
+from redis.exceptions import RedisError  # noqa: E402
+
+from service.storage.queue import AsyncRolloutQueue, Batch, Keys  # noqa: E402
+from service.storage.ready import connect_async  # noqa: E402
+
+CLIENTS = 8
+
+
+async def one_failover(servers: Servers, run: str, seed: int) -> tuple[int, int, float]:
+    """Batches acknowledged before the kill, how many of them are lost, and seconds until the next is acknowledged."""
+    rng = random.Random(seed)
+    retry = Retry(ExponentialBackoff(cap=0.2, base=0.05), 2)  # as the API's
+    async with connect_async(servers.url, socket_timeout=5.0, socket_connect_timeout=2.0, retry=retry) as client:
+        queue = AsyncRolloutQueue(client, run)
+        answered: dict[str, float] = {}
+
+        async def send(number: int, until: asyncio.Event) -> None:
+            count = 0
+            while not until.is_set():
+                name = f"{seed:08x}{number:08x}{count:016x}"
+                batch = Batch(name, f"{name}.b", 100, 10, 2, 0, 0, (name,))
+                try:
+                    await queue.enqueue(batch, max_items=1 << 30, max_bytes=1 << 40, overflow="reject")
+                except RedisError:
+                    await asyncio.sleep(0.05)
+                else:
+                    answered[name] = time.monotonic()
+                    count += 1
+
+        over = asyncio.Event()
+        senders = [asyncio.create_task(send(number, over)) for number in range(CLIENTS)]
+        while len(answered) < 200:  # noqa: ASYNC110 - polled, so that the senders pay for nothing
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(rng.uniform(0.0, 0.5))
+        primary = servers.primary_of(Keys(run).queue)
+        primary.kill()
+        killed = time.monotonic()
+        before = [name for name, at in answered.items() if at < killed]
+        while max(answered.values()) < killed + 0.2:  # noqa: ASYNC110 - later than the dead primary's last answers
+            await asyncio.sleep(0.01)
+        away = min(at for at in answered.values() if at > killed + 0.2) - killed
+        over.set()
+        await asyncio.gather(*senders)
+        lost = 0
+        for name in answered:
+            lost += not await client.exists(Keys(run).batch(name))
+        await client.delete(Keys(run).queue)
+    await asyncio.to_thread(primary.start)
+    await asyncio.to_thread(servers.settle)
+    return len(before), lost, away
+
+
+def main() -> None:
+    """Print a table: one line for each kind of Redis."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--failovers", type=int, default=10)
+    parser.add_argument("--kinds", nargs="+", choices=("cluster", "sentinel"), default=["cluster", "sentinel"])
+    asked = parser.parse_args()
+    print("kind      failovers  acknowledged  lost  failovers that lost any  most lost  seconds away (median, most)")
+    for kind in asked.kinds:
+        with tempfile.TemporaryDirectory() as place:
+            made = Cluster(Path(place), replicas=True) if kind == "cluster" else Sentinels(Path(place))
+            with made as servers:
+                found = [asyncio.run(one_failover(servers, f"r{n}", n)) for n in range(asked.failovers)]
+        before, lost, away = (list(column) for column in zip(*found, strict=True))
+        print(
+            f"{kind:9} {len(found):9}  {sum(before):12}  {sum(lost):4}  {sum(n > 0 for n in lost):23}  {max(lost):9}"
+            f"  {sorted(away)[len(away) // 2]:.1f}, {max(away):.1f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Real servers on loopback that fail over: a cluster, or a primary and its replica under three Sentinels."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from service.cli.valkey import find_binary
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> None:
+    """Wait until `condition` is true; a server that does not answer makes it false."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(RedisError):
+            if condition():
+                return
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+class Server:
+    """One Valkey process, that can be killed and started again on its port with what it wrote down."""
+
+    def __init__(self, place: Path, *options: str) -> None:
+        place.mkdir(parents=True)
+        self.port, self.bus = free_port(), free_port()
+        self.client: Any = Redis(port=self.port)
+        self._file = place / "server.conf"
+        self._sentinel = any(line.startswith("sentinel ") for line in options)
+        lines = [f"port {self.port}", "bind 127.0.0.1", f"dir {place}", *options]
+        lines += [f"cluster-port {self.bus}"] if "cluster-enabled yes" in options else []
+        lines += [] if self._sentinel else ['save ""', "repl-diskless-sync-delay 0", "repl-ping-replica-period 1"]
+        self._file.write_text("\n".join(lines) + "\n")
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait for its first answer."""
+        mode = ["--sentinel"] if self._sentinel else []
+        argv = [str(find_binary()), str(self._file), *mode]
+        self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+        until(self.client.ping, "the server answers")
+
+    def kill(self) -> None:
+        """End it as kill -9 does."""
+        self._process.kill()
+        self._process.wait()
+
+    def is_primary(self) -> bool:
+        """Whether it takes writes, by its own word."""
+        return bool(self.client.info("replication")["role"] == "master")
+
+    def has_replica(self) -> bool:
+        """Whether it is a primary with a replica that has confirmed what it got; it is "online" before it gets any."""
+        facts = self.client.info("replication")
+        replica = facts.get("slave0", {})
+        return bool(facts["role"] == "master" and replica.get("state") == "online" and replica["offset"] > 0)
+
+    def wait_for_replica(self) -> None:
+        """Return when the replica has every write that was answered before."""
+        offset = self.client.info("replication")["master_repl_offset"]
+        until(lambda: self.client.info("replication")["slave0"]["offset"] >= offset, "the replica has it all")
+
+
+class Servers:
+    """Some servers, all killed at the end."""
+
+    url: str
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Wait until a primary could be lost."""
+        raise NotImplementedError
+
+    def primary_of(self, _key: str) -> Server:
+        """The primary that a write of this key goes to."""
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self, place: Path, *options: str) -> Server:
+        server = Server(place, *options)
+        self._stack.callback(server.client.close)
+        self._stack.callback(server.kill)
+        return server
+
+
+class Sentinels(Servers):
+    """A primary and its replica under three Sentinels."""
+
+    def _begin(self) -> None:
+        place = self.place
+        self._pair = [self._start(place / "primary")]
+        self._pair.append(self._start(place / "replica", f"replicaof 127.0.0.1 {self._pair[0].port}"))
+        until(self._pair[0].has_replica, "the replica follows")
+        watch = (
+            f"sentinel monitor mine 127.0.0.1 {self._pair[0].port} 2",
+            "sentinel down-after-milliseconds mine 1000",
+            "sentinel failover-timeout mine 4000",
+        )
+        self._watchers = [self._start(place / f"sentinel{n}", *watch) for n in range(3)]
+        self.url = f"redis+sentinel://{','.join(f'127.0.0.1:{each.port}' for each in self._watchers)}/mine"
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until a primary could be lost: all Sentinels know each other, the primary and its replica."""
+        for watcher in self._watchers:
+            until(functools.partial(_has_found, watcher), "the Sentinels found all")
+        until(lambda: any(server.has_replica() for server in self._pair), "the replica has caught up")
+
+    def primary_of(self, _key: str) -> Server:
+        """The primary that writes go to."""
+        return next(server for server in self._pair if server.has_replica())
+
+
+class Cluster(Servers):
+    """Three primaries, each with a replica where `replicas`."""
+
+    def __init__(self, place: Path, *, replicas: bool) -> None:
+        super().__init__(place)
+        self._replicas = replicas
+
+    def _begin(self) -> None:
+        options = "cluster-enabled yes", "cluster-node-timeout 2000", "cluster-allow-replica-migration no"
+        self.nodes = [self._start(self.place / str(n), *options) for n in range(6 if self._replicas else 3)]
+        first = self.nodes[0].client
+        for number, node in enumerate(self.nodes):
+            node.client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+        for number, node in enumerate(self.nodes[:3]):
+            low, high = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
+            node.client.execute_command("CLUSTER ADDSLOTSRANGE", low, high)
+        for node in self.nodes[1:]:
+            first.execute_command("CLUSTER MEET", "127.0.0.1", node.port, node.bus)
+        for number, node in enumerate(self.nodes[3:]):
+            primary = self.nodes[number].client.execute_command("CLUSTER MYID").decode()
+            until(functools.partial(_knows, node, primary), "the nodes met")
+            node.client.execute_command("CLUSTER REPLICATE", primary)
+        self.url = f"redis+cluster://127.0.0.1:{self.nodes[0].port},127.0.0.1:{self.nodes[1].port}"
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until every node finds the cluster whole, and every primary has its replica."""
+        for node in self.nodes:
+            until(functools.partial(_finds, node, "cluster_state", "ok"), "the cluster is whole")
+            until(functools.partial(_finds, node, "cluster_known_nodes", str(len(self.nodes))), "all met")
+        if self._replicas:
+            until(lambda: sum(node.has_replica() for node in self.nodes) == 3, "all replicas have caught up")
+
+    def primary_of(self, _key: str) -> Server:
+        """The primary that a write of this key goes to."""
+        return next(node for node in self.nodes if node.is_primary() and self._serves(node, _key))
+
+    @staticmethod
+    def _serves(node: Server, key: str) -> bool:
+        try:
+            node.client.exists(key)
+        except RedisError:  # MOVED
+            return False
+        return True
+
+
+def _knows(node: Server, other: str) -> bool:
+    return other in str(node.client.cluster("NODES"))
+
+
+def _finds(node: Server, name: str, value: str) -> bool:
+    return bool(node.client.cluster("INFO")[name] == value)
+
+
+def _has_found(watcher: Server) -> bool:
+    facts = watcher.client.sentinel_master("mine")
+    return bool(facts["num-other-sentinels"] == 2 and facts["num-slaves"] == 1)
