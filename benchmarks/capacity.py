@@ -12,9 +12,9 @@ GPU does is the plan's own count at its own rate, so GPU figures are compared as
 agrees; checkpoints, replays for the drift alarm and the draft vocabulary cost nothing.
 
 Worlds. `even`: the plan's own (equal rollouts, files spread over a part of a step); `told`: all files at a step's end,
-and the plan is told so. The plan is not told of: `burst` (all files at a step's end), `slow` (one worker GPU at half its
-speed), `tail` (lognormal lengths with sigma 1, step times with sigma 0.3), `all` (these three together). Deployments
-whose `hook` does not fit by the plan are left out. A drafter is published once a policy version and run.
+and the plan is told so. The plan is not told of: `burst` (all files at a step's end), `slow` (one worker GPU at half
+its speed), `tail` (lognormal lengths with sigma 1, step times with sigma 0.3), `all` (these three together).
+Deployments whose `hook` does not fit by the plan are left out. A drafter is published once a policy version and run.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class World:
         self.training: Claim | None = None
         self.tokens = planned.tokens_a_file(given)
         R = max(1, round(self.tokens / given.tokens))
-        self.a_token = planned.file_bytes(given.drafter, R, given.tokens, given.dtype) / (R * given.tokens)
+        size = planned.file_bytes(given.drafter, R, given.tokens, given.dtype, given.prompt_share)
+        self.a_token = size / (R * given.tokens)
         self.publish_bytes = planned.drafter_bytes(given.drafter)
         speed = 1.0
         if world in ("slow", "all"):  # one GPU of several at half speed: ranks wait for each other in each window
@@ -257,7 +258,10 @@ class World:
 
     def full(self, run: Run, size: int) -> bool:
         """What the enqueueing script decides."""
-        return run.held + size > self.settings.queue_max_bytes or len(run.queue) >= self.settings.queue_max_items
+        return (
+            run.held + size > (self.settings.queue_max_bytes or math.inf)
+            or len(run.queue) >= self.settings.queue_max_items
+        )
 
     def answer(self, rank: Rank, job: Job, began: float, attempt: int, *, taken: bool) -> None:
         """202, or 429 and the hook's pause."""

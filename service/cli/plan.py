@@ -108,33 +108,38 @@ class Fact:
     load: float | None = None
 
 
-def file_bytes(drafter: DrafterConfig, rollouts: int, tokens: int, dtype: FeatureDtype) -> int:
+def file_bytes(
+    drafter: DrafterConfig, rollouts: int, tokens: int, dtype: FeatureDtype, prompt_share: float = 0.0
+) -> int:
     """Bytes of a rollout file as the hook lays it out, for equal rollouts; the wire format's own writer and check."""
 
-    def size(R: int, T: int) -> int:
-        H, A = drafter.target_hidden_size, len(drafter.aux_layers)
+    def size(R: int, T: int, responses: int) -> int:
+        H, A, N = drafter.target_hidden_size, len(drafter.aux_layers), R * T
         shapes: dict[str, tuple[tuple[int, ...], str]] = {
-            "input_ids": ((R * T,), "I32"),
+            "input_ids": ((N,), "I32"),
             "cu_seqlens": ((R + 1,), "I32"),
-            "loss_mask": ((R * T,), "U8"),
-            "logprobs": ((R * T,), "F32"),
-            "logsumexp": ((R * T,), "F32"),
-            "last_hidden": ((R * T, H), "BF16"),
-            "aux_hidden": ((R * T, A * H), "BF16" if dtype == "bfloat16" else "F8_E4M3"),
+            "loss_mask": ((N,), "U8"),
+            "logprobs": ((N,), "F32"),
+            "logsumexp": ((R * responses,), "F32"),
+            "last_hidden": ((R * responses, H), "BF16"),
+            "aux_hidden": ((N, A * H), "BF16" if dtype == "bfloat16" else "F8_E4M3"),
         }
         if dtype == "float8_e4m3":
-            shapes["aux_hidden_scale"] = ((R * T, A), "F32")
+            shapes["aux_hidden_scale"] = ((N, A), "F32")
         tensors = {n: wire.Tensor.of(np.zeros(s, wire.NUMPY_DTYPE[d]), d) for n, (s, d) in shapes.items()}
         parts = wire.encode(tensors, _metadata(drafter, R))
         wire.check_rollout_header(wire.parse_header(bytes(parts[0])))
         return wire.parts_bytes(parts[1:])
 
-    # Linear in rollouts and in tokens: so nothing of the file's true size need be held.
-    two, longer, more = size(1, 2), size(1, 3), size(2, 2)
-    a_token = longer - two
-    a_rollout = more - two - 2 * a_token
+    # Linear in rollouts, in tokens and in those that were generated: so nothing of the file's true size need be held.
+    two = size(1, 2, 1)
+    a_response = size(1, 3, 2) - two
+    a_prompt = size(1, 3, 1) - two
+    a_rollout = size(2, 2, 1) - two - a_response - a_prompt
+    prompt = round(prompt_share * tokens)
     header = wire.parts_bytes(wire.encode({}, _metadata(drafter, rollouts))) + 640
-    return header + two + (rollouts * tokens - 2) * a_token + (rollouts - 1) * a_rollout
+    fixed = header + two - a_response - a_prompt - a_rollout
+    return fixed + rollouts * (a_rollout + prompt * a_prompt + (tokens - prompt) * a_response)
 
 
 def _metadata(drafter: DrafterConfig, rollouts: int) -> dict[str, str]:
@@ -145,6 +150,7 @@ def _metadata(drafter: DrafterConfig, rollouts: int) -> dict[str, str]:
         target_fingerprint="0" * 32,
         aux_layers=drafter.aux_layers,
         rewards=[0.0] * rollouts,
+        last_rows="predicting",
     )
 
 
@@ -226,7 +232,7 @@ def batches(plan: Deployment) -> float:
 
 def tokens_a_file(plan: Deployment) -> float:
     """Tokens of a file: a rank's share of a step, or a quarter of what its queue holds."""
-    a_token = file_bytes(plan.drafter, 1, 1002, plan.dtype) - file_bytes(plan.drafter, 1, 1001, plan.dtype)
+    a_token = file_bytes(plan.drafter, 1, 10_000, plan.dtype, plan.prompt_share) / 10_000
     most = max(plan.tokens, HOOK_BYTES / 4 / a_token // plan.tokens * plan.tokens)
     return min(max(plan.tokens, plan.sent_tokens / plan.ranks), most)
 
@@ -237,7 +243,7 @@ def estimate(
     """Every fact but money, by name. `worker_gpus`: those there are; None: as many as it takes."""
     step, runs = plan.step_seconds, plan.runs
     files, per_file = batches(plan), tokens_a_file(plan)
-    a_file = file_bytes(plan.drafter, max(1, round(per_file / plan.tokens)), plan.tokens, plan.dtype)
+    a_file = file_bytes(plan.drafter, max(1, round(per_file / plan.tokens)), plan.tokens, plan.dtype, plan.prompt_share)
     step_bytes = files * a_file
     line = plan.network_gbit * 1e9 / 8
     wire_load = runs * step_bytes / step / line
@@ -262,6 +268,7 @@ def estimate(
     hold = settings.checkpoint_seconds + most * drain
     held = 1 - max(0.0, arrive - hold) / drain if drain > arrive else hold / max(arrive, 1e-9)
     queued = step_bytes * (2.0 - trained if trained < 1.0 else min(1.0, held + 1 / files))
+    most_queued = settings.queue_max_bytes
     rank_bytes = step_bytes / plan.ranks
     sent_meanwhile = max(plan.post_share * step, 1e-9) * line / (plan.ranks * runs)
     hook_load = max(rank_bytes / (HOOK_BYTES + sent_meanwhile), a_file / HOOK_BYTES)
@@ -313,8 +320,13 @@ def estimate(
             queued,
             "bytes",
             "assumed",
-            f"largest queue and spool of a run; DRAFTALIGN_QUEUE_MAX_BYTES is {settings.queue_max_bytes / GIB:g} GiB",
-            queued / settings.queue_max_bytes,
+            "largest queue and spool of a run; "
+            + (
+                f"DRAFTALIGN_QUEUE_MAX_BYTES is {most_queued / GIB:g} GiB"
+                if most_queued
+                else f"takes {runs * queued * 4 / 3 / GIB:,.0f} GiB of disk for all, of which it has three quarters"
+            ),
+            queued / most_queued if most_queued else None,
         ),
         "hook": Fact(
             rank_bytes,

@@ -34,24 +34,28 @@ GIVEN = Deployment(EIGHT, 120.0, 256, 2048, ranks=8, engines=8)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
-@pytest.mark.parametrize(("rollouts", "tokens"), [(1, 2), (3, 17), (8, 200)])
-def test_a_files_bytes_are_those_that_the_hook_writes(dtype: FeatureDtype, rollouts: int, tokens: int) -> None:
+@pytest.mark.parametrize(("rollouts", "tokens", "prompt"), [(1, 2, 1), (3, 17, 5), (8, 200, 50)])
+def test_a_files_bytes_are_those_that_the_hook_writes(
+    dtype: FeatureDtype, rollouts: int, tokens: int, prompt: int
+) -> None:
     N = rollouts * tokens
     index = PackedIndex(
         np.zeros(N, np.int32),
         np.arange(0, N + 1, tokens, dtype=np.int32),
-        np.ones(N, np.uint8),
+        (np.arange(N) % tokens >= prompt).astype(np.uint8),
         np.zeros(N, np.float32),
     )
     state = torch.zeros(N, 64, dtype=torch.bfloat16)
-    staged = StagedRollouts(index, Captured((state,) * 3, state), (torch.zeros(N), torch.zeros(N)), dtype=dtype)
+    scored = torch.zeros(N), torch.zeros(N)
+    predicting = torch.from_numpy(wire.predicting_rows(index.loss_mask))
+    staged = StagedRollouts(index, Captured((state,) * 3, state), scored, dtype=dtype, predicting=predicting)
     ids = [f"{i:024d}" for i in range(rollouts)]
     metadata = wire.rollout_metadata(
         run="default", policy_version=0, rollout_ids=ids, target_fingerprint="0" * 32, aux_layers=(1, 2, 3),
         rewards=[0.0] * rollouts,
     )  # fmt: skip
     written = wire.parts_bytes(staged.encode(metadata))
-    assert abs(file_bytes(SMALL, rollouts, tokens, dtype) - written) <= 256  # of offsets in the header
+    assert abs(file_bytes(SMALL, rollouts, tokens, dtype, prompt / tokens) - written) <= 256  # of offsets in the header
 
 
 def test_the_hooks_defaults_are_those_of_the_hook() -> None:
