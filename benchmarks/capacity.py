@@ -602,10 +602,11 @@ def real(seconds: float) -> list[str]:
 
 def api_cpu() -> list[str]:
     """CPU of an API with no worker: without requests, and for files of several sizes; hidden size 4096."""
-    # growth has set the path
+    from benchmarks import growth  # it makes tests/ importable
+
+    # isort: split
     from service_fixtures import CONFIG, HEADERS, LAYERS, rollout_file, rollout_tensors, run_file
 
-    from benchmarks import growth
     from rl_hooks import wire
 
     config = CONFIG | {"hidden_size": 4096}

@@ -43,8 +43,8 @@ GPU_TFLOPS: Final = 435.0
 #: Drafters that score a rollout: candidate, served and frozen. One that is passed over: the served one.
 SCORERS: Final = 3
 #: Measured on two shared cores: CPU seconds of the API for a GiB, a post, a report of an engine, a push to one; idle.
-INGEST_CPU: Final = 2.0
-POST_CPU: Final = 0.0064
+INGEST_CPU: Final = 1.6
+POST_CPU: Final = 0.0056
 IDLE_CPU: Final = 0.003
 REPORT_CPU: Final = 0.003
 PUSH_CPU: Final = 0.00013
