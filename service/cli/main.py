@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from service.cli import access, remote
 from service.cli.checks import check_redis, checked_redis, unknown_variables
 from service.cli.commands import add_commands
+from service.cli.plan import plan
 from service.cli.remote import call
 from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
@@ -320,6 +321,7 @@ def demo(
 
 add_commands(app)
 app.command()(warmup)
+app.command()(plan)
 access.add_commands(app)
 remote.add_commands(app)
 

@@ -1,0 +1,171 @@
+"""`draftalign plan`: bytes of the wire's own writer, work of the true shapes, queueing as a simulation has it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.capacity import PATIENCE, World, compare, error
+from benchmarks.step_peers import SIZES, floating_point_operations
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.vocabulary import DraftVocabulary
+from rl_hooks import wire
+from rl_hooks.format.eagle3 import DrafterConfig
+from rl_hooks.sending.features import Captured, PackedIndex, StagedRollouts
+from rl_hooks.sending.sender import RolloutSender
+from rl_hooks.trainer.hook import DrafterHook
+from service.cli import plan as planned
+from service.cli.main import app
+from service.cli.plan import POLICIES, Deployment, FeatureDtype, estimate, file_bytes, pass_flops, worst_first
+from service.settings import Settings
+
+EIGHT = DrafterConfig.from_target(POLICIES["8b"], (2, 18, 33), 32_000)
+SMALL = DrafterConfig(64, 64, 128, 4, 2, 16, 100, 50, (1, 2, 3))
+GIVEN = Deployment(EIGHT, 120.0, 256, 2048, ranks=8, engines=8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize(("rollouts", "tokens", "prompt"), [(1, 2, 1), (3, 17, 5), (8, 200, 50)])
+def test_a_files_bytes_are_those_that_the_hook_writes(
+    dtype: FeatureDtype, rollouts: int, tokens: int, prompt: int
+) -> None:
+    N = rollouts * tokens
+    index = PackedIndex(
+        np.zeros(N, np.int32),
+        np.arange(0, N + 1, tokens, dtype=np.int32),
+        (np.arange(N) % tokens >= prompt).astype(np.uint8),
+        np.zeros(N, np.float32),
+    )
+    state = torch.zeros(N, 64, dtype=torch.bfloat16)
+    scored = torch.zeros(N), torch.zeros(N)
+    predicting = torch.from_numpy(wire.predicting_rows(index.loss_mask))
+    staged = StagedRollouts(index, Captured((state,) * 3, state), scored, dtype=dtype, predicting=predicting)
+    ids = [f"{i:024d}" for i in range(rollouts)]
+    metadata = wire.rollout_metadata(
+        run="default", policy_version=0, rollout_ids=ids, target_fingerprint="0" * 32, aux_layers=(1, 2, 3),
+        rewards=[0.0] * rollouts,
+    )  # fmt: skip
+    written = wire.parts_bytes(staged.encode(metadata))
+    assert abs(file_bytes(SMALL, rollouts, tokens, dtype, prompt / tokens) - written) <= 256  # of offsets in the header
+
+
+def test_the_hooks_defaults_are_those_of_the_hook() -> None:
+    hook, sender = inspect.signature(DrafterHook).parameters, inspect.signature(RolloutSender).parameters
+    assert hook["queue_bytes"].default == sender["queue_bytes"].default == planned.HOOK_BYTES
+    assert hook["max_tokens_per_step"].default == planned.HOOK_TOKENS
+    assert sender["patience_seconds"].default == PATIENCE
+
+
+def test_a_drafters_bytes_are_those_of_its_weights() -> None:
+    model = Eagle3Drafter(SMALL, DraftVocabulary(torch.arange(50), 100))
+    held = sum(p.numel() * 2 for p in model.parameters()) + model.d2t.nbytes + model.t2d.nbytes
+    assert planned.drafter_bytes(SMALL) == held
+
+
+@pytest.mark.parametrize(("depth", "responses", "documents"), [(1, 4096, 1), (3, 4096, 1), (4, 1000, 4), (7, 2048, 2)])
+def test_the_work_of_a_pass_is_the_rooflines_count(depth: int, responses: int, documents: int) -> None:
+    true = floating_point_operations(
+        SIZES["8B"], tokens=4096, responses=responses, steps=depth, train_head=True, documents=documents
+    )
+    assert pass_flops(EIGHT, 4096, responses, documents, depth) == pytest.approx(true, rel=1e-9)
+
+
+def test_muon_costs_what_performance_md_says() -> None:
+    assert planned.muon_flops(EIGHT) == pytest.approx(25.1e12, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("factor", [0.6, 1.5])
+def test_the_plan_agrees_with_the_simulation(seed: int, factor: float) -> None:
+    """In the world that the plan is of. Others: docs/guide/capacity.md."""
+    given = replace(GIVEN, ranks=2 + 6 * seed, runs=1 + 2 * seed, step_seconds=60.0 + 100 * seed)
+    gpus = factor * estimate(given, Settings())["worker_gpus"].value
+    plan, found = compare(given, gpus, seed, "even")
+    for name, most in {"busy": 0.08, "trained": 0.12, "wire": 0.08, "api_cores": 0.12, "queue": 0.5}.items():
+        assert error(plan[name], found.facts[name]) <= most, (name, plan, found.facts)
+    assert not found.refused
+
+
+def test_where_the_queue_is_too_small_posts_are_refused_and_the_plan_says_so() -> None:
+    for limit, fits in ((1 << 40, True), (1 << 30, False)):
+        settings = Settings(queue_max_bytes=limit, max_body_bytes=1 << 29)
+        facts = estimate(GIVEN, settings, worker_gpus=1.0)
+        refused = World(GIVEN, settings, "even", 1.0, planned.GPU_TFLOPS, 0).run().refused
+        load = facts["queue"].load
+        assert load is not None
+        assert (load <= 1, refused == 0) == (fits, fits)
+
+
+def test_the_worst_comes_first_and_what_nothing_limits_last() -> None:
+    loads = [fact.load for _, fact in worst_first(estimate(GIVEN, Settings()))]
+    known = [load for load in loads if load is not None]
+    assert known == sorted(known, reverse=True)
+    assert loads[: len(known)] == known
+
+
+def test_more_of_anything_never_makes_it_cheaper() -> None:
+    less = estimate(GIVEN, Settings())
+    for more in ({"ranks": 16, "rollouts": 512}, {"runs": 3}, {"engines": 80}, {"step_seconds": 60.0}):
+        found = estimate(replace(GIVEN, **more), Settings())
+        for name in ("worker_gpus", "wire", "api_cores", "redis"):
+            assert found[name].value >= less[name].value - 1e-12, (more, name)
+
+
+def test_money_and_what_alpha_is_worth() -> None:
+    found = planned.money(2.0, 3.0, 100, (2.0, 0.5, 0.7))
+    assert found["cost"].value == 144.0
+    assert found["cost_a_point"].value == pytest.approx(144 / 50)
+    assert found["saved"].value == pytest.approx(
+        100 * 24 * 3 * 0.7 * 0.2
+    )  # α by 1.25: generation takes 0.8 of its time
+    assert found["saved"].load == pytest.approx(144 / 1008)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_the_command_prints_json_that_can_be_read(tmp_path: Any) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"text_config": dict(POLICIES["8b"])}))
+    mine = run("--policy", str(path), "--json", "--gpu-hour-price", "3", "--alpha-now", "2", "--alpha-gain", "0.2")
+    named = run("--policy", "8b", "--json", "--gpu-hour-price", "3", "--alpha-now", "2", "--alpha-gain", "0.2")
+    facts = json.loads(mine.output)
+    assert facts == json.loads(named.output)
+    assert {"arithmetic", "measured on two cores", "assumed"} == {fact["basis"] for fact in facts.values()}
+    assert all(math.isfinite(fact["value"]) for fact in facts.values())
+    assert "DOES NOT FIT" in run("--ranks", "64").output
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--step-seconds", "0"], ["--step-seconds", "nan"], ["--tokens-a-rollout", "1"], ["--prompt-share", "1"],
+        ["--sampled-share", "1.5"], ["--ranks", "0"], ["--engines", "-1"], ["--worker-gpus", "0"], ["--dtype", "int4"],
+        ["--policy", "no-such-file"], ["--alpha-now", "2"], ["--gpu-hour-price", "nan"], ["--network-gbit", "inf"],
+        ["--gpu-hour-price", "3", "--alpha-now", "2", "--alpha-gain", "0.1", "--generation-share", "2"],
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_words(wrong: list[str]) -> None:
+    found = run(*wrong)
+    assert found.exit_code != 0
+    assert type(found.exception).__name__ == "ConfigurationError"
+
+
+def test_the_errors_of_the_plan_over_random_deployments_stay_small() -> None:
+    errors = []
+    for seed in range(4):
+        given = replace(GIVEN, ranks=1 + 10 * seed, step_seconds=40.0 + 30 * seed, sampled_share=0.3)
+        gpus = estimate(given, Settings())["worker_gpus"].value * (0.7 + 0.4 * seed)
+        plan, found = compare(given, gpus, seed, "tail")
+        errors.append(error(plan["busy"], found.facts["busy"]))
+    assert statistics.median(errors) < 0.3
