@@ -252,7 +252,10 @@ def estimate(
         + files * POST_CPU / step
         + plan.engines * (REPORT_CPU / _REPORT_SECONDS + PUSH_CPU / step)
     )
-    arrive = max(plan.post_share * step, runs * step_bytes / line)
+    # Bytes a second that a run's burst can have of the line and of the API's cores beside the other runs' mean load.
+    intake = min(line, math.ceil(cores) * a_file / (POST_CPU + a_file / GIB * INGEST_CPU))
+    intake = max(intake / runs, intake - (runs - 1) * step_bytes / step)
+    arrive = max(plan.post_share * step, step_bytes / intake)
     work = Work.of(plan, settings, tflops)
     wanted = runs * (work.train + work.score) / step
     least = runs * work.passed_over / step
@@ -270,7 +273,7 @@ def estimate(
     queued = step_bytes * (2.0 - trained if trained < 1.0 else min(1.0, held + 1 / files))
     most_queued = settings.queue_max_bytes
     rank_bytes = step_bytes / plan.ranks
-    sent_meanwhile = max(plan.post_share * step, 1e-9) * line / (plan.ranks * runs)
+    sent_meanwhile = plan.post_share * step * intake / plan.ranks
     hook_load = max(rank_bytes / (HOOK_BYTES + sent_meanwhile), a_file / HOOK_BYTES)
     publish = drafter_bytes(plan.drafter)
     download = runs * plan.engines * publish / line
@@ -287,7 +290,7 @@ def estimate(
         return min(most, max(1 / files, seconds / max(arrive, 1e-9)))
 
     here = arrive / (files + 1) + a_file / line + POST_CPU + a_file / GIB * INGEST_CPU
-    first = claimed(before) * each / runs
+    first = min(claimed(before) * each / runs, step)  # it ends where rollouts of a newer policy wait
     following = max(arrive / files - first, turns)
     score = claimed(first + following) * work.score / gpus
     # Where one claim takes the whole step, the next step's judges it: always of one file, else after a wait this long.
@@ -331,12 +334,15 @@ def estimate(
         "hook": Fact(
             rank_bytes,
             "bytes",
-            "arithmetic",
-            "of a rank and step; its queue_bytes (256 MiB) and what the line takes meanwhile hold the rest back",
+            "measured on two cores",
+            "of a rank and step; its queue_bytes (256 MiB) and what line and API take meanwhile hold the rest back",
             hook_load,
         ),
         "lag": Fact(
-            lag, "steps", "assumed", "from rollouts to engines with a drafter that saw them, if the gate agrees"
+            lag,
+            "steps",
+            "assumed",
+            "from rollouts to engines with a drafter that saw them, if the gate agrees; below 0.2 hardly known",
         ),
         "download": Fact(
             download,
