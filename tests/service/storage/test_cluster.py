@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,22 +70,23 @@ async def _forget(url: str, run: str) -> int:
 @pytest.mark.slow
 def test_a_cluster_that_lacks_a_primary_counts_as_away_also_in_pipelines(tmp_path: Path) -> None:
     """redis-py raises what is no RedisError then, and for CLUSTERDOWN one that would be answered with 500."""
-    keys = Keys("alpha")
     with Cluster(tmp_path, replicas=False) as servers, connect(servers.url) as client:
-        away = servers.primary_of(keys.queue)
+        away = servers.primary_of(Keys("alpha").queue)
+        # Of a run whose primary lives: it answers CLUSTERDOWN.
+        other = next(k for n in range(99) if servers.primary_of((k := Keys(f"run{n}").queue)) is not away)
         left = next(node for node in servers.nodes if node is not away)
         away.kill()
         until(lambda: left.client.cluster("INFO")["cluster_state"] == "fail", "the others miss it")
-        for transaction in (False, True):
+        for key, transaction in itertools.product((Keys("alpha").queue, other), (False, True)):
             with client.pipeline(transaction=transaction) as pipe:
-                pipe.exists(keys.queue)
+                pipe.exists(key)
                 with pytest.raises(RedisConnectionError):
                     pipe.execute()
-            piped = _piped(servers.url, keys.queue, transaction=transaction)
+            piped = _piped(servers.url, key, transaction=transaction)
             with pytest.raises(RedisConnectionError):
                 asyncio.run(piped)
-        with pytest.raises(RedisConnectionError):
-            client.exists(keys.queue)
+            with pytest.raises(RedisConnectionError):
+                client.exists(key)
 
 
 async def _piped(url: str, key: str, *, transaction: bool) -> None:
