@@ -73,7 +73,7 @@ def test_a_cluster_that_lacks_a_primary_counts_as_away_also_in_pipelines(tmp_pat
     with Cluster(tmp_path, replicas=False) as servers, connect(servers.url) as client:
         away = servers.primary_of(Keys("alpha").queue)
         # Of a run whose primary lives: it answers CLUSTERDOWN.
-        other = next(k for n in range(99) if servers.primary_of((k := Keys(f"run{n}").queue)) is not away)
+        other = next(k for n in range(99) if servers.primary_of(k := Keys(f"run{n}").queue) is not away)
         left = next(node for node in servers.nodes if node is not away)
         away.kill()
         until(lambda: left.client.cluster("INFO")["cluster_state"] == "fail", "the others miss it")
