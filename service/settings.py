@@ -205,7 +205,11 @@ class Settings(BaseSettings):
     @property
     def queue_limit_bytes(self) -> int:
         """Bytes at which a run's queue is full. The rest is for checkpoints, drafters, other runs."""
-        return self.queue_max_bytes or shutil.disk_usage(self.state_dir).total * 3 // 4
+        if self.queue_max_bytes is not None:
+            return self.queue_max_bytes
+        directory = self.state_dir.absolute()
+        there = next(path for path in (directory, *directory.parents) if path.exists())  # it may be made later
+        return shutil.disk_usage(there).total * 3 // 4
 
     def token_scopes(self) -> dict[str, frozenset[Scope]]:
         """Map each configured token to its scopes; `admin` includes the other two."""
