@@ -7,6 +7,7 @@ import functools
 import socket
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -77,7 +78,7 @@ class Server:
         until(lambda: self.client.info("replication")["slave0"]["offset"] >= offset, "the replica has it all")
 
 
-class Servers:
+class Servers(ABC):
     """Some servers, all killed at the end."""
 
     url: str
@@ -94,16 +95,16 @@ class Servers:
             raise
         return self
 
-    def _begin(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _begin(self) -> None: ...
 
+    @abstractmethod
     def settle(self) -> None:
         """Wait until a primary could be lost."""
-        raise NotImplementedError
 
+    @abstractmethod
     def primary_of(self, _key: str) -> Server:
         """The primary that a write of this key goes to."""
-        raise NotImplementedError
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

@@ -15,11 +15,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("drafter", "rl_hooks", "service")
 #: Every arrow between rooms, and no other. A room is a folder; a file beside the rooms stands for itself.
 ARROWS = {
-    "service.cli": """service.access service.api service.errors service.monitor service.ranks service.settings
-        service.storage service.worker
+    "service.cli": """service.access service.api service.capacity service.errors service.ranks
+        service.settings service.storage service.worker
         examples.demo drafter.batch drafter.errors drafter.files drafter.model drafter.policy drafter.reference
         drafter.replay drafter.vocabulary rl_hooks.agent rl_hooks.errors rl_hooks.format rl_hooks.hook rl_hooks.lock
         rl_hooks.release rl_hooks.sending rl_hooks.trainer rl_hooks.wire""",
+    "service.capacity": "service.monitor service.settings rl_hooks.format rl_hooks.wire",
     "service.ranks": """service.errors service.settings service.storage service.worker drafter.batch drafter.device
         drafter.model drafter.training""",
     "service.api": """service.access service.errors service.monitor service.reading service.settings service.storage

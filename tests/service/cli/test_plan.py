@@ -14,7 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.capacity import PATIENCE, World, compare, error
+from benchmarks.capacity import compare, error
+from benchmarks.deployment import PATIENCE, World
 from benchmarks.step_peers import SIZES, floating_point_operations
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
@@ -23,9 +24,18 @@ from rl_hooks.format.eagle3 import DrafterConfig
 from rl_hooks.sending.features import Captured, PackedIndex, StagedRollouts
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.trainer.hook import DrafterHook
-from service.cli import plan as planned
+from service.capacity.estimate import estimate, money, worst_first
+from service.capacity.sizes import (
+    HOOK_BYTES,
+    HOOK_TOKENS,
+    POLICIES,
+    Deployment,
+    FeatureDtype,
+    drafter_bytes,
+    file_bytes,
+)
+from service.capacity.work import GPU_TFLOPS, muon_flops, pass_flops
 from service.cli.main import app
-from service.cli.plan import POLICIES, Deployment, FeatureDtype, estimate, file_bytes, pass_flops, worst_first
 from service.settings import Settings
 
 EIGHT = DrafterConfig.from_target(POLICIES["8b"], (2, 18, 33), 32_000)
@@ -60,15 +70,15 @@ def test_a_files_bytes_are_those_that_the_hook_writes(
 
 def test_the_hooks_defaults_are_those_of_the_hook() -> None:
     hook, sender = inspect.signature(DrafterHook).parameters, inspect.signature(RolloutSender).parameters
-    assert hook["queue_bytes"].default == sender["queue_bytes"].default == planned.HOOK_BYTES
-    assert hook["max_tokens_per_step"].default == planned.HOOK_TOKENS
+    assert hook["queue_bytes"].default == sender["queue_bytes"].default == HOOK_BYTES
+    assert hook["max_tokens_per_step"].default == HOOK_TOKENS
     assert sender["patience_seconds"].default == PATIENCE
 
 
 def test_a_drafters_bytes_are_those_of_its_weights() -> None:
     model = Eagle3Drafter(SMALL, DraftVocabulary(torch.arange(50), 100))
     held = sum(p.numel() * 2 for p in model.parameters()) + model.d2t.nbytes + model.t2d.nbytes
-    assert planned.drafter_bytes(SMALL) == held
+    assert drafter_bytes(SMALL) == held
 
 
 @pytest.mark.parametrize(("depth", "responses", "documents"), [(1, 4096, 1), (3, 4096, 1), (4, 1000, 4), (7, 2048, 2)])
@@ -80,7 +90,7 @@ def test_the_work_of_a_pass_is_the_rooflines_count(depth: int, responses: int, d
 
 
 def test_muon_costs_what_performance_md_says() -> None:
-    assert planned.muon_flops(EIGHT) == pytest.approx(25.1e12, rel=0.01)
+    assert muon_flops(EIGHT) == pytest.approx(25.1e12, rel=0.01)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -99,7 +109,7 @@ def test_where_the_queue_is_too_small_posts_are_refused_and_the_plan_says_so() -
     for limit, fits in ((1 << 40, True), (1 << 30, False)):
         settings = Settings(queue_max_bytes=limit, max_body_bytes=1 << 29)
         facts = estimate(GIVEN, settings, worker_gpus=1.0)
-        refused = World(GIVEN, settings, "even", 1.0, planned.GPU_TFLOPS, 0).run().refused
+        refused = World(GIVEN, settings, "even", 1.0, GPU_TFLOPS, 0).run().refused
         load = facts["queue"].load
         assert load is not None
         assert (load <= 1, refused == 0) == (fits, fits)
@@ -121,7 +131,7 @@ def test_more_of_anything_never_makes_it_cheaper() -> None:
 
 
 def test_money_and_what_alpha_is_worth() -> None:
-    found = planned.money(2.0, 3.0, 100, (2.0, 0.5, 0.7))
+    found = money(2.0, 3.0, 100, (2.0, 0.5, 0.7))
     assert found["cost"].value == 144.0
     assert found["cost_a_point"].value == pytest.approx(144 / 50)
     assert found["saved"].value == pytest.approx(

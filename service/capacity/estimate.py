@@ -1,0 +1,292 @@
+"""The facts of a deployment: worker GPUs, queue, lag, downloads, API cores, Redis, money.
+
+Limits come from the settings. Each fact says whether it is arithmetic, was measured on two shared cores, or rests on an
+assumption that no GPU has checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Literal
+
+from service.capacity.sizes import GIB, HOOK_BYTES, Deployment, batches, drafter_bytes, file_bytes, tokens_a_file
+from service.capacity.work import GPU_TFLOPS, Work
+from service.monitor.worth import step_speedup
+from service.settings import Settings
+
+Basis = Literal["arithmetic", "measured on two cores", "assumed"]
+#: Measured on two shared cores: CPU seconds of the API for a GiB, a post, a report of an engine, a push to one; idle.
+INGEST_CPU: Final = 1.6
+POST_CPU: Final = 0.0056
+IDLE_CPU: Final = 0.003
+REPORT_CPU: Final = 0.003
+PUSH_CPU: Final = 0.00013
+#: An engine reports so often.
+REPORT_SECONDS: Final = 5.0
+#: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days; of a batch's scores,
+#: of which 4,608 batches are kept.
+FATE_BYTES: Final = 106
+BATCH_BYTES: Final = 74 * 8
+SCORE_BYTES: Final = 164 * 8
+_SCORES_KEPT: Final = 4608
+_KEPT_DAYS: Final = 7
+_DAY_SECONDS: Final = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line. `load`: the value over what can be had of it; above 1 it does not fit. None: nothing limits it."""
+
+    value: float
+    unit: str
+    basis: Basis
+    text: str
+    load: float | None = None
+
+
+class Traffic:
+    """What a step of one run sends, and how long it takes to come in. Bytes and seconds."""
+
+    def __init__(self, plan: Deployment) -> None:
+        self.plan = plan
+        self.files = batches(plan)
+        self.file_tokens = tokens_a_file(plan)
+        rollouts = max(1, round(self.file_tokens / plan.tokens))
+        self.file_bytes = file_bytes(plan.drafter, rollouts, plan.tokens, plan.dtype, plan.prompt_share)
+        self.step_bytes = self.files * self.file_bytes
+        self.line = plan.network_gbit * 1e9 / 8  # bytes a second
+
+    @property
+    def file_cpu(self) -> float:
+        """CPU seconds of the API for a file."""
+        return POST_CPU + self.file_bytes / GIB * INGEST_CPU
+
+    @cached_property
+    def cores(self) -> float:
+        """API cores for all runs, in mean."""
+        plan, step = self.plan, self.plan.step_seconds
+        engines = plan.engines * (REPORT_CPU / REPORT_SECONDS + PUSH_CPU / step)
+        return IDLE_CPU + plan.runs * (
+            self.step_bytes / GIB * INGEST_CPU / step + self.files * POST_CPU / step + engines
+        )
+
+    @cached_property
+    def intake(self) -> float:
+        """Bytes a second that a run's burst has of line and API cores, beside the other runs' mean load."""
+        runs, a_second = self.plan.runs, self.step_bytes / self.plan.step_seconds
+        most = min(self.line, math.ceil(self.cores) * self.file_bytes / self.file_cpu)
+        return max(most / runs, most - (runs - 1) * a_second)
+
+    @cached_property
+    def arrive(self) -> float:
+        """Seconds from a step's first file to its last."""
+        return max(self.plan.post_share * self.plan.step_seconds, self.step_bytes / self.intake)
+
+    @property
+    def load(self) -> float:
+        """Share of the line that all runs take."""
+        return self.plan.runs * self.step_bytes / self.plan.step_seconds / self.line
+
+    @cached_property
+    def download(self) -> float:
+        """Seconds in which the engines of all runs download a drafter."""
+        return self.plan.runs * self.plan.engines * drafter_bytes(self.plan.drafter) / self.line
+
+
+class Worker:
+    """What all runs ask of the worker's GPUs. Seconds, and shares of its time."""
+
+    def __init__(self, plan: Deployment, settings: Settings, tflops: float, gpus: float | None) -> None:
+        step, runs = plan.step_seconds, plan.runs
+        self.work = Work.of(plan, settings, tflops)
+        self.runs = runs
+        self.wanted = runs * (self.work.train + self.work.score) / step  # GPUs
+        self.least = runs * self.work.passed_over / step  # GPUs, to score alone
+        self.gpus = float(math.ceil(self.wanted)) if gpus is None else gpus
+        self.load = self.wanted / self.gpus
+        self.busy = min(1.0, self.load)
+        # Of a step of all runs: trained on whole, and scored only.
+        self.whole = runs * (self.work.train + self.work.score) / self.gpus
+        self.cheap = runs * self.work.passed_over / self.gpus
+        # Behind, the worker trains on the share that fits and only scores the rest.
+        fitting = (step - self.cheap) / max(self.whole - self.cheap, 1e-12)
+        self.trained = 1.0 if self.whole <= step else max(0.0, min(1.0, fitting))
+        # Runs are in no step with each other: a run's burst has what the others leave, and its fair part at least.
+        fair = max(1 / runs, 1 - self.busy * (runs - 1) / runs)
+        self.drain = (self.work.train + self.work.score) / self.gpus / fair
+
+
+def estimate(
+    plan: Deployment, settings: Settings, *, tflops: float = GPU_TFLOPS, worker_gpus: float | None = None
+) -> dict[str, Fact]:
+    """Every fact but money, by name. `worker_gpus`: those there are; None: as many as it takes."""
+    traffic, worker = Traffic(plan), Worker(plan, settings, tflops, worker_gpus)
+    # Share of a step that a claim takes.
+    claim = min(1.0, max(settings.claim_tokens, traffic.file_tokens) / plan.sent_tokens)
+    return {
+        **_of_worker(worker, tflops),
+        "wire": _of_wire(traffic),
+        "queue": _of_queue(_queued_bytes(traffic, worker, claim, settings.checkpoint_seconds), plan.runs, settings),
+        "hook": _of_hook(traffic),
+        "lag": Fact(
+            _lag_seconds(traffic, worker, claim) / plan.step_seconds,
+            "steps",
+            "assumed",
+            "from rollouts to engines with a drafter that saw them, if the gate agrees; below 0.2 hardly known",
+        ),
+        "download": _of_download(traffic),
+        "api_cores": Fact(
+            traffic.cores, "cores", "measured on two cores", "of the API; one process has one", traffic.cores
+        ),
+        "redis": Fact(
+            _redis_bytes(traffic),
+            "bytes",
+            "measured on two cores",
+            "of Redis after 7 days, without streams and page",
+        ),
+    }
+
+
+def _of_worker(worker: Worker, tflops: float) -> dict[str, Fact]:
+    return {
+        "worker_gpus": Fact(
+            worker.wanted,
+            "GPUs",
+            "assumed",
+            f"{worker.work.train:,.1f} GPU s of training and {worker.work.score:,.1f} of scoring a step of a run, at"
+            f" {tflops:g} TFLOP/s (no GPU has run it); with {worker.gpus:g} GPUs it is busy {worker.busy:.0%} and"
+            f" trains on {worker.trained:.0%}",
+            worker.load,
+        ),
+        "busy": Fact(worker.busy, "share", "assumed", "of the worker's time"),
+        "trained": Fact(worker.trained, "share", "assumed", "of what is sent that is trained on; the rest is scored"),
+        "scoring": Fact(
+            worker.least,
+            "GPUs",
+            "assumed",
+            "to score alone; below that the queue grows without end",
+            worker.least / worker.gpus,
+        ),
+    }
+
+
+def _of_wire(traffic: Traffic) -> Fact:
+    gbit = traffic.plan.runs * traffic.step_bytes * 8e-9 / traffic.plan.step_seconds
+    text = f"{traffic.step_bytes / GIB:,.2f} GiB a step of a run"
+    return Fact(gbit, "Gbit/s", "arithmetic", text, traffic.load)
+
+
+def _of_queue(queued: float, runs: int, settings: Settings) -> Fact:
+    most = settings.queue_max_bytes
+    if most is None:
+        disk = f"takes {runs * queued * 4 / 3 / GIB:,.0f} GiB of disk for all, of which it has three quarters"
+        return Fact(queued, "bytes", "assumed", f"largest queue and spool of a run; {disk}")
+    limit = f"DRAFTALIGN_QUEUE_MAX_BYTES is {most / GIB:g} GiB"
+    return Fact(queued, "bytes", "assumed", f"largest queue and spool of a run; {limit}", queued / most)
+
+
+def _of_hook(traffic: Traffic) -> Fact:
+    plan = traffic.plan
+    rank_bytes = traffic.step_bytes / plan.ranks
+    sent_meanwhile = plan.post_share * plan.step_seconds * traffic.intake / plan.ranks
+    return Fact(
+        rank_bytes,
+        "bytes",
+        "measured on two cores",
+        "of a rank and step; its queue_bytes (256 MiB) and what line and API take meanwhile hold the rest back",
+        max(rank_bytes / (HOOK_BYTES + sent_meanwhile), traffic.file_bytes / HOOK_BYTES),
+    )
+
+
+def _of_download(traffic: Traffic) -> Fact:
+    plan, publish = traffic.plan, drafter_bytes(traffic.plan.drafter)
+    text = (
+        f"{plan.runs * plan.engines * publish / GIB:,.1f} GiB at a publish of each run; an engine {publish / GIB:.2f}"
+    )
+    return Fact(traffic.download, "s", "arithmetic", text, traffic.download / plan.step_seconds)
+
+
+def _queued_bytes(traffic: Traffic, worker: Worker, claim: float, checkpoint_seconds: float) -> float:
+    """The largest queue of a run: what came before the worker took it, and what no checkpoint has acknowledged."""
+    hold = checkpoint_seconds + claim * worker.drain
+    if worker.drain > traffic.arrive:
+        held = 1 - max(0.0, traffic.arrive - hold) / worker.drain
+    else:
+        held = hold / max(traffic.arrive, 1e-9)
+    steps = 2.0 - worker.trained if worker.trained < 1.0 else min(1.0, held + 1 / traffic.files)
+    return traffic.step_bytes * steps
+
+
+def _lag_seconds(traffic: Traffic, worker: Worker, claim: float) -> float:
+    """From rollouts to engines, in mean.
+
+    The first file's way here, turns of other runs, older rollouts passed over, the claim that trains on it, the next
+    claim's scores, which judge it, and the download. A claim holds what came since the one before.
+    """
+    step, runs, files, arrive = traffic.plan.step_seconds, worker.runs, traffic.files, traffic.arrive
+    trained, cheap = worker.trained, worker.cheap
+    fits = trained >= 1.0 and worker.drain <= arrive
+    share = 1 / files if fits else claim * (1 - trained / 2)  # of a step, in a claim of another run
+    turns = share * (trained * worker.whole + (1 - trained) * cheap) / runs * _waiting(runs, worker.load)
+    cut = turns / (2 if worker.load >= 1 else 1)  # half of the claim that was cut is no longer waiting
+    before = cut + max(0.0, 1 - trained - claim / 2) * cheap
+
+    def claimed(seconds: float) -> float:
+        return min(claim, max(1 / files, seconds / max(arrive, 1e-9)))
+
+    here = arrive / (files + 1) + traffic.file_bytes / traffic.line + traffic.file_cpu
+    first = min(claimed(before) * worker.whole / runs, step)  # it ends where rollouts of a newer policy wait
+    following = max(arrive / files - first, turns)
+    score = claimed(first + following) * worker.work.score / worker.gpus
+    # Where one claim takes the whole step, the next step's judges it: always of one file, else after a wait this long.
+    others = worker.busy * (runs - 1) / runs
+    whole = 1.0 if files < 2 else math.exp(-arrive * others / turns) * others if claim >= 1 and turns > 0 else 0.0
+    following += whole * (step - following)
+    # An engine that downloads takes the newest drafter afterwards: what comes in between waits for the rest.
+    download = traffic.download
+    sent_out = download / runs * (1 + _waiting(runs, download / step)) + max(0.0, download - step)
+    return here + before + first + following + score + sent_out
+
+
+def _redis_bytes(traffic: Traffic) -> float:
+    """Fates of a week's rollouts and batches, and the scores that are kept."""
+    plan, week = traffic.plan, _KEPT_DAYS * _DAY_SECONDS / traffic.plan.step_seconds  # steps of a run
+    fates = plan.sent_tokens / plan.tokens * FATE_BYTES + traffic.files * BATCH_BYTES
+    return plan.runs * (week * fates + min(_SCORES_KEPT, traffic.files * week) * SCORE_BYTES)
+
+
+def _waiting(runs: int, load: float) -> float:
+    """Pieces of work of other runs that one waits for: the Pollaczek-Khinchine mean of equal ones; all at full load."""
+    others = load * (runs - 1) / runs
+    return float(runs - 1) if load >= 1 else min((runs - 1) / 2, others / (2 * (1 - others)))
+
+
+def worst_first(facts: Mapping[str, Fact]) -> list[tuple[str, Fact]]:
+    """What fits least comes first; what nothing limits last."""
+    return sorted(facts.items(), key=lambda item: math.inf if item[1].load is None else -item[1].load)
+
+
+def money(
+    gpus: float, gpu_hour_price: float, engine_gpus: int, step: tuple[float, float, float] | None
+) -> dict[str, Fact]:
+    """What the worker costs, and what α brings. `step`: α now, its gain, and generation's share of a step's time."""
+    cost = gpus * gpu_hour_price * 24
+    found = {"cost": Fact(cost, "money a day", "arithmetic", f"{gpus:g} worker GPUs at {gpu_hour_price:g} an hour")}
+    if step is None:
+        return found
+    now, gain, share = step
+    faster = step_speedup(share, {(now + gain) / now: 1.0})
+    saved = engine_gpus * 24 * gpu_hour_price * (1 - 1 / faster)
+    found["cost_a_point"] = Fact(cost / (gain * 100), "money a day", "assumed", "for each 0.01 of α that is gained")
+    found["saved"] = Fact(
+        saved,
+        "money a day",
+        "assumed",
+        f"α {now:g} to {now + gain:g}: a step takes {1 / faster:.1%} of its time on {engine_gpus} GPUs, where a round's"
+        " time stays (`draftalign worth` measures that)",
+        cost / saved if saved else None,
+    )
+    return found

@@ -1,0 +1,87 @@
+"""What the worker computes: operations of a training pass, a replay and an optimizer step, from the file's true shapes.
+
+Legend: K draft depth, V vocabulary, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from rl_hooks.format.eagle3 import DrafterConfig, tensor_shapes
+from service.capacity.sizes import Deployment, batches
+from service.settings import Settings
+
+#: What a GPU is taken to do: 55 % of 790 TFLOP/s. No GPU has run it.
+GPU_TFLOPS: Final = 435.0
+#: Drafters that score a rollout: candidate, served and frozen. One that is passed over: the served one.
+SCORERS: Final = 3
+#: The gap check of a batch reads at most so many tokens.
+_GAP_TOKENS: Final = 16_384
+_NEWTON_SCHULZ: Final = 5
+
+
+def pass_flops(drafter: DrafterConfig, tokens: float, responses: float, documents: float, depth: int) -> float:
+    """Operations of one training pass, least work: forward and both gradients, nothing recomputed; one-layer drafters.
+
+    A multiply-add is two. The count of `benchmarks.step_peers.floating_point_operations`, from the file's shapes.
+    """
+    forward, backward = _row(drafter, tokens / documents, depth)
+    context_forward, context = _context(drafter)
+    return (forward + backward) * responses + (context_forward + context) * (tokens - responses)
+
+
+def score_flops(drafter: DrafterConfig, tokens: float, responses: float, documents: float, depth: int) -> float:
+    """Operations of one drafter's replay: the forward pass alone."""
+    return _row(drafter, tokens / documents, depth)[0] * responses + _context(drafter)[0] * (tokens - responses)
+
+
+def _row(drafter: DrafterConfig, length: float, depth: int) -> tuple[float, float]:
+    """Of a row that predicts a response token: forward, backward. Attention counts its causal half."""
+    sizes = {n.removeprefix("midlayer."): math.prod(s) for n, s in tensor_shapes(drafter).items()}
+    K, q = depth, drafter.num_attention_heads * drafter.head_dim
+    # qkv reads embedding and state: the embeddings' half of a token is made once for all steps.
+    qkv = sum(sizes[f"self_attn.{n}_proj.weight"] for n in "qkv") * (K + 1) / 2
+    rest = (sizes["self_attn.o_proj.weight"] + sum(sizes[f"mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))) * K
+    head, fc = sizes["lm_head.weight"], sizes["fc.weight"]
+    forward = 2 * (fc + qkv + rest + K * head) + 2 * head + 2 * K * length * q + K * (K - 1) * q
+    return forward, 2 * fc + 4 * (qkv + rest + K * head) + 5 * K * length * q + 2 * K * (K - 1) * q
+
+
+def _context(drafter: DrafterConfig) -> tuple[float, float]:
+    """Of a row that lends keys and values only: forward, backward."""
+    shapes = tensor_shapes(drafter)
+    fc = math.prod(shapes["fc.weight"])
+    kv = math.prod(shapes["midlayer.self_attn.k_proj.weight"]) + math.prod(shapes["midlayer.self_attn.v_proj.weight"])
+    return 2 * fc + 2 * kv, 2 * fc + 4 * kv
+
+
+def muon_flops(drafter: DrafterConfig) -> float:
+    """Operations of an optimizer step whatever its tokens: Newton and Schulz on every matrix but lm_head."""
+    matrices = [s for n, s in tensor_shapes(drafter).items() if len(s) == 2 and n != "lm_head.weight"]
+    return _NEWTON_SCHULZ * sum(4.0 * min(s) ** 2 * max(s) + 2.0 * min(s) ** 3 for s in matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """GPU seconds of one step of one run: training, scoring what is trained on, scoring what is passed over."""
+
+    train: float
+    score: float
+    passed_over: float
+
+    @classmethod
+    def of(cls, plan: Deployment, settings: Settings, tflops: float) -> Work:
+        """At so many TFLOP/s that a GPU really does."""
+        T, drafter = plan.sent_tokens, plan.drafter
+        responses, documents = T * (1 - plan.prompt_share), max(1.0, T / plan.tokens)
+        one = pass_flops(drafter, T, responses, documents, settings.depth)
+        train = settings.train_passes * one
+        if settings.optimizer == "muon":
+            train += settings.train_passes * T / settings.train_step_tokens * muon_flops(drafter)
+        replay = score_flops(drafter, T, responses, documents, settings.depth)
+        checked = min(responses, batches(plan) * _GAP_TOKENS)
+        gap = 2.0 * drafter.vocab_size * drafter.hidden_size * checked
+        rate = tflops * 1e12
+        return cls(train / rate, (SCORERS * replay + gap) / rate, (replay + gap) / rate)
