@@ -1,0 +1,103 @@
+"""The check of log-probabilities under truncated sampling, in worlds that its limit was not tuned on.
+
+Heads of three sharpnesses, of this policy version or 0.5 % off, states rounded to bfloat16 or 0.4 % off as well, two
+temperatures, seven truncations. Honest batches must live; those whose log-probabilities were raised by 0.4 nats and
+more on average must die.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafter.batch import RolloutBatch
+from drafter.policy import TargetHead
+from service.settings import Settings
+
+VOCAB, HIDDEN, ROLLOUTS, TOKENS = 1000, 64, 8, 65
+TRUNCATIONS = ((1.0, 0), (0.95, 0), (0.7, 0), (0.3, 0), (1.0, 50), (1.0, 5), (0.9, 20))  # top_p, top_k
+LIMIT_NATS = Settings.model_fields["logprob_gap_nats"].default
+Truncation = tuple[float, int]
+
+
+def kept(p: Tensor, top_p: float, top_k: int) -> Tensor:
+    """The law f32[N, V] that sampling leaves of p f32[N, V]; not normalised."""
+    sorted_p, order = p.sort(-1, descending=True)
+    if top_k:
+        sorted_p = torch.where(torch.arange(p.shape[1]) < top_k, sorted_p, 0.0)
+    share = sorted_p / sorted_p.sum(-1, keepdim=True)
+    sorted_p = torch.where(share.cumsum(-1) - share < top_p, sorted_p, 0.0)
+    return torch.zeros_like(p).scatter_(1, order, sorted_p)
+
+
+def drawn(
+    seed: int, sharpness: float, drift: float, noise: float, temperature: float, truncation: Truncation
+) -> tuple[TargetHead, RolloutBatch, Tensor]:
+    """A head as the service has it, an honest batch, and log p of its tokens before truncation, f32[N]."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    head = normal(VOCAB, HIDDEN) * sharpness / math.sqrt(HIDDEN)
+    engines = head * (1 + drift * normal(VOCAB, 1)) + drift * normal(VOCAB, HIDDEN) * sharpness / math.sqrt(HIDDEN)
+    N = ROLLOUTS * TOKENS
+    hidden = normal(N, HIDDEN)
+    logits = hidden @ engines.T / temperature
+    left = kept(logits.softmax(-1), *truncation)
+    said = torch.multinomial(left, 1, generator=random)  # [N, 1], drawn by row t - 1
+    ids, logged, raw = torch.zeros(N, dtype=torch.int64), torch.zeros(N), torch.zeros(N)
+    ids[1:] = said[:-1, 0]
+    raw[1:] = logits.log_softmax(-1).gather(1, said)[:-1, 0]
+    logged[1:] = (left / left.sum(-1, keepdim=True)).log().gather(1, said)[:-1, 0]
+    starts = torch.arange(0, N + 1, TOKENS)
+    mask = torch.ones(N, dtype=torch.bool)
+    mask[starts[:-1]] = False
+    batch = RolloutBatch(
+        input_ids=ids,
+        cu_seqlens=starts,
+        loss_mask=mask,
+        aux_hidden=torch.zeros(N, HIDDEN, dtype=torch.bfloat16),
+        logprobs=logged,
+        last_hidden=(hidden * (1 + noise * normal(N, HIDDEN))).bfloat16(),
+        logsumexp=logits.logsumexp(-1),
+        temperature=temperature,
+        top_p=truncation[0],
+        top_k=truncation[1],
+        rollout_ids=tuple(map(str, range(ROLLOUTS))),
+        aux_layers=(0,),
+    )
+    return TargetHead(head.bfloat16()), batch, raw
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_honest_log_probabilities_live_and_raised_ones_die(truncation: Truncation) -> None:
+    honest, kept_lies, lies = [], [], 0
+    worlds = product((1.0, 3.0, 8.0), (0.0, 0.005), (0.0, 0.004), (0.7, 1.0))  # sharpness, drift, noise, temperature
+    for seed, world in enumerate(worlds):
+        head, batch, raw = drawn(seed, *world, truncation)
+        logged, said = batch.logprobs, batch.loss_mask
+        honest += [head.logprob_gap(batch)[0], head.logprob_gap(replace(batch, logprobs=raw))[0]]
+        half = torch.rand(len(logged), generator=torch.Generator().manual_seed(seed)) < 0.5
+        for lie in (
+            torch.zeros_like(logged),  # certain of each token
+            torch.where(half, 0.0, logged),
+            (logged + 0.5).clamp(max=0.0),
+            0.6 * logged,  # of another temperature
+        ):
+            if float((lie - logged)[said].mean()) >= 0.4:
+                lies += 1
+                kept_lies += [world] * (head.logprob_gap(replace(batch, logprobs=lie))[0] <= LIMIT_NATS)
+    assert max(honest) <= 0.8 * LIMIT_NATS, "0 of 48 honest batches die, with a fifth of the limit to spare"
+    assert lies >= 15, "the worlds must be able to lie"
+    assert not kept_lies, f"of {lies} lies"
+
+
+def test_a_head_two_per_cent_off_is_found_where_the_policy_is_sharp() -> None:
+    head, batch, _ = drawn(0, 8.0, 0.02, 0.0, 1.0, (0.9, 20))
+    assert head.logprob_gap(batch)[0] > LIMIT_NATS
