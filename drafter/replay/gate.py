@@ -42,6 +42,10 @@ _LARGEST_STEP_SD: Final = 0.2
 _STEP_RATE: Final = 0.25
 #: Spread of the gain of one pair of drafters from claim to claim that more prompts do not take away.
 _CLAIM_SD: Final = 0.003
+#: A challenger that nobody trains is another one to a policy that moves: what it showed counts like so many looks at
+#: most, and not at all once a look is so many standard deviations above it.
+_MEMORY_LOOKS: Final = 64
+_BREAK: Final = 3.0
 #: The e-process is a mixture of processes that begin at each look; so many of the last are kept, and the best before.
 _STARTS: Final = 8
 
@@ -148,6 +152,7 @@ class Trial:
             first, second, *rest = self.starts
             self.starts = [max(first, second, key=lambda start: start[0] + _log_e(*start[1:])), *rest]
         self.looks += 1
+        self._forget(look.log_gain, noise)
         surprise = look.log_gain - self.mean
         kept = self.variance / (self.variance + noise)
         if self.moved:  # surprise² is of the training, of what was not known before it, and of the noise
@@ -159,6 +164,14 @@ class Trial:
         self.moved = 0.0
         self.mean += kept * surprise
         self.variance *= 1.0 - kept
+
+    def _forget(self, log_gain: float, noise: float) -> None:
+        """Let go of what no longer holds. The promise alone rests on it; the chance of an error does not."""
+        if self.moved:
+            return
+        self.variance = max(self.variance, noise / _MEMORY_LOOKS)
+        if log_gain - self.mean > _BREAK * math.sqrt(self.variance + noise):
+            self.mean, self.variance = 0.0, _UNKNOWN_SD**2
 
     @property
     def error(self) -> float:

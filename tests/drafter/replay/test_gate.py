@@ -133,6 +133,41 @@ def test_long_nothing_does_not_blind_it_to_what_comes_after() -> None:
     assert looks <= 3
 
 
+@pytest.mark.parametrize("claims", [5, 45, 300])
+@pytest.mark.parametrize(("before", "after", "most"), [(-0.47, 0.7, 1), (-0.2, 0.2, 3), (-0.05, 0.1, 10)])
+def test_an_archived_version_that_fits_again_is_taken_however_long_it_did_not(
+    claims: int, before: float, after: float, most: int
+) -> None:
+    """The policy goes back. Looks of before kept the promise below 0: a drafter twice as good was never published."""
+    rng, looks, promised = np.random.default_rng(6), [], []
+    for _ in range(20):
+        trial, taken = Trial(0.05), 0
+        for gain in rng.normal(before, 0.045, claims):
+            trial.take(Look(math.expm1(gain), 0.045, 8, 64, 2.0, 2.0))
+            assert not trial.verdict().promote
+        while not trial.verdict().promote and taken < 40:
+            trial.take(Look(math.expm1(rng.normal(after, 0.045)), 0.045, 8, 64, 2.0, 2.0))
+            taken += 1
+        looks.append(taken)
+        promised.append(trial.verdict().gain)
+    assert np.median(looks) <= most
+    assert np.mean(promised) == pytest.approx(math.expm1(after), abs=0.03, rel=0.05)
+
+
+def test_what_an_archived_version_may_spend_does_not_depend_on_what_it_showed() -> None:
+    """The policy moves to and fro, and the version is never better: forgetting makes no error more likely."""
+    rng, published = np.random.default_rng(7), 0
+    for _ in range(200):
+        trial = Trial()
+        for number in range(100):
+            level = -0.3 if number % 20 < 10 else 0.0
+            trial.take(Look(math.expm1(rng.normal(level, 0.045)), 0.045, 8, 64, 2.0, 2.0))
+            if trial.verdict(min_gain=0.0).promote:
+                published += 1
+                break
+    assert published <= 15, "of 200; 10 are allowed on average"
+
+
 def test_a_gain_that_no_swap_is_worth_is_not_published_however_sure() -> None:
     trial = Trial()
     for _ in range(3000):

@@ -109,3 +109,22 @@ def test_a_first_drafter_that_is_twice_as_good_is_served_at_once(bench: Bench, t
     first = Registry(bench.layout).versions("default")[0]
     published(bench, bench.world.drafter(seed=9))
     assert claim(bench, bench.worker(**SETTINGS), "a", 0) == first
+
+
+def test_a_first_drafter_that_was_worse_in_every_claim_serves_again_when_the_policy_goes_back(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """It is scored in each claim, so much is known of it. All of that is about a policy that is gone."""
+    world = bench.world
+    world.move_head(B)
+    world.heads[A_AGAIN] = world.heads[A]
+    bench.register(world.run_file(drafter=world.trained_drafter(tmp_path, policy_version=A)))
+    bench.put_head(B)
+    bench.put_head(A_AGAIN)
+    bench.worker(**SETTINGS)
+    first = Registry(bench.layout).versions("default")[0]
+    of_b = published(bench, world.trained_drafter(tmp_path, policy_version=B))
+    worker = bench.worker(**SETTINGS)
+    assert {claim(bench, worker, f"b{n}", B + n) for n in range(16)} == {of_b.version}
+    assert worker.learner.gate.state["trials"][first]["looks"] >= 8, "else this shows nothing"
+    assert claim(bench, worker, "a", A_AGAIN) == first
