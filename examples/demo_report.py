@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -191,6 +192,7 @@ def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[st
         "drift_share_of_limit": session.drift() if len(rows) > _WARM_UP_STEPS else {},
         "versions_published": sum(e.get("event") == "published" for e in events),
         "versions_refused": sum(e.get("event") == "refused" for e in events),
+        **kept_promises(events),
         "tokens_trained": _count(totals.get("draftalign_trained_tokens_total")),
         "train_seconds": totals.get("draftalign_train_seconds_total"),
         "hook_share_of_step": session.attachment.overhead_seconds / max(session.attachment.step_seconds, 1e-9),
@@ -218,6 +220,21 @@ def reaching(rows: Sequence[StepRow], events: Sequence[dict[str, Any]]) -> dict[
         "first_new_version_step": min((step for version, step in first.items() if version in trained), default=None),
         "steps_from_data_to_engine": statistics.median(steps) if steps else None,
         "steps_from_data_to_engine_most": max(steps, default=None),
+    }
+
+
+def kept_promises(events: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """What publishes promised beside what they brought on later rollouts, relative gains added up as logarithms.
+
+    Of the versions whose gain was measured: those that served long enough to draft rollouts that did not choose them.
+    """
+    measured = [event for event in events if event.get("event") == "realised"]
+    promised, realised = (sum(math.log1p(event[name]) for event in measured) for name in ("promised", "realised"))
+    return {
+        "promises_measured": len(measured),
+        "promised_log_gain": promised,
+        "realised_log_gain": realised,
+        "realised_to_promised": realised / promised if promised > 0 else None,
     }
 
 
@@ -338,7 +355,8 @@ def draw(rows: Sequence[StepRow], path: Path, changes: Sequence[int] = ()) -> No
     top.set_ylim(bottom=0.9)
     top.grid(alpha=0.25)
     top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=3, frameon=False, fontsize=8.5)
-    figure.suptitle(plot_title(rows, changes), x=0.02, ha="left", fontweight="bold", fontsize=10)
+    title = textwrap.fill(plot_title(rows, changes), 105)
+    figure.suptitle(title, x=0.02, ha="left", fontweight="bold", fontsize=10)
     for name, label, colour in (("reward", "reward", "#27ae60"), ("entropy", "policy entropy (nats)", "#8e44ad")):
         values = [v if (v := getattr(r, name)) is not None else math.nan for r in rows]
         bottom.plot(steps, values, color=colour, label=label)

@@ -2,11 +2,13 @@
 
 Pure: numbers in, a decision out; no clock, no Redis, no torch. The state is JSON, so the worker persists it.
 
-The cost model. A round costs the same whatever it yields, so generation time goes as 1/α: a drafter better by the
-fraction `g` saves `g / (1 + g)` of the generation time of every policy version until the policy has moved on. Training
-costs worker seconds, each worth `worker_cost` seconds of the engines that generate. Training pays while
+The cost model. A round costs the same whatever it yields, so the time of rounds with drafts goes as 1/α: a drafter
+better by the fraction `g` saves `g / (1 + g)` of it in every policy version until the policy has moved on. How much of
+the time that is, engines say (`service.monitor.worth.DraftingTime`): where large batches run without drafts, or engines
+rest while the trainer works, there is less to save. Training costs worker seconds, each worth `worker_cost` seconds of
+the engines that generate. Training pays while
 
-    versions_served · generation_seconds · g / (1 + g)  >  worker_cost · train_seconds
+    versions_served · drafting_seconds · g / (1 + g)  >  worker_cost · train_seconds
 
 `g` is measured: the paired gain of the trained candidate over the served drafter (drafter.replay.gate). One measurement
 is noisy, so it enters a Kalman filter with its standard error: the expected gain of the next training, and how sure
@@ -46,28 +48,40 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Economy:
-    """The prices. Units: seconds; `worker_cost` = seconds of the engines that one worker second is worth."""
+    """The prices. Units: seconds; `worker_cost` = seconds of the engines that one worker second is worth.
+
+    `drafting_share`: of the time between two policy versions, what engines spend in rounds with drafts; None: unknown.
+    """
 
     worker_cost: float = 0.1
-    generation_share: float = 0.7  # of the time between two policy versions (reported: 65 to 85 %)
+    drafting_share: float | None = None
     versions_served: float = 5.0  # how long a gain lasts before the policy has moved on
     min_gain: float = 0.005  # a smaller relative gain is not worth a swap, whatever it costs
 
+    @property
+    def share(self) -> float:
+        """The drafting share, or what is assumed of it."""
+        return _DRAFTING_SHARE if self.drafting_share is None else self.drafting_share
+
     def worth(self, gain: float, version_seconds: float) -> float:
         """Seconds of the engines saved by a relative gain in α."""
-        return self.versions_served * self.generation_share * version_seconds * gain / (1.0 + gain)
+        return self.versions_served * self.share * version_seconds * gain / (1.0 + gain)
 
     def break_even(self, train_seconds: float, version_seconds: float | None) -> float:
         """The relative gain from which a training pays; infinite where no gain is worth its seconds.
 
         `version_seconds` None: not known yet, so that a training costs nothing that could be compared.
         """
+        if self.share == 0.0:
+            return math.inf
         if not version_seconds:
             return self.min_gain
-        share = self.worker_cost * train_seconds / (self.versions_served * self.generation_share * version_seconds)
-        return max(self.min_gain, share / (1.0 - share)) if share < 1.0 else math.inf
+        cost, at_stake = self.worker_cost * train_seconds, self.versions_served * self.share * version_seconds
+        return max(self.min_gain, cost / (at_stake - cost)) if cost < at_stake else math.inf
 
 
+#: Share of the time between two policy versions that goes to rounds with drafts (generation, reported: 65 to 85 %).
+_DRAFTING_SHARE: Final = 0.7
 _SMOOTHING: Final = 0.4
 _MIN_TRAININGS: Final = 4
 #: Most claims passed over in a row, so that training goes on even if scoring alone cannot catch up.
@@ -187,7 +201,10 @@ class Controller:
                 f"{self.trainings} of the first {_MIN_TRAININGS} trainings done; gains are not known yet"
             )
         price, sure = economy.break_even(self.train_seconds, self.version_seconds), math.sqrt(self.variance)
-        expected = f"a training is expected to gain {self.gain:+.1%} ± {sure:.1%}; it pays from {price:.1%}"
+        expected = f"a training is expected to gain {self.gain:+.1%} ± {sure:.1%}; it "
+        expected += f"pays from {price:.1%}" if price < math.inf else "cannot pay"
+        if economy.drafting_share is not None:
+            expected += f", as engines spend {economy.drafting_share:.0%} of their time in rounds with drafts"
         if self.gain > price + (sure if self.idle else 0.0):
             return self._train(expected)
         if not self.idle:

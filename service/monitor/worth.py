@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, combinations, pairwise
 from typing import Final
 
@@ -278,6 +278,39 @@ def worth(samples: Sequence[StepSample], survival: Sequence[float]) -> Worth:
     plan = depth_by_batch(step, tokens, found[-1].batch)
     slow = (one.batch for one in found if one.speedup < 1.0)
     return Worth(None, depth, found, next(slow, None), None if plan is None else tuple(plan))
+
+
+@dataclass(slots=True)
+class DraftingTime:
+    """The share of the time that engines spend in steps with drafts, from the step times that they report.
+
+    A gain in α shortens those steps' part and nothing else: steps without drafts, the trainer's part of an RL step, and
+    batch sizes at which an engine does not speculate stay as they are.
+    """
+
+    share: float | None = None  # None: no engine has said enough
+    _from: dict[str, tuple[float, float]] = field(default_factory=dict)  # reporter -> when, seconds with drafts by then
+
+    def feed(self, now: float, samples: Mapping[str, Sequence[StepSample]], window_seconds: float) -> None:
+        """Take what engines, by reporter, have counted until `now`. The share is of the last `window_seconds` or more.
+
+        A window should hold a few policy versions: engines of a synchronous trainer rest between two.
+        """
+        parts, begun = [], {}
+        for name, each in samples.items():
+            if not each:
+                continue
+            drafting = sum(one.seconds for one in each if one.depth > 0 and _sound(one))
+            since, before = self._from.get(name, (now, drafting))
+            if drafting < before:  # the engine began anew
+                since, before = now, drafting
+            if 0.0 < now - since >= window_seconds:
+                parts.append(min(1.0, (drafting - before) / (now - since)))
+                since, before = now, drafting
+            begun[name] = since, before
+        self._from = begun
+        if parts:
+            self.share = float(np.median(parts))  # no engine outvotes all others
 
 
 def step_speedup(generation_share: float, speedups: Mapping[float, float]) -> float:

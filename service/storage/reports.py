@@ -113,14 +113,19 @@ class Store:
         """Score records by batch id, oldest first."""
         return _scores(self._redis.hgetall(self._keys.scores))
 
-    def watch(self, since: float, rule: LiveRule) -> Watch:
-        """What the engines that have reported since then (Unix seconds) say beside the batches scored last."""
+    def accounts(self, since: float) -> dict[str, Account]:
+        """Every engine that has reported since then (Unix seconds)."""
         reporters = [_text(name) for name in self._redis.zrangebyscore(self._keys.reported, since, "+inf")]
-        if not reporters:
+        found = self._redis.hmget(self._keys.reporters, reporters) if reporters else []
+        return {name: Account.read(text) for name, text in zip(reporters, found, strict=True) if text is not None}
+
+    def watch(self, accounts: Mapping[str, Account], rule: LiveRule) -> Watch:
+        """What these engines say beside the batches scored last."""
+        if not accounts:
             return Watch()
         newest = self._redis.zrange(self._keys.recent_scores, -REPLAYED_BATCHES, -1)
         found = self._redis.hmget(self._keys.scores, newest) if newest else []
-        blocks = _blocks(reporters, self._redis.hmget(self._keys.reporters, reporters))
+        blocks = {reporter: account.blocks for reporter, account in accounts.items()}
         return watch(blocks, Replays(_known(ScoreRecord, found)), rule)
 
     def set_worker(self, gauges: Mapping[str, object]) -> None:
@@ -358,11 +363,6 @@ def _known(kind: type[_Kind], texts: Iterable[bytes | str | None]) -> list[_Kind
 def _by_name(names: Sequence[str], texts: Sequence[bytes | None]) -> dict[str, ScoreRecord]:
     pairs = zip(names, texts, strict=True)
     return {name: found for name, text in pairs if text is not None and (found := read(ScoreRecord, text)) is not None}
-
-
-def _blocks(reporters: Sequence[str], accounts: Sequence[bytes | None]) -> dict[str, tuple[Block, ...]]:
-    pairs = zip(reporters, accounts, strict=True)
-    return {reporter: Account.read(account).blocks for reporter, account in pairs if account is not None}
 
 
 def _acceptances(table: Mapping[Any, Any], live: Mapping[Any, Any]) -> list[AcceptanceRecord]:

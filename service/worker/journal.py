@@ -21,6 +21,7 @@ from service.monitor.headroom import LearningCurve
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.watch import EVIDENCE_SECONDS
 from service.monitor.records import Headroom, ScoreRecord
+from service.monitor.worth import DraftingTime
 from service.settings import Settings
 from service.storage.queue import Entry
 from service.storage.reports import MAX_SCORES, Store
@@ -30,6 +31,9 @@ from service.worker.scoring import Scores
 log = logging.getLogger("draftalign.worker")
 
 _QUIET_TICKS = 50
+#: How much of the engines' time goes to rounds is measured over so long, and so many policy versions.
+_LEAST_WINDOW_SECONDS: Final = 60.0
+_WINDOW_VERSIONS: Final = 4
 #: `served` counted on the batches alone on which all drafters were scored: what `frozen` and `best` are compared with.
 COMPARED: Final = "served_compared"
 
@@ -71,6 +75,38 @@ class _Pace:
             self._passed = 0.95 * self._passed + now - before
 
 
+class _Engines:
+    """What the engines of one run report. Not in a checkpoint: they go on reporting."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store = store
+        self._run = run
+        self._held: str | None = None  # why nothing was published when it was looked at last
+        self.drafting = DraftingTime()
+
+    def hear(self, rule: LiveRule, version_seconds: float | None) -> str | None:
+        """Why nothing may be published: engines count otherwise than replay says. Said once, and at its end."""
+        now = time.time()
+        try:
+            accounts = self._store.accounts(now - EVIDENCE_SECONDS)
+            found = self._store.watch(accounts, rule).hold
+            steps = {name: account.steps for name, account in accounts.items()}
+            window = max(_LEAST_WINDOW_SECONDS, _WINDOW_VERSIONS * (version_seconds or 0.0))
+            self.drafting.feed(now, steps, window)
+        except (ValueError, TypeError, ArithmeticError):  # of counts that nobody could foresee: no batch is to blame
+            log.exception("%s: what engines report cannot be read; nothing changes about publishing", self._run)
+            return self._held
+        if (found is None) != (self._held is None):
+            said = (
+                "publishing goes on: live and replay α agree again"
+                if found is None
+                else f"nothing is published: {found}"
+            )
+            log.warning("%s: %s", self._run, said)
+        self._held = found
+        return found
+
+
 class Journal:
     """The journal of one run."""
 
@@ -91,7 +127,7 @@ class Journal:
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
         self._pace = _Pace()
         self._quiet_until = 0  # tick before which a drift alarm is not logged again
-        self._held: str | None = None  # why nothing was published when it was looked at last
+        self._engines = _Engines(store, run)
         self._unsent: dict[str, ScoreRecord] = {}  # score records that Redis has not taken yet, by batch
 
     @property
@@ -173,22 +209,14 @@ class Journal:
         while len(self._unsent) > MAX_SCORES:
             del self._unsent[next(iter(self._unsent))]
 
-    def hold(self, rule: LiveRule) -> str | None:
-        """Why nothing may be published now: engines count otherwise than replay says. Said once, and at its end."""
-        try:
-            found = self._store.watch(time.time() - EVIDENCE_SECONDS, rule).hold
-        except (ValueError, TypeError, ArithmeticError):  # of counts that nobody could foresee: no batch is to blame
-            log.exception("%s: live and replay α cannot be compared; nothing changes about publishing", self._run)
-            return self._held
-        if (found is None) != (self._held is None):
-            said = (
-                "publishing goes on: live and replay α agree again"
-                if found is None
-                else f"nothing is published: {found}"
-            )
-            log.warning("%s: %s", self._run, said)
-        self._held = found
-        return found
+    def hear_engines(self, rule: LiveRule, version_seconds: float | None) -> str | None:
+        """Take what engines reported; returns why nothing may be published now. `version_seconds`: between two."""
+        return self._engines.hear(rule, version_seconds)
+
+    @property
+    def drafting_share(self) -> float | None:
+        """The share of their time that engines spend in rounds with drafts; None: they have not said enough."""
+        return self._engines.drafting.share
 
     def gathered(self, tokens: int, wanted: int, batches: int) -> None:
         """Say how far the draft vocabulary of a run from scratch is."""

@@ -214,7 +214,7 @@ class Learner:
         passed_over = self.scorer.score_passed_over(
             rest, fates, tested=sum(loaded.batch.rollouts for loaded, _ in scored)
         )
-        held = self.journal.hold(LiveRule.of(self._settings))
+        held = self.journal.hear_engines(LiveRule.of(self._settings), version_seconds)
         kept = self.lineage.held()
         judged = not isolated and held is None and not kept
         if judged:
@@ -266,7 +266,7 @@ class Learner:
         if held is not None:  # the gains are not known, and what is learnt from such features may have to be unlearnt
             self.controller.deferred = 0
             return Decision(Action.IDLE, f"nothing is trained while nothing may be published: {held}")
-        economy = Economy(worker_cost=self._settings.worker_cost)
+        economy = Economy(self._settings.worker_cost, self.journal.drafting_share)
         return self.controller.decide(economy, _served_alpha(scored), warming_up=self.lineage.warming_up)
 
     def report(self, outcome: Outcome) -> None:

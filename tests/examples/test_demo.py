@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from examples.demo import free_port, scored_points
-from examples.demo_report import StepRow, _table, features_verdict, plot_title
+from examples.demo_report import StepRow, _table, features_verdict, kept_promises, plot_title
 
 STEPS = 60
 FIELDS = {
@@ -210,3 +210,16 @@ def test_a_taken_port_is_said_in_one_line(tmp_path: Path) -> None:
     assert found.returncode != 0
     assert f"port {port} is taken" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_promises_are_added_up_beside_what_came_of_them() -> None:
+    events = [
+        {"event": "published", "promised": 9.0},
+        {"event": "realised", "promised": 0.10, "realised": 0.05},
+        {"event": "realised", "promised": 0.20, "realised": -0.02},
+    ]
+    found = kept_promises(events)
+    assert found["promises_measured"] == 2
+    assert found["promised_log_gain"] == pytest.approx(math.log(1.1 * 1.2))
+    assert found["realised_to_promised"] == pytest.approx(math.log(1.05 * 0.98) / math.log(1.1 * 1.2))
+    assert kept_promises([])["realised_to_promised"] is None

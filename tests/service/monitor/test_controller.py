@@ -26,7 +26,7 @@ from benchmarks.idle import (
 )
 from service.monitor.controller import Action, Controller, Economy
 
-ECONOMY = Economy(worker_cost=0.1, generation_share=0.7, versions_served=5.0)
+ECONOMY = Economy(worker_cost=0.1, drafting_share=0.7, versions_served=5.0)
 
 
 def named(worlds: list[World]) -> pytest.MarkDecorator:
@@ -241,9 +241,32 @@ def test_break_even_is_where_worth_equals_cost() -> None:
 def test_worth_is_what_the_rounds_save(gain: float) -> None:
     """Generation time goes as 1/α, so a gain g leaves 1/(1+g) of it."""
     seconds = 10.0
-    before = ECONOMY.generation_share * seconds
+    before = ECONOMY.share * seconds
     after = before / (1 + gain)
     assert ECONOMY.worth(gain, seconds) == pytest.approx(ECONOMY.versions_served * (before - after))
+
+
+def test_the_price_is_of_the_time_that_goes_to_rounds() -> None:
+    """Engines that mostly run large batches without drafts have little to save, and those that never draft nothing."""
+    price = {share: replace(ECONOMY, drafting_share=share).break_even(200.0, 60.0) for share in (0.9, 0.45, 0.1, 0.0)}
+    saved = {share: gain / (1 + gain) * share for share, gain in price.items() if share}
+    assert saved == pytest.approx(dict.fromkeys(saved, 20.0 / (5 * 60)), rel=1e-9)
+    assert price[0.0] == math.inf
+    assert replace(ECONOMY, drafting_share=None).break_even(200.0, 60.0) == ECONOMY.break_even(200.0, 60.0)
+
+
+@pytest.mark.parametrize(("share", "trains"), [(0.9, True), (0.02, False), (0.0, False)])
+def test_a_gain_is_trained_for_only_where_engines_draft(share: float, trains: bool) -> None:
+    economy, controller = replace(ECONOMY, drafting_share=share), Controller()
+    actions = []
+    for _ in range(40):
+        decision = controller.decide(economy, 3.0)
+        actions.append(decision.action)
+        if decision.action is not Action.IDLE:
+            controller.learn(gain=0.04, error=0.01, promoted=True, train_seconds=20.0, version_seconds=60.0)
+    assert (actions[-10:] == [Action.TRAIN] * 10) is trains
+    assert trains or actions[4:] == [Action.IDLE] * 36, "the first four are done to learn what they gain"
+    assert f"{share:.0%} of their time" in decision.reason
 
 
 # --- passing over, state

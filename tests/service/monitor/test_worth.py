@@ -16,6 +16,7 @@ import pytest
 from benchmarks.worth import Time, judge, linear, roofline
 from service.monitor.records import StepSample
 from service.monitor.worth import (
+    DraftingTime,
     StepTime,
     Worth,
     best_depth,
@@ -243,3 +244,55 @@ def test_engines_are_pooled_by_depth_and_batch_size() -> None:
     found = pooled(engines)
     assert [(one.depth, one.steps, one.seconds) for one in found] == [(0, 5, 1.0), (3, 65, pytest.approx(65 * 0.1))]
     assert found[1].batch == pytest.approx((8 * 35 + 8.4 * 30) / 65)
+
+
+# --- the time that a gain in α shortens
+def rounds_of(seconds: float, drafting: float) -> list[StepSample]:
+    """An engine after `seconds`, of which the part `drafting` went to steps with drafts and a tenth to others."""
+    parts = {depth: (drafting if depth else 0.1) * seconds for depth in (0, 4)}
+    return [StepSample(8, depth, max(1, int(100 * part)), part) for depth, part in parts.items() if part > 0]
+
+
+@pytest.mark.parametrize("drafting", [0.0, 0.05, 0.4, 0.9])
+@pytest.mark.parametrize("step_seconds", [0.7, 11.0, 45.0])
+def test_the_drafting_share_is_what_engines_spent_in_rounds(drafting: float, step_seconds: float) -> None:
+    """Synchronous: an engine generates in one piece of each RL step and rests in the other."""
+    time = DraftingTime()
+    random = np.random.default_rng(0)
+    for now in np.cumsum(random.uniform(2, 9, 400)):
+        whole, part = divmod(float(now), step_seconds)
+        busy = whole * drafting * step_seconds + min(part, drafting * step_seconds)
+        time.feed(
+            float(now), {"a": [StepSample(8, 4, 1000, busy), StepSample(64, 0, 1000, float(now))]}, 4 * step_seconds
+        )
+    assert time.share == pytest.approx(drafting, abs=0.06)
+
+
+def test_the_drafting_share_is_unknown_until_a_window_is_over_and_without_step_times() -> None:
+    time = DraftingTime()
+    for now in (1.0, 30.0, 59.0):
+        time.feed(now, {"a": rounds_of(now, 0.5), "silent": []}, 60.0)
+        assert time.share is None
+    time.feed(61.0, {"a": rounds_of(61.0, 0.5), "silent": []}, 60.0)
+    assert time.share == pytest.approx(0.5)
+
+
+def test_an_engine_that_began_anew_or_left_does_not_count_against_the_others() -> None:
+    time = DraftingTime()
+    for now in range(0, 601, 20):
+        since = now if now < 300 else now - 290  # b was restarted
+        engines = {"a": rounds_of(now, 0.6), "b": rounds_of(since, 0.6)}
+        if now > 400:
+            del engines["b"]
+        time.feed(float(now), engines, 60.0)
+        assert time.share is None or time.share == pytest.approx(0.6, abs=1e-6)
+    assert time.share is not None
+
+
+def test_no_engine_outvotes_the_others_about_the_time_that_goes_to_rounds() -> None:
+    time = DraftingTime()
+    for now in (1.0, 100.0):
+        honest = {name: rounds_of(now, 0.5) for name in "abc"}
+        liars = {"never": [StepSample(8, 0, 10, 1.0)], "nonsense": [StepSample(8, 4, 10, math.inf)]}
+        time.feed(now, {**honest, **liars}, 60.0)
+    assert time.share == pytest.approx(0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import redis.asyncio
 from record_fixtures import acceptance
 from worker_fixtures import Bench
 
+from service.monitor.records import StepSample
 from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
+from service.worker import journal
 from service.worker.loop import RunWorker
 
 #: Gains that show at once.
@@ -22,7 +25,7 @@ EAGER: dict[str, Any] = {"gate_min_gain": 0.005, "recent_tokens": 100_000, "lear
 _BATCHES = 12
 
 
-def report(bench: Bench, version: str, rounds: int, kept: float) -> None:
+def report(bench: Bench, version: str, rounds: int, kept: float, steps: Sequence[StepSample] = ()) -> None:
     """An engine has counted so many rounds, each of which kept so many of four drafts on average."""
     accepted = int(kept * rounds)
     counts = {"rounds": rounds, "accepted_tokens": accepted, "drafted_tokens": 4 * rounds}
@@ -30,7 +33,8 @@ def report(bench: Bench, version: str, rounds: int, kept: float) -> None:
 
     async def book() -> None:
         client = redis.asyncio.Redis.from_url(bench.redis_url)
-        await AsyncStore(client, "default").book(acceptance(named | counts | {"emitted_tokens": rounds + accepted}))
+        counted = acceptance(named | counts | {"emitted_tokens": rounds + accepted})
+        await AsyncStore(client, "default").book(counted, steps)
         await client.aclose()
 
     asyncio.run(book())
@@ -86,3 +90,18 @@ def test_nothing_is_published_while_engines_and_replay_disagree_and_it_ends_by_i
     rounds, accepted = 3000 + counts, before + int((replayed - 1) * counts)
     report(bench, served.version, rounds, accepted / rounds)
     publish_another(bench, worker, registry, "after")
+
+
+def test_the_worker_trains_for_what_engines_draft_and_says_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine at large batches takes steps without drafts: no drafter saves it any time."""
+    monkeypatch.setattr(journal, "_LEAST_WINDOW_SECONDS", 0.0)
+    bench.begin()
+    worker = bench.worker(**EAGER)
+    for n in range(10):
+        batch = bench.post(f"batch {n}", rollouts=16)
+        report(bench, "v000001", 1, 1.0, [StepSample(512, 0, 100 * n + 1, 10.0 * n + 1)])
+        bench.drain(worker)
+    assert bench.store.scores()[batch].action == "idle"
+    said = str(bench.store.worker().action_reason)
+    assert "engines spend 0% of their time in rounds with drafts" in said
+    assert worker.learner.controller.trainings < 6
