@@ -182,11 +182,14 @@ class Controller:
         self.deferred += 1
         return True
 
-    def decide(self, economy: Economy, alpha_served: float | None, *, warming_up: bool = False) -> Decision:
+    def decide(
+        self, economy: Economy, alpha_served: float | None, *, warming_up: bool = False, unfinished: bool = False
+    ) -> Decision:
         """Decide about one scored claim.
 
         `alpha_served`: replay α of the served drafter, pooled over the claim; None: none serves. `warming_up`: the
-        learning rate has not reached its value, so gains do not show what training can do.
+        learning rate has not reached its value, so gains do not show what training can do. `unfinished`: the last
+        training was cut for newer rollouts and has not been judged; a look goes on with those.
         """
         self.deferred = 0
         if alpha_served is None:
@@ -207,6 +210,8 @@ class Controller:
             expected += f", as engines spend {economy.drafting_share:.0%} of their time in rounds with drafts"
         if self.gain > price + (sure if self.idle else 0.0):
             return self._train(expected)
+        if self.idle and unfinished:
+            return Decision(Action.PROBE, "the last look goes on with newer rollouts")
         if not self.idle:
             self.idle, self.looks = True, min(self.looks, _LOOKS_AT_FIRST)
         return self._look(price) or Decision(Action.IDLE, expected)

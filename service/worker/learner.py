@@ -242,8 +242,7 @@ class Learner:
         newest, scores = [self._remember(loaded) for loaded, _ in scored], scored[-1][1]
         decision = self._decide(scored, held)
         trained = decision.action is not Action.IDLE
-        # What a probe gains is to be measured whole, and who comes to train in one claim of nine does all of it.
-        never = isolated or passed_over_enough or decision.action is Action.PROBE
+        never = isolated or passed_over_enough  # who comes to train in one claim of nine does all of it
         try:
             with self._without_recent() if isolated else contextlib.nullcontext():
                 ends = (lambda: False) if never else newer_waits
@@ -267,7 +266,12 @@ class Learner:
             self.controller.deferred = 0
             return Decision(Action.IDLE, f"nothing is trained while nothing may be published: {held}")
         economy = Economy(self._settings.worker_cost, self.journal.drafting_share)
-        return self.controller.decide(economy, _served_alpha(scored), warming_up=self.lineage.warming_up)
+        return self.controller.decide(
+            economy,
+            _served_alpha(scored),
+            warming_up=self.lineage.warming_up,
+            unfinished=self.gate.untested is not None and self.gate.done < _WHOLE,
+        )
 
     def report(self, outcome: Outcome) -> None:
         """Say in one line what was done, and set the gauges."""

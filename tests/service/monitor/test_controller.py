@@ -269,6 +269,13 @@ def test_a_gain_is_trained_for_only_where_engines_draft(share: float, trains: bo
     assert f"{share:.0%} of their time" in decision.reason
 
 
+def test_a_look_that_was_cut_goes_on_and_is_paid_for_once() -> None:
+    controller = Controller(trainings=9, gain=-0.1, variance=1e-6, idle=True, looks=0.4)
+    assert controller.decide(ECONOMY, 3.0, unfinished=True).action is Action.PROBE
+    assert controller.looks == pytest.approx(0.4 + 1 / 28)
+    assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
+
+
 # --- passing over, state
 def test_a_claim_is_passed_over_while_newer_rollouts_wait_but_not_for_ever() -> None:
     controller = Controller()

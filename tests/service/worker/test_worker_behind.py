@@ -12,8 +12,9 @@ from worker_fixtures import Bench
 
 from drafter.training.trainer import DrafterTrainer
 from service.errors import WorkerError
-from service.monitor.controller import Action, Controller, Decision
+from service.monitor.controller import Economy
 from service.storage.queue import RolloutQueue
+from service.worker import learner
 from service.worker.learner import Learner
 from service.worker.loop import RunWorker
 from service.worker.promotion import Fresh, Gate
@@ -202,15 +203,27 @@ def test_rollouts_of_the_same_policy_cut_no_training(bench: Bench, monkeypatch: 
     assert len(parts[0]) > 0.6 * len(parts[1])
 
 
-def test_a_look_of_an_idle_worker_is_not_cut(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a training gains is asked of a whole one."""
+def test_a_look_of_an_idle_worker_goes_on_in_parts_until_it_is_a_whole_training(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a training gains is asked of a whole one. Engines need not wait for all of it after a fall."""
     bench.begin()
     worker = bench.worker(train_passes=16.0)
-    monkeypatch.setattr(Controller, "decide", lambda *_, **__: Decision(Action.PROBE, "to see"))
-    parts = stepped(monkeypatch, lambda n: bench.post("newer", policy_version=1) if n == 1 else None)
+    for number in range(8):
+        bench.post(f"known {number}", policy_version=0)
+        bench.drain(worker)
+    controller = worker.learner.controller
+    monkeypatch.setattr(learner, "Economy", lambda *_: Economy(min_gain=0.2))  # nothing ever gains so much
+    controller.gain, controller.variance, controller.looks, controller.idle = 0.0, 0.15**2, 2.0, True
+    parts = stepped(monkeypatch, lambda n: bench.post(f"newer {n}", policy_version=n) if n < 4 else None)
     bench.post("first", policy_version=0)
     bench.drain(worker)
-    assert len(parts[0]) > 0.6 * len(parts[1])
+    records = sorted(bench.store.scores().values(), key=lambda one: one.arrival)
+    assert [one.action for one in records[8:]] == ["probe"] * 4
+    cut, whole = [len(part) for part in parts[:3]], len(parts[3])
+    assert max(cut) <= whole // 5, "an eighth is done in any case"
+    assert controller.looks < 1.2, "one look was paid for"
+    assert controller.idle
 
 
 def test_a_worker_that_is_behind_compares_all_drafters_now_and_then(bench: Bench) -> None:
