@@ -17,6 +17,7 @@ AgentError
 ├── ReportError       the service did not accept a report; counts are cumulative, so nothing is lost
 ├── CheckpointError   the files match the manifest, but are no drafter that is safe to load
 └── EngineError       the engine did not answer, or its answer cannot be used; try again later
+    ├── OtherBytesError   the engine found other bytes than were verified, and loaded nothing
     ├── SwapRefusedError  the engine read the drafter and refused it: it will refuse the same drafter again
     └── MetricsError      its /metrics lacks a counter or cannot be read
 """
@@ -82,6 +83,10 @@ class EngineError(AgentError):
 
 class SwapRefusedError(EngineError):
     """The engine refused this drafter and changed nothing."""
+
+
+class OtherBytesError(EngineError):
+    """The engine found other bytes than the agent had verified, and changed nothing."""
 
 
 class MetricsError(EngineError):

@@ -22,7 +22,7 @@ import math
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -82,8 +82,13 @@ class Release:
 
     manifest: Manifest
     path: Path
-    #: Of model.safetensors, verified and stripped; None where `path` holds no verified files.
-    sha256: str | None = None
+    #: SHA-256 by name of the two files that engines read, verified and stripped; empty where none were verified.
+    sha256s: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sha256(self) -> str | None:
+        """Of model.safetensors, which engines tell; None where `path` holds no verified files."""
+        return self.sha256s.get("model.safetensors")
 
     @property
     def version(self) -> str:

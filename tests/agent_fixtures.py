@@ -325,6 +325,7 @@ class Engine(Peer):
         self.rounds_during_swap = 0
         self.read: list[dict[str, str]] = []  # SHA-256 of every file that it was shown, load by load
         self.tells_digest = False  # of the model file, in its answer and its state, as vLLM's plugin does
+        self.verifies = False  # compares the files with the digests of the request, and says so
         self.misread = 0  # so many of the next loads find other bytes than lie there
         self.swap_asked, self.swap_allowed = threading.Event(), threading.Event()
         self.swap_allowed.set()
@@ -378,23 +379,31 @@ class Engine(Peer):
                 state["config_fingerprint"] = self.fingerprint
             if self.tells_digest:
                 state["sha256"] = self.digest
+            if self.verifies:
+                state["verifies"] = True
             self.send_json(handler, 200, state)
         elif path == "/drafter/swap":
             self._swap(handler, body)
         else:
             self.send(handler, 200, self._metrics().encode())
 
-    def _swap(self, handler: BaseHTTPRequestHandler, body: dict[str, str]) -> None:
+    def _swap(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        if body.keys() != {"path", "version"} | ({"sha256"} if self.verifies else set()):
+            self.send_json(handler, 422, {"title": "Invalid request"})  # as plugins of before digests were sent
+            return
         if self.refusal is not None and (self.refused_versions is None or body["version"] in self.refused_versions):
             self.send_json(handler, self.refusal[0], {"title": self.refusal[1]})
             return
         self.swap_asked.set()
         self.swap_allowed.wait(60)
-        read = {path.name: sha256(path.read_bytes()) for path in Path(body["path"]).iterdir()}
+        read = {name: sha256((Path(body["path"]) / name).read_bytes()) for name in ("model.safetensors", "config.json")}
         self.read.append(read)
         digest = read["model.safetensors"]
         if self.misread:
             self.misread, digest = self.misread - 1, sha256(b"other bytes")
+        if self.verifies and body["sha256"] != read | {"model.safetensors": digest}:
+            self.send_json(handler, 412, {"title": "Other bytes"})
+            return
         model = wire.MappedFile(Path(body["path"]) / "model.safetensors")
         if self.rounds_during_swap:
             self.play(self.rounds_during_swap, 1)

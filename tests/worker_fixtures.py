@@ -483,13 +483,15 @@ def _become_worker(
     beat_seconds: float = 0.1,
     dies_of: str = "",
     dies_opening: str = "",
+    dies_training: str = "",
     largest_file: int = 0,
     largest_file_while: str = "",
 ) -> None:
     """Run a worker with short leases.
 
     `dies_of`: a rollout id that kills it on sight, as a fault in native code would. `dies_opening`: a run that kills
-    it when it is opened, as the kernel does for memory. `largest_file`: bytes beyond which
+    it when it is opened, as the kernel does for memory. `dies_training`: one of which every batch does that, once it is
+    trained on. `largest_file`: bytes beyond which
     a write fails, while the path `largest_file_while` exists (a disk that is full, and then is not).
     """
     import logging
@@ -498,6 +500,7 @@ def _become_worker(
     import drafter.batch
     import service.storage.lease
     import service.worker.inbox
+    import service.worker.loop
     import service.worker.process
 
     logging.basicConfig(
@@ -527,6 +530,15 @@ def _become_worker(
             return opened(*args, **named)
 
         vars(service.worker.process)["RunWorker"] = open_run
+    if dies_training:
+        learn = vars(service.worker.loop)["Learner"].learn
+
+        def learn_or_die(self: Any, *args: Any, **named: Any) -> Any:
+            if self.run == dies_training:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return learn(self, *args, **named)
+
+        vars(service.worker.loop)["Learner"].learn = learn_or_die
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
 

@@ -113,7 +113,9 @@ def fetch_release(
 
 def cached_release(manifest: Manifest, path: Path) -> Release:
     """The release whose complete directory is `path`, as its receipt describes it; nothing is verified here."""
-    return Release(manifest, path, _receipt(path, manifest).get(MODEL_FILE))
+    receipt = _receipt(path, manifest)
+    read = {MODEL_FILE, CONFIG_FILE}
+    return Release(manifest, path, {name: receipt[name] for name in read} if read <= receipt.keys() else {})
 
 
 def is_intact(release: Release) -> bool:

@@ -8,8 +8,9 @@ Restart of the agent: `engines/<digest of the URL>.json` in the cache keeps coun
 reports never go backwards and a rejected version stays rejected. A swap is written there before the engine is asked for
 it, so the next agent judges a version even if this one dies during the swap.
 
-Every load: the cached files are verified first, and the digest that the engine answers is compared afterwards. Files
-that differ from the download are deleted and downloaded again, and the engine gets them at once.
+Every load: the cached files are verified first, the engine is told their digests and loads no other bytes where it can
+compare them, and the digest that it answers is compared afterwards. Files that differ from the download are deleted and
+downloaded again, and the engine gets them at once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rl_hooks.agent.process import EngineProcess, Known, Seen
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Bucket, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
-from rl_hooks.errors import AgentError, EngineError, MetricsError, SwapRefusedError
+from rl_hooks.errors import AgentError, EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
 
 log = logging.getLogger("draftalign.agent")
@@ -240,13 +241,21 @@ class EngineFollower:
                 self._store(durable=True)
             except OSError as error:  # a full disk must not keep a drafter from its engine
                 log.warning("%s: the swap that begins now could not be written down: %s", self.url, error)
-            answered = await self._engine.swap(release)
+            try:
+                answered = await self._engine.swap(release)
+            except OtherBytesError as error:  # nothing was loaded
+                self._process.pending = None
+                self._note_mismatch(str(error))
+                if again or self._process.fetched_again == release.version:
+                    raise
+                self._process.fetched_again, again = release.version, True
+                continue
             after, confirmed = await self._scrape(), await self._engine.state()
             if confirmed.serving != release.version:
                 raise EngineError(f"{self.url} accepted {release.version}, but says that {confirmed.serving} is loaded")
             wrong = {answered, confirmed.sha256} - {None, verified.sha256}
             if not wrong:
-                self._process.mistrusted = None
+                self._process.mistrusted = self._process.fetched_again = None
                 return after, confirmed
             last = again or self._process.mistrusted == release.version
             self._process.mistrusted, self._process.pending = release.version, None

@@ -15,11 +15,11 @@ from urllib.parse import quote
 
 from rl_hooks.agent.agent import IN_PROCESS, AgentConfig, SwapAgent
 from rl_hooks.engines.counters import Snapshot
-from rl_hooks.engines.protocol import REFUSALS, EngineState, engine_state
+from rl_hooks.engines.protocol import EngineState, engine_state, failure
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
 from rl_hooks.engines.vllm.tap import ServiceSettings
-from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
+from rl_hooks.errors import MetricsError
 from rl_hooks.release import PublicKeys, Release
 from rl_hooks.sending.exchange import Origin, exchange
 
@@ -119,10 +119,9 @@ class InProcessEngine:
     async def swap(self, release: Release) -> str | None:
         """Swap before the next step of the engine; returns once that has come."""
         try:
-            answer = await self._swapper.swap(str(release.path), release.version, release.sha256)
+            answer = await self._swapper.swap(str(release.path), release.version, release.sha256s)
         except SwapProblem as problem:
-            kind = SwapRefusedError if problem.status in REFUSALS else EngineError
-            raise kind(f"{problem.title}: {problem}") from problem
+            raise failure(problem.status)(f"{problem.title}: {problem}") from problem
         return str(answer["sha256"])
 
     async def snapshot(self) -> Snapshot:

@@ -86,6 +86,8 @@ class EngineProcess:
     pending: Release | None = None
     #: Version for which the engine read other bytes than were verified.
     mistrusted: str | None = None
+    #: Version that was downloaded again because the engine found other bytes of it and loaded nothing.
+    fetched_again: str | None = None
     #: Sequences that the engine refused for good.
     given_up: set[int] = field(default_factory=set)
     _shape: tuple[str, str] | None = None  # (config fingerprint, d2t digest) that it takes

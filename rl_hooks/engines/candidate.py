@@ -6,6 +6,9 @@ Pure: bytes and configurations in, tensors or a refusal out. Legend: D draft voc
 
 from __future__ import annotations
 
+import hashlib
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +20,15 @@ from torch import Tensor
 from rl_hooks import wire
 from rl_hooks.errors import HookError
 from rl_hooks.format import drafter
-from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, Sizes, check_drafter, parse_drafter
+from rl_hooks.format.drafter import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    MODEL_FILE,
+    Sizes,
+    check_drafter,
+    parse_drafter,
+    parse_object,
+)
 from rl_hooks.format.eagle3 import MAPS, DrafterConfig, DrafterError, named, parse_config, with_defaults, with_layers
 from rl_hooks.format.engines import EngineName, limits
 
@@ -41,6 +52,36 @@ class DrafterRefusedError(HookError):
     """The drafter does not fit the engine and never will; nothing was changed."""
 
 
+class OtherBytesError(HookError):
+    """The files are not the ones that were asked for; nothing was changed, and the right ones may come."""
+
+
+def read_file(path: Path, max_bytes: int, expected_sha256: str | None) -> tuple[bytes, str]:
+    """The whole file, and its SHA-256. It is read once, so what is judged and loaded later is what was compared here.
+
+    Raises `OtherBytesError`, `DrafterRefusedError` for a file that is too large, or OSError.
+    """
+    with path.open("rb") as file:
+        # `read` takes as much memory as it is asked for.
+        body = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
+    if len(body) > max_bytes:
+        raise DrafterRefusedError(f"{path.name} has more than {max_bytes} bytes, which this engine cannot need")
+    found = hashlib.sha256(body).hexdigest()
+    if expected_sha256 not in (None, found):
+        raise OtherBytesError(
+            f"{path} holds other bytes than were asked for: expected sha256 {expected_sha256}, got {found}; nothing "
+            "was loaded. The agent downloads this version again; where that does not help, check that engine and agent "
+            "see the same disk"
+        )
+    return body, found
+
+
+def max_model_bytes(sizes: Sizes) -> int:
+    """More than the model file of such a drafter could need."""
+    elements = sum(map(math.prod, drafter.weight_shapes(sizes).values())) + 3 * sizes.vocab_size  # d2t and t2d at most
+    return 8 * elements + (1 << 20)
+
+
 def running_sizes(config: Mapping[str, Any], layers: tuple[int, ...]) -> DrafterConfig:
     """Sizes of the EAGLE-3 drafter that an engine runs, by the engine's copy of its config and the layers it captures.
 
@@ -53,13 +94,15 @@ def running_sizes(config: Mapping[str, Any], layers: tuple[int, ...]) -> Drafter
         raise DrafterRefusedError(str(error)) from error
 
 
-def check_config(directory: Path, running: Sizes, engine: EngineName) -> None:
+def check_config(directory: Path, running: Sizes, engine: EngineName, expected_sha256: str | None = None) -> None:
     """Refuse a drafter of other sizes or other meaning: same-shaped ones load without a word and only cost α.
 
-    Raises `DrafterRefusedError`, or OSError.
+    Raises `DrafterRefusedError`, `OtherBytesError`, or OSError.
     """
+    path = directory / CONFIG_FILE
+    body, _ = read_file(path, MAX_CONFIG_BYTES, expected_sha256)
     try:
-        document = drafter.read_object(directory / CONFIG_FILE)
+        document = parse_object(body, path)
         sizes = parse_drafter(document, running.aux_layers if isinstance(running, DrafterConfig) else ())
     except DrafterError as error:
         raise DrafterRefusedError(str(error)) from error

@@ -1,27 +1,38 @@
 """HTTP adapter for engines that speak draftalign's swap protocol (the example engine, the vLLM plugin).
 
 GET  /drafter/state                          {"version", "loaded", "swaps", "config_fingerprint"?, "policy_version"?,
-                                              "method"?, "takes"?, "sha256"?}
-POST /drafter/swap {"path", "version"}       200 {"version", "previous", "sha256"?}, or an error with nothing changed
+                                              "method"?, "takes"?, "sha256"?, "verifies"?}
+POST /drafter/swap {"path", "version",       200 {"version", "previous", "sha256"?}, or an error with nothing changed;
+                    "sha256"?}               412: the files are not those of these digests
 GET  /metrics                                vLLM's counters
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import httpx
 
 from rl_hooks.engines.counters import Snapshot
-from rl_hooks.errors import EngineError, SwapRefusedError
+from rl_hooks.errors import EngineError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Release
 
+log = logging.getLogger("draftalign.agent")
+
+#: Of an engine whose plugin is older than this agent.
+LOADS_FIRST = (
+    "loads a drafter before it compares its bytes with the download's, which is compared afterwards; upgrade "
+    "draftalign-hooks in its environment, and restart it"
+)
 #: vLLM's methods that propose no tokens: they use the drafter's place to store states.
 _NOT_SPECULATION = frozenset({"extract_hidden_states"})
 
 #: Statuses with which an engine refuses this drafter for good. Other errors may pass.
 REFUSALS = frozenset({400, 409, 413, 415, 422})
+#: Status with which it says that the files are not the ones whose digests it was told.
+OTHER_BYTES = 412
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,8 @@ class EngineState:
     drafting: str | None = None
     #: SHA-256 of the model file that it read for `version`; None where it does not say.
     sha256: str | None = None
+    #: Whether it compares the files with digests that a swap names before it loads them.
+    verifies: bool = False
 
     @property
     def serving(self) -> str | None:
@@ -82,22 +95,30 @@ class SwapEngine:
         self._client = client
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._swap_timeout_seconds = swap_timeout_seconds
+        self._verifies = self._warned = False
 
     async def state(self) -> EngineState:
         """What is loaded now."""
         response = await self._call("GET", "/drafter/state")
-        document = self._object(response)
-        return engine_state(f"{self.url}/drafter/state", document)
+        state = engine_state(f"{self.url}/drafter/state", self._object(response))
+        self._verifies = state.verifies
+        return state
 
     async def swap(self, release: Release) -> str | None:
         """Ask for a swap; an answer that names another version is an EngineError."""
         version = release.version
-        body = {"path": str(release.path), "version": version}
+        body: dict[str, Any] = {"path": str(release.path), "version": version}
+        if self._verifies and release.sha256s:  # a plugin of before refuses what it does not know
+            body["sha256"] = dict(release.sha256s)
         response = await self._call("POST", "/drafter/swap", json=body, timeout=self._swap_timeout_seconds)
         document = self._object(response)
         if (answered := document.get("version")) != version:
             raise EngineError(f"{self.url}/drafter/swap: asked for {version}, the engine answered {answered!r}")
-        return _digest(document)
+        digest = _digest(document)
+        if digest is not None and not self._verifies and not self._warned:
+            self._warned = True
+            log.warning("%s %s", self.url, LOADS_FIRST)
+        return digest
 
     async def snapshot(self) -> Snapshot:
         """Its counters now."""
@@ -111,9 +132,7 @@ class SwapEngine:
         if response.status_code == 200:
             return response
         message = f"{method} {self.url}{path} answered {response.status_code}: {response.text[:400]}"
-        if method == "POST" and response.status_code in REFUSALS:
-            raise SwapRefusedError(message)
-        raise EngineError(message)
+        raise (failure(response.status_code) if method == "POST" else EngineError)(message)
 
     def _object(self, response: httpx.Response) -> dict[str, Any]:
         try:
@@ -123,6 +142,13 @@ class SwapEngine:
         if not isinstance(document, dict):
             raise EngineError(f"{response.url}: expected a JSON object, got {str(document)[:200]}")
         return document
+
+
+def failure(status: int) -> type[EngineError]:
+    """What an engine means that answers a swap with this status."""
+    if status == OTHER_BYTES:
+        return OtherBytesError
+    return SwapRefusedError if status in REFUSALS else EngineError
 
 
 def _digest(document: dict[str, Any]) -> str | None:
@@ -155,4 +181,5 @@ def engine_state(source: str, document: dict[str, Any]) -> EngineState:
         depth=depth if type(depth) is int else None,
         drafting=drafting if isinstance(drafting, str) else None,
         sha256=_digest(document),
+        verifies=document.get("verifies") is True,
     )

@@ -96,8 +96,9 @@ class Step:
     last: Tensor  # [rows, H], after the final norm
     rejected: Tensor  # [requests]: how many of its last rows hold rejected drafts
     last_sampled: Tensor  # [requests]: the token that follows the last accepted row
-    #: (logsumexp, log p of the label) [rows] by `labelled_rows`, where the head is split over ranks: NaN where unknown.
-    scores: tuple[Tensor, Tensor] | None = None
+    #: Where the head is split over ranks: waits for (logsumexp, log p of the label by `labelled_rows`) [2, rows] on the
+    #: host, NaN where they are unknown. For the tap's thread.
+    scores: Callable[[], Tensor] | None = None
 
 
 def labelled_rows(step: Step, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -125,11 +126,26 @@ class Head:
         return score_rows(last_NH, self.weight, labels, temperature=temperature_N, logit_map=self.logit_map)
 
 
+class _Scored:
+    """Copies of a step whose scores come from several ranks, later."""
+
+    def __init__(self, copies: HostCopies, scores: Callable[[], Tensor]) -> None:
+        self._copies, self._scores = copies, scores
+        self._host: dict[str, Tensor] | None = None
+
+    def wait(self) -> dict[str, Tensor]:
+        if self._host is None:
+            host = dict(self._copies.wait())
+            host["logsumexp"], host["logprob"] = self._scores()[:, host.pop("rows")]
+            self._host = host
+        return self._host
+
+
 class _Chunk:
     """Rows of one request from one step, on their way to the host. Its methods are for the tap's thread."""
 
-    def __init__(self, copies: HostCopies, rows: slice) -> None:
-        self._step: HostCopies | None = copies
+    def __init__(self, copies: HostCopies | _Scored, rows: slice) -> None:
+        self._step: HostCopies | _Scored | None = copies
         self._rows = rows
         self._own: dict[str, Tensor] = {}
 
@@ -293,21 +309,21 @@ class FeatureTap:
         counts = step.row_counts[chosen]
         rows_N, labels = labelled_rows(step, chosen)
         last = step.last[rows_N]
-        if step.scores is not None:
-            logsumexp, logprob = (score[rows_N] for score in step.scores)
-        else:
-            temperature = np.repeat([self._temperature(step.request_ids[i]) for i in chosen], counts)
-            logsumexp, logprob = self.head.score(last, labels, _to(last.device, temperature.astype(np.float32)))
         taken = {
             "positions": step.positions[rows_N].long(),
             "input_ids": step.input_ids[rows_N].long(),
             "labels": labels,
             "aux": torch.cat([state[rows_N] for state in step.aux], dim=-1),
             "last": last,
-            "logsumexp": logsumexp,
-            "logprob": logprob,
         }
-        copies, ends = HostCopies(taken), np.cumsum(counts).tolist()
+        copies: HostCopies | _Scored
+        if step.scores is not None:
+            copies = _Scored(HostCopies(taken | {"rows": rows_N}), step.scores)
+        else:
+            temperature = np.repeat([self._temperature(step.request_ids[i]) for i in chosen], counts)
+            scores = self.head.score(last, labels, _to(last.device, temperature.astype(np.float32)))
+            copies = HostCopies(taken | dict(zip(("logsumexp", "logprob"), scores, strict=True)))
+        ends = np.cumsum(counts).tolist()
         chunks = [_Chunk(copies, slice(end - n, end)) for n, end in zip(counts.tolist(), ends, strict=True)]
         for i, chunk, count in zip(chosen, chunks, counts.tolist(), strict=True):
             self._append(step.request_ids[i], chunk, count)
@@ -359,6 +375,9 @@ class FeatureTap:
                 return
             self._deliver(replace(collected, policy_version=tracked.policy_version))
             self.tally.add("delivered")
+        except UnscoredError as error:
+            self.tally.add("skipped_unscored")
+            self.tally.note("unscored", f"draftalign tap: {error}")
         except Exception as error:  # noqa: BLE001 - one bad request must not end the thread
             self.note("assemble", error)
 
@@ -366,6 +385,10 @@ class FeatureTap:
         """Count a failure of ours; log it the first time that its kind comes up."""
         self.tally.add("failures")
         self.tally.note(kind, f"draftalign tap: {kind} failed, requests go uncollected: {error!r}")
+
+
+class UnscoredError(ValueError):
+    """A request has rows whose log p is not known."""
 
 
 def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collected | None:
@@ -391,7 +414,7 @@ def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collec
         return None
     order = torch.from_numpy(held[:T].copy())
     if not bool(rows["logsumexp"][order].isfinite().all()):
-        raise ValueError("some of its rows were not scored: another rank failed there")
+        raise UnscoredError("a request is dropped, some of its rows were not scored: a rank failed, or they disagreed")
     logprobs = np.zeros(T, dtype=np.float32)
     logprobs[1:] = rows["logprob"][order].numpy()[: T - 1]
     return Collected(

@@ -49,8 +49,13 @@ def read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]
     size = path.stat().st_size
     if size > max_bytes:
         raise CheckpointError(f"{path} has {size} bytes; at most {max_bytes} are read")
+    return parse_object(path.read_bytes(), path)
+
+
+def parse_object(body: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object that was read from `path`. Raises `CheckpointError`."""
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(body.decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):

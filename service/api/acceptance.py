@@ -200,6 +200,7 @@ async def get_alpha(
 ) -> Response:
     """Read the α series and the registry's events of an attempt, the newest figures, and the headline."""
     context.run(run)
+    await context.check_redis()
     if attempt is None:
         return tagged(request, await context.answers.get(("alpha", run), lambda: _last_attempt(context, run)))
     return tagged(request, await _attempt(context, run, attempt))

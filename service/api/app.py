@@ -121,6 +121,7 @@ async def readyz(context: Context) -> dict[str, str]:
 async def get_metrics(request: Request, context: Context, caller: Caller) -> Response:
     """Read the metrics, in Prometheus' text format: of the runs that the token is for."""
     runs = tuple(filter(caller.covers, context.layout.run_names()))
+    await context.check_redis()
     text = await context.answers.get(("metrics", runs), lambda: _metrics(context, runs))
     return tagged(request, text, metrics.CONTENT_TYPE)
 

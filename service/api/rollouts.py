@@ -261,6 +261,7 @@ async def _is_named(context: ServiceContext, run: str, batch: Batch) -> bool:
 async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "default") -> dict[str, Any]:
     """Read the state of a batch, or of a rollout's batch; for a dead one, the reason too."""
     context.run(run)
+    await context.check_redis()
     queue = context.queue(run)
     batch_id: str | None = rollout_id
     batch = await queue.batch(rollout_id) if BATCH_ID.fullmatch(rollout_id) else None
@@ -294,6 +295,7 @@ async def get_dead(
 ) -> dict[str, Any]:
     """List the dead batches, newest first: why, when, and whether the file is kept (`has_file`), to be put back."""
     context.run(run)
+    await context.check_redis()
     letters = context.dead(run)
     found = await letters.page(count, before)
     return {
@@ -389,6 +391,7 @@ async def discard_dead(run: str, batch_id: str, request: Request, context: Conte
 
 async def _batch(context: ServiceContext, run: str, batch_id: str) -> dict[str, str]:
     context.run(run)
+    await context.check_redis()
     found = await context.queue(run).batch(batch_id) if BATCH_ID.fullmatch(batch_id) else None
     if found is None:
         raise Problem(404, "no-such-batch", f"run {run!r} knows no batch {batch_id[:80]!r} (any more)")

@@ -207,6 +207,7 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
 @router.get("/runs")
 async def get_runs(context: Context, caller: Caller) -> list[dict[str, Any]]:
     """List the runs that the token is for: name, Unix time of the registration, served drafter and headline."""
+    await context.check_redis()
     found = []
     for run in filter(caller.covers, await asyncio.to_thread(context.layout.run_names)):
         try:
@@ -237,6 +238,7 @@ async def delete(run: str, request: Request, context: Context) -> None:
     as the training in hand. A request that is cut short is finished by the next one.
     """
     audit(request, "delete")
+    await context.check_redis()
     await context.locking(withdraw_run, context.layout, run)
     store = context.store(run)
     deadline = time.monotonic() + _LET_GO_SECONDS
@@ -289,6 +291,7 @@ async def patch_run(run: str, request: Request, context: Context) -> dict[str, A
     """
     audit(request, "change of state")
     context.run(run)
+    await context.check_redis()
     body = await parse_body(request, StateRequest)
     audit(request, body.state, reason=body.reason)
     change = await context.locking(
@@ -307,6 +310,7 @@ async def get_run(run: str, context: Context) -> dict[str, Any]:
 async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
     """Describe a run as GET /runs/{run} answers it."""
     record = context.run(run)
+    await context.check_redis()
     latest = context.registry.latest(run)
     versions = context.registry.versions(run)
     worker = await context.store(run).worker()
@@ -342,6 +346,7 @@ async def get_worth(
     `unknown` says why nothing is known. With `generation_share`, each batch size has the speed-up of the RL step too.
     """
     context.run(run)
+    await context.check_redis()
     found = (await context.engines(run)).worth
     document: dict[str, Any] = to_jsonable_python(found)
     if generation_share is not None:
@@ -362,6 +367,7 @@ async def post_drift(
     audit(request, f"drift {action}")
     context.run(run)
     check_open(context.layout, run)
+    await context.check_redis()
     return {"run": run, "action": action, "request": await context.store(run).ask_of_drift(action)}
 
 

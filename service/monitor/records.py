@@ -327,6 +327,8 @@ class WorkerGauges:
     error: str | None = ""
     refused: tuple[int, int] | None = None
     opening: tuple[int, int, int, float] | None = None
+    #: The same of work on its batches.
+    working: tuple[int, int, int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

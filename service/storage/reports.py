@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import redis.asyncio
 from redis import Redis
@@ -73,6 +73,10 @@ class StoreKeys:
 
     def __init__(self, run: str) -> None:
         self.prefix = Keys(run).prefix
+
+
+#: What may end the worker's process without a word, of which a note is kept meanwhile.
+Deadly: TypeAlias = Literal["opening", "working"]
 
 
 class Store:
@@ -145,19 +149,19 @@ class Store:
         """Take back that the run's file was refused; by deletion, which works while Redis is full."""
         self._redis.hdel(self._keys.worker, "refused")
 
-    def opening(self, file: FileId) -> tuple[int, float]:
-        """How often the run was begun to be opened with this target file, with no end since, and when last (Unix)."""
-        text = self._redis.hget(self._keys.worker, "opening")
+    def begun(self, what: Deadly, file: FileId) -> tuple[int, float]:
+        """How often this was begun with the run's target file, with no end since, and when last (Unix)."""
+        text = self._redis.hget(self._keys.worker, what)
         inode, changed_ns, times, since = (0, 0, 0, 0.0) if text is None else json.loads(text)
         return (times, since) if (inode, changed_ns) == file else (0, 0.0)
 
-    def begin_opening(self, file: tuple[int, int], times: int) -> None:
-        """Note before a run is opened that this is begun; not known while Redis is full."""
-        self.set_worker({"opening": [*file, times, time.time()]})
+    def begin(self, what: Deadly, file: tuple[int, int], times: int) -> None:
+        """Note before the run is opened or worked on that this is begun; not known while Redis is full."""
+        self.set_worker({what: [*file, times, time.time()]})
 
-    def end_opening(self) -> None:
-        """Note that opening the run has ended, well or by an error: the process lives; works while Redis is full."""
-        self._redis.hdel(self._keys.worker, "opening")
+    def end(self, *what: Deadly) -> None:
+        """Note that it has ended, well or by an error: the process lives; works while Redis is full."""
+        self._redis.hdel(self._keys.worker, *what)
 
     def forget_former(self) -> None:
         """Delete what earlier versions wrote and none reads now: the counts that drafters were last called dead by."""

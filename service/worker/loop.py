@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from redis.exceptions import RedisError
 
@@ -63,6 +63,7 @@ class RunWorker:
     ) -> None:
         """`recent_suspected`: runs whose recent rollouts may be to blame; a failure ends this object, not the set."""
         self.run = run
+        self._store = store
         self._holds_lease = holds_lease
         self._recent_suspected = set() if recent_suspected is None else recent_suspected
         self._settings = settings
@@ -88,7 +89,8 @@ class RunWorker:
             if self.learner.journal.heed_people():
                 self.save()  # not to be done again after a restart
             entries = self._claim()
-            self._work_on(entries)
+            with self._noted(entries):
+                self._work_on(entries)
         except RedisError:
             self.inbox.interrupt()
             raise
@@ -103,6 +105,28 @@ class RunWorker:
         finally:
             self.inbox.end_turn()
         return bool(entries)
+
+    @contextlib.contextmanager
+    def _noted(self, entries: Sequence[Entry]) -> Iterator[None]:
+        """Note that this run is worked on, until that has ended, well or by an error.
+
+        A process that is killed, for memory say, on this rank or another, leaves the note. Without it a run of which
+        each batch kills would keep the worker from all other runs.
+        """
+        if not entries or self._target_file is None:
+            yield
+            return
+        deaths, _ = self._store.begun("working", self._target_file)
+        self._store.begin("working", self._target_file, deaths + 1)
+        try:
+            yield
+        except Exception as error:
+            if is_device_fault(error):
+                raise  # the process ends
+            with contextlib.suppress(RedisError):
+                self._store.end("working")
+            raise
+        self._store.end("working")
 
     def _claim(self) -> list[Entry]:
         if self.inbox.backlog:

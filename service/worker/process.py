@@ -39,7 +39,7 @@ from service.settings import Settings
 from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.lease import Leases
-from service.storage.queue import RolloutQueue
+from service.storage.queue import MAX_DELIVERIES, RolloutQueue
 from service.storage.ready import why_unusable
 from service.storage.reports import Store
 from service.storage.runs import read_state
@@ -64,6 +64,8 @@ _REFUSED_SECONDS = 60.0
 #: A run is set aside once the process has died so often while it opened it; then for `_DIED_SECONDS`, and twice as long
 #: after each further death, up to `_DIED_MOST_SECONDS`: each try interrupts all other runs.
 _DEATHS = 3
+#: The same for deaths at work on it, without a turn between them that went well: a batch alone is dead after one less.
+_DEATHS_AT_WORK = MAX_DELIVERIES + 1
 _DIED_SECONDS = 20.0
 _DIED_MOST_SECONDS = 86_400.0
 _ERROR_CHARACTERS = 2000
@@ -280,7 +282,7 @@ class Worker:
         if not wanted.worked_on:
             self._rest(run, state)
             if state.worker is None and state.retry_at:  # once it is active again, it is tried at once
-                Store(self._redis, run).end_opening()
+                Store(self._redis, run).end("opening", "working")
                 state.retry_at = 0.0
             if wanted.state == "archived" and state.empty_until <= now:
                 try:
@@ -363,7 +365,7 @@ class Worker:
             self._leave_alone(run, error)
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
             self._fail(run, error)
-        store.end_opening()
+        store.end("opening")
         state.opening = False
 
     def _begin_opening(self, run: str, state: _Run, store: Store, file: tuple[int, int]) -> bool:
@@ -372,24 +374,31 @@ class Worker:
         A process that is killed, for memory say, catches no exception; without the note its successor opens the run
         again and dies again, and no other run is ever served.
         """
-        deaths, since = store.opening(file)
+        deaths, since = store.begun("opening", file)
         if state.opening:
             deaths = max(deaths - 1, 0)  # Redis went away meanwhile, and this process lives
-        elif deaths >= _DEATHS:
-            most = min(_DIED_SECONDS * 2.0 ** min(deaths - _DEATHS, 20), _DIED_MOST_SECONDS)
-            seconds = min(since + most - time.time(), most)
-            if seconds > 0:
-                error = (
-                    f"the worker died {deaths} times while it opened this run (memory?). It is tried again {most:.0f} s"
-                    f" after the last time; at once after another PUT /runs/{run} with a smaller drafter, or once it"
-                    " was paused and made active again"
-                )
-                log.error("run %s: %s", run, error)
-                store.set_worker({"refused": file})  # so that the next PUT replaces the file
-                self._close_until(run, seconds, error)
-                return False
-        store.begin_opening(file, deaths + 1)
+        elif self._set_aside(run, file, "opened", deaths, since, _DEATHS):
+            return False
+        if self._set_aside(run, file, "worked on", *store.begun("working", file), _DEATHS_AT_WORK):
+            return False
+        store.begin("opening", file, deaths + 1)
         state.opening = True
+        return True
+
+    def _set_aside(self, run: str, file: tuple[int, int], done: str, deaths: int, since: float, most: int) -> bool:
+        """Leave a run alone for a while whose processes died `most` times or more at this, the last one `since`."""
+        pause = min(_DIED_SECONDS * 2.0 ** min(deaths - most, 20), _DIED_MOST_SECONDS)
+        seconds = min(since + pause - time.time(), pause)
+        if deaths < most or seconds <= 0:
+            return False
+        error = (
+            f"the worker died {deaths} times while it {done} this run (memory?). It is tried again {pause:.0f} s after"
+            f" the last time; at once after another PUT /runs/{run} with a smaller drafter, or once it was paused and"
+            " made active again"
+        )
+        log.error("run %s: %s", run, error)
+        Store(self._redis, run).set_worker({"refused": file})  # so that the next PUT replaces the file
+        self._close_until(run, seconds, error)
         return True
 
     def _beat(self) -> None:

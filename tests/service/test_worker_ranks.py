@@ -25,6 +25,8 @@ from worker_fixtures import Bench, World, final_state, states
 
 import drafter.training.ranks
 import service.ranks
+import service.storage.lease
+import service.worker.process
 import service.worker.scoring
 from drafter.batch import RolloutBatch, load_batch
 from drafter.device import RanksLost
@@ -33,6 +35,7 @@ from drafter.replay.replay import replay
 from drafter.training.ranks import JoinedRanks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.ranks import FollowedRun, Follower
+from service.settings import Settings
 from service.storage.queue import MAX_DELIVERIES
 from service.storage.runs import change_state
 from service.worker.checkpoint import hand_over, taken_over
@@ -315,6 +318,55 @@ def test_a_run_that_rank_0_lets_go_is_let_go_by_the_others_and_orders_come_while
 
         with shorter_patience(15.0):
             assert run_ranks(bench, lead, arm) == 0
+
+
+def test_a_run_that_kills_another_rank_is_set_aside_and_the_others_train(tmp_path: Path, redis_url: str) -> None:
+    """Rank 1 has less memory, say: it opens a run with rank 0's first order, which is of a batch."""
+    first = "before-default"  # runs are served in this order
+
+    def arm(rank: int) -> None:
+        vars(service.storage.lease)["LEASE_SECONDS"] = 0.5
+        vars(service.worker.process)["_BEAT_SECONDS"] = 0.1
+        real = FollowedRun.__init__
+
+        def opening(self: FollowedRun, settings: Settings, run: str, *arguments: Any) -> None:
+            if rank and run == first:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(self, settings, run, *arguments)
+
+        FollowedRun.__init__ = opening  # type: ignore[assignment,method-assign]
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=first)
+        for number in range(4):
+            bench.post(f"killer{number}", run=first)
+        honest = bench.post("honest", rollouts=6)
+
+        def lead() -> None:
+            worker = Worker(bench.settings, bench.redis)
+
+            def stop() -> None:
+                try:
+                    eventually(lambda: bench.state(honest) == "trained", seconds=60)
+                finally:
+                    worker.stop()
+
+            person = threading.Thread(target=stop)
+            person.start()
+            try:
+                worker.serve()
+            except RanksLost:
+                os._exit(3)
+            person.join()
+
+        deaths = 0
+        while run_ranks(bench, lead, arm) != 0:
+            deaths += 1
+            assert deaths <= 4, "this run keeps the worker from the other"
+        print(f"{deaths} deaths until another run was trained")
+        assert deaths == 4
+        assert bench.state(honest) == "trained"
 
 
 def test_a_rank_that_hears_nothing_more_from_rank_0_ends(tmp_path: Path, redis_url: str) -> None:

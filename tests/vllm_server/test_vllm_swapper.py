@@ -12,8 +12,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from fastapi import FastAPI
 
 from rl_hooks.engines.vllm.draft import RunningDraft, started_with
 from rl_hooks.engines.vllm.plugin import DrafterEndpoints
@@ -44,7 +46,8 @@ class Client:
         self.calls.append(method)
         self.asleep = method == self.asleep_after
         if method == "draftalign_staged":
-            return [{"done": True, "refused": None, "failed": None, "sha256": "aa"} for _ in self.versions]
+            nothing = {"refused": None, "other_bytes": None, "failed": None}
+            return [{"done": True, "sha256": "aa", **nothing} for _ in self.versions]
         if method == "draftalign_state":
             return [
                 {"version": v, "sha256": v, "loaded": True, "swaps": 3, "shared_modules": [], "problem": None}
@@ -79,10 +82,42 @@ def test_an_engine_that_falls_asleep_while_the_file_is_read_is_not_touched(tmp_p
 def test_other_bytes_than_were_downloaded_are_not_swapped_in(tmp_path: Path) -> None:
     (tmp_path / "v2").mkdir()
     client = Client("v1")
-    with pytest.raises(SwapProblem, match="read aa for v2, bb was downloaded"):
-        asyncio.run(Swapper(client, tmp_path).swap("v2", "v2", "bb"))
+    with pytest.raises(SwapProblem, match="read aa for v2, bb was asked for"):
+        asyncio.run(Swapper(client, tmp_path).swap("v2", "v2", {"model.safetensors": "bb"}))
     assert "draftalign_apply" not in client.calls
-    assert asyncio.run(Swapper(client, tmp_path).swap("v2", "v2", "aa"))["sha256"] == "aa"
+    assert asyncio.run(Swapper(client, tmp_path).swap("v2", "v2", {"model.safetensors": "aa"}))["sha256"] == "aa"
+
+
+DIGESTS = {"model.safetensors": "aa" * 32, "config.json": "bb" * 32}
+
+
+@pytest.mark.parametrize(
+    ("sha256", "status"),
+    [
+        ({}, 200),  # an agent of before digests were sent
+        ({"sha256": DIGESTS}, 412),
+        ({"sha256": DIGESTS | {"config.json": "BB"}}, 422),
+        ({"sha256": {"model.safetensors": "aa" * 32}}, 422),
+        ({"sha256": "aa" * 32}, 422),
+        ({"digest": DIGESTS}, 422),
+    ],
+)
+def test_a_swap_names_the_digests_of_both_files_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sha256: dict[str, Any], status: int
+) -> None:
+    monkeypatch.setenv("DRAFTALIGN_DRAFTER_DIR", str(tmp_path))
+    (tmp_path / "v2").mkdir()
+    client, plugin, app = Client("v1"), DrafterEndpoints(), FastAPI()
+    plugin.attach_router(app)
+
+    async def ask() -> httpx.Response:
+        await plugin.init_state(client, None, Namespace())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as http:
+            return await http.post("/drafter/swap", json={"path": "v2", "version": "v2"} | sha256)
+
+    reply = asyncio.run(ask())
+    assert reply.status_code == status, reply.text
+    assert ("draftalign_apply" in client.calls) == (status == 200)
 
 
 @pytest.mark.parametrize(

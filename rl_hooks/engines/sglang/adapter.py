@@ -20,6 +20,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import logging
 import struct
 import time
 import uuid
@@ -33,12 +34,14 @@ import numpy as np
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Snapshot, read_samples
-from rl_hooks.engines.protocol import EngineState, counting_only
-from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
-from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, read_object
+from rl_hooks.engines.protocol import LOADS_FIRST, EngineState, counting_only
+from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.engines import limits
 from rl_hooks.release import Release
+
+log = logging.getLogger("draftalign.agent")
 
 #: `--custom-weight-loader` of the server, and `load_format` of the update.
 LOADER: Final = "rl_hooks.engines.sglang.loader.load_drafter"
@@ -135,7 +138,9 @@ class SGLangEngine:
             await self._begin()
             try:
                 self._mark(engines, "session")
-                request = {"path": str(release.path), "version": release.version, "outcome": str(outcome)}
+                request: dict[str, Any] = {"path": str(release.path), "version": release.version}
+                # A loader of before reads only what it knows.
+                request |= {"outcome": str(outcome), "sha256": dict(release.sha256s)}
                 body = {
                     "serialized_named_tensors": [request_payload(request)] * ranks,
                     "load_format": LOADER,
@@ -207,6 +212,9 @@ class SGLangEngine:
     def _judge(self, release: Release, outcome: Path, ranks: int) -> str:
         """Read the outcome that the loader of each rank has written; returns the digest that all of them read."""
         said = [json.loads(path.read_text()) for path in sorted(outcome.glob("*.json"))]
+        other = [one["other_bytes"] for one in said if one.get("other_bytes")]
+        if other:
+            raise OtherBytesError(f"{self.url} did not load {release.version}: {other[0]}")
         refused = [one["refused"] for one in said if one.get("refused")]
         if refused:
             raise SwapRefusedError(f"{self.url} refused {release.version}: {refused[0]}")
@@ -220,6 +228,8 @@ class SGLangEngine:
             raise EngineError(f"{self.url} did not load {release.version}: {reason}")
         if len({one["sha256"] for one in said}) != 1:
             raise EngineError(f"{self.url}: its ranks read different files for {release.version}")
+        if not all(one.get("verifies") for one in said):
+            log.warning("%s %s", self.url, LOADS_FIRST)
         return str(said[0]["sha256"])
 
     # --- memory: SGLang does not know the name of its drafter
@@ -287,8 +297,12 @@ def check_server(info: Mapping[str, Any]) -> None:
 
 def check_release(release: Release, info: Mapping[str, Any]) -> None:
     """Refuse drafters that SGLang cannot serve, before the server is paused."""
+    path, expected = release.path / CONFIG_FILE, release.sha256s.get(CONFIG_FILE)
     try:
-        beyond = limits("sglang", parse_drafter(read_object(release.path / CONFIG_FILE)))
+        body = path.read_bytes()
+        if expected is not None and hashlib.sha256(body).hexdigest() != expected:
+            raise OtherBytesError(f"{path} is not what was downloaded, so {release.version} is not loaded")
+        beyond = limits("sglang", parse_drafter(parse_object(body, path)))
     except (OSError, DrafterError) as error:
         raise SwapRefusedError(f"{release.version}: {error}") from error
     if beyond:
@@ -308,7 +322,7 @@ def check_release(release: Release, info: Mapping[str, Any]) -> None:
         )
 
 
-def request_payload(request: Mapping[str, str]) -> str:
+def request_payload(request: Mapping[str, Any]) -> str:
     """`[(name, torch.ByteTensor([...]))]` as SGLang's serializer would write it, in base64; made without torch.
 
     SGLang unpickles with an allow-list of classes, which has `torch.ByteTensor`. The tensor's bytes are JSON.

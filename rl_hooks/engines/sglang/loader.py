@@ -14,7 +14,6 @@ are changed in place, so CUDA graphs stay valid. Written against SGLang 0.5.23.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -27,8 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.candidate import DrafterRefusedError, check_config, read_candidate, running_sizes
-from rl_hooks.format.drafter import MODEL_FILE
+from rl_hooks.engines.candidate import (
+    DrafterRefusedError,
+    OtherBytesError,
+    check_config,
+    max_model_bytes,
+    read_candidate,
+    read_file,
+    running_sizes,
+)
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE
 from rl_hooks.format.eagle3 import DrafterConfig
 
 log = logging.getLogger("draftalign.sglang")
@@ -41,16 +48,18 @@ LOADER: Final = "rl_hooks.engines.sglang.loader.load_drafter"
 
 def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Load the drafter that the request names into SGLang's draft model. Never raises."""
-    outcome: dict[str, Any] = {"ok": False, "refused": None, "failed": None}
+    outcome: dict[str, Any] = {"ok": False, "refused": None, "other_bytes": None, "failed": None}
     directory = None
     try:
         request = parse_request(named_tensors)
         home = _home()
         directory = _inside(home, request["outcome"])
-        outcome |= {"version": request["version"]}
-        outcome |= _load(model, _inside(home, request["path"])) | {"ok": True}
+        outcome |= {"version": request["version"], "verifies": True}
+        outcome |= _load(model, _inside(home, request["path"]), request.get("sha256", {})) | {"ok": True}
     except DrafterRefusedError as error:
         outcome["refused"] = str(error)
+    except OtherBytesError as error:
+        outcome["other_bytes"] = str(error)
     except Exception as error:  # an exception would end the scheduler and abort every request
         log.exception("draftalign: the drafter was not loaded")
         outcome["failed"] = f"{type(error).__name__}: {error}"
@@ -58,8 +67,11 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
         _write(directory / f"{os.getpid()}.json", outcome)
 
 
-def parse_request(named_tensors: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
-    """The JSON request inside the tensors; ValueError when it is something else, such as somebody's weights."""
+def parse_request(named_tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    """The JSON request inside the tensors; ValueError when it is something else, such as somebody's weights.
+
+    `sha256`, by file name, is missing from an agent of before it was sent.
+    """
     if len(named_tensors) != 1 or named_tensors[0][0] != REQUEST:
         names = [name for name, _ in named_tensors][:3]
         raise ValueError(f"expected one tensor called {REQUEST}, got {names}; this loader takes requests, not weights")
@@ -68,6 +80,8 @@ def parse_request(named_tensors: Sequence[tuple[str, Tensor]]) -> dict[str, str]
         isinstance(document.get(k), str) for k in ("path", "version", "outcome")
     ):
         raise ValueError("the request must name path, version and outcome")
+    if not isinstance(document.get("sha256", {}), dict):
+        raise ValueError("sha256 must give digests by file name")  # noqa: TRY004 - of what the request says
     return document
 
 
@@ -85,11 +99,11 @@ def _inside(home: Path, path: str) -> Path:
     return resolved
 
 
-def _load(model: nn.Module, directory: Path) -> dict[str, Any]:
+def _load(model: nn.Module, directory: Path, expected: Mapping[str, str]) -> dict[str, Any]:
     began = time.perf_counter()
     running, d2t = running_drafter(model), running_d2t(model)
-    check_config(directory, running, "sglang")
-    body = (directory / MODEL_FILE).read_bytes()
+    check_config(directory, running, "sglang", expected.get(CONFIG_FILE))
+    body, sha256 = read_file(directory / MODEL_FILE, max_model_bytes(running), expected.get(MODEL_FILE))
     weights = read_candidate(body, running, d2t, _dtype(model))
     own = _own_parameters(model)
     kept = {name: parameter.detach().to("cpu", copy=True) for name, parameter in own.items()}
@@ -105,7 +119,7 @@ def _load(model: nn.Module, directory: Path) -> dict[str, Any]:
         raise
     done = time.perf_counter()
     return {
-        "sha256": hashlib.sha256(body).hexdigest(),
+        "sha256": sha256,
         "read_seconds": checked - began,
         "load_seconds": done - checked,
     }

@@ -5,13 +5,14 @@
 
 | call | effect |
 |---|---|
-| `POST /drafter/swap` | `{path, version}` -> `{version, previous}`; checked first, all or nothing |
+| `POST /drafter/swap` | `{path, version, sha256}` -> `{version, previous, sha256}`; checked first, all or nothing |
 | `GET /drafter/state` | `{version, loaded, swaps, depth, drafting, config_fingerprint, ...}` |
 
-`path` is a directory with model.safetensors and config.json under DRAFTALIGN_DRAFTER_DIR; others are refused.
-vLLM's `--api-key` guards /v1 only: set DRAFTALIGN_SWAP_TOKEN to ask for a bearer token here. Errors are RFC 9457
-problem documents: 4xx means that this drafter is refused for good, 5xx that it may be accepted later. Entry points,
-both named `draftalign`: `vllm.general_plugins` -> `register`, `vllm.endpoint_plugins` -> `DrafterEndpoints`. Details:
+`path` is a directory with model.safetensors and config.json under DRAFTALIGN_DRAFTER_DIR; others are refused. vLLM's
+`--api-key` guards /v1 only: set DRAFTALIGN_SWAP_TOKEN to ask for a bearer token here. Errors are RFC 9457 problem
+documents: 4xx means that this drafter is refused for good, 5xx that it may be accepted later, and so does 412: the
+files are not the ones whose digests `sha256` names. Without `sha256` any bytes are taken. Entry points, both named
+`draftalign`: `vllm.general_plugins` -> `register`, `vllm.endpoint_plugins` -> `DrafterEndpoints`. Details:
 docs/guide/vllm.md.
 """
 
@@ -21,6 +22,7 @@ import hmac
 import json
 import logging
 import os
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, Final
@@ -29,11 +31,13 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE
 
 log = logging.getLogger("vllm.draftalign")
 
 _MAX_BODY_BYTES: Final = 64 << 10
 _MAX_VERSION_LENGTH: Final = 128
+_SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
 class DrafterEndpoints:
@@ -55,8 +59,7 @@ class DrafterEndpoints:
         async def swap(request: Request) -> Response:
             try:
                 self._authorize(request)
-                path, version = _parse(await _body(request))
-                return JSONResponse(await self._engine().swap(path, version))
+                return JSONResponse(await self._engine().swap(*_parse(await _body(request))))
             except SwapProblem as problem:
                 return _problem(problem)
 
@@ -101,19 +104,31 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-def _parse(body: bytes) -> tuple[str, str]:
+def _parse(body: bytes) -> tuple[str, str, dict[str, str] | None]:
+    """(path, version, SHA-256 by file name: None from an agent of before they were sent)."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise SwapProblem(422, "Invalid request", f"the body is not JSON: {error}") from error
-    if not isinstance(document, dict) or document.keys() != {"path", "version"}:
-        raise SwapProblem(422, "Invalid request", 'expected {"path": ..., "version": ...}')
+    if not isinstance(document, dict) or document.keys() | {"sha256"} != {"path", "version", "sha256"}:
+        raise SwapProblem(422, "Invalid request", 'expected {"path": ..., "version": ..., "sha256": {...}}')
     path, version = document["path"], document["version"]
     if not isinstance(path, str) or not path or not isinstance(version, str):
         raise SwapProblem(422, "Invalid request", "path and version must be strings")
     if not 0 < len(version) <= _MAX_VERSION_LENGTH or not version.isprintable():
         raise SwapProblem(422, "Invalid request", f"version must be 1 to {_MAX_VERSION_LENGTH} printable characters")
-    return path, version
+    return path, version, _digests(document["sha256"]) if "sha256" in document else None
+
+
+def _digests(given: Any) -> dict[str, str]:
+    if not (
+        isinstance(given, dict)
+        and given.keys() == {MODEL_FILE, CONFIG_FILE}
+        and all(isinstance(digest, str) and _SHA256.fullmatch(digest) for digest in given.values())
+    ):
+        detail = f"sha256 must name 64 hexadecimal digits each for {MODEL_FILE} and {CONFIG_FILE}, or be left out"
+        raise SwapProblem(422, "Invalid request", detail)
+    return given
 
 
 def _problem(problem: SwapProblem) -> JSONResponse:

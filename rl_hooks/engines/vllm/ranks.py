@@ -1,8 +1,9 @@
 """The tensor-parallel ranks of one engine: what they agree on, and the policy's head of which each holds a slice.
 
-Its methods are collectives, all but `join` on vLLM's host group (gloo): all ranks call them in the same engine call, in
+The methods of `Ranks` are collectives on vLLM's host group (gloo): all ranks call them in the same engine call, in
 the same order, whether their own part has worked or not. What a rank cannot do it says with `all_agree(ok=False)`; it
-never stays away. A rank that waits on the host longer than `_PATIENCE` for another raises.
+never stays away. A rank that waits on the host longer than `_PATIENCE` for another raises. What is scored of each
+step is joined by `Joiner`, for which no engine waits.
 
 With one rank nothing is sent anywhere.
 
@@ -11,16 +12,26 @@ Legend: N rows, H hidden size, V vocabulary, W ranks.
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl_hooks.sending.copies import HostCopies
 from rl_hooks.sending.features import score_rows
+from rl_hooks.sending.tally import Tally
 from rl_hooks.wire import LogitMap
+
+log = logging.getLogger("vllm.draftalign")
 
 #: A rank that is gone for so long has died, and vLLM's own collectives fail, too.
 _PATIENCE: Final = timedelta(seconds=60)
@@ -42,13 +53,17 @@ class Ranks:
         """Whether this rank is the one that sends."""
         return self._group is None or self._group.rank_in_group == 0
 
+    def members(self) -> list[int]:
+        """The ranks as torch.distributed numbers them."""
+        return [0] if self._group is None else list(self._group.ranks)
+
     def all_agree(self, *, ok: bool) -> bool:
         """Whether all ranks say `ok`. Raises RuntimeError where one does not answer in time."""
         if self._group is None:
             return ok
         answer = torch.tensor([int(ok)])
-        minimum = torch.distributed.ReduceOp.MIN
-        torch.distributed.all_reduce(answer, minimum, group=self._group.cpu_group, async_op=True).wait(_PATIENCE)
+        minimum = dist.ReduceOp.MIN
+        dist.all_reduce(answer, minimum, group=self._group.cpu_group, async_op=True).wait(_PATIENCE)
         return bool(answer.item())
 
     def whole(self, shard: Tensor, rows: int) -> Tensor | None:
@@ -60,7 +75,7 @@ class Ranks:
             own = shard.detach().to("cpu", copy=True).contiguous().view(torch.uint8)
             parts = [torch.empty_like(own) for _ in range(self.size)] if self.first else None
         group = self._group
-        torch.distributed.gather(own, parts, group.ranks[0], group=group.cpu_group, async_op=True).wait(_PATIENCE)
+        dist.gather(own, parts, group.ranks[0], group=group.cpu_group, async_op=True).wait(_PATIENCE)
         return None if parts is None else torch.cat([part.view(shard.dtype) for part in parts])[:rows]
 
     @contextmanager
@@ -74,21 +89,98 @@ class Ranks:
         if not self.all_agree(ok=True):
             raise OtherRankError("another rank of this engine could not do its part; its log says why")
 
-    def join(self, own_2N: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
-        """(logsumexp [N], log p [N]) from each rank's `Shard.partial`; NaN where a rank has None: it could not score.
-
-        A collective of vLLM's device group. The softmax's normaliser is the sum of those of the slices; the label's
-        logit is that of the one rank that has it.
-        """
-        if own_2N is None:
-            own_2N = torch.full((2, rows), torch.nan, device=self._group.device)
-        parts = self._group.all_gather(own_2N[None].contiguous(), dim=0)  # [W, 2, N]
-        logsumexp = parts[:, 0].logsumexp(dim=0)
-        return logsumexp, parts[:, 1].amax(dim=0) - logsumexp
-
 
 class OtherRankError(RuntimeError):
     """A rank that has done its part raises this where another one has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank scored of one step."""
+
+    step: int
+    rows: int
+    policy_version: int
+    copies: HostCopies  # "own", float32 [2, N]: `Shard.partial`
+    joined: Future[Tensor]
+
+
+class Joiner:
+    """Joins what the ranks score of each step, in a thread and over a gloo group of its own: no engine waits for it.
+
+    The ranks tell each other first what they are about to join. Rows or policy versions that differ leave that step
+    without scores. A rank that has died, is silent for `patience`, or is at another step ends it all: `gone`.
+    All ranks make theirs in the same call, and `add` the same steps.
+    """
+
+    def __init__(self, group: Any, tally: Tally, patience: timedelta = _PATIENCE) -> None:
+        self._group, self._tally, self._patience = group, tally, patience
+        self._first, self._size = dist.get_rank(group) == 0, dist.get_world_size(group)
+        self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        #: Whether it has given up: nothing is joined any more.
+        self.gone = False
+        self._thread = threading.Thread(target=self._work, name="draftalign-join", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, ranks: Ranks, tally: Tally) -> Self:
+        """For the ranks of an engine, of which there are several. A collective."""
+        members = ranks.members()
+        group = dist.new_group(members, timeout=_PATIENCE, backend="gloo", use_local_synchronization=True)
+        return cls(group, tally)
+
+    def add(self, step: int, rows: int, policy_version: int, own_2N: Tensor | None) -> Future[Tensor]:
+        """Take this rank's part of a step, None where it could not score. It waits for nothing.
+
+        Returns float32 [2, N] on the host, on the first rank: (logsumexp, log p); NaN where they are not known.
+        """
+        if own_2N is None:
+            own_2N = torch.full((2, rows), torch.nan)
+        joined: Future[Tensor] = Future()
+        self._parts.put(_Part(step, rows, policy_version, HostCopies({"own": own_2N.contiguous()}), joined))
+        return joined
+
+    def close(self, timeout_seconds: float) -> None:
+        """Join what was added, for some seconds at most."""
+        self._parts.put(None)
+        self._thread.join(timeout_seconds)
+
+    def _work(self) -> None:
+        while (part := self._parts.get()) is not None:
+            joined = None
+            try:
+                joined = None if self.gone else self._join(part)
+            except Exception as error:  # noqa: BLE001 - the engine must not feel this
+                self.gone = True
+                log.warning("draftalign: no features are captured from now on; the engine goes on: %s", error)
+            part.joined.set_result(torch.full((2, part.rows), torch.nan) if joined is None else joined)
+
+    def _join(self, part: _Part) -> Tensor | None:
+        own_2N = part.copies.wait()["own"]
+        said = torch.tensor([part.step, part.rows, part.policy_version])
+        told = [torch.empty_like(said) for _ in range(self._size)]
+        dist.all_gather(told, said, group=self._group, async_op=True).wait(self._patience)
+        steps, rows, versions = torch.stack(told).T.tolist()
+        if len(set(steps)) > 1:
+            raise RuntimeError(f"the ranks are at different steps: {steps}")
+        for what, values in (("rows", rows), ("policy_version", versions)):
+            if len(set(values)) > 1:
+                self._tally.add(f"ranks_disagreed_{what}")
+                self._tally.warn(what, f"draftalign: the ranks disagree in {what} ({values}); a step is not scored")
+                return None
+        parts = [torch.empty_like(own_2N) for _ in range(self._size)] if self._first else None
+        first = dist.get_global_rank(self._group, 0)
+        dist.gather(own_2N, parts, first, group=self._group, async_op=True).wait(self._patience)
+        return None if parts is None else joined_scores(torch.stack(parts))
+
+
+def joined_scores(parts_W2N: Tensor) -> Tensor:
+    """float32 [2, N], (logsumexp, log p), from each rank's `Shard.partial`; NaN where one of them has NaN.
+
+    The softmax's normaliser is the sum of those of the slices; the label's logit is that of the one rank that has it.
+    """
+    logsumexp = parts_W2N[:, 0].logsumexp(dim=0)
+    return torch.stack([logsumexp, parts_W2N[:, 1].amax(dim=0) - logsumexp])
 
 
 class Shard:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from rl_hooks.format.drafter import MODEL_FILE
 
 _POLL_SECONDS: Final = 0.02
 _STAGE_TIMEOUT_SECONDS: Final = 600.0
@@ -58,19 +60,21 @@ class Swapper:
         self._last_state = joint_state(states)
         return self._last_state
 
-    async def swap(self, path: str, version: str, expected_sha256: str | None = None) -> dict[str, Any]:
+    async def swap(self, path: str, version: str, expected: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Stage on every worker; when all have accepted the drafter, swap on every worker in one call.
 
-        `expected_sha256`: of the model file, where it is known; other bytes are not swapped in.
+        `expected`: SHA-256 by file name, where they are known; other bytes are not swapped in.
         """
         directory = self._resolve(path)
         async with self._lock:
             await self._check_awake()
-            await self._call("draftalign_stage", str(directory), version)
+            await self._call("draftalign_stage", str(directory), version, dict(expected or {}))
             sha256 = await self._await_staged(version)
-            if expected_sha256 not in (None, sha256):
-                detail = f"the workers read {sha256} for {version}, {expected_sha256} was downloaded"
-                raise SwapProblem(503, "Other bytes", detail)
+            if (
+                expected and sha256 != expected[MODEL_FILE]
+            ):  # another API process has staged it again, asking for others
+                detail = f"the workers read {sha256} for {version}, {expected[MODEL_FILE]} was asked for; ask again"
+                raise SwapProblem(412, "Other bytes", detail)
             await self._check_awake()  # it may have been put to sleep while the drafter was staged
             results = await self._call("draftalign_apply", version, sha256)
         return {"version": version, "previous": results[0]["previous"], "sha256": sha256}
@@ -109,6 +113,9 @@ class Swapper:
             if time.monotonic() > deadline:
                 raise SwapProblem(503, "Too slow", f"reading {version} took over {_STAGE_TIMEOUT_SECONDS:.0f} s")
             await asyncio.sleep(_POLL_SECONDS)
+        for rank in ranks:
+            if rank["other_bytes"]:
+                raise SwapProblem(412, "Other bytes", rank["other_bytes"])
         for rank in ranks:
             if rank["refused"]:
                 raise SwapProblem(409, "Drafter refused", rank["refused"])

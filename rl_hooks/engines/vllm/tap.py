@@ -24,6 +24,7 @@ import inspect
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 from urllib.parse import quote
@@ -45,8 +46,9 @@ from rl_hooks.engines.tap import (
     rollout_file,
 )
 from rl_hooks.engines.vllm.draft import started_with
-from rl_hooks.engines.vllm.ranks import Ranks, Shard, slice_of
+from rl_hooks.engines.vllm.ranks import Joiner, Ranks, Shard, slice_of
 from rl_hooks.release import PLAIN_NAME
+from rl_hooks.sending.copies import HostCopies
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job
 from rl_hooks.sending.registration import (
@@ -207,13 +209,14 @@ class Policy(nn.Module):
 class _Shares:
     """What this rank scores of each step for all ranks, where the head is split: the rows of the sampled requests."""
 
-    def __init__(self, ranks: Ranks, fraction: float) -> None:
-        self._ranks, self._fraction = ranks, fraction
+    def __init__(self, joiner: Joiner, fraction: float, policy_version: Callable[[], int | None]) -> None:
+        self.joiner, self._fraction, self._version = joiner, fraction, policy_version
         self._temperatures: dict[str, float] = {}  # of the sampled requests under way
-        self._rows = 0
+        self._steps = self._rows = 0
 
     def schedule(self, scheduler_output: Any) -> None:
         """A step's schedule, which all ranks read alike."""
+        self._steps += 1
         for name in scheduler_output.finished_req_ids:
             self._temperatures.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
@@ -236,14 +239,19 @@ class _Shares:
                 own_2N = head().partial(step.last[rows_N], labels_N.clamp(min=0), temperature_N)
         except Exception as error:  # noqa: BLE001 - raised when the others have got this rank's answer
             problem = error
-        joined = self._ranks.join(own_2N, self._rows) if self._rows else None
+        joined = self.joiner.add(self._steps, self._rows, self._version() or 0, own_2N) if self._rows else None
         if problem is not None:
             raise problem
         if step is None or rows_N is None or joined is None:
             return step
-        logsumexp, logprob = (rows.new_full((len(step.last),), torch.nan) for rows in joined)
-        logsumexp[rows_N], logprob[rows_N] = joined
-        return replace(step, scores=(logsumexp, logprob))
+        return replace(step, scores=functools.partial(_placed, HostCopies({"rows": rows_N}), joined, len(step.last)))
+
+
+def _placed(rows: HostCopies, joined: Future[Tensor], count: int) -> Tensor:
+    """Scores float32 [2, rows of the step], NaN where there are none. In the tap's thread, which may wait for them."""
+    placed = torch.full((2, count), torch.nan)
+    placed[:, rows.wait()["rows"]] = joined.result()
+    return placed
 
 
 class VllmTap:
@@ -298,7 +306,10 @@ class VllmTap:
             policy_version=version,
             moved=watch.found_moved,
         )
-        self._shares = None if ranks.size == 1 else _Shares(ranks, settings.sample_fraction)
+        self._shares: _Shares | None = None
+        if ranks.size > 1:
+            joiner = Joiner.of(ranks, self.tap.tally)
+            self._shares = _Shares(joiner, settings.sample_fraction, lambda: watch.version)
         self._wrap(worker.model_runner)
         watch.changing = self.tap.cut
         if (job := self._head_job(version)) is not None and self.sender is not None:
@@ -396,6 +407,9 @@ class VllmTap:
         try:
             scheduler_output = named(*args, **kwargs)["scheduler_output"]
             if self._shares is not None:
+                if self._shares.joiner.gone:
+                    self.tap.cut()  # for good
+                    return
                 self._shares.schedule(scheduler_output)
             # These ended in the step before. A new request of this step may have the same name: end them first.
             self.tap.end(scheduler_output.finished_req_ids)
@@ -421,7 +435,9 @@ class VllmTap:
         return tapped
 
     def _step(self, read: Callable[[], Step | None]) -> Step | None:
-        return read() if self._shares is None else self._shares.scored(read, self._shard)
+        if self._shares is None:
+            return read()
+        return None if self._shares.joiner.gone else self._shares.scored(read, self._shard)
 
     def _send(self, batch: Sequence[Collected]) -> None:
         assert self.sender is not None  # noqa: S101 - other ranks collect nothing
@@ -431,6 +447,8 @@ class VllmTap:
     def close(self) -> None:
         """Send what was collected, for some seconds at most."""
         self.tap.close(_CLOSE_SECONDS)
+        if self._shares is not None:
+            self._shares.joiner.close(_CLOSE_SECONDS)
         self.batcher.close(_CLOSE_SECONDS)
         if self.sender is not None:
             self.sender.close(_CLOSE_SECONDS)

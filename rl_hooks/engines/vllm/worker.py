@@ -11,11 +11,10 @@ Uses only methods that V1 and V2 model runners both have (`get_model`, `get_draf
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,11 @@ from torch import Tensor, nn
 
 from rl_hooks.engines.candidate import (
     DrafterRefusedError,
+    OtherBytesError,
     check_config,
+    max_model_bytes,
     read_candidate,
+    read_file,
     running_sizes,
     vocabulary_digest,
 )
@@ -43,7 +45,7 @@ from rl_hooks.engines.vllm.modules import (
 )
 from rl_hooks.engines.vllm.ranks import Ranks
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
-from rl_hooks.format.drafter import MODEL_FILE, Sizes, fingerprint
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, Sizes, fingerprint
 from rl_hooks.format.mtp import MtpConfig
 
 log = logging.getLogger("vllm.draftalign")
@@ -58,9 +60,12 @@ class Staged:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     sha256: str = ""
     refused: str | None = None
+    other_bytes: str | None = None
     failed: str | None = None
     read_seconds: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
+    #: SHA-256 by file name, where whoever asked knows them.
+    expected: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +102,9 @@ class DrafterSwap:
             self._marks = self.draft.fingerprint()
 
     # --- called by RPC
-    def stage(self, path: str, version: str) -> None:
+    def stage(self, path: str, version: str, expected: Mapping[str, str] | None = None) -> None:
         """Begin to read and check; `staged` tells when it is done. A later call replaces an earlier one."""
-        staged = Staged(path, version)
+        staged = Staged(path, version, expected=expected or {})
         self._staged = staged
         threading.Thread(target=self._read, args=(staged,), name="draftalign-stage", daemon=True).start()
 
@@ -107,12 +112,14 @@ class DrafterSwap:
         """Where the last `stage` stands."""
         staged = self._staged
         if staged is None:
-            return {"path": None, "done": True, "refused": None, "failed": "nothing is staged", "sha256": ""}
+            nothing = {"path": None, "done": True, "refused": None, "other_bytes": None, "sha256": ""}
+            return {**nothing, "failed": "nothing is staged"}
         return {
             "path": staged.path,
             "version": staged.version,
             "done": staged.done.is_set(),
             "refused": staged.refused,
+            "other_bytes": staged.other_bytes,
             "failed": staged.failed,
             "sha256": staged.sha256,
         }
@@ -138,8 +145,8 @@ class DrafterSwap:
             raise RuntimeError(f"{version} is still being read here; ask again")
         if staged.refused is not None:
             raise DrafterRefusedError(staged.refused)
-        if staged.failed is not None:
-            raise RuntimeError(staged.failed)
+        if fault := staged.other_bytes or staged.failed:
+            raise RuntimeError(fault)
         if self._is_updated():
             raise RuntimeError("a trainer is updating this worker's weights; ask again")
         if self.watch is not None and self.watch.asleep:
@@ -155,6 +162,7 @@ class DrafterSwap:
             "version": self._served.version,
             "loaded": self.draft is not None and self._intact(),
             "swaps": self._swaps,
+            "verifies": True,
             "depth": getattr(config, "num_speculative_tokens", 0) or 0,
             "drafting": str(getattr(config, "draft_sample_method", None) or "greedy"),
             "method": getattr(config, "method", None),
@@ -304,14 +312,17 @@ class DrafterSwap:
             if self.draft is not None:  # other pipeline ranks have no drafter
                 self._check_engine()
                 sizes, d2t = self._sizes(), self._d2t()
-                check_config(Path(staged.path), sizes, "vllm")
-                body = _read_bounded(Path(staged.path) / MODEL_FILE, sizes)
-                staged.sha256 = hashlib.sha256(body).hexdigest()
+                directory, expected = Path(staged.path), staged.expected
+                check_config(directory, sizes, "vllm", expected.get(CONFIG_FILE))
+                model, limit = directory / MODEL_FILE, max_model_bytes(sizes)
+                body, staged.sha256 = read_file(model, limit, expected.get(MODEL_FILE))
                 staged.tensors = read_candidate(body, sizes, d2t, self._dtype(), float32_weights(sizes))
                 if self._initial is None and self._served.version is None:
                     self._initial = self._read_initial(sizes, d2t)
         except DrafterRefusedError as error:
             staged.refused = str(error)
+        except OtherBytesError as error:
+            staged.other_bytes = str(error)
         except Exception as error:  # noqa: BLE001 - `staged` tells the caller
             staged.failed = f"{type(error).__name__}: {error}"
         finally:
@@ -325,7 +336,8 @@ class DrafterSwap:
             if isinstance(sizes, MtpConfig):
                 return read_own_module(directory, sizes, self._dtype())
             directory = started_with(self._worker)
-            return read_candidate(_read_bounded(directory / MODEL_FILE, sizes), sizes, d2t, self._dtype())
+            body, _ = read_file(directory / MODEL_FILE, max_model_bytes(sizes), None)
+            return read_candidate(body, sizes, d2t, self._dtype())
         except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
             log.info("draftalign: %s cannot be kept for a failed swap: %s", directory, error)
             return None
@@ -447,17 +459,6 @@ def _attributes(config: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if not name.startswith("_")}
 
 
-def _read_bounded(path: Path, sizes: Sizes) -> bytes:
-    """The whole file, unless it is far larger than such a drafter could need."""
-    elements = sum(module_elements(sizes).values()) + 3 * sizes.vocab_size  # d2t and t2d at most
-    limit = 8 * elements + (1 << 20)
-    with path.open("rb") as file:
-        body = file.read(limit + 1)
-    if len(body) > limit:
-        raise DrafterRefusedError(f"{MODEL_FILE} has more than {limit} bytes, which this engine's drafter cannot need")
-    return body
-
-
 # --- RPC methods, set on vLLM's WorkerBase by the general plugin
 
 
@@ -487,9 +488,9 @@ def _of(worker: Any) -> DrafterSwap:
 
 
 @_answering
-def draftalign_stage(self: Any, path: str, version: str) -> None:
-    """RPC: begin to read the drafter in `path`."""
-    _of(self).stage(path, version)
+def draftalign_stage(self: Any, path: str, version: str, expected: Mapping[str, str] | None = None) -> None:
+    """RPC: begin to read the drafter in `path`; `expected`: SHA-256 by file name, compared before all."""
+    _of(self).stage(path, version, expected)
 
 
 @_answering

@@ -155,6 +155,34 @@ def test_an_engine_that_always_reads_other_bytes_is_asked_again_and_not_download
         assert engine.swaps == swaps
 
 
+def test_an_engine_that_verifies_loads_nothing_until_the_right_bytes_are_there(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    engine.tells_digest = engine.verifies = True
+    engine.misread = 4
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        assert mismatches(agent, engine) == 4
+    assert engine.swapped == [version], "what it would have read otherwise was never loaded"
+    assert len(service.ranges) == 4  # both files, downloaded again once
+    assert len(engine.read) == 5
+
+
+@pytest.mark.parametrize("verifies", [False, True])
+def test_a_plugin_of_before_digests_were_sent_gets_its_drafters_and_is_named(
+    service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, verifies: bool
+) -> None:
+    engine.tells_digest, engine.verifies = True, verifies
+    with running_agent(service, engine, cache=tmp_path), caplog.at_level(logging.WARNING, "draftalign.agent"):
+        for number in (1, 2):
+            service.publish(number)
+            eventually(lambda number=number: len(engine.swapped) == number)  # type: ignore[misc]
+            settle(engine)
+    assert caplog.text.count("upgrade draftalign-hooks") == (not verifies)
+
+
 def test_what_an_engine_says_it_serves_is_compared_when_an_agent_starts(
     service: Service, engine: Engine, tmp_path: Path
 ) -> None:

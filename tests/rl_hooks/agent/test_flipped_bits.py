@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import random
-from collections.abc import Iterator
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,17 +22,23 @@ import httpx
 import pytest
 import torch
 from agent_fixtures import Engine, Service, drafter_bytes, eventually, running_agent, settle
+from fastapi import FastAPI
 from safetensors.torch import load
 
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.download import RECEIPT, fetch_release
+from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.in_process import InProcessEngine
+from rl_hooks.agent.metrics import AgentMetrics
+from rl_hooks.engines import protocol
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
+from rl_hooks.engines.vllm.plugin import DrafterEndpoints
 from rl_hooks.engines.vllm.worker import DrafterSwap
-from rl_hooks.errors import DigestError, EngineError, SignatureError
+from rl_hooks.errors import DigestError, OtherBytesError, SignatureError
 from rl_hooks.release import Manifest, PublicKeys, Release, SigningKey, files_digest, new_key, new_nonce, parse_manifest
 
 FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "100"))
@@ -148,7 +157,7 @@ def test_a_bit_that_flips_before_an_engine_restarts_is_replaced_by_the_agent(
     assert all(read.items() >= published.items() for read in engine.read)
 
 
-# --- the agent inside a vLLM: the engine reads what the agent has just verified
+# --- vLLM: the engine reads what the agent has just verified
 
 
 CONFIG = DrafterConfig(
@@ -167,60 +176,135 @@ CONFIG = DrafterConfig(
 VOCABULARY = DraftVocabulary(torch.arange(0, 16, 2), 16)
 
 
-class Link:
-    """Calls go to one worker, at once."""
+class Vllm:
+    """A vLLM whose plugin is real, and whose running model is not there: `loaded` is what would have come into it."""
 
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
+    def __init__(self) -> None:
+        self.loaded: list[dict[str, torch.Tensor]] = []
+        self.restart()
+
+    def restart(self) -> None:
+        model = torch.nn.Linear(2, 2)
+        runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: model)
+        speculative = SimpleNamespace(method="eagle3")
+        config = SimpleNamespace(
+            speculative_config=speculative, parallel_config=SimpleNamespace(tensor_parallel_size=1)
+        )
+        self.worker = SimpleNamespace(model_runner=runner, vllm_config=config)
 
     def call(self, method: str, *args: Any) -> Future[list[Any]]:
+        """As the engine core's link: calls go to one worker, at once."""
         future: Future[list[Any]] = Future()
         future.set_result([getattr(module, method)(self.worker, *args)])
         return future
 
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """As the engine client that vLLM gives to its endpoint plugins."""
+        return self.call(method, *args).result()
 
-def test_a_bit_that_flips_between_the_agents_look_and_the_engines_is_not_swapped_in(
-    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The files are read and checked by vLLM's plugin; only its running model is not there."""
-    directory = tmp_path / "v1"
-    directory.mkdir()
-    drafter = Eagle3Drafter(CONFIG, VOCABULARY)
-    for parameter in drafter.parameters():
-        torch.nn.init.normal_(parameter)
-    write_drafter(directory, drafter)
-    good = {name: (directory / name).read_bytes() for name in FILES}
-    loaded: list[dict[str, torch.Tensor]] = []
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
+    made = Vllm()
     monkeypatch.setattr(DrafterSwap, "_check_method", lambda _: None)
     monkeypatch.setattr(DrafterSwap, "_check_engine", lambda _: None)
     monkeypatch.setattr(DrafterSwap, "_sizes", lambda _: CONFIG)
     monkeypatch.setattr(DrafterSwap, "_d2t", lambda _: VOCABULARY.d2t)
     monkeypatch.setattr(DrafterSwap, "_dtype", lambda _: torch.float32)
     monkeypatch.setattr(DrafterSwap, "_read_initial", lambda *_: None)
-    monkeypatch.setattr(RunningDraft, "load", lambda _, tensors, __: loaded.append(dict(tensors)))
+    monkeypatch.setattr(RunningDraft, "load", lambda _, tensors, __: made.loaded.append(dict(tensors)))
     monkeypatch.setattr(module, "unread_weights", lambda _: {})
-    model = torch.nn.Linear(2, 2)
-    runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: model)
-    speculative = SimpleNamespace(method="eagle3")
-    config = SimpleNamespace(speculative_config=speculative, parallel_config=SimpleNamespace(tensor_parallel_size=1))
-    worker = SimpleNamespace(model_runner=runner, vllm_config=config)
-    inside = InProcessEngine("in-process:test", Link(worker), tmp_path)  # type: ignore[arg-type]
+    return made
+
+
+@contextlib.asynccontextmanager
+async def connected(kind: str, vllm: Vllm, cache: Path) -> AsyncIterator[protocol.Engine]:
+    """The engine as the agent reaches it: inside it, or through the HTTP plugin."""
+    if kind == "in process":
+        yield InProcessEngine("in-process:test", vllm, cache)  # type: ignore[arg-type]
+        return
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("DRAFTALIGN_DRAFTER_DIR", str(cache))
+        plugin = DrafterEndpoints()
+    app = FastAPI()
+    plugin.attach_router(app)
+    app.get("/metrics")(lambda: "")
+    await plugin.init_state(vllm, None, Namespace())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+        yield protocol.SwapEngine("http://engine", client)
+
+
+def real_drafter(directory: Path) -> dict[str, bytes]:
+    """The files of a drafter with real weights."""
+    directory.mkdir()
+    drafter = Eagle3Drafter(CONFIG, VOCABULARY)
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter)
+    write_drafter(directory, drafter)
+    return {name: (directory / name).read_bytes() for name in FILES}
+
+
+@pytest.mark.parametrize("kind", ["in process", "http"])
+def test_a_bit_that_flips_between_the_agents_look_and_the_engines_is_not_swapped_in(
+    kind: str, vllm: Vllm, tmp_path: Path, rng: random.Random
+) -> None:
+    """The files are read and checked by vLLM's plugin; only its running model is not there."""
+    directory = tmp_path / "v1"
+    good = real_drafter(directory)
     sha256s = {name: hashlib.sha256(data).hexdigest() for name, data in good.items()}
     manifest = Manifest("default", "v1", 1, "published", files_digest(sha256s), (), "f", "d")
-    release = Release(manifest, directory, sha256s["model.safetensors"])
+    release = Release(manifest, directory, sha256s)
 
-    def swap() -> str | None:
-        return asyncio.run(inside.swap(release))
+    async def swaps() -> None:
+        async with connected(kind, vllm, tmp_path) as inside:
+            if kind == "http":
+                assert (await inside.state()).verifies
+            for _ in range(FLIPS):
+                path = directory / rng.choice(FILES)
+                path.write_bytes(flipped(good[path.name], rng))
+                with pytest.raises(OtherBytesError, match=f"{path.name} holds other bytes"):
+                    await inside.swap(release)
+                path.write_bytes(good[path.name])
+            assert vllm.loaded == []
+            assert await inside.swap(release) == release.sha256
 
-    for _ in range(FLIPS):
-        path = directory / "model.safetensors"
-        path.write_bytes(flipped(good[path.name], rng))
-        with pytest.raises(EngineError):  # refused as damaged, or as other bytes than were verified
-            swap()
-        path.write_bytes(good[path.name])
-    assert loaded == []
-    assert swap() == release.sha256
-    assert loaded[0].keys() == load(good["model.safetensors"]).keys() - {"d2t", "t2d"}
+    asyncio.run(swaps())
+    assert vllm.loaded[0].keys() == load(good["model.safetensors"]).keys() - {"d2t", "t2d"}
+
+
+def test_a_bit_that_flips_before_a_vllm_restarts_is_not_loaded_when_it_is_back(
+    vllm: Vllm, service: Service, client: httpx.Client, tmp_path: Path, rng: random.Random
+) -> None:
+    """The agent's own step, the HTTP plugin and its loading code; a restart is a worker that knows nothing."""
+    cache, files = tmp_path / "cache", real_drafter(tmp_path / "made")
+    good = load(files["model.safetensors"])
+    names = good.keys() - {"d2t", "t2d"}
+
+    async def restarts() -> None:
+        async with connected("http", vllm, cache) as engine:
+            state = module.draftalign_state(vllm.worker)
+            service.publish(
+                1, files=files, config_fingerprint=state["config_fingerprint"], d2t_sha256=state["d2t_sha256"]
+            )
+            offer = fetch_release(client, manifest_of(service), cache)
+
+            def fetch(manifest: Manifest, again: bool) -> Release:
+                return fetch_release(client, manifest, cache, again=again)
+
+            follower = EngineFollower(engine, CanaryRule(), AgentMetrics(), cache, time.monotonic, fetch)
+            assert await follower.tick(offer)
+            for number in range(FLIPS):
+                path = offer.path / rng.choice((*FILES, RECEIPT))
+                path.write_bytes(flipped(path.read_bytes(), rng))
+                vllm.restart()
+                assert await follower.tick(offer)
+                assert is_published(service, offer)
+                assert len(vllm.loaded) == number + 2
+
+    asyncio.run(restarts())
+    for loaded in vllm.loaded:
+        assert loaded.keys() == names
+        assert all(torch.equal(loaded[name], good[name]) for name in names)
 
 
 def test_a_bit_that_flips_in_a_signed_manifest_is_refused(service: Service, tmp_path: Path, rng: random.Random) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from rl_hooks.engines.sglang.adapter import (
     request_payload,
 )
 from rl_hooks.engines.sglang.loader import entered_layers, load_drafter, parse_request
-from rl_hooks.errors import EngineError, MetricsError, SwapRefusedError
+from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
 
 CONFIG = DrafterConfig(
@@ -233,6 +234,32 @@ def test_a_server_that_speculates_by_another_method_is_counted_and_left_alone(
 def test_the_digest_of_what_every_rank_read_is_answered(server: SGLangServer, home: Path) -> None:
     offered = release(home, "one", 1)
     assert swap(server, offered) == hashlib.sha256((offered.path / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_other_bytes_than_were_asked_for_are_not_loaded(server: SGLangServer, home: Path, name: str) -> None:
+    before = [model.weights() for model in server.models]
+    offered = release(home, "one", 1)
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in offered.path.iterdir()}
+    offered = replace(offered, sha256s=digests)
+    good = (offered.path / name).read_bytes()
+    (offered.path / name).write_bytes(good[:-2] + bytes([good[-2] ^ 4]) + good[-1:])
+    with pytest.raises(OtherBytesError, match=rf"{name} (holds other bytes.*downloads this|is not what was downl)"):
+        swap(server, offered)
+    for model, old in zip(server.models, before, strict=True):
+        assert all(torch.equal(now, old[key]) for key, now in model.weights().items())
+    (offered.path / name).write_bytes(good)
+    assert swap(server, offered) == digests["model.safetensors"]
+
+
+def test_a_request_of_an_agent_of_before_digests_were_sent_is_taken(
+    server: SGLangServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def before(request: dict[str, Any]) -> str:
+        return request_payload({name: value for name, value in request.items() if name != "sha256"})
+
+    monkeypatch.setattr("rl_hooks.engines.sglang.adapter.request_payload", before)
+    assert swap(server, release(home, "one", 1))
 
 
 def swap(server: SGLangServer, release: Release, *, session_timeout_seconds: float = 0.3) -> str | None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tap_fixtures import HEAD, Script, step
 from torch import Tensor
 
 from rl_hooks.engines.policy_watch import PolicyWatch
-from rl_hooks.engines.vllm.ranks import Ranks, Shard
+from rl_hooks.engines.tap import Collected, FeatureTap, Step, labelled_rows
+from rl_hooks.engines.vllm.ranks import Ranks, Shard, joined_scores
 from rl_hooks.sending.features import score_rows
 from rl_hooks.wire import LogitMap
 
+TESTS = Path(__file__).parents[2]
 ROWS, HIDDEN, VOCABULARY, PADDED = 40, 16, 105, 192
 WORKER = SimpleNamespace(
     vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1)), model_runner=None
@@ -21,23 +31,9 @@ WORKER = SimpleNamespace(
 
 
 class Group:
-    """vLLM's group as one rank sees it: what the others bring is known already."""
+    """vLLM's group as one rank sees it."""
 
-    device = "cpu"
     rank_in_group = 1
-
-    def __init__(self, others: list[Tensor | None]) -> None:
-        self._others = others
-
-    def all_gather(self, own: Tensor, dim: int) -> Tensor:
-        nothing = torch.full_like(own, torch.nan)
-        return torch.cat([own, *(nothing if one is None else one[None] for one in self._others)], dim)
-
-
-def joined(parts: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-    ranks = Ranks(WORKER)
-    ranks._group = Group(parts[1:])
-    return ranks.join(parts[0], ROWS)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -49,17 +45,59 @@ def test_slices_give_the_scores_of_the_whole_head(size: int, logit_map: LogitMap
     labels[:6] = torch.tensor([0, 47, 48, 63, 64, 104])  # at the slices' edges
     temperature = torch.rand(ROWS, generator=generator) + 0.5
     each = PADDED // size
-    parts: list[Tensor | None] = [
+    parts = [
         Shard(head[begin : begin + each], begin, logit_map).partial(last, labels, temperature)
         for begin in range(0, PADDED, each)  # the last of 3 and 4 hold nothing but padding, or little else
     ]
     logsumexp, logprob = score_rows(last, head, labels, temperature=temperature, logit_map=logit_map)
-    found = joined(parts)
+    found = joined_scores(torch.stack(parts))
     assert torch.allclose(found[0], logsumexp, atol=1e-5)
     assert torch.allclose(found[1], logprob, atol=1e-5)
     for missing in range(size):
-        lacking = [None if i == missing else part for i, part in enumerate(parts)]
-        assert all(bool(one.isnan().all()) for one in joined(lacking))
+        lacking = [torch.full_like(part, torch.nan) if i == missing else part for i, part in enumerate(parts)]
+        assert bool(joined_scores(torch.stack(lacking)).isnan().all())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("case", ["scores", "disagree", "steps", "silent", "dies"])
+def test_two_ranks_join_their_scores_and_neither_waits_in_its_engine(case: str) -> None:
+    """Processes: a rank that dies, is silent, is a step ahead, or counts other rows or another policy version."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS)))}
+    command = [sys.executable, str(Path(__file__).parent / "joining_ranks.py"), case]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def play(tap: FeatureTap, name: str, scores: Callable[[Step], Callable[[], Tensor] | None]) -> None:
+    script, draw = Script(name, [2, 3, 4], [5, 6, 7, 8, 1]), random.Random(0)
+    tap.begin(script.request())
+    while not script.done:
+        start = script.computed
+        rows, rejected, sampled = script.rows(draw, 8, 2)
+        one = step([(script, start, rows, rejected, sampled)])
+        tap.step(replace(one, scores=scores(one)))
+    tap.end([name])
+
+
+def test_a_rollout_takes_the_joined_scores_and_is_dropped_and_counted_where_there_are_none() -> None:
+    delivered: list[Collected] = []
+    tap = FeatureTap(HEAD, delivered.append, fraction=1.0, tokens_per_minute=10**6)
+
+    def known(one: Step) -> Callable[[], Tensor]:
+        rows_N, labels_N = labelled_rows(one, [0])
+        placed = torch.full((2, len(one.last)), torch.nan)
+        placed[:, rows_N] = torch.stack(HEAD.score(one.last[rows_N], labels_N, torch.ones(len(rows_N))))
+        return lambda: placed
+
+    play(tap, "alone", lambda _: None)
+    play(tap, "joined", known)
+    play(tap, "unknown", lambda one: lambda: torch.full((2, len(one.last)), torch.nan))
+    tap.close(20)
+    assert [one.request.request_id for one in delivered] == ["alone", "joined"]
+    assert delivered[0].logprobs.tolist() == delivered[1].logprobs.tolist()
+    assert torch.equal(delivered[0].logsumexp, delivered[1].logsumexp)
+    assert (tap.tally["skipped_unscored"], tap.tally["failures"], tap.tally["rows"]) == (1, 0, 0)
+    assert "not scored" in tap.tally.last_error
 
 
 class Recorded(Ranks):
@@ -95,12 +133,12 @@ class Uncopied:
 
 def test_a_slice_that_cannot_be_copied_is_told_before_any_rank_waits_for_it() -> None:
     ranks = Recorded(others=True)
-    ranks._group = Group([])
+    ranks._group = Group()
     with pytest.raises(MemoryError):
         ranks.whole(Uncopied(), 3)  # type: ignore[arg-type]
     assert ranks.said == [False]
     ranks = Recorded(others=False)
-    ranks._group = Group([])
+    ranks._group = Group()
     with pytest.raises(RuntimeError, match="another rank"):  # and no gather is begun, which this group has not
         ranks.whole(torch.zeros(2, 2), 3)
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import redis.asyncio
-from access_fixtures import TokenFile
+from access_fixtures import RULES, TokenFile, request_of
 from agent_fixtures import eventually
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, head_file, rollout_file, run_file
@@ -229,32 +229,45 @@ def own_valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
     server.stop()
 
 
-def test_uploads_learn_within_two_seconds_that_redis_hangs(
+#: Calls that read and write files alone. Every other call must say within two seconds that Redis hangs.
+WITHOUT_REDIS = {
+    *(("GET", path) for path in ("/", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/healthz")),
+    *(("GET", path) for path in ("/drafter/latest", "/drafter/{version}/{file}", "/drafters")),
+    ("POST", "/drafter/{version}/rollback"),
+    *((method, "/drafter/{version}/hold") for method in ("PUT", "DELETE")),
+    ("POST", "/drafters"),
+}
+
+
+def test_every_call_learns_within_two_seconds_that_redis_hangs(
     own_valkey: EmbeddedValkey, serve: Callable[..., RunningService]
 ) -> None:
     service = serve(redis_url=own_valkey.url)
-    service.register().raise_for_status()
-    manifest = service.publish()
+    for run in ("default", "other"):
+        service.register(run).raise_for_status()
+    service.publish()
     pid = own_valkey.pid
     assert pid is not None
-    calls: tuple[Callable[[], httpx.Response], ...] = (
-        lambda: service.post(rollout_file()),
-        lambda: service.client.put("/runs/new", content=run_file(), headers=HEADERS),
-        lambda: service.client.put("/runs/default/head", content=head_file(1), headers=HEADERS),
-        lambda: service.client.post("/acceptance", json=report(manifest.version)),
-        lambda: service.client.get("/readyz"),
-    )
+
+    def asked(rule: tuple[str, str]) -> tuple[float, httpx.Response]:
+        call = request_of(service, *rule, "default")
+        began = time.monotonic()
+        reply = service.client.request(**call)
+        return time.monotonic() - began, reply
+
     os.kill(pid, signal.SIGSTOP)
     try:
-        for call in calls:
-            began = time.monotonic()
-            reply = call()
-            assert time.monotonic() - began < 2.0
-            assert (reply.status_code, kind(reply)) == (503, "redis-away")
-            assert reply.headers["retry-after"]
-        assert service.client.get("/drafter/latest").status_code == 200
+        with ThreadPoolExecutor(4) as callers:
+            answers = dict(zip(RULES, callers.map(asked, RULES), strict=True))
     finally:
         os.kill(pid, signal.SIGCONT)
+    late = {rule: seconds for rule, (seconds, _) in answers.items() if seconds >= 2.0}
+    assert not late
+    away = {rule: reply for rule, (_, reply) in answers.items() if rule not in WITHOUT_REDIS}
+    assert {rule for rule, reply in away.items() if reply.status_code != 503} == set()
+    assert {kind(reply) for reply in away.values()} == {"redis-away"}
+    assert all(reply.headers["retry-after"] for reply in away.values())
+    assert [rule for rule in WITHOUT_REDIS if answers[rule][1].status_code >= 500] == []
     assert service.post(rollout_file()).status_code == 202
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -670,6 +672,32 @@ def test_a_run_that_kills_the_worker_when_it_is_opened_is_set_aside_and_the_othe
         assert "died 3 times while it opened this run" in error_of(bench)
 
 
+@pytest.mark.timeout(240)
+def test_a_run_whose_every_batch_kills_the_worker_is_set_aside_and_the_others_train(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """Its drafter takes more memory than there is, say: each batch would kill three processes before it is dead."""
+    bench.begin()
+    bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=FIRST)
+    killers = [bench.post(f"killer{number}", run=FIRST) for number in range(4)]
+    honest = bench.post("honest")
+    deaths = 0
+    with nest(tmp_path / "log") as workers:
+        while True:
+            pid = workers.start(bench, dies_training=FIRST)
+            bench.wait(lambda pid=pid: bench.state(honest) == "trained" or not alive(pid))  # type: ignore[misc]
+            if alive(pid):
+                break
+            deaths += 1
+        print(f"{deaths} deaths until another run was trained")
+        assert deaths == 4, deaths
+        assert "died 4 times while it worked on this run" in error_of(bench)
+        workers.kill(pid, signal.SIGTERM)
+    queue = RolloutQueue(bench.redis, FIRST)
+    states = Counter((queue.batch(batch) or {}).get("state") for batch in killers)
+    assert states == {"queued": 3, "dead": 1}, "the others wait, and are not lost"
+
+
 def test_a_run_that_was_set_aside_is_tried_again_later_ever_more_rarely_or_as_a_person_wants(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -684,7 +712,7 @@ def test_a_run_that_was_set_aside_is_tried_again_later_ever_more_rarely_or_as_a_
     died(1, 0.0)
     worker._turn()
     assert FIRST in worker.served, "one death may have been any other's fault"
-    assert store.opening(file) == (0, 0.0), "the end of the opening is not noted"
+    assert store.begun("opening", file) == (0, 0.0), "the end of the opening is not noted"
     for times, seconds in ((3, 20.0), (4, 40.0), (6, 160.0), (60, 86_400.0)):
         died(times, seconds - 20.0)
         worker._turn()
@@ -721,6 +749,6 @@ def test_redis_that_goes_away_while_a_run_is_opened_is_no_death_of_the_worker(
         for _ in range(5):
             with pytest.raises(RedisConnectionError):
                 worker._turn()
-    assert WorkersStore(bench.redis, FIRST).opening(file)[0] <= 1
+    assert WorkersStore(bench.redis, FIRST).begun("opening", file)[0] <= 1
     worker._turn()
     assert FIRST in worker.served
