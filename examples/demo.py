@@ -55,6 +55,7 @@ SERVICE_SETTINGS: Final[Mapping[str, str]] = {
     "DRAFTALIGN_RECENT_TOKENS": "8000",
     "DRAFTALIGN_CHECKPOINT_SECONDS": "5",
     "DRAFTALIGN_WORKER_COST": "0.02",
+    "DRAFTALIGN_GATE_ROLLOUTS": "64",  # those of one RL step: a part of a training takes no longer than scoring more
 }
 
 
