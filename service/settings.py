@@ -100,6 +100,12 @@ class Settings(BaseSettings):
         ge=2,
         description="Heads that a run keeps; the next one takes an unneeded one's place, or gets 429.",
     )
+    max_reporters: int = Field(
+        1024,
+        ge=1,
+        description="Engines of a run whose counts are kept. A new one takes the place of one that was silent for an"
+        " hour, or gets 429.",
+    )
     queue_max_items: int = Field(10_000, gt=0, description="Most batches in a run's queue; above it 429.")
     queue_max_bytes: int | None = Field(
         None, gt=0, description="Most bytes in a run's queue; above it 429. Unset: 3/4 of the size of the spool's disk."

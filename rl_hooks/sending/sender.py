@@ -156,6 +156,16 @@ class RolloutSender:
         else:
             self._thread = thread
 
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a trainer's own log, `draftalign/...`. No network, no waiting.
+
+        What the service has not said within a minute is left out, and so is what it does not know.
+        """
+        sent = self.stats()
+        dropped = sum(sent[f"dropped_{why}"] for why in ("full", "error", "closed"))
+        found = {**self.standing(), "dropped": float(dropped)}
+        return {f"draftalign/{name}": value for name, value in found.items() if not isinstance(value, str)}
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start; `queue_bytes` and `queue_items` are now; `last_error` is the newest error.
 

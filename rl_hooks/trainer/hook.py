@@ -232,13 +232,7 @@ class DrafterHook:
 
         What the service has not said within a minute is left out, and so is what it does not know.
         """
-        sent = self.sender.stats()
-        found: dict[str, Any] = {
-            **self.sender.standing(),
-            "dropped": sum(sent[f"dropped_{why}"] for why in ("full", "error", "closed")),
-            "overhead_seconds": self.overhead_seconds,
-        }
-        return {f"draftalign/{name}": value for name, value in found.items() if not isinstance(value, str)}
+        return self.sender.metrics() | {"draftalign/overhead_seconds": self.overhead_seconds}
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything captured was sent or dropped."""

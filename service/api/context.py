@@ -149,7 +149,7 @@ class ServiceContext:
 
     def store(self, run: str) -> AsyncStore:
         """The store of a run."""
-        return AsyncStore(self.redis, run)
+        return AsyncStore(self.redis, run, self.settings.max_reporters)
 
     async def check_redis(self) -> None:
         """Raise a RedisError unless Redis answers soon."""

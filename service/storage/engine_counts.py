@@ -30,15 +30,14 @@ from service.monitor.records import AcceptanceRecord, StepSample, read, written
 KEPT_APART: Final = 64
 #: Drafter versions of a reporter with sums of their own; the agent's 32 pairs cannot name more.
 KEPT_DRAFTERS: Final = 32
-#: Most reporters of a run. For one more, the reporter that was silent longest is dropped, if it was silent for
-#: `_SILENT_SECONDS`. If it came back, its cumulative counts would count twice, so an active reporter is never dropped.
-MAX_REPORTERS: Final = 1024
+#: For one reporter too many, the one that was silent longest is dropped, if it was silent for so long. If it came back,
+#: its cumulative counts would count twice, so an active reporter is never dropped.
 _SILENT_SECONDS: Final = 3600.0
 #: Pairs of drafter and policy version whose live sums over all reporters are kept.
 MAX_LIVE: Final = 4096
 #: Names of changes that readers can catch up with (`lua/follow.lua`); one that is further behind reads all.
-#: A report leaves at most four, so these are the last four reports of each reporter.
-KEPT_CHANGES: Final = 16 * MAX_REPORTERS
+#: A report leaves at most four, so these are the last four reports of each of 1,024 reporters.
+KEPT_CHANGES: Final = 16 * 1024
 #: Most records that one report adds up. A report adds at most one; an unbounded, old table shrinks by this many.
 _FOLDED_AT_ONCE: Final = 64
 BOOK: Final = (Path(__file__).with_name("lua") / "book.lua").read_text(encoding="utf-8")
@@ -167,11 +166,12 @@ class _Changes:
 
 
 class EngineCounts:
-    """The reports of one run."""
+    """The reports of one run, from `max_reporters` reporters."""
 
-    def __init__(self, redis: Any, keys: Keys) -> None:
+    def __init__(self, redis: Any, keys: Keys, max_reporters: int) -> None:
         self._redis = redis
         self._keys = keys
+        self._most = max_reporters
         self._book = redis.register_script(BOOK)
 
     async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
@@ -235,13 +235,13 @@ class EngineCounts:
         """Make room for a new reporter; true where there was more to do, so that the table is to be read again."""
         if not await self._redis.exists(self._keys.reporters):
             return await self._adopt()
-        if await self._redis.zcard(self._keys.reported) >= MAX_REPORTERS:
+        if await self._redis.zcard(self._keys.reported) >= self._most:
             ((silent, last),) = await self._redis.zrange(self._keys.reported, 0, 0, withscores=True)
             if report.reported - last < _SILENT_SECONDS:
                 raise TooManyReporters(
-                    f"the run has {MAX_REPORTERS} reporters already, as many as it may, and all of them have reported "
-                    f"within the last hour; {report.reporter!r} is not counted. Report through fewer agents, or "
-                    "split the engines over several runs"
+                    f"the run has {self._most} reporters already, as many as it may, and all of them have reported "
+                    f"within the last hour; {report.reporter!r} is not counted. Report through fewer agents, raise "
+                    "DRAFTALIGN_MAX_REPORTERS, or split the engines over several runs"
                 )
             await self._forget(silent.decode())
         return False

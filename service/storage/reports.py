@@ -181,10 +181,11 @@ class Changes(NamedTuple):
 
 
 class AsyncStore:
-    """The API's side."""
+    """The API's side. `max_reporters`: engines whose counts are kept."""
 
-    def __init__(self, redis: redis.asyncio.Redis, run: str) -> None:
+    def __init__(self, redis: redis.asyncio.Redis, run: str, max_reporters: int = 1024) -> None:
         self._redis: Any = redis
+        self._max_reporters = max_reporters
         self._keys = StoreKeys(run)
         self._follow = self._redis.register_script(_FOLLOW)
 
@@ -221,7 +222,7 @@ class AsyncStore:
         came since the last such report goes to the version of the batch that arrived last. A crash loses no report and
         counts none twice.
         """
-        return await EngineCounts(self._redis, self._keys).book(record, steps)
+        return await EngineCounts(self._redis, self._keys, self._max_reporters).book(record, steps)
 
     async def engines(self, since: float) -> dict[str, bytes]:
         """Every engine that has reported since then (Unix seconds), as `Account.read` reads it.

@@ -290,6 +290,10 @@ class MegatronHook:
         own = {**self.tally.counts(), "last_failure": self.tally.last_error}
         return own | self.sender.stats() | {"run_stands": self.sender.standing()}
 
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the trainer's own log, `draftalign/...` (rank 0 asks the service). No network, no waiting."""
+        return self.sender.metrics()
+
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything captured was sent or dropped."""
         return self.sender.flush(timeout_seconds)

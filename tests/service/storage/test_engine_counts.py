@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -58,13 +58,13 @@ def report(reporter: str = "a", drafter: str = "v1", policy: int | None = 0, **m
     }
 
 
-def with_store(url: str, work: Any) -> Any:
+def with_store(url: str, work: Any, most: int = 1024) -> Any:
     """Run `await work(store)` on a client of its own."""
 
     async def main() -> Any:
         client = redis.asyncio.Redis.from_url(url)
         try:
-            return await work(AsyncStore(client, "default"))
+            return await work(AsyncStore(client, "default", most))
         finally:
             await client.aclose()
 
@@ -79,11 +79,11 @@ async def booked(store: AsyncStore, record: AcceptanceRecord) -> tuple[int, int]
     return rounds, accepted
 
 
-def book(url: str, *reports: Record) -> list[tuple[int, int]]:
+def book(url: str, *reports: Record, most: int = 1024) -> list[tuple[int, int]]:
     async def work(store: AsyncStore) -> list[tuple[int, int]]:
         return [await booked(store, acceptance(one)) for one in reports]
 
-    found: list[tuple[int, int]] = with_store(url, work)
+    found: list[tuple[int, int]] = with_store(url, work, most)
     return found
 
 
@@ -238,11 +238,10 @@ def test_many_drafter_versions_leave_one_record_of_the_oldest(
 
 
 def test_a_reporter_that_was_silent_for_an_hour_gives_way_and_its_rounds_stay(
-    redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, redis_client: Redis
 ) -> None:
-    monkeypatch.setattr(engine_counts, "MAX_REPORTERS", 3)
-    book(redis_url, *(report(name, "v1", 7) for name in ("a", "b", "c", "a")))
-    book(redis_url, report("d", "v1", 7, created=next(CLOCK) + 3600.0))
+    book(redis_url, *(report(name, "v1", 7) for name in ("a", "b", "c", "a")), most=3)
+    book(redis_url, report("d", "v1", 7, created=next(CLOCK) + 3600.0), most=3)
     records = Store(redis_client, "default").acceptances()
     assert set(of_reporters(records)) == {"a", "c", "d"}
     assert by_drafter(records)["v1"].rounds == 40
@@ -252,14 +251,13 @@ def test_a_reporter_that_was_silent_for_an_hour_gives_way_and_its_rounds_stay(
 
 
 def test_reporters_beyond_the_bound_are_refused_and_no_round_is_counted_twice(
-    redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, redis_client: Redis
 ) -> None:
-    monkeypatch.setattr(engine_counts, "MAX_REPORTERS", 20)
     refused = set()
     for cycle in range(1, 11):
         for engine in range(24):
             try:
-                book(redis_url, report(f"e{engine}", "v1", 7, rounds=10 * cycle))
+                book(redis_url, report(f"e{engine}", "v1", 7, rounds=10 * cycle), most=20)
             except TooManyReporters:
                 refused.add(engine)
     assert refused == {20, 21, 22, 23}
@@ -270,9 +268,10 @@ def test_reporters_beyond_the_bound_are_refused_and_no_round_is_counted_twice(
 
 
 def test_a_reporter_too_many_gets_a_429_that_names_the_bound_and_changes_nothing(
-    service: RunningService, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., RunningService], redis_client: Redis
 ) -> None:
-    monkeypatch.setattr(engine_counts, "MAX_REPORTERS", 2)
+    service = serve(max_reporters=2)
+    service.register()
     for name in ("a", "b"):
         reply = service.client.post("/acceptance", json={"run": "default", **report(name)})
         assert reply.status_code == 200, reply.text
