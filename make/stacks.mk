@@ -3,6 +3,7 @@
 VERL_VENV ?= .venv-verl
 OPENRLHF_VENV ?= .venv-openrlhf
 MEGATRON_VENV ?= .venv-megatron
+RAY_VENV ?= .venv-ray
 STACKS_PIP_ARGS ?=
 .PHONY: stacks stacks-clean
 
@@ -34,8 +35,16 @@ $(MEGATRON_VENV)/.ready: tests/stacks/megatron_requirements.txt
 	@$(MEGATRON_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) -r $<
 	@touch $@
 
-stacks: $(VENV)/.ready $(VERL_VENV)/.ready $(OPENRLHF_VENV)/.ready $(MEGATRON_VENV)/.ready ## The hook in real RL stacks on a CPU: verl, OpenRLHF, Megatron-Core
+$(RAY_VENV)/.ready: pyproject.toml constraints.txt
+	@echo "setting up $(RAY_VENV) with Ray and the service (once; a minute or two, 1 GB)"
+	@test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
+	@$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) -c constraints.txt torch
+	@$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) -c constraints.txt \
+	  -e . pytest ray==2.60.0
+	@touch $@
+
+stacks: $(VENV)/.ready $(VERL_VENV)/.ready $(OPENRLHF_VENV)/.ready $(MEGATRON_VENV)/.ready $(RAY_VENV)/.ready ## The hook in real RL stacks on a CPU (verl, OpenRLHF, Megatron-Core), the service on Ray
 	@timeout 1500 $(BIN)/python -m pytest tests/stacks $(ARGS)
 
 stacks-clean: ## Remove the environments of the RL stacks
-	rm -rf $(VERL_VENV) $(OPENRLHF_VENV) $(MEGATRON_VENV)
+	rm -rf $(VERL_VENV) $(OPENRLHF_VENV) $(MEGATRON_VENV) $(RAY_VENV)

@@ -252,6 +252,7 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
         found |= {name: stats[name] for name in ("captured_rollouts", "failures", "last_failure", "head_updates")}
         found["requests"] = [f"{r.method} {r.path}" for r in service.requests]
         found["off"] = hook.ranks.off
+        found["metrics"] = hook.metrics()
         hook.close()
     return [p.detach().clone() for p in model.parameters()]
 

@@ -57,6 +57,7 @@ def test_rank_0_sends_what_one_process_with_all_the_weights_computes(ranks: list
     assert first["requests"][2:] == ["PUT /runs/r/head", "POST /rollouts?run=r"] * 2
     assert second["requests"] == []
     assert [first["failures"], second["failures"]] == [0, 0]
+    assert first["metrics"]["draftalign/dropped"] == 0.0
 
 
 @pytest.mark.parametrize("case", [*WORKING, *FAILING])

@@ -193,12 +193,12 @@ def test_an_llm_with_variables_alone_follows_the_service(
     # --- the service goes away: the trainer's run goes on, and its log gets a line
     service.stop()
     assert len(llm.generate()) == len(_PROMPTS)
-    time.sleep(3)
+    lines = [f"draftalign: {peer}: All connection attempts failed" for peer in ("service", "report")]
+    eventually(lambda: all(line in llm.text() for line in lines), 30)  # counts are reported every five seconds
     assert len(llm.generate()) == len(_PROMPTS)
     llm.stop()
     assert llm.process.returncode == 0, llm.text()[-3000:]
-    for peer in ("service", "report"):
-        assert llm.text().count(f"draftalign: {peer}: All connection attempts failed") == 1
+    assert [llm.text().count(line) for line in lines] == [1, 1]
 
 
 def test_an_llm_whose_engine_core_is_a_process_of_its_own_is_attached_in_code(

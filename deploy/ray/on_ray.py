@@ -1,0 +1,175 @@
+"""draftalign's API and worker as actors of a Ray cluster, beside the trainer and the engines that run there.
+
+    export DRAFTALIGN_REDIS_URL=redis://10.0.0.2:6379/0 DRAFTALIGN_STATE_DIR=/shared/draftalign
+    export DRAFTALIGN_HOST=0.0.0.0 DRAFTALIGN_TOKENS_FILE=/shared/tokens.json      # off loopback: tokens
+    python deploy/ray/on_ray.py up --worker-gpus 1          # prints the API's URL
+    python deploy/ray/on_ray.py down
+
+Run where `ray.init()` finds the cluster (RAY_ADDRESS). Each node needs draftalign installed. All DRAFTALIGN_* variables
+of this call reach both parts. They are placed on one node, for the state directory; `--spread` where that is shared.
+Ray starts a part again when its process or its node dies; a part that ends by itself ends its actor. Redis is not
+started here: what was acknowledged lives there and in the state directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from service.api.auth import check_binding
+from service.cli.checks import check_redis
+from service.cli.supervisor import spawn, stop
+from service.errors import ConfigurationError
+from service.settings import Settings
+
+NAMESPACE: Final = "draftalign"
+PARTS: Final = ("api", "worker")
+#: A part that dies sooner is started again only after so long.
+_LEAST_SECONDS: Final = 5.0
+_PATIENCE_SECONDS: Final = 60.0
+
+
+class Part:
+    """One process of the service, whose life is that of this actor."""
+
+    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+        """`argv`: of `draftalign`. Raises where the child could not start with that environment."""
+        self._began = time.monotonic()
+        self._stopping = False
+        # By the actor's main thread: the kernel ends the child with the thread that started it.
+        self._child = spawn(name, ["service.cli", *argv], environment)
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        code = self._child.wait()
+        if not self._stopping:
+            time.sleep(max(0.0, _LEAST_SECONDS - (time.monotonic() - self._began)))
+            print(f"draftalign: the part ended with {code}; Ray starts it again", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def where(self) -> str:
+        """The address of the node."""
+        return str(ray.util.get_node_ip_address())
+
+    def node(self) -> str:
+        """Ray's id of the node."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def process(self) -> int:
+        """Process id of the part."""
+        return self._child.pid
+
+    def stop(self) -> None:
+        """End it as SIGTERM does: a worker writes its checkpoint."""
+        self._stopping = True
+        stop(self._child, patience_seconds=_PATIENCE_SECONDS)
+
+
+def up(worker_gpus: float = 0.0, *, spread: bool = False) -> str:
+    """Start both parts, detached from this process; returns the API's URL. Raises ConfigurationError.
+
+    `worker_gpus`: of one node; with 0 the worker runs on a CPU unless DRAFTALIGN_DEVICE says otherwise.
+    """
+    settings = Settings()
+    if settings.redis_url is None:
+        raise ConfigurationError("DRAFTALIGN_REDIS_URL must be set: a Redis that outlives any node of the cluster")
+    check_binding(settings)
+    check_redis(settings.redis_url.get_secret_value())
+    environment = {name: value for name, value in os.environ.items() if name.startswith("DRAFTALIGN_")}
+    environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
+    environment["DRAFTALIGN_STATE_DIR"] = str(settings.state_dir.resolve())
+    if worker_gpus:
+        environment.setdefault("DRAFTALIGN_DEVICE", "cuda")
+    if NAMESPACE in {group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"}:
+        raise ConfigurationError("it runs in this cluster already; `down` ends it")
+    try:
+        places = _placed(worker_gpus, spread=spread)
+        api = _start("api", 0, places, environment, 0.0)
+        worker = _start("worker", 1, places, environment, worker_gpus)
+        ray.get([api.process.remote(), worker.process.remote()], timeout=_PATIENCE_SECONDS)
+    except BaseException:
+        down()
+        raise
+    loopback = settings.host.startswith("127.") or settings.host == "localhost"
+    host = settings.host if loopback else ray.get(api.where.remote(), timeout=_PATIENCE_SECONDS)
+    return f"http{'s' if settings.tls_cert else ''}://{host}:{settings.port}"
+
+
+def _placed(worker_gpus: float, *, spread: bool) -> PlacementGroup:
+    """A place for each part."""
+    bundles = [{"CPU": 1.0}, {"CPU": 1.0} | ({"GPU": worker_gpus} if worker_gpus else {})]
+    strategy = "SPREAD" if spread else "STRICT_PACK"
+    places = placement_group(bundles, strategy=strategy, name=NAMESPACE, lifetime="detached")
+    if not places.wait(_PATIENCE_SECONDS):
+        raise ConfigurationError(f"the cluster has no room for {bundles}" + ("" if spread else " on one node"))
+    return places
+
+
+def _start(name: str, place: int, places: PlacementGroup, environment: Mapping[str, str], gpus: float) -> Any:
+    argv = ["serve" if name == "api" else "worker"]
+    options = {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "num_cpus": 1,
+        "num_gpus": gpus,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=place),
+    }
+    if __name__ != "__main__":
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes have draftalign, not this file
+    return ray.remote(Part).options(**options).remote(name, argv, environment)
+
+
+def down() -> None:
+    """Stop both parts, the worker first, and give their places back. What they knew is in Redis and on the disk."""
+    for name in reversed(PARTS):
+        try:
+            part = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            continue
+        with contextlib.suppress(ray.exceptions.RayError):  # it may be dead already
+            ray.get(part.stop.remote(), timeout=2 * _PATIENCE_SECONDS)
+        ray.kill(part, no_restart=True)
+    try:
+        remove_placement_group(get_placement_group(NAMESPACE))
+    except ValueError:
+        return
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("do", choices=("up", "down"))
+    parser.add_argument("--worker-gpus", type=float, default=0.0, help="GPUs of the worker (default: 0, a CPU)")
+    parser.add_argument("--spread", action="store_true", help="on two nodes; the state directory must be shared")
+    given = parser.parse_args()
+    ray.init(namespace=NAMESPACE, log_to_driver=False)
+    try:
+        if given.do == "up":
+            print(up(given.worker_gpus, spread=given.spread))
+        else:
+            down()
+    except (ConfigurationError, subprocess.SubprocessError) as error:
+        sys.exit(f"draftalign: {error}")
+
+
+if __name__ == "__main__":
+    main()
