@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rl_hooks import wire
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.trainer.megatron.hook import attach
 
@@ -280,11 +281,21 @@ def compare(service: Any, whole: Any, ids: Any, states: Any, step: int, exact: b
     with tempfile.TemporaryDirectory() as directory:
         file = mapped(sent[-1], Path(directory))
         result["version"] = int(file.header.metadata["policy_version"])
+        result["last_rows"] = wire.check_rollout_header(file.header).last_rows
+        # What has no row in the file is expected of none: that of the comparison takes its place.
+        has = torch.ones(len(file.array("loss_mask")), dtype=torch.bool)
+        if result["last_rows"] == "predicting":
+            has[:] = False
+            has[torch.from_numpy(wire.predicting_rows(file.array("loss_mask")))] = True
+        last_NH, lse_N = torch.zeros(len(has), HIDDEN), torch.zeros(len(has))
+        last_NH[has], lse_N[has] = as_float(file, "last_hidden"), as_float(file, "logsumexp")
         for b, (begin, end) in enumerate(pairwise(file.array("cu_seqlens").tolist())):
             one = ids[b, : LENGTHS[b]]
             assert file.array("input_ids")[begin:end].tolist() == one.tolist()
-            rows = torch.cat([as_float(file, n)[begin:end] for n in ("aux_hidden", "last_hidden")], 1)
-            result["own"] &= torch.equal(rows, states[b].bfloat16().float())
+            own = states[b].bfloat16().float()
+            last = torch.where(has[begin:end, None], last_NH[begin:end], own[:, -HIDDEN:])
+            rows = torch.cat([as_float(file, "aux_hidden")[begin:end], last], 1)
+            result["own"] &= torch.equal(rows, own)
             out = whole(one[None], output_hidden_states=True)
             alone = torch.cat([out.hidden_states[i][0] for i in (*AUX, -1)], 1)
             # The embedding is looked up and not summed: bit for bit. Later layers sum two ranks' halves.
@@ -296,7 +307,7 @@ def compare(service: Any, whole: Any, ids: Any, states: Any, step: int, exact: b
             if exact:  # one process sums bfloat16 in another order: from what was sent, then
                 logits = (rows[:, -HIDDEN:].bfloat16() @ whole.lm_head.weight.bfloat16().T).float()
             logits = logits / TEMPERATURE
-            lse = torch.from_numpy(file.array("logsumexp")[begin:end].copy())[at - 1]
+            lse = lse_N[begin:end][at - 1]
             result["lse"] = max(result["lse"], float((lse - logits.logsumexp(-1)[at - 1]).abs().max()))
             logp = torch.from_numpy(file.array("logprobs")[begin:end].copy())[at]
             expected = logits.log_softmax(-1)[at - 1, one[at]]
@@ -329,6 +340,8 @@ def work(rank: int, port: int, out: Path, cases: list[str]) -> None:
     for case in cases:
         found: dict[str, Any] = {}
         with receiver() as service:
+            if "predicting" in case:
+                service.answer = lambda _request: (202, {}, {"duplicate": False, "last_rows": "predicting"})
             if case == "refused":
                 found["refused"] = refused(rank, service)
             else:

@@ -17,6 +17,7 @@ WORKING = [
     *("untied", "tied", "untied gathered"),
     *("untied sequence", "tied sequence", "untied packed", "tied packed sequence"),
     "untied bfloat16 sequence",
+    *("tied predicting sequence", "untied packed predicting"),
 ]
 FAILING = ["untied sequence fails", "untied plan", "untied absent", "untied packed seam", "untied foreign"]
 
@@ -52,6 +53,8 @@ def test_rank_0_sends_what_one_process_with_all_the_weights_computes(ranks: list
         assert step["lse"] < 1e-5
         assert step["logp"] < 2e-5
         assert step["head"]  # bit for bit, before its rollouts
+    wanted = "predicting" if "predicting" in case else "all"  # as the service answers
+    assert [step["last_rows"] for step in first["steps"]] == [wanted] * 3
     assert first["steps"][0]["embedding"]
     assert first["requests"][:2] == ["PUT /runs/r", "POST /rollouts?run=r"]
     assert first["requests"][2:] == ["PUT /runs/r/head", "POST /rollouts?run=r"] * 2
