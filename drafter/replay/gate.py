@@ -40,8 +40,9 @@ _STEP_SD: Final = 0.08
 _LEAST_STEP_SD: Final = 0.003
 _LARGEST_STEP_SD: Final = 0.2
 _STEP_RATE: Final = 0.25
-#: Spread of the gain of one pair of drafters from claim to claim that more prompts do not take away.
-_CLAIM_SD: Final = 0.003
+#: Spread of the gain of one pair of drafters from claim to claim that more prompts do not take away. Assumed: one claim
+#: does not show it, and what a training brings looks the same.
+_CLAIM_SD: Final = 0.01
 #: A challenger that nobody trains is another one to a policy that moves: what it showed counts like so many looks at
 #: most, and not at all once a look is so many standard deviations above it.
 _MEMORY_LOOKS: Final = 64

@@ -55,7 +55,13 @@ def published(world: str, gain: float, runs: int) -> float:
     return sum(run(found, gain, rng).looks is not None for _ in range(runs)) / runs
 
 
-@pytest.mark.parametrize("world", ["32 prompts", "4 prompts of 8 siblings", "heavy tails", "prompt mix that moves"])
+@pytest.mark.parametrize(
+    "world",
+    [
+        *("32 prompts", "4 prompts of 8 siblings", "heavy tails", "prompt mix that moves"),
+        *("gain varies by 0.5 % a claim", "gain varies by 1 % a claim"),
+    ],
+)
 def test_an_equal_challenger_is_hardly_ever_published_in_a_run_of_100_looks(world: str) -> None:
     assert published(world, 0.0, 40) <= 0.05
     assert published(world, -0.01, 10) == 0.0
@@ -63,7 +69,7 @@ def test_an_equal_challenger_is_hardly_ever_published_in_a_run_of_100_looks(worl
 
 def test_a_better_challenger_is_published_soon_and_its_gain_is_not_oversold() -> None:
     rng = np.random.default_rng(3)
-    for gain, looks in ((0.02, 4), (0.05, 2)):
+    for gain, looks in ((0.02, 6), (0.05, 2)):
         found = [run(WORLDS[0], gain, rng) for _ in range(40)]
         after, promised = [r.looks for r in found if r.looks], [r.promised for r in found if r.promised]
         assert len(after) == 40
@@ -114,7 +120,7 @@ def test_looks_pool() -> None:
         trial.take(look)
         errors.append(trial.error)
     assert errors[0] > 0.2
-    assert errors[-1] < 1e-4
+    assert errors[-1] < 5e-3
     assert trial.verdict().promote
     assert trial.verdict().looks == 40
     assert 0.008 < trial.verdict().gain < 0.01, "shrunk, by less the more it is known"
