@@ -204,6 +204,21 @@ def as_float(file: wire.MappedFile, name: str) -> torch.Tensor:
     return raw
 
 
+def of_every_token(file: wire.MappedFile, name: str) -> torch.Tensor:
+    """The same with a row for each token, NaN where the file has none: of the last states where few are wanted."""
+    rows, mask = as_float(file, name), file.array("loss_mask")
+    if len(rows) == len(mask):
+        return rows
+    found = rows.new_full((len(mask), *rows.shape[1:]), torch.nan)
+    found[torch.from_numpy(wire.predicting_rows(mask))] = rows
+    return found
+
+
+def only_predicting_rows(_request: Received) -> Answer:
+    """The answer of a service that reads no other last states."""
+    return 202, {}, {"duplicate": False, "last_rows": "predicting"}
+
+
 def step(
     hook: DrafterHook, model: Qwen3ForCausalLM, version: int, batch: Padded | None = None, *, wrong: float = 0.0
 ) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hooks_fixtures import as_float, mapped, receiver
+from hooks_fixtures import as_float, mapped, of_every_token, only_predicting_rows, receiver
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -282,18 +282,13 @@ def compare(service: Any, whole: Any, ids: Any, states: Any, step: int, exact: b
         file = mapped(sent[-1], Path(directory))
         result["version"] = int(file.header.metadata["policy_version"])
         result["last_rows"] = wire.check_rollout_header(file.header).last_rows
-        # What has no row in the file is expected of none: that of the comparison takes its place.
-        has = torch.ones(len(file.array("loss_mask")), dtype=torch.bool)
-        if result["last_rows"] == "predicting":
-            has[:] = False
-            has[torch.from_numpy(wire.predicting_rows(file.array("loss_mask")))] = True
-        last_NH, lse_N = torch.zeros(len(has), HIDDEN), torch.zeros(len(has))
-        last_NH[has], lse_N[has] = as_float(file, "last_hidden"), as_float(file, "logsumexp")
+        last_NH, lse_N = of_every_token(file, "last_hidden"), of_every_token(file, "logsumexp")
         for b, (begin, end) in enumerate(pairwise(file.array("cu_seqlens").tolist())):
             one = ids[b, : LENGTHS[b]]
             assert file.array("input_ids")[begin:end].tolist() == one.tolist()
             own = states[b].bfloat16().float()
-            last = torch.where(has[begin:end, None], last_NH[begin:end], own[:, -HIDDEN:])
+            last = last_NH[begin:end]
+            last = torch.where(last.isnan(), own[:, -HIDDEN:], last)  # what was not sent is expected of none
             rows = torch.cat([as_float(file, "aux_hidden")[begin:end], last], 1)
             result["own"] &= torch.equal(rows, own)
             out = whole(one[None], output_hidden_states=True)
@@ -341,7 +336,7 @@ def work(rank: int, port: int, out: Path, cases: list[str]) -> None:
         found: dict[str, Any] = {}
         with receiver() as service:
             if "predicting" in case:
-                service.answer = lambda _request: (202, {}, {"duplicate": False, "last_rows": "predicting"})
+                service.answer = only_predicting_rows
             if case == "refused":
                 found["refused"] = refused(rank, service)
             else:

@@ -23,8 +23,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from einops import rearrange
-from hooks_fixtures import as_float, mapped, receiver, tiny_qwen3
+from hooks_fixtures import as_float, mapped, of_every_token, only_predicting_rows, receiver, tiny_qwen3
 
+from rl_hooks import wire
 from rl_hooks.trainer.openrlhf import attach
 
 AUX = (1, 2, 3)
@@ -118,15 +119,18 @@ def compare(service: Any, whole: Any, ids: Any, mask: Any, action_mask: Any, old
     result: dict[str, Any] = {"features": 0.0, "lse": 0.0, "logp": 0.0}
     with tempfile.TemporaryDirectory() as directory:
         file = mapped(service.rollouts()[step], Path(directory))
+        result["last_rows"] = wire.check_rollout_header(file.header).last_rows
         for b, (begin, end) in enumerate(pairwise(file.array("cu_seqlens").tolist())):
             one = ids[b][mask[b].bool()]
             assert file.array("input_ids")[begin:end].tolist() == one.tolist()
             out = whole(one[None], output_hidden_states=True)
             states = torch.cat([out.hidden_states[i][0] for i in (*AUX, -1)], 1)
-            sent = torch.cat([as_float(file, n)[begin:end] for n in ("aux_hidden", "last_hidden")], 1)
+            last = of_every_token(file, "last_hidden")[begin:end]
+            last = torch.where(last.isnan(), states[:, -last.shape[1] :], last)  # what was not sent is expected of none
+            sent = torch.cat([as_float(file, "aux_hidden")[begin:end], last], 1)
             result["features"] = max(result["features"], float((sent - states).abs().max() / states.abs().max()))
             at = torch.from_numpy(file.array("loss_mask")[begin:end].copy()).long().nonzero()[:, 0]
-            lse = torch.from_numpy(file.array("logsumexp")[begin:end].copy())[at - 1]
+            lse = of_every_token(file, "logsumexp")[begin:end][at - 1]
             expected = (out.logits[0] / TEMPERATURE).logsumexp(-1)[at - 1]
             result["lse"] = max(result["lse"], float((lse - expected).abs().max()))
             said = torch.from_numpy(file.array("logprobs")[begin:end].copy())[at]
@@ -152,6 +156,8 @@ def work(rank: int, port: int, out: Path, cases: list[str]) -> None:
     for case in cases:
         found: dict[str, Any] = {}
         with receiver() as service:
+            if "predicting" in case:
+                service.answer = only_predicting_rows
             with_us = train(rank, case.split(), service, found)
         without = train(rank, case.split(), None, {})
         found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))

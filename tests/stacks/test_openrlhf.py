@@ -13,7 +13,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTHON = Path(os.environ.get("DRAFTALIGN_OPENRLHF_PYTHON", ROOT / ".venv-openrlhf/bin/python"))
-CASES = ["untied", "tied early", "untied padded"]
+CASES = ["untied", "tied early", "untied padded", "untied predicting"]
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,6 +43,8 @@ def test_the_passes_that_make_experience_are_sent_and_nothing_else(
     found = ranks[rank][case]
     assert found["at rest"] == [[0], [0]]  # ZeRO-3: the head is empty outside the forward
     assert [step["version"] for step in found["steps"]] == [0, 1]
+    # As the service answers, which is heard when the first file has gone.
+    assert found["steps"][1]["last_rows"] == ("predicting" if "predicting" in case else "all")
     for step in found["steps"]:
         assert step["features"] < 2**-7  # bfloat16's rounding, against each rollout alone
         assert step["lse"] < 1e-5

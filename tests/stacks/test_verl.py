@@ -45,6 +45,8 @@ def test_the_pass_for_old_log_probabilities_is_sent_rollout_by_rollout(ranks: li
         assert (step["rollouts"], step["left"], step["mask"]) == (4, 0, True)
         assert len(step["versions"]) > 1  # several packed micro-batches
         assert set(step["versions"]) == {version}
+        # As the service answers, which is heard when the first file has gone.
+        assert set(step["last_rows"]) == {"predicting"} or version == 0
         assert float(step["temperature"]) == 0.7
         assert step["features"] < 2**-7  # bfloat16's rounding, against each rollout alone
         assert step["logp"] < 1e-6  # verl's own

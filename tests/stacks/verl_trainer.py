@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hooks_fixtures import Receiver, as_float, mapped, receiver
+from hooks_fixtures import Receiver, as_float, mapped, of_every_token, only_predicting_rows, receiver
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
@@ -29,6 +29,8 @@ from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConf
 from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+from rl_hooks import wire
 
 ROLLOUTS, PROMPT, RESPONSE, STEPS = 4, 8, 12, 2
 AUX = (2, 4, 5)
@@ -179,18 +181,28 @@ def compare(
         logp = torch.zeros(PROMPT + RESPONSE)
         logp[PROMPT:] = verls[b]
         alone[tuple(ids.tolist())] = (states, generated[real], logp[real])
-    result: dict[str, Any] = {"rollouts": 0, "features": 0.0, "mask": True, "logp": 0.0, "versions": []}
+    result: dict[str, Any] = {
+        "rollouts": 0,
+        "features": 0.0,
+        "mask": True,
+        "logp": 0.0,
+        "versions": [],
+        "last_rows": [],
+    }
     directory = Path(found["directory"])
     for request in service.rollouts()[found.setdefault("read", 0) :]:
         file = mapped(request, directory)
         for begin, end in pairwise(file.array("cu_seqlens").tolist()):
             states, generated, logp = alone.pop(tuple(file.array("input_ids")[begin:end].tolist()))
-            sent = torch.cat([as_float(file, n)[begin:end] for n in ("aux_hidden", "last_hidden")], 1)
+            last = of_every_token(file, "last_hidden")[begin:end]
+            last = torch.where(last.isnan(), states[:, -last.shape[1] :], last)  # what was not sent is expected of none
+            sent = torch.cat([as_float(file, "aux_hidden")[begin:end], last], 1)
             result["features"] = max(result["features"], float((sent - states).abs().max() / states.abs().max()))
             result["mask"] &= file.array("loss_mask")[begin:end].tolist() == generated.tolist()
             said = torch.from_numpy(file.array("logprobs")[begin:end].copy())
             result["logp"] = max(result["logp"], float(((said - logp) * generated).abs().max()))
             result["rollouts"] += 1
+        result["last_rows"].append(wire.check_rollout_header(file.header).last_rows)
         result["versions"].append(int(file.header.metadata["policy_version"]))
         result["temperature"] = file.header.metadata["temperature"]
     heads = [r for r in service.requests if r.method == "PUT"]
@@ -214,6 +226,7 @@ def work(rank: int, world: int, port: int, out: Path) -> None:
     files.mkdir()
     found: dict[str, Any] = {"directory": str(files)}
     with receiver() as service:
+        service.answer = only_predicting_rows
         with_us = train(rank, world, out / "policy", service, found)
     without_us: dict[str, Any] = {}
     without = train(rank, world, out / "policy", None, without_us)

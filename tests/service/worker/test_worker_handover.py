@@ -271,10 +271,14 @@ def test_what_won_against_a_drafter_that_is_no_longer_served_is_not_published(
     latest = registry.latest("default")
     assert latest is not None
     assert (latest.version, latest.reason) == (oldest, "by hand")
-    monkeypatch.undo()
-    bench.post("next")
-    bench.drain(worker)
-    assert parents(registry)[-1] == oldest
+    monkeypatch.undo()  # of the gate's rule as well, so a look may not be enough
+    published = len(parents(registry))
+    for number in range(12):
+        bench.post(f"next {number}")
+        bench.drain(worker)
+        if parents(registry)[published:]:
+            break
+    assert parents(registry)[published:] == [oldest]
 
 
 def test_asleep_anywhere_in_a_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
