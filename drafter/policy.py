@@ -9,7 +9,9 @@ Legend: T tokens, V target vocabulary, D draft vocabulary, H drafter hidden size
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ _GAP_TOKENS = 16_384
 _TRUNCATED_TOKENS = 32
 _LOGITS_AT_ONCE = 1 << 25
 _PLAIN = LogitMap()
+_UNFORESEEN = random.SystemRandom()
 
 
 class TargetHead:
@@ -128,11 +131,12 @@ class TargetHead:
         One figure that catches a pre-norm state, a stale head, a wrong temperature and a shifted mask. Where sampling
         was truncated (`batch.warped`), a logged log p above the recomputed one is rightful as far as the tokens that
         were cut off had probability: what is above that on 32 tokens is added, if the head is whole.
-        Of long batches at most 16,384 tokens, evenly spaced, are compared. (nan, 0) when no token could be.
+        Of long batches 16,384 tokens are compared. Which ones is drawn each time, and the 32 as well: a sender that
+        knew them could be honest there alone. (nan, 0) when no token could be.
         """
         rows = torch.zeros_like(batch.loss_mask)
         said = torch.nonzero(batch.loss_mask).flatten()
-        rows[said[:: max(1, math.ceil(said.numel() / _GAP_TOKENS))]] = True
+        rows[said if said.numel() <= _GAP_TOKENS else said[_drawn(said.numel(), _GAP_TOKENS)]] = True
         recomputed = self.token_logprobs(batch, rows)
         compared = rows & ~recomputed.isnan()
         tokens = int(compared.sum())
@@ -144,7 +148,7 @@ class TargetHead:
         found = float(gap.clamp(min=0).mean())
         if self.whole:
             some = torch.nonzero(compared).flatten()
-            some = some[:: math.ceil(tokens / _TRUNCATED_TOKENS)]
+            some = some[_drawn(tokens, min(tokens, _TRUNCATED_TOKENS))]
             most = recomputed[some] - self._kept_mass(batch, some).log().to(recomputed.device)
             found += float((batch.logprobs[some].float() - most).double().clamp(min=0).mean())
         return found, tokens
@@ -159,6 +163,12 @@ class TargetHead:
         last = (total < batch.top_p * total[:, -1:]).sum(-1, keepdim=True).clamp(max=kept.shape[1] - 1)
         left: Tensor = total.gather(1, last)[:, 0]
         return left
+
+
+def _drawn(numbers: int, wanted: int) -> list[int]:
+    """One of each of `wanted` equal parts of the first `numbers` numbers, which nobody can foresee."""
+    edges = [part * numbers // wanted for part in range(wanted + 1)]
+    return [_UNFORESEEN.randrange(low, high) for low, high in pairwise(edges)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ more on average must die.
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from itertools import product
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import drafter.policy
 from drafter.batch import RolloutBatch
 from drafter.policy import TargetHead
 from service.settings import Settings
@@ -76,7 +78,10 @@ def drawn(
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
-def test_honest_log_probabilities_live_and_raised_ones_die(truncation: Truncation) -> None:
+def test_honest_log_probabilities_live_and_raised_ones_die(
+    truncation: Truncation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter.policy, "_UNFORESEEN", random.Random(0))
     honest, kept_lies, lies = [], [], 0
     worlds = product((1.0, 3.0, 8.0), (0.0, 0.005), (0.0, 0.004), (0.7, 1.0))  # sharpness, drift, noise, temperature
     for seed, world in enumerate(worlds):
@@ -93,9 +98,25 @@ def test_honest_log_probabilities_live_and_raised_ones_die(truncation: Truncatio
             if float((lie - logged)[said].mean()) >= 0.4:
                 lies += 1
                 kept_lies += [world] * (head.logprob_gap(replace(batch, logprobs=lie))[0] <= LIMIT_NATS)
-    assert max(honest) <= 0.8 * LIMIT_NATS, "0 of 48 honest batches die, with a fifth of the limit to spare"
+    assert max(honest) <= LIMIT_NATS, "0 of 48 honest batches die"
     assert lies >= 15, "the worlds must be able to lie"
-    assert not kept_lies, f"of {lies} lies"
+    assert len(kept_lies) <= 0.02 * lies, f"{kept_lies} of {lies} lies"
+
+
+@pytest.mark.parametrize("truncation", [(0.9, 0), (1.0, 5)])
+def test_lowered_log_probabilities_die(truncation: Truncation) -> None:
+    head, batch, _ = drawn(0, 3.0, 0.0, 0.0, 1.0, truncation)
+    assert head.logprob_gap(replace(batch, logprobs=batch.logprobs - 50.0))[0] > LIMIT_NATS
+
+
+def test_a_sender_that_is_honest_on_some_tokens_only_does_not_know_which_are_looked_at() -> None:
+    """Honest on 32 evenly spaced tokens, and certain of all others."""
+    head, batch, _ = drawn(0, 1.0, 0.0, 0.0, 1.0, (0.9, 0))
+    said = batch.loss_mask.nonzero().flatten()
+    honest = said[:: math.ceil(len(said) / 32)]
+    logged = torch.zeros_like(batch.logprobs)
+    logged[honest] = batch.logprobs[honest]
+    assert min(head.logprob_gap(replace(batch, logprobs=logged))[0] for _ in range(5)) > LIMIT_NATS
 
 
 def test_a_head_two_per_cent_off_is_found_where_the_policy_is_sharp() -> None:

@@ -1,0 +1,42 @@
+"""`draftalign hold`, `release` and `state` against a served API: what an operator types, and what then is."""
+
+from __future__ import annotations
+
+import pytest
+from service_fixtures import RunningService
+from typer.testing import CliRunner
+
+from service.cli.main import app
+from service.errors import ConfigurationError
+
+
+def typed(service: RunningService, *words: str) -> str:
+    """The command's output; it must end well."""
+    told = CliRunner().invoke(app, [*words, "--service", service.url])
+    assert told.exit_code == 0, (told.output, told.exception)
+    return told.output
+
+
+def test_a_version_is_held_and_released(service: RunningService) -> None:
+    first, second = service.publish(), service.publish(content=b"second")
+    said = typed(service, "hold", first.version, "--reason", "the second is odd")
+    assert said == f"run default serves {first.version} until it is released\n"
+    held = service.client.get("/runs/default").json()["held"]
+    assert (held["version"], held["reason"]) == (first.version, "the second is odd")
+    assert held["by"]
+    assert service.client.get("/drafter/latest").json()["version"] == first.version != second.version
+    assert typed(service, "release") == f"run default: {first.version} is released\n"
+    assert service.client.get("/runs/default").json()["held"] is None
+    nothing = CliRunner().invoke(app, ["release", "--service", service.url])
+    assert isinstance(nothing.exception, ConfigurationError)
+    assert "holds no version" in str(nothing.exception)
+
+
+@pytest.mark.parametrize("state", ["paused", "draining", "archived", "active"])
+def test_a_run_s_state_is_said_and_changed(service: RunningService, state: str) -> None:
+    service.publish()
+    assert typed(service, "state").startswith("run default is active: ")
+    assert typed(service, "state", state, "--reason", "a test").startswith(f"run default is {state}: ")
+    found = service.client.get("/runs/default").json()["state"]
+    assert found["state"] == state
+    assert typed(service, "state").startswith(f"run default is {state}: ")
