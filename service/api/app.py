@@ -41,6 +41,11 @@ from service.settings import Settings
 from service.storage.ready import connect_async
 
 log = logging.getLogger("draftalign.api")
+
+#: An idle connection is closed after so long. Longer than clients and proxies keep one (httpx 5 s, nginx 60 s), so that
+#: the client closes it first: else a request could meet a connection that is just being closed.
+IDLE_SECONDS = 75
+
 router = APIRouter(tags=["operations"])
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -184,9 +189,7 @@ def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        # Longer than clients and proxies keep an idle connection (httpx 5 s, nginx 60 s), so that the client closes it
-        # first. If the server closed first, a request could meet a connection that is just being closed.
-        timeout_keep_alive=75,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=15,
     )
     return Server(config, app.state.context)

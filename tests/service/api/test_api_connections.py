@@ -7,7 +7,7 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -15,7 +15,7 @@ import pytest
 from port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, POST, Process, places, pour
 from service_fixtures import HEADERS, RunningService, rollout_file
 
-from service.api import connections
+from service.api import app, connections
 from service.api.connections import (
     MAX_CONNECTIONS,
     MAX_HEADER_BYTES,
@@ -141,6 +141,17 @@ def test_a_header_that_does_not_come_ends_the_connection(hasty: RunningService, 
         connection.sendall(sent)
         reply = reads_until_closed(connection)
         assert reply == b"" if sent in (b"", b"\r\n") else status(reply) == 408
+
+
+def test_a_connection_that_is_idle_between_two_requests_ends(
+    serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "IDLE_SECONDS", 1)
+    with socket.create_connection(("127.0.0.1", serve().port), timeout=20) as connection:
+        for _ in range(2):
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert status_of_one(connection) == 200
+        assert reads_until_closed(connection) == b"", "closed by the server, with no further word"
 
 
 def test_bytes_that_drip_into_a_header_do_not_prolong_it(hasty: RunningService) -> None:
