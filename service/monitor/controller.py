@@ -169,6 +169,7 @@ class Controller:
     deferred: int = 0  # claims passed over since the last decision
     idle: bool = False
     looks: float = _LOOKS_AT_FIRST  # credit
+    looking: bool = False  # a look has begun that may have been cut for newer rollouts
     level: Level = field(default_factory=Level)
     curve: LearningCurve = field(default_factory=LearningCurve)
 
@@ -189,7 +190,7 @@ class Controller:
 
         `alpha_served`: replay α of the served drafter, pooled over the claim; None: none serves. `warming_up`: the
         learning rate has not reached its value, so gains do not show what training can do. `unfinished`: the last
-        training was cut for newer rollouts and has not been judged; a look goes on with those.
+        training was cut for newer rollouts and has not been judged; a look, once paid for, goes on with those.
         """
         self.deferred = 0
         if alpha_served is None:
@@ -210,14 +211,15 @@ class Controller:
             expected += f", as engines spend {economy.drafting_share:.0%} of their time in rounds with drafts"
         if self.gain > price + (sure if self.idle else 0.0):
             return self._train(expected)
-        if self.idle and unfinished:
+        self.looking = self.looking and unfinished
+        if self.idle and self.looking:
             return Decision(Action.PROBE, "the last look goes on with newer rollouts")
         if not self.idle:
             self.idle, self.looks = True, min(self.looks, _LOOKS_AT_FIRST)
         return self._look(price) or Decision(Action.IDLE, expected)
 
     def _train(self, reason: str) -> Decision:
-        self.idle = False
+        self.idle = self.looking = False
         return Decision(Action.TRAIN, reason)
 
     def _look(self, price: float) -> Decision | None:
@@ -239,6 +241,7 @@ class Controller:
         if self.gain + 2.0 * math.sqrt(self.variance) <= price:
             return None
         self.looks -= 1.0
+        self.looking = True
         return Decision(Action.PROBE, reason)
 
     def learn(

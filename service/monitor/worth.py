@@ -291,18 +291,19 @@ class DraftingTime:
     share: float | None = None  # None: no engine has said enough
     _from: dict[str, tuple[float, float]] = field(default_factory=dict)  # reporter -> when, seconds with drafts by then
 
-    def feed(self, now: float, samples: Mapping[str, Sequence[StepSample]], window_seconds: float) -> None:
-        """Take what engines, by reporter, have counted until `now`. The share is of the last `window_seconds` or more.
+    def feed(self, heard: Mapping[str, tuple[float, Sequence[StepSample]]], window_seconds: float) -> None:
+        """Take what each reporter has counted until its last report: when that was, and its step times.
 
-        A window should hold a few policy versions: engines of a synchronous trainer rest between two.
+        The share is of `window_seconds` or more, which should hold a few policy versions: engines of a synchronous
+        trainer rest between two. An engine that reports no more says nothing about the time since.
         """
         parts, begun = [], {}
-        for name, each in samples.items():
-            if not each:
+        for name, (now, samples) in heard.items():
+            if not samples:
                 continue
-            drafting = sum(one.seconds for one in each if one.depth > 0 and _sound(one))
+            drafting = sum(one.seconds for one in samples if one.depth > 0 and _sound(one))
             since, before = self._from.get(name, (now, drafting))
-            if drafting < before:  # the engine began anew
+            if drafting < before:  # the engine was restarted
                 since, before = now, drafting
             if 0.0 < now - since >= window_seconds:
                 parts.append(min(1.0, (drafting - before) / (now - since)))

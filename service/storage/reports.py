@@ -117,11 +117,12 @@ class Store:
         """Score records by batch id, oldest first."""
         return _scores(self._redis.hgetall(self._keys.scores))
 
-    def accounts(self, since: float) -> dict[str, Account]:
-        """Every engine that has reported since then (Unix seconds)."""
-        reporters = [_text(name) for name in self._redis.zrangebyscore(self._keys.reported, since, "+inf")]
-        found = self._redis.hmget(self._keys.reporters, reporters) if reporters else []
-        return {name: Account.read(text) for name, text in zip(reporters, found, strict=True) if text is not None}
+    def accounts(self, since: float) -> dict[str, tuple[float, Account]]:
+        """Every engine that has reported since then, and when it did so last (Unix seconds)."""
+        last = self._redis.zrangebyscore(self._keys.reported, since, "+inf", withscores=True)
+        found = self._redis.hmget(self._keys.reporters, [name for name, _ in last]) if last else []
+        pairs = zip(last, found, strict=True)
+        return {_text(name): (at, Account.read(text)) for (name, at), text in pairs if text is not None}
 
     def watch(self, accounts: Mapping[str, Account], rule: LiveRule) -> Watch:
         """What these engines say beside the batches scored last."""

@@ -86,13 +86,11 @@ class _Engines:
 
     def hear(self, rule: LiveRule, version_seconds: float | None) -> str | None:
         """Why nothing may be published: engines count otherwise than replay says. Said once, and at its end."""
-        now = time.time()
         try:
-            accounts = self._store.accounts(now - EVIDENCE_SECONDS)
-            found = self._store.watch(accounts, rule).hold
-            steps = {name: account.steps for name, account in accounts.items()}
-            window = max(_LEAST_WINDOW_SECONDS, _WINDOW_VERSIONS * (version_seconds or 0.0))
-            self.drafting.feed(now, steps, window)
+            heard = self._store.accounts(time.time() - EVIDENCE_SECONDS)
+            found = self._store.watch({name: account for name, (_, account) in heard.items()}, rule).hold
+            steps = {name: (at, account.steps) for name, (at, account) in heard.items()}
+            self.drafting.feed(steps, max(_LEAST_WINDOW_SECONDS, _WINDOW_VERSIONS * (version_seconds or 0.0)))
         except (ValueError, TypeError, ArithmeticError):  # of counts that nobody could foresee: no batch is to blame
             log.exception("%s: what engines report cannot be read; nothing changes about publishing", self._run)
             return self._held

@@ -70,9 +70,8 @@ class Swapper:
             await self._check_awake()
             await self._call("draftalign_stage", str(directory), version, dict(expected or {}))
             sha256 = await self._await_staged(version)
-            if (
-                expected and sha256 != expected[MODEL_FILE]
-            ):  # another API process has staged it again, asking for others
+            # Each worker has compared it, but another API process may have staged other bytes meanwhile.
+            if expected and sha256 != expected[MODEL_FILE]:
                 detail = f"the workers read {sha256} for {version}, {expected[MODEL_FILE]} was asked for; ask again"
                 raise SwapProblem(412, "Other bytes", detail)
             await self._check_awake()  # it may have been put to sleep while the drafter was staged

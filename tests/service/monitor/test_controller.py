@@ -270,10 +270,20 @@ def test_a_gain_is_trained_for_only_where_engines_draft(share: float, trains: bo
 
 
 def test_a_look_that_was_cut_goes_on_and_is_paid_for_once() -> None:
-    controller = Controller(trainings=9, gain=-0.1, variance=1e-6, idle=True, looks=0.4)
-    assert controller.decide(ECONOMY, 3.0, unfinished=True).action is Action.PROBE
-    assert controller.looks == pytest.approx(0.4 + 1 / 28)
-    assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
+    controller = Controller(trainings=9, gain=0.0, variance=0.01, idle=True, looks=4.0)
+    assert controller.decide(ECONOMY, 3.0).action is Action.PROBE
+    left = controller.looks
+    for part in range(1, 4):
+        assert controller.decide(ECONOMY, 3.0, unfinished=True).action is Action.PROBE
+        assert controller.looks == pytest.approx(left + part / 28), "nothing more is paid"
+    assert controller.decide(ECONOMY, 3.0).action is Action.IDLE, "it was done"
+    assert controller.decide(ECONOMY, 3.0, unfinished=True).action is Action.IDLE, "of an earlier training"
+
+
+def test_a_training_that_was_cut_as_the_worker_became_idle_is_not_a_look() -> None:
+    controller = Controller(trainings=9, gain=-0.1, variance=1e-6, looks=0.4)
+    for _ in range(3):
+        assert controller.decide(ECONOMY, 3.0, unfinished=True).action is Action.IDLE
 
 
 # --- passing over, state
