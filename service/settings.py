@@ -106,6 +106,11 @@ class Settings(BaseSettings):
         description="Engines of a run whose counts are kept. A new one takes the place of one that was silent for an"
         " hour, or gets 429.",
     )
+    remembered_bytes: int = Field(
+        128 * MIB,
+        gt=0,
+        description="Redis' memory for the fates of a run's ended batches and their rollouts; the oldest go first.",
+    )
     queue_max_items: int = Field(10_000, gt=0, description="Most batches in a run's queue; above it 429.")
     queue_max_bytes: int | None = Field(
         None, gt=0, description="Most bytes in a run's queue; above it 429. Unset: 3/4 of the size of the spool's disk."

@@ -127,7 +127,7 @@ class ServiceContext:
     def queue(self, run: str) -> AsyncRolloutQueue:
         """The queue of a run."""
         if run not in self._queues:
-            self._queues[run] = AsyncRolloutQueue(self.redis, run)
+            self._queues[run] = AsyncRolloutQueue(self.redis, run, self.settings.remembered_bytes)
         return self._queues[run]
 
     def pointer(self, run: str) -> Pointer:

@@ -26,13 +26,14 @@ REPORT_CPU: Final = 0.003
 PUSH_CPU: Final = 0.00013
 #: An engine reports so often.
 REPORT_SECONDS: Final = 5.0
-#: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days; of a batch's scores,
-#: of which 4,608 batches are kept.
+#: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days within the default
+#: `remembered_bytes`; of a batch's scores, of which 4,608 batches are kept.
 FATE_BYTES: Final = 106
 BATCH_BYTES: Final = 74 * 8
 SCORE_BYTES: Final = 164 * 8
 _SCORES_KEPT: Final = 4608
 _KEPT_DAYS: Final = 7
+_REMEMBERED_BYTES: Final = 128 * 2**20  # of a run
 _DAY_SECONDS: Final = 86_400
 
 
@@ -252,10 +253,10 @@ def _lag_seconds(traffic: Traffic, worker: Worker, claim: float) -> float:
 
 
 def _redis_bytes(traffic: Traffic) -> float:
-    """Fates of a week's rollouts and batches, and the scores that are kept."""
+    """Fates of a week's rollouts and batches, as far as they are remembered, and the scores that are kept."""
     plan, week = traffic.plan, _KEPT_DAYS * _DAY_SECONDS / traffic.plan.step_seconds  # steps of a run
     fates = plan.sent_tokens / plan.tokens * FATE_BYTES + traffic.files * BATCH_BYTES
-    return plan.runs * (week * fates + min(_SCORES_KEPT, traffic.files * week) * SCORE_BYTES)
+    return plan.runs * (min(week * fates, _REMEMBERED_BYTES) + min(_SCORES_KEPT, traffic.files * week) * SCORE_BYTES)
 
 
 def _waiting(runs: int, load: float) -> float:

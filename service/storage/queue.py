@@ -28,6 +28,8 @@ MAX_DELIVERIES: Final = 3
 KILLER: Final = f"killed its worker {MAX_DELIVERIES} times"
 #: How long a batch's state is kept after its end, to answer for it and to recognise duplicates: 7 days.
 ENDED_SECONDS: Final = 7 * 86_400
+#: Redis' memory for that, of one run; those that ended first are forgotten sooner where it is full: 128 MiB.
+REMEMBERED_BYTES: Final = 128 * 2**20
 DEAD_LETTERS_KEPT: Final = 10_000
 COUNTERS: Final = (
     "items",
@@ -128,13 +130,18 @@ class Depth(NamedTuple):
 
 
 class RolloutQueue:
-    """The worker's side: claim, heartbeat, ack, dead-letter. Blocking."""
+    """The worker's side: claim, heartbeat, ack, dead-letter. Blocking.
 
-    def __init__(self, redis: Redis, run: str) -> None:
+    `remembered_bytes`: of Redis, for batches that ended and their rollouts; beyond it those that ended first are
+    forgotten before `ENDED_SECONDS` are over.
+    """
+
+    def __init__(self, redis: Redis, run: str, remembered_bytes: int = REMEMBERED_BYTES) -> None:
         self.run = run
         self._redis: Any = redis  # redis-py types every reply as "maybe awaitable"
         self._keys = Keys(run)
-        self._finish = redis.register_script(lua("finish"))
+        self._remembered_bytes = remembered_bytes
+        self._finish = redis.register_script(lua("remember") + lua("finish"))
         self._sweep = redis.register_script(lua("sweep"))
         self._heartbeat = redis.register_script(lua("heartbeat"))
 
@@ -265,7 +272,7 @@ class RolloutQueue:
                 keys=[keys.queue, keys.counters, keys.batch(entry.batch_id), keys.dead, keys.dead_files],
                 args=[
                     *(GROUP, entry.entry_id, state, reason),
-                    *(ENDED_SECONDS, keys.prefix, DEAD_LETTERS_KEPT, int(keep_file)),
+                    *(ENDED_SECONDS, keys.prefix, DEAD_LETTERS_KEPT, int(keep_file), self._remembered_bytes),
                 ],
             )
         )
@@ -339,13 +346,14 @@ class Enqueued:
 
 
 class AsyncRolloutQueue:
-    """The API's side: admission, enqueue, and the state of a batch."""
+    """The API's side: admission, enqueue, and the state of a batch. `remembered_bytes`: as of `RolloutQueue`."""
 
-    def __init__(self, redis: redis.asyncio.Redis, run: str) -> None:
+    def __init__(self, redis: redis.asyncio.Redis, run: str, remembered_bytes: int = REMEMBERED_BYTES) -> None:
         self.run = run
         self._redis: Any = redis
         self._keys = Keys(run)
-        self._enqueue = redis.register_script(lua("enqueue"))
+        self._remembered_bytes = remembered_bytes
+        self._enqueue = redis.register_script(lua("remember") + lua("enqueue"))
         self._disown = redis.register_script(lua("disown"))
 
     async def ensure_group(self) -> None:
@@ -397,7 +405,8 @@ class AsyncRolloutQueue:
         keys = self._keys
         args = [max_items, max_bytes, overflow, GROUP, ENDED_SECONDS, keys.prefix]
         args += [batch.batch_id, batch.blob, batch.bytes, batch.tokens, batch.rollouts]
-        args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids), put_back]
+        args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids)]
+        args += [put_back, self._remembered_bytes]
         of_batch = [keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead, keys.dead_files]
         reply = [text(v) for v in await self._enqueue(keys=of_batch, args=args)]
         match reply[0]:

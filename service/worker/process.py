@@ -326,7 +326,7 @@ class Worker:
         """End what the queue of an archived run holds, at most a claim of it at a time, and delete its files."""
         if not self._leases.hold(run):
             return
-        queue = RolloutQueue(self._redis, run)
+        queue = self._queue(run)
         entries = queue.own_pending(CONSUMER) or queue.claim(CONSUMER, self._settings.claim_tokens, 0.0)
         for entry in entries:
             queue.ack(entry, "skipped", "the run was archived before it was worked on")
@@ -334,6 +334,9 @@ class Worker:
         if not entries:
             state.empty_until = time.monotonic() + _LOOK_AT_ARCHIVED_SECONDS
             self._leases.give_back(run)
+
+    def _queue(self, run: str) -> RolloutQueue:
+        return RolloutQueue(self._redis, run, self._settings.remembered_bytes)
 
     def _open(self, run: str, state: _Run, file: FileId) -> None:
         state.file, state.retry_at, state.lost = file, 0.0, False
@@ -344,7 +347,7 @@ class Worker:
             opened = RunWorker(
                 self._settings,
                 self._layout,
-                RolloutQueue(self._redis, run),
+                self._queue(run),
                 Store(self._redis, run),
                 run,
                 holds_lease=functools.partial(self._leases.hold, run),
@@ -435,7 +438,7 @@ class Worker:
             if not self._leases.hold(run):
                 state.lost = True
                 return
-        RolloutQueue(self._redis, run).heartbeat(CONSUMER, worker.inbox.held)
+        self._queue(run).heartbeat(CONSUMER, worker.inbox.held)
         Store(self._redis, run).set_worker({"heartbeat": time.time()})
 
     def _close(self) -> None:

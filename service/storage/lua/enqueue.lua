@@ -1,10 +1,11 @@
 -- De-duplicate by batch and by rollout, bound by items and bytes, count and enqueue one batch, atomically. Redis 6.2
--- commands only. Puts a dead batch back too: with its own file, never at the cost of a batch that waits.
+-- commands only, and `remember.lua`. Puts a dead batch back too: with its own file, never at the cost of a batch that waits.
 -- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream  5 files of dead batches
 --       (the others share their hash tag, so also their slot)
 -- ARGV: 1 max_items  2 max_bytes  3 overflow (reject|drop_oldest)  4 group  5 ended_seconds  6 key prefix
 --       7 batch_id  8 blob  9 bytes  10 tokens  11 rollouts  12 policy_version  13 policy_version_max
 --       14 rollout_ids (JSON)  15 to put a dead batch back: the letter of the death that was seen; else ''
+--       16 bytes that may be remembered of batches that ended
 -- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, dropped blobs...}
 --       | {"duplicate", state, dead_total, newest death's reason, known rollouts}
 --       | {"full", items, bytes, dropped blobs...} | {"disowned"} | {"gone"}: the dead batch's file is not kept
@@ -100,10 +101,7 @@ if ARGV[3] == 'drop_oldest' and over() then
     redis.call('HINCRBY', counters, 'dropped_total', 1)
     local key = prefix .. 'batch:' .. fields['batch_id']
     redis.call('HSET', key, 'state', 'skipped', 'reason', 'dropped: the queue was full and newer rollouts came')
-    redis.call('EXPIRE', key, ARGV[5])
-    for _, id in ipairs(cjson.decode(redis.call('HGET', key, 'rollout_ids') or '[]')) do
-      redis.call('EXPIRE', prefix .. 'rollout:' .. id, ARGV[5])
-    end
+    remember(prefix, counters, fields['batch_id'], ARGV[5], ARGV[16])
     dropped[#dropped + 1] = fields['blob']
   end
 end

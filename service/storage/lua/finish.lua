@@ -1,7 +1,8 @@
--- End one entry: acknowledge, delete, count and, for a dead letter, keep its fields and its file. Redis 6.2 commands.
+-- End one entry: acknowledge, delete, count and, for a dead letter, keep its fields and its file. Redis 6.2
+-- commands, and `remember.lua`.
 -- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream  5 files of dead batches
 -- ARGV: 1 group  2 entry_id  3 state (trained|skipped|dead)  4 reason  5 ended_seconds  6 key prefix
---       7 dead letters kept  8 '1' if a dead one's file is kept
+--       7 dead letters kept  8 '1' if a dead one's file is kept  9 bytes that may be remembered of batches that ended
 -- Returns 1 if this call ended the entry, 0 if it had ended before (a late acknowledgement is harmless).
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local entry = redis.call('XRANGE', queue, ARGV[2], ARGV[2])[1]
@@ -31,9 +32,5 @@ else
   redis.call('HINCRBY', counters, 'acked_total', 1)
   if ARGV[3] == 'skipped' then redis.call('HINCRBY', counters, 'skipped_total', 1) end
 end
-redis.call('EXPIRE', batch, ARGV[5])
-for _, id in ipairs(cjson.decode(redis.call('HGET', batch, 'rollout_ids') or '[]')) do
-  local key = ARGV[6] .. 'rollout:' .. id
-  if redis.call('GET', key) == fields['batch_id'] then redis.call('EXPIRE', key, ARGV[5]) end
-end
+remember(ARGV[6], counters, fields['batch_id'], ARGV[5], ARGV[9])
 return 1

@@ -17,6 +17,7 @@ from service.storage.queue import (
     ENDED_SECONDS,
     GROUP,
     KILLER,
+    REMEMBERED_BYTES,
     AsyncRolloutQueue,
     Batch,
     Enqueued,
@@ -41,16 +42,17 @@ def make_batch(number: int, *, size: int = 100, tokens: int = 10, ids: tuple[str
 class Bench:
     """A queue seen from both sides."""
 
-    def __init__(self, url: str, client: Redis) -> None:
+    def __init__(self, url: str, client: Redis, remembered_bytes: int = REMEMBERED_BYTES) -> None:
         self.url = url
         self.client: Any = client
-        self.worker = RolloutQueue(client, "default")
+        self.remembered_bytes = remembered_bytes
+        self.worker = RolloutQueue(client, "default", remembered_bytes)
         self.worker.ensure_group()
 
     def put(self, *batches: Batch, max_items: int = 100, max_bytes: int = 10_000, overflow: Any = "reject") -> Enqueued:
         async def send() -> Enqueued:
             async with redis.asyncio.Redis.from_url(self.url) as client:
-                queue = AsyncRolloutQueue(client, "default")
+                queue = AsyncRolloutQueue(client, "default", self.remembered_bytes)
                 for batch in batches:
                     outcome = await queue.enqueue(batch, max_items=max_items, max_bytes=max_bytes, overflow=overflow)
                 return outcome
@@ -123,6 +125,108 @@ def test_a_batch_whose_file_was_lost_may_be_sent_again(bench: Bench) -> None:
     bench.worker.dead_letter(entry, "blob_missing")
     assert bench.put(make_batch(1)).outcome == "accepted"
     assert bench.client.ttl(Keys("default").batch(entry.batch_id)) == -1, "its record lives again"
+
+
+# --- what is remembered of batches that ended
+def train(bench: Bench, *numbers: int, rollouts: int = 8, width: int = 36) -> None:
+    """Send and end batches, one after the other."""
+    for number in numbers:
+        ids = tuple(f"{number}-{place}".rjust(width, "x") for place in range(rollouts))
+        assert bench.put(make_batch(number, ids=ids)).outcome == "accepted"
+        (entry,) = bench.claim()
+        assert bench.worker.ack(entry)
+
+
+def remembered(bench: Bench) -> int:
+    return int(bench.client.hget(Keys("default").counters, "remembered_bytes") or 0)
+
+
+def test_what_is_remembered_of_ended_batches_is_bounded_and_the_newest_are_known(
+    redis_url: str, redis_client: Redis
+) -> None:
+    bench = Bench(redis_url, redis_client, 50_000)
+    train(bench, *range(60))
+    known = [bench.worker.batch(make_batch(number).batch_id) is not None for number in range(60)]
+    assert 15 < sum(known) < 25
+    assert known == sorted(known), "the newest are known"
+    assert 45_000 < remembered(bench) <= 50_000
+    keys = Keys("default")
+    assert bench.client.llen(keys.prefix + "ended") == sum(known)
+    assert len(bench.client.keys(keys.rollout("*"))) == 8 * sum(known)
+    assert bench.put(make_batch(0)).outcome == "accepted", "forgotten"
+    assert bench.put(make_batch(59)).outcome == "duplicate"
+
+
+@pytest.mark.parametrize("rollouts", [1, 8, 64, 1024])
+@pytest.mark.parametrize("width", [12, 36, 128])
+def test_what_is_said_to_be_remembered_is_what_redis_takes(bench: Bench, rollouts: int, width: int) -> None:
+    train(bench, 0, rollouts=rollouts, width=width)
+    keys, batch_id = Keys("default"), make_batch(0).batch_id
+    found = [keys.batch(batch_id), *bench.client.keys(keys.rollout("*"))]
+    assert len(found) == 1 + rollouts
+    # Beside a key's own bytes: its places in the tables of keys and of expiry times.
+    taken = sum(bench.client.memory_usage(name, samples=0) + 48 for name in found)
+    assert remembered(bench) == pytest.approx(taken, rel=0.35)
+
+
+def test_small_batches_make_room_for_large_ones_and_a_lower_bound_is_reached(
+    redis_url: str, redis_client: Redis
+) -> None:
+    bench = Bench(redis_url, redis_client, 60_000)
+    train(bench, *range(70), rollouts=1)
+    train(bench, 100, rollouts=300, width=12)
+    assert remembered(bench) <= 60_000
+    assert bench.worker.batch(make_batch(69).batch_id) is not None
+    lower = Bench(redis_url, redis_client, 10_000)
+    train(lower, *range(200, 210))
+    assert remembered(bench) <= 10_000
+
+
+def test_a_batch_of_more_than_may_be_remembered_is_known_until_the_next(redis_url: str, redis_client: Redis) -> None:
+    bench = Bench(redis_url, redis_client, 1_000)
+    for number in range(3):
+        train(bench, number)
+        assert bench.worker.batch(make_batch(number).batch_id) is not None
+        assert bench.client.llen(Keys("default").prefix + "ended") == 1
+
+
+def test_batches_whose_time_is_over_count_no_more(bench: Bench) -> None:
+    train(bench, *range(4))
+    keys = Keys("default")
+    each = remembered(bench) // 4
+    bench.client.delete(keys.batch(make_batch(0).batch_id))  # as if it had expired
+    train(bench, 4)
+    assert remembered(bench) == pytest.approx(4 * each, abs=8)
+    bench.client.delete(keys.prefix + "ended")  # as if none had ended for 7 days
+    train(bench, 5)
+    assert remembered(bench) == pytest.approx(each, abs=8)
+
+
+def test_a_dead_batch_that_was_put_back_and_waits_is_not_forgotten(redis_url: str, redis_client: Redis) -> None:
+    bench = Bench(redis_url, redis_client, 5_000)
+    bench.put(make_batch(0))
+    (entry,) = bench.claim()
+    bench.worker.dead_letter(entry, "blob_missing")
+    assert bench.put(make_batch(0)).outcome == "accepted", "its file was lost: sent again"
+    (again,) = bench.claim()
+    train(bench, *range(1, 9))
+    waiting = bench.worker.batch(again.batch_id)
+    assert waiting is not None
+    assert waiting["state"] == "queued"
+    assert bench.worker.ack(again)
+    outcome = bench.put(make_batch(0))
+    assert (outcome.outcome, outcome.state) == ("duplicate", "trained")
+
+
+def test_what_was_dropped_is_remembered_within_the_same_bound(redis_url: str, redis_client: Redis) -> None:
+    bench = Bench(redis_url, redis_client, 20_000)
+    for number in range(60):
+        assert bench.put(make_batch(number), max_items=1, overflow="drop_oldest").outcome == "accepted"
+    assert remembered(bench) <= 20_000
+    states = [bench.worker.batch(make_batch(number).batch_id) for number in range(60)]
+    assert states[0] is None
+    assert states[58] is not None
+    assert states[58]["state"] == "skipped"
 
 
 def test_the_queue_is_bounded_by_items_and_by_bytes(bench: Bench) -> None:
