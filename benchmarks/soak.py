@@ -1,11 +1,15 @@
 """Does the service stay as it is under load? A real `draftalign up`, a steady sender, and what each process holds.
 
     python -m benchmarks.soak --minutes 60 --rate 640 [--tokens 200] [--json soak.json] [--plot docs/lab/soak.png]
+    python -m benchmarks.soak --bounded                                     all that is bounded is full after minutes
     python -m benchmarks.soak --table soak.json --plot docs/lab/soak.png        draw and judge a run that was kept
 
 `--rate` rollouts a minute come in files of 8 rollouts of `--tokens` tokens, on a clock: a POST that is late counts from
 when it was due. Beside them one reader asks for /metrics, /alpha and /drafters every 5 s, and an engine reports. Every
 2 s each process's resident memory and descriptors are read, Redis' memory, and the bytes under the state directory.
+
+What is kept of ended batches (scores of 4,608, `remembered_bytes` in Redis) takes an hour and half a day at 640 a minute to
+be full, and grows until then. `--bounded` shows what comes after: files of 2 rollouts, and 4 MiB remembered.
 
 The rule. The first quarter of the run (two minutes at least) is warm-up. The rest is cut into ten blocks; a line is
 fitted to their means, with a 95 % t-interval of its slope (8 degrees of freedom). Blocks, because readings that are
@@ -48,6 +52,8 @@ from rl_hooks.wire import CONTENT_TYPE  # noqa: E402
 from service.cli.valkey import EmbeddedValkey  # noqa: E402
 
 ROLLOUTS: Final = 8
+_ROLLOUTS_BOUNDED: Final = 2
+_REMEMBERED_BOUNDED: Final = 4 * 2**20
 BLOCKS: Final = 10
 #: 97.5 % point of Student's t with BLOCKS - 2 degrees of freedom.
 T_8: Final = 2.306
@@ -67,6 +73,7 @@ class Recording:
     samples: list[dict[str, float]] = field(default_factory=list)
     ends: dict[str, int] = field(default_factory=dict)
     keys: dict[str, int] = field(default_factory=dict)  # bytes in Redis in the end, by kind of key
+    rollouts: int = ROLLOUTS  # of a file
 
 
 @dataclass(frozen=True)
@@ -157,13 +164,13 @@ def reading(pids: Mapping[str, int], client: Any, state: Path) -> dict[str, floa
 
 
 @contextlib.contextmanager
-def service(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A `draftalign up` with settings for so small a policy, and its address."""
+def service(place: Path, settings: Mapping[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A `draftalign up` with settings for so small a policy and these, and its address."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "service.cli", "up", "--state-dir", str(place / "state"), "--port", str(port)]
     tiny = {"DRAFTALIGN_VOCAB_MIN_TOKENS": "2000", "DRAFTALIGN_DRAFT_VOCAB_SIZE": str(DRAFT)}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")} | tiny
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")} | tiny | dict(settings)
     with (place / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT)
         try:
@@ -186,7 +193,7 @@ def ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 def send(url: str, recording: Recording, began: float) -> None:
     """Post files on a clock; each is made while the one before is due later."""
-    world, period = World(), 60.0 * ROLLOUTS / recording.rate
+    world, period = World(), 60.0 * recording.rollouts / recording.rate
     with httpx.Client(base_url=url, timeout=60.0) as client:
         for number in itertools.count():
             due = number * period
@@ -194,8 +201,8 @@ def send(url: str, recording: Recording, began: float) -> None:
                 return
             body = world.rollout_file(
                 f"batch-{number}",
-                lengths=[recording.tokens] * ROLLOUTS,
-                policy_version=number // _BATCHES_PER_POLICY,
+                lengths=[recording.tokens] * recording.rollouts,
+                policy_version=number * recording.rollouts // (_BATCHES_PER_POLICY * ROLLOUTS),
             )
             time.sleep(max(0.0, began + due - time.monotonic()))
             status = 0
@@ -234,12 +241,13 @@ def read_along(url: str, stopped: threading.Event) -> None:
                     ).raise_for_status()
 
 
-def soak(minutes: float, rate: float, tokens: int) -> Recording:
-    """Run it."""
-    recording = Recording(rate, minutes, tokens)
+def soak(minutes: float, rate: float, tokens: int, *, bounded: bool = False) -> Recording:
+    """Run it. `bounded`: with bounds that are reached within minutes."""
+    recording = Recording(rate, minutes, tokens, rollouts=_ROLLOUTS_BOUNDED if bounded else ROLLOUTS)
+    settings = {"DRAFTALIGN_REMEMBERED_BYTES": str(_REMEMBERED_BOUNDED)} if bounded else {}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        with service(place) as (process, url):
+        with service(place, settings) as (process, url):
             ready(url, process)
             headers = {"Content-Type": CONTENT_TYPE}
             httpx.put(f"{url}/runs/default", content=World().run_file(), headers=headers).raise_for_status()
@@ -278,14 +286,26 @@ def series(recording: Recording) -> dict[str, Trend]:
     kept = [sample for sample in recording.samples if sample["seconds"] >= first]
     names = sorted({n for sample in kept for n in sample if n != "seconds" and not n.endswith(" pid")})
     hours = [sample["seconds"] / 3600 for sample in kept]
-    return {name: trend(hours, [sample.get(name, math.nan) for sample in kept]) for name in names}
+    found = {name: trend(hours, [sample.get(name, math.nan) for sample in kept]) for name in names}
+    late = [(due, 1000 * took) for due, took, _ in recording.posts if due >= first]
+    return {f"POST p{share}, ms": trend(*_quantiles(late, share / 100)) for share in (50, 99)} | found
+
+
+def _quantiles(posts: Sequence[tuple[float, float]], share: float) -> tuple[list[float], list[float]]:
+    """Hours and quantile of each tenth of (seconds, milliseconds), by time: what `trend` makes its blocks of."""
+    first, span = posts[0][0], (posts[-1][0] - posts[0][0]) / BLOCKS
+    blocks: list[list[float]] = [[] for _ in range(BLOCKS)]
+    for due, took in posts:
+        blocks[min(BLOCKS - 1, int((due - first) / span))].append(took)
+    hours = [(first + number * span) / 3600 for number in range(BLOCKS)]
+    return hours, [quantile(block, share) for block in blocks]
 
 
 def table(recording: Recording) -> str:
     """The page's table, in Markdown."""
     seconds = [took for _, took, _ in recording.posts]
     refused = sum(status not in (200, 202) for _, _, status in recording.posts)
-    rollouts = ROLLOUTS * len(recording.posts)
+    rollouts = recording.rollouts * len(recording.posts)
     pids = {name: {s[name] for s in recording.samples if name in s} for name in ("api pid", "worker pid", "valkey pid")}
     lines = [
         f"{recording.minutes:g} minutes, {recording.rate:g} rollouts a minute of {recording.tokens} tokens: "
@@ -342,6 +362,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=640.0)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--bounded", action="store_true", help="bounds that are reached within minutes")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -349,7 +370,7 @@ def main() -> None:
     if args.table is not None:
         recording = Recording(**json.loads(args.table.read_text()))
     else:
-        recording = soak(args.minutes, args.rate, args.tokens)
+        recording = soak(args.minutes, args.rate, args.tokens, bounded=args.bounded)
     if args.json is not None:
         args.json.write_text(json.dumps(asdict(recording)))
     print(table(recording))

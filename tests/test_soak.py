@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.signal import lfilter
 
-from benchmarks.soak import Recording, Trend, quantile, soak, table, trend, warm_up_seconds
+from benchmarks.soak import Recording, Trend, quantile, series, soak, table, trend, warm_up_seconds
 
 SAMPLES = 1350  # an hour without its first quarter, every 2 s
 HOURS = 0.25 + np.arange(SAMPLES) / 1800
@@ -61,6 +61,18 @@ def test_a_constant_is_flat_and_a_short_run_is_refused() -> None:
         trend([0.0, 1.0], [1.0, 1.0])
 
 
+def test_posts_that_become_slower_show_in_the_quantile_that_did() -> None:
+    """A minute's p99 rises from 100 to 160 ms in the hour, and its median stays."""
+    recording = Recording(640.0, 60.0, 200)
+    recording.samples = [{"seconds": 2.0 * i, "up MiB": 60.0} for i in range(1800)]
+    posts = [(0.75 * i, 0.0102 if i % 50 else 0.1 + 0.06 * i / 4800, 202) for i in range(4800)]
+    recording.posts = posts
+    found = series(recording)
+    assert found["POST p50, ms"].verdict == "flat"
+    assert found["POST p99, ms"].verdict == "grows"
+    assert found["POST p99, ms"].slope == pytest.approx(60, rel=0.05)
+
+
 def test_the_table_says_what_was_recorded() -> None:
     recording = Recording(640.0, 8.0, 200)
     recording.posts = [(0.75 * i, 0.02 if i % 200 else 0.5, 202 if i else 503) for i in range(640)]
@@ -74,6 +86,7 @@ def test_the_table_says_what_was_recorded() -> None:
     assert "p50 20 ms, p99 20 ms, longest 500 ms" in said
     assert "| api MiB | 80.0 | +0.0 (+0.0 to +0.0) | flat |" in said
     assert "| grows |" in said.partition("worker MiB")[2]
+    assert "| POST p50, ms | 20.0 | +0.0 (+0.0 to +0.0) | flat |" in said
     assert warm_up_seconds(480) == 120
     assert warm_up_seconds(3600) == 900
     assert quantile([3.0, 1.0, 2.0], 0.99) == 3.0
