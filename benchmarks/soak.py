@@ -8,8 +8,8 @@
 when it was due. Beside them one reader asks for /metrics, /alpha and /drafters every 5 s, and an engine reports. Every
 2 s each process's resident memory and descriptors are read, Redis' memory, and the bytes under the state directory.
 
-What is kept of ended batches (scores of 4,608, `remembered_bytes` in Redis) takes an hour and half a day at 640 a minute to
-be full, and grows until then. `--bounded` shows what comes after: files of 2 rollouts, and 4 MiB remembered.
+What is kept of ended batches (scores of 4,608, `remembered_bytes` in Redis) takes an hour and half a day at 640 a minute
+to be full, and grows until then. `--bounded` shows what comes after: files of 2 rollouts, and 4 MiB remembered.
 
 The rule. The first quarter of the run (two minutes at least) is warm-up. The rest is cut into ten blocks; a line is
 fitted to their means, with a 95 % t-interval of its slope (8 degrees of freedom). Blocks, because readings that are
@@ -164,13 +164,13 @@ def reading(pids: Mapping[str, int], client: Any, state: Path) -> dict[str, floa
 
 
 @contextlib.contextmanager
-def service(place: Path, settings: Mapping[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def service(place: Path, settings: Mapping[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A `draftalign up` with settings for so small a policy and these, and its address."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "service.cli", "up", "--state-dir", str(place / "state"), "--port", str(port)]
     tiny = {"DRAFTALIGN_VOCAB_MIN_TOKENS": "2000", "DRAFTALIGN_DRAFT_VOCAB_SIZE": str(DRAFT)}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")} | tiny | dict(settings)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")} | tiny | dict(settings or {})
     with (place / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT)
         try:
