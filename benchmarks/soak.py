@@ -8,8 +8,8 @@
 when it was due. Beside them one reader asks for /metrics, /alpha and /drafters every 5 s, and an engine reports. Every
 2 s each process's resident memory and descriptors are read, Redis' memory, and the bytes under the state directory.
 
-What is kept of ended batches (scores of 4,608, `remembered_bytes` in Redis) takes an hour and half a day at 640 a minute
-to be full, and grows until then. `--bounded` shows what comes after: files of 2 rollouts, and 4 MiB remembered.
+What is kept of ended batches (scores of 4,608; `remembered_bytes` in Redis) takes an hour and half a day to be full at
+640 a minute, and grows until then. `--bounded` shows what comes after: files of 2 rollouts, and 4 MiB remembered.
 
 The rule. The first quarter of the run (two minutes at least) is warm-up. The rest is cut into ten blocks; a line is
 fitted to their means, with a 95 % t-interval of its slope (8 degrees of freedom). Blocks, because readings that are
