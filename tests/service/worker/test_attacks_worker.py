@@ -6,6 +6,7 @@ the rollouts are those that the API takes: it never looks at the features.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,17 @@ from typing import Any
 import pytest
 from attacks.accepted import ACCEPTED
 from attacks.runs import RUNS
+from attacks.sent import DRAFTERS, HEADS, REPORTS, Change, report
+from prometheus_client.parser import text_string_to_metric_families
 from service_fixtures import HEADERS, RunningService
 from service_fixtures import run_file as plain_run_file
 from storage_fixtures import RolloutQueue, Store
-from worker_fixtures import Bench, Nest, alive, nest
+from torch import Tensor
+from worker_fixtures import Bench, Nest, alive, joined, nest
+
+from drafter.files.checkpoint import export_config
+from rl_hooks import wire
+from rl_hooks.sending.features import as_wire
 
 
 @pytest.fixture
@@ -103,3 +111,80 @@ def test_a_worker_lives_through_every_hostile_batch_and_trains_the_honest_run(
         assert "nan" not in name or record["state"] == "dead", name
     assert "above 0" in ended["log_probabilities_of_a_certainty_and_more"]["reason"]
     assert RolloutQueue(bench.redis, "honest").counters()["dead_total"] == 0
+
+
+def spoilt(tensors: dict[str, Tensor], change: Change, metadata: dict[str, str]) -> bytes:
+    """A file of these tensors after the change."""
+    change(tensors)
+    return joined(wire.encode({name: as_wire(tensor.detach()) for name, tensor in tensors.items()}, metadata))
+
+
+def test_hostile_heads_drafters_and_reports_of_one_run_leave_the_other_one_trained(
+    bench: Bench, service: RunningService, workers: Nest, tmp_path: Path
+) -> None:
+    world, drafter = bench.world, bench.world.trained_drafter(tmp_path)
+    for run in ("honest", "evil", "lab"):
+        bench.register(world.run_file(drafter=drafter), run=run)
+    pid = workers.start(bench, settings={"gate_min_gain": 0.005})
+    bench.wait(lambda: service.client.get("/drafter/latest", params={"run": "evil"}).status_code == 200)
+    bench.wait(lambda: service.client.get("/drafter/latest", params={"run": "lab"}).status_code == 200)
+    served = service.client.get("/drafter/latest", params={"run": "evil"}).json()["version"]
+    sent: dict[str, list[str]] = {"honest": [], "evil": [], "lab": []}
+
+    def send(name: str, policy_version: int = 0) -> None:
+        """A batch for each run, sound but for the head."""
+        for run, batches in sent.items():
+            reply = service.post(world.rollout_file(name, run=run, policy_version=policy_version))
+            assert reply.status_code == 202, reply.text
+            batches.append(reply.json()["batch_id"])
+
+    def judged() -> bool:
+        return not any(b["state"] == "queued" for run in sent for b in states(bench, run, sent[run]).values())
+
+    taken = 0
+    for fields in REPORTS.values():
+        reply = service.client.post("/acceptance", json=report("evil", served, fields))
+        assert reply.status_code in {200, 422}, reply.text
+        taken += reply.status_code == 200
+    assert taken >= 15, "or the worker meets none of them"
+    send("reported")
+    for number, (name, change) in enumerate(HEADS.items(), 1):
+        metadata = {"format": wire.HEAD_FORMAT, "policy_version": str(number)}
+        body = spoilt({"lm_head": world.heads[0].clone()}, change, metadata)
+        reply = service.client.put("/runs/evil/head", content=body, headers=HEADERS)
+        assert reply.status_code in {201, 409}, f"{name}: {reply.text}"
+        if reply.status_code == 409:  # in a vocabulary of more than 256 such rows may be none that the API compares
+            bench.layout.head("evil", number).write_bytes(body)
+        send(f"head {number}", number)
+    bench.wait(judged, 90)
+    dead = [b["state"] for b in states(bench, "evil", sent["evil"]).values()].count("dead")
+    assert dead >= 5, "heads that are not the policy's: its log-probabilities say so"
+    document = json.dumps(export_config(drafter.config))
+    for number, (name, change) in enumerate(DRAFTERS.items()):
+        metadata = {"format": wire.DRAFTER_FORMAT, "drafter_config": document}
+        body = spoilt(dict(drafter.state_dict()), change, metadata)
+        reply = service.client.post("/drafters", content=body, headers=HEADERS, params={"run": "lab"})
+        assert reply.status_code == 201, f"{name}: {reply.text}"
+        for look in range(24):
+            send(f"drafter {number} {look}", 100)
+            bench.wait(judged, 90)
+            listing = service.client.get("/drafters", params={"run": "lab"}).json()
+            if not listing["waiting"]:
+                break
+        assert not listing["waiting"], f"{name} has no verdict"
+    assert alive(pid)
+    assert {b["state"] for b in states(bench, "honest", sent["honest"]).values()} == {"trained"}
+    assert {b["state"] for b in states(bench, "lab", sent["lab"]).values()} == {"trained"}
+    assert errors(bench, list(sent)) == dict.fromkeys(sent)
+    for run in sent:
+        for path in ("/alpha", "/drafters", "/drafter/latest"):
+            assert service.client.get(path, params={"run": run}).status_code == 200, path
+        for path in (f"/runs/{run}", f"/runs/{run}/worth"):
+            assert service.client.get(path).status_code == 200, path
+    metrics = service.client.get("/metrics")
+    assert metrics.status_code == 200
+    families = {family.name for family in text_string_to_metric_families(metrics.text)}
+    assert "draftalign_worker_error" in families
+    history = service.client.get("/drafters", params={"run": "lab"}).json()["history"]
+    assert not [e for e in history if e["event"] == "published" and "sent by" in e["reason"]], "none is better"
+    assert "Traceback" not in workers.log.read_text()
