@@ -248,6 +248,7 @@ async def post_drafter(
     with context.spool.reserve(2 * length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         manifest, new = await context.locking(admit, context.layout, run, upload.path, reason, by)
+    audit(request, "send a drafter", version=manifest.version, reason=reason)
     response.status_code = 201 if new else 200
     return manifest
 

@@ -352,6 +352,24 @@ def test_a_node_of_a_cluster_is_not_ready(tmp_path: Path) -> None:
         node.wait()
 
 
+def test_a_sentinels_own_port_is_not_ready_and_says_what_to_give_instead(tmp_path: Path) -> None:
+    socket_path, conf = tmp_path / "sentinel.sock", tmp_path / "sentinel.conf"
+    conf.write_text(f"port 0\nunixsocket {socket_path}\ndir {tmp_path}\n")
+    watcher = subprocess.Popen([find_binary(), str(conf), "--sentinel"], stdout=subprocess.DEVNULL)
+    service = RunningService(state_dir=tmp_path / "state", redis_url=f"unix://{socket_path}")
+    try:
+        with Redis.from_url(f"unix://{socket_path}") as client:
+            eventually(lambda: socket_path.exists() and client.ping())
+        reply = service.client.get("/readyz")
+        assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:redis-unusable")
+        assert "redis+sentinel://HOST:PORT/SERVICE_NAME" in reply.json()["detail"]
+        assert service.client.get("/healthz").status_code == 200
+    finally:
+        service.stop()
+        watcher.kill()
+        watcher.wait()
+
+
 def test_redis_going_away_is_a_503_and_coming_back_is_noticed(tmp_path: Path) -> None:
     valkey = EmbeddedValkey(tmp_path / "own")
     valkey.start()

@@ -24,6 +24,7 @@ from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.gate import Look, Verdict
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
+from service.access.audit import AuditLog
 from service.cli.main import app
 from service.storage.registry import Registry
 from service.worker import promotion
@@ -85,6 +86,9 @@ def test_a_better_drafter_from_elsewhere_is_served_once_rollouts_have_shown_it(
     assert told.exit_code == 0, told.output
     version = told.output.split()[0]
     assert "waits for the gate" in told.output
+    *_, written = AuditLog(service.layout).read(None)
+    assert (written["action"], written["status"], written["version"]) == ("send a drafter", 201, version)
+    assert (written["reason"], written["client"]) == ("a longer training", "127.0.0.1")
     assert service.client.get("/drafters").json()["waiting"] == [version]
     assert service.client.get("/drafter/latest").json()["version"] == served, "nothing has shown it yet"
     workers.start(bench, settings=SETTINGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import signal
 import threading
 import time
@@ -253,6 +254,26 @@ def test_a_worker_keeps_no_file_of_a_run_open(bench: Bench, worker: Worker) -> N
     worker.served[FIRST].learner.target.lm_head()
     gc.collect()
     assert "target.safetensors" not in Path("/proc/self/maps").read_text(), "a map holds its file open"
+
+
+def test_300_runs_and_few_descriptors_leave_an_honest_run_trained(bench: Bench, worker: Worker) -> None:
+    """Each has a rollout file waiting, so each is opened and worked on; the process may open some 40 files more."""
+    body = bench.world.run_file()
+    for number in range(300):
+        bench.register(body, run=f"many-{number:03d}")
+        bench.post_file(bench.world.rollout_file("x", run=f"many-{number:03d}", rollouts=1))
+    batch = bench.post("a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 40, hard))
+    try:
+        turns(worker, bench, [batch], 700)
+        assert len(worker.served) == 302, "all are open now"
+        later = bench.post("b")
+        turns(worker, bench, [later], 700)
+        assert bench.state(batch) == bench.state(later) == "trained"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not [run for run in worker.served if error_of(bench, run)]
 
 
 def test_a_run_that_fails_again_and_again_is_tried_ever_less_often(
