@@ -25,7 +25,7 @@ from drafter.vocabulary import DraftVocabulary
 from rl_hooks.durable import AtomicDirectory
 from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import with_layers
-from service.errors import WorkerError
+from service.errors import RegistryError, WorkerError
 from service.settings import Settings
 from service.storage.history.digest import Sent
 from service.storage.layout import Layout
@@ -52,6 +52,7 @@ class Lineage:
         self._registry = Registry(layout, settings.drafters_url)
         self._device = torch.device(settings.device)
         self._versions: OrderedDict[str, DraftModel] = OrderedDict()
+        self._damaged: set[str] = set()
         self.trainer: DrafterTrainer | None = None
 
     # --- how a lineage begins
@@ -178,13 +179,29 @@ class Lineage:
         return facts
 
     def existing(self, version: str) -> str | None:
-        """The version if it is still on disk, else None."""
-        return version if version in self._registry.versions(self._run) else None
+        """The version if it is still on disk, as it was published, else None."""
+        return version if version in self._registry.versions(self._run) and self._is_sound(version) else None
+
+    def _is_sound(self, version: str) -> bool:
+        """Whether a version's files match its manifest, as of when they were read; said once where they do not.
+
+        One that is served must: `version` raises for it.
+        """
+        if version in self._damaged:
+            return False
+        try:
+            self.version(version)
+        except RegistryError as error:
+            self._damaged.add(version)
+            log.error("%s: %s; it is left out of all comparisons", self._run, error)
+            return False
+        return True
 
     def waiting(self) -> dict[str, Sent]:
         """The versions on disk that people sent and that the gate has not decided about, oldest first."""
         sent = self._registry.sent(self._run)
-        return {version: sent[version] for version in sent if self.existing(version) is not None} if sent else {}
+        on_disk = self._registry.versions(self._run) if sent else []
+        return {version: sent[version] for version in sent if version in on_disk}
 
     @property
     def published(self) -> int:
@@ -196,8 +213,8 @@ class Lineage:
         self.set_candidate(self._read(version))
 
     def archived(self) -> list[str]:
-        """All versions on disk, oldest first."""
-        return self._registry.versions(self._run)
+        """All versions on disk whose files are as they were published, oldest first."""
+        return [version for version in self._registry.versions(self._run) if self._is_sound(version)]
 
     def roles(self, served: str | None, latest: str | None, *, frozen: bool) -> dict[str, tuple[str, DraftModel]]:
         """Everything worth scoring on a batch: role -> (version, drafter).
@@ -205,8 +222,8 @@ class Lineage:
         `served` drafted the batch's rollouts; `latest` is what the registry offers now. `frozen`: with the first one.
         """
         roles = {CANDIDATE: (CANDIDATE, self.candidate)}
-        versions = self._registry.versions(self._run) if frozen else []
-        for role, version in (("served", served), ("latest", latest), ("frozen", versions[0] if versions else None)):
+        first = next(iter(self._registry.versions(self._run)), "") if frozen else ""
+        for role, version in (("served", served), ("latest", latest), ("frozen", self.existing(first))):
             if version is not None:
                 roles[role] = (version, self.version(version))
         return roles
@@ -218,7 +235,7 @@ class Lineage:
         return {"served": (served, self.version(served))}
 
     def version(self, version: str) -> DraftModel:
-        """A published drafter, from a small cache."""
+        """A published drafter, from a small cache. Raises RegistryError where its files are not as published."""
         if version in self._versions:
             self._versions.move_to_end(version)
         else:
@@ -235,6 +252,7 @@ class Lineage:
         return drafter
 
     def _read(self, version: str) -> DraftModel:
+        self._registry.verify(self._run, version)
         return read_kind(self._layout.drafter(self._run, version))
 
     # --- publishing

@@ -1,0 +1,114 @@
+"""A bit flips in a published drafter on the service's own disk: the worker uses none that is not as published."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from service_fixtures import HEADERS, RunningService
+from storage_fixtures import Store
+from worker_fixtures import Bench, joined
+
+import service.worker.process
+from drafter.files.checkpoint import export_config
+from rl_hooks import wire
+from rl_hooks.sending.features import as_wire
+from service.errors import RegistryError
+from service.storage.registry import Registry
+from service.worker.process import Worker
+
+
+@pytest.fixture
+def worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    """A worker that serves the run `default`, which has one version; a refused run is tried again at once."""
+    monkeypatch.setattr(service.worker.process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    monkeypatch.setattr(service.worker.process, "_REFUSED_SECONDS", 0.0)
+    bench.begin()
+    made = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    made._turn()
+    assert Registry(bench.layout).versions("default")
+    yield made
+    made._close()
+
+
+def flip(path: Path, rng: random.Random) -> bytes:
+    """Flip one bit; returns what was there."""
+    before = path.read_bytes()
+    data = bytearray(before)
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return before
+
+
+def model(bench: Bench, version: str) -> Path:
+    return bench.layout.drafter_file("default", version, "model.safetensors")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_worker_compares_by_no_served_drafter_that_is_not_as_published(
+    bench: Bench, worker: Worker, seed: int
+) -> None:
+    version = Registry(bench.layout).versions("default")[0]
+    worker._close()
+    before = flip(model(bench, version), random.Random(seed))
+    restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    batch = bench.post("a")
+    for _ in range(5):  # more than the deliveries after which a batch is dead
+        restarted._turn()
+    error = Store(bench.redis, "default").worker().error
+    assert error == f"{version}/model.safetensors no longer matches its manifest; do not serve this version"
+    assert bench.state(batch) == "queued", "no batch is to blame"
+    model(bench, version).write_bytes(before)
+    for _ in range(5):
+        restarted._turn()
+    assert bench.state(batch) == "trained"
+    assert not Store(bench.redis, "default").worker().error
+    restarted._close()
+
+
+def test_an_archived_drafter_that_is_not_as_published_is_left_out_and_the_run_goes_on(
+    bench: Bench, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = Registry(bench.layout)
+    lineage = worker.served["default"].learner.lineage
+    (first,) = registry.versions("default")
+    second = lineage.promote("candidate", first, 1, "better", {}).version
+    flip(model(bench, first), random.Random(3))
+    worker._close()
+    restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    batch = bench.post("a", drafter_version=first)
+    for _ in range(5):
+        restarted._turn()
+    assert bench.state(batch) == "trained"
+    assert not Store(bench.redis, "default").worker().error
+    of_run = restarted.served["default"].learner.lineage
+    assert of_run.archived() == [second]
+    assert of_run.existing(first) is None
+    said = [r.message for r in caplog.records if first in r.message and "left out" in r.message]
+    assert len(said) == 1, "once"
+    with pytest.raises(RegistryError, match=f"{first}/model.safetensors no longer matches"):
+        of_run.train_from(first)
+    restarted._close()
+
+
+def test_a_drafter_that_was_sent_and_is_not_as_sent_is_refused(bench: Bench, worker: Worker, redis_url: str) -> None:
+    drafter = bench.world.drafter(seed=3)
+    metadata = {"format": wire.DRAFTER_FORMAT, "drafter_config": json.dumps(export_config(drafter.config))}
+    body = joined(wire.encode({n: as_wire(t.detach()) for n, t in drafter.state_dict().items()}, metadata))
+    api = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
+    try:
+        version = api.client.post("/drafters", content=body, headers=HEADERS).json()["version"]
+        flip(model(bench, version), random.Random(5))
+        batch = bench.post("a")
+        for _ in range(5):
+            worker._turn()
+        assert bench.state(batch) == "trained"
+        history = api.client.get("/drafters").json()["history"]
+    finally:
+        api.stop()
+    (refused,) = [event for event in history if event["event"] == "refused" and event.get("version") == version]
+    assert "no longer matches its manifest" in refused["reason"]
