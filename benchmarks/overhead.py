@@ -41,7 +41,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 import torch
@@ -63,7 +63,8 @@ TOKENS: Final = 48
 #: Fractions of requests sampled by the engine's tap. None: the model runner as vLLM made it.
 FRACTIONS: Final[tuple[float | None, ...]] = (None, 0.0, 0.05, 1.0)
 PROMPTS: Final = 24
-DTYPES: Final[tuple[FeatureDtype, ...]] = ("bfloat16", "float8_e4m3")
+DTYPES: Final[tuple[FeatureDtype, ...]] = get_args(FeatureDtype)
+_FILE_TOKENS: Final = 1024  # of a rollout in the table of bytes
 
 
 class Sink(BaseHTTPRequestHandler):
@@ -321,38 +322,42 @@ def engine_table(rounds: int) -> None:
     print(f"what the tap counted: {counted}")
 
 
-def file_bytes(hidden: int, dtype: FeatureDtype, tokens: int, last_rows: wire.LastRows, prompt: float) -> int:
-    """Bytes of a rollout file of one rollout, of which `prompt` is the prompt, written by the hook's own writer."""
-    layers = 3
-    state = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
-    mask = (np.arange(tokens) >= prompt * tokens).astype(np.uint8)
-    index = PackedIndex(np.zeros(tokens, np.int32), np.array([0, tokens], np.int32), mask, logprobs=None)
-    zeros = torch.zeros(tokens)
+def file_bytes(hidden: int, dtype: FeatureDtype, last_rows: wire.LastRows, prompt: float, group: int) -> int:
+    """Bytes of a file of `group` rollouts of one prompt, their share `prompt`, written by the hook's own writer."""
+    layers, N = 3, _FILE_TOKENS * group
+    state = torch.zeros(N, hidden, dtype=torch.bfloat16)
+    mask = np.tile((np.arange(_FILE_TOKENS) >= prompt * _FILE_TOKENS).astype(np.uint8), group)
+    starts = np.arange(0, N + 1, _FILE_TOKENS, dtype=np.int32)
+    index = PackedIndex(np.zeros(N, np.int32), starts, mask, logprobs=None)
+    zeros = torch.zeros(N)
     predicting = torch.from_numpy(wire.predicting_rows(mask)) if last_rows == "predicting" else None
     captured = Captured((state,) * layers, state)
     staged = StagedRollouts(index, captured, (zeros, zeros), dtype=dtype, predicting=predicting)
     metadata = wire.rollout_metadata(
         run="default",
         policy_version=1,
-        rollout_ids=("r",),
+        rollout_ids=[str(number) for number in range(group)],
         target_fingerprint="0" * 32,
         aux_layers=tuple(range(layers)),
     )
-    return sum(memoryview(part).nbytes for part in staged.encode(metadata))
+    return sum(memoryview(part).nbytes for part in staged.encode(metadata, prompts_once=group > 1))
 
 
 def bytes_table() -> None:
-    """Print the bytes of a token: with all rows, and without the last states that an EAGLE-3 run never reads."""
-    tokens, prompts = 1024, (0.25, 0.5)
-    heads = [f"{dtype}, {f'{p:.0%} prompt' if p else 'all rows'}" for dtype in DTYPES for p in (0, *prompts)]
-    print(f"| policy | hidden | {' | '.join(heads).replace('%', ' %')} |")
-    print("|" + "---|" * (2 + len(heads)))
+    """Print the bytes of a token by what is left out: nothing, prompts' last states, prompts of a group but for one."""
+    forms: list[tuple[str, wire.LastRows, float, int]] = [("all rows", "all", 0.25, 1)]
+    for prompt in (0.25, 0.5):
+        forms += [(f"{100 * prompt:g} % prompt", "predicting", prompt, 1)]
+        forms += [(f"{100 * prompt:g} % prompt, groups of 8", "predicting", prompt, 8)]
+    print(f"| policy | hidden | dtype | {' | '.join(name for name, *_ in forms)} |")
+    print("|" + "---|" * (3 + len(forms)))
     for name, hidden in (("Qwen3-0.6B", 1024), ("Qwen3-8B", 4096), ("Llama-3.3-70B", 8192)):
-        cells = []
         for dtype in DTYPES:
-            cells.append(file_bytes(hidden, dtype, tokens, "all", prompts[0]))
-            cells += [file_bytes(hidden, dtype, tokens, "predicting", prompt) for prompt in prompts]
-        print(f"| {name} | {hidden} | {' | '.join(f'{cell / tokens:,.0f}' for cell in cells)} |")
+            sizes = [
+                file_bytes(hidden, dtype, rows, prompt, group) / (_FILE_TOKENS * group)
+                for _, rows, prompt, group in forms
+            ]
+            print(f"| {name} | {hidden} | {dtype} | {' | '.join(f'{size:,.0f}' for size in sizes)} |")
 
 
 def main() -> None:

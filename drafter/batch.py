@@ -34,6 +34,8 @@ _PER_TOKEN = ("input_ids", "loss_mask", "aux_hidden", "last_hidden", "logprobs",
 _FLOATS = ("aux_hidden", "last_hidden", "logprobs", "logsumexp")
 #: What has a row only for each of `predicting_rows`, where the sender left out the others.
 _LAST = ("last_hidden", "last_scale")
+#: What has fewer rows where tokens of one prompt share them (`aux_rows`).
+_AUX = ("aux_hidden", "aux_scale")
 #: Features -> the scales that they have where they are fp8.
 _SCALES = {"aux_hidden": "aux_scale", "last_hidden": "last_scale"}
 #: Rows that are screened at once: fp8 ones are float32 meanwhile.
@@ -67,13 +69,17 @@ class RolloutBatch:
     normalised: bool = True  # False: the sender never held the whole head, and `logsumexp` is all NaN
     aux_scale: Tensor | None = None  # f32[T, A] that fp8 `aux_hidden` is multiplied by; None: it is not fp8
     last_scale: Tensor | None = None  # f32[rows of last_hidden, 1], as `aux_scale`
+    aux_rows: Tensor | None = None  # int64[T], the row of aux_hidden and aux_scale of each token; None: one each
 
     def __post_init__(self) -> None:
         """Raise `DrafterError` where the tensors do not belong together. Shapes only: no device is asked."""
         T = self.input_ids.numel()
         for name, tensor in self._tensors().items():
-            if tensor.shape[:1] != (len(self.last_hidden) if name in _LAST else T,):
+            rows = len(self.last_hidden) if name in _LAST else len(self.aux_hidden) if self._shares(name) else T
+            if tensor.shape[:1] != (rows,):
                 raise DrafterError(f"{name} must have one row for each of {T} tokens, got shape {tuple(tensor.shape)}")
+        if self.aux_rows is not None and self.aux_rows.shape != (T,):
+            raise DrafterError(f"aux_rows must name one row for each of {T} tokens, got {tuple(self.aux_rows.shape)}")
         # Of a batch on a device one would have to wait for the device: it was made from one on the host.
         counted = self.every_last_row or self.loss_mask.device.type != "cpu"
         if not counted and len(self.last_hidden) != self.response_tokens:
@@ -95,6 +101,10 @@ class RolloutBatch:
         """What every selection, packing and copy takes along: rows of tokens, and of `last_hidden`."""
         names = (*_PER_TOKEN, *(scale for scale in _SCALES.values() if getattr(self, scale) is not None))
         return {name: getattr(self, name) for name in names}
+
+    def _shares(self, name: str) -> bool:
+        """Whether tokens may share a row of this tensor."""
+        return self.aux_rows is not None and name in _AUX
 
     @property
     def tokens(self) -> int:
@@ -143,9 +153,12 @@ class RolloutBatch:
         lengths = torch.tensor([0] + [starts[i + 1] - starts[i] for i in rollouts])
         index = index.to(self.input_ids.device)
         last = index if self.every_last_row else self.last_places(index[self.loss_mask[index]] - 1)
-        changes: dict[str, Any] = {n: tensor[last if n in _LAST else index] for n, tensor in self._tensors().items()}
+        aux = index if self.aux_rows is None else self.aux_rows[index]
+        places = dict.fromkeys(_LAST, last) | dict.fromkeys(_AUX, aux)
+        changes: dict[str, Any] = {n: tensor[places.get(n, index)] for n, tensor in self._tensors().items()}
         return replace(
             self,
+            aux_rows=None,
             cu_seqlens=lengths.cumsum(0),
             rollout_ids=tuple(self.rollout_ids[i] for i in rollouts) if self.rollout_ids else (),
             rewards=None if self.rewards is None else tuple(self.rewards[i] for i in rollouts),
@@ -183,6 +196,7 @@ class RolloutBatch:
             raise DrafterError("expected at least one batch to concatenate, got none")
         if len({b.kind for b in batches}) > 1:
             raise DrafterError("batches differ in sampling, layers, or in their tensors; keep them apart")
+        batches = [b.spread() for b in batches]
         ends = torch.cat([b.cu_seqlens[1:] - b.cu_seqlens[:-1] for b in batches]).cumsum(0)
         changes: dict[str, Any] = {
             name: torch.cat([getattr(b, name) for b in batches]) for name in batches[0]._tensors()
@@ -200,6 +214,13 @@ class RolloutBatch:
             strata=tuple(s for b in batches for s in b.strata or ("",) * b.rollouts if any(c.strata for c in batches)),
             **changes,
         )
+
+    def spread(self) -> RolloutBatch:
+        """The same with a row of `aux_hidden` for each token: what training and replay read."""
+        if self.aux_rows is None:
+            return self
+        scale = None if self.aux_scale is None else self.aux_scale[self.aux_rows]
+        return replace(self, aux_hidden=self.aux_hidden[self.aux_rows], aux_scale=scale, aux_rows=None)
 
     def pinned(self) -> RolloutBatch:
         """The batch in memory from which copies to a GPU need not be waited for."""
@@ -223,11 +244,12 @@ class RolloutBatch:
             name: to_device(tensor, device, dtype if name in _SCALES else None)
             for name, tensor in self._tensors().items()
         }
-        return replace(self, **changes)
+        rows = None if self.aux_rows is None else to_device(self.aux_rows, device, None)
+        return replace(self, **changes, aux_rows=rows).spread()
 
     def _widened(self) -> RolloutBatch:
         changes: dict[str, Any] = {name: self.numbers(name) for name in _SCALES}
-        return replace(self, **changes, aux_scale=None, last_scale=None)
+        return replace(self, **changes, aux_scale=None, last_scale=None).spread()
 
     def last_rows(self, rows: Tensor) -> Tensor:
         """`last_hidden` of these tokens as numbers [n, H], in float32 where it is fp8. IndexError if it lacks them."""
@@ -271,7 +293,8 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
     header = wire.check_rollout_header(file.header)
     ids, starts, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
     V = np.iinfo(np.int32).max if vocab_size is None else vocab_size
-    wire.check_index(header, ids, starts, mask, V)
+    rows = file.array("aux_rows") if "aux_rows" in file else None
+    wire.check_index(header, ids, starts, mask, V, rows)
     found = _mapped(path, file)
     return RolloutBatch(
         input_ids=torch.from_numpy(ids.astype(np.int64)),
@@ -281,6 +304,7 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         last_hidden=found["last_hidden"],
         aux_scale=found.get("aux_hidden_scale"),
         last_scale=found.get("last_hidden_scale"),
+        aux_rows=None if rows is None else torch.from_numpy(rows.astype(np.int64)),
         logprobs=torch.from_numpy(file.array("logprobs").astype(np.float32)),
         logsumexp=_normalisers(file, header, mask),
         temperature=header.temperature,
@@ -344,7 +368,9 @@ def screen(batch: RolloutBatch) -> None:
             for rows in [batch.numbers(name, slice(begin, begin + _SCREENED_ROWS))]
         ]
         bad = ~torch.cat(finite)
-        if len(bad) < batch.tokens:  # of the predicting rows
+        if batch._shares(name):
+            bad = bad[batch.aux_rows]
+        elif len(bad) < batch.tokens:  # of the predicting rows
             bad = torch.zeros_like(batch.loss_mask).index_copy_(0, torch.nonzero(batch.loss_mask).flatten() - 1, bad)
         _refuse(batch, bad, f"{name} holds NaN or infinity", "or its capture is broken")
     said = torch.where(batch.loss_mask, batch.logprobs, 0.0)

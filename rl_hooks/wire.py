@@ -14,6 +14,9 @@ Format v1 has `last_hidden` and `logsumexp` of every token. v2 has them only in 
 is read for an EAGLE-3 drafter. An MTP module reads `last_hidden` of prompts too, so its runs take v1. The service says
 which rows a run wants, as `last_rows` of its answers; a sender that has not heard it sends all.
 
+A file may hold the states of a prompt that several of its rollouts share once: then `aux_rows` says which row of
+`aux_hidden` (and of its scales) each token has. The service says that it reads it, as `prompts_once` of its answers.
+
 Errors: all are `WireError`; the message says the expected value, the value found and the remedy.
 """
 
@@ -394,15 +397,16 @@ def _check_rollout_tensors(header: Header, last_rows: LastRows, aux_count: int, 
         return info
 
     T = take("input_ids", ("I32",), (None,)).shape[0]
+    shared = "aux_rows" in tensors and take("aux_rows", ("I32",), (T,)) is not None
     take("cu_seqlens", ("I32",), (ids + 1,))
     take("loss_mask", ("U8",), (T,))
     take("logprobs", ("F32",), (T,))
-    aux = take("aux_hidden", _FEATURES, (T, None))
+    aux = take("aux_hidden", _FEATURES, (None if shared else T, None))
     if aux.shape[1] == 0 or aux.shape[1] % aux_count:
         raise WireError("aux_hidden", f"width {aux.shape[1]} is not a positive multiple of {aux_count} aux layers")
     H = aux.shape[1] // aux_count
     if aux.dtype == "F8_E4M3":
-        take("aux_hidden_scale", ("F32",), (T, aux_count))
+        take("aux_hidden_scale", ("F32",), (aux.shape[0], aux_count))
     last = take("last_hidden", _FEATURES, (T if last_rows == "all" else None, H))
     rows = last.shape[0]  # where they are fewer, only the mask says whether they are right: `check_index`
     if last.dtype == "F8_E4M3":
@@ -420,10 +424,11 @@ def check_index(
     cu_seqlens: npt.NDArray[np.int32],
     loss_mask: npt.NDArray[np.uint8],
     vocab_size: int,
+    aux_rows: npt.NDArray[np.int32] | None = None,
 ) -> None:
     """Verify the integer tensors: boundaries, token ids inside the vocabulary, mask of zeros and ones.
 
-    And that `last_hidden` has the rows that the mask asks for.
+    And that `last_hidden` has the rows that the mask asks for, `aux_hidden` those that `aux_rows` names.
     """
     T = header.tokens
     if T == 0:
@@ -439,6 +444,11 @@ def check_index(
         raise WireError("loss_mask", "a rollout has no token that the policy generated; leave such rollouts out")
     if bool(loss_mask[cu_seqlens[:-1]].any()):
         raise WireError("loss_mask", "the first token of a rollout has no features before it; it must be 0")
+    if aux_rows is not None:
+        held = header.header.tensors["aux_hidden"].shape[0]
+        named = np.unique(aux_rows)
+        if len(named) != held or named[0] != 0 or named[-1] != held - 1:
+            raise WireError("aux_rows", f"must name each of the {held} rows of aux_hidden at least once, and no other")
     rows = header.header.tensors["last_hidden"].shape[0]
     generated = len(predicting_rows(loss_mask))
     if header.last_rows == "predicting" and rows != generated:

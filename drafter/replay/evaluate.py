@@ -172,6 +172,7 @@ def _text_only(batch: RolloutBatch) -> RolloutBatch:
         last_hidden=batch.last_hidden.new_zeros(batch.tokens, 0, dtype=torch.float32),
         aux_scale=None,
         last_scale=None,
+        aux_rows=None,
         temperature=1.0,
         top_p=1.0,
         top_k=0,

@@ -46,6 +46,8 @@ class Delivery:
     refused: bool = False
     #: Rows that the run wants of the last state, as the service said last; all until it has said so.
     last_rows: wire.LastRows = "all"
+    #: Whether the service reads files that hold what a prompt's rollouts share once; not until it has said so.
+    prompts_once: bool = False
     #: Why the worker refused the newest dead batch of the run.
     last_dead_reason: str = field(init=False, default="")
     _dead_total: int | None = field(init=False, default=None)  # of the newest answer
@@ -91,6 +93,7 @@ class Delivery:
             self.read_deaths(fields)
             if (wanted := fields.get("last_rows")) in ("all", "predicting"):  # an older service does not say
                 self.last_rows = wanted
+            self.prompts_once = fields.get("prompts_once", self.prompts_once) is True
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
         registers = job.path == f"/runs/{quote(self.run, safe='')}"
@@ -101,7 +104,7 @@ class Delivery:
         if reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses:
             return None
         if job.method == "POST":  # an older service, or a run of this name with another kind of drafter
-            self.last_rows = "all"
+            self.last_rows, self.prompts_once = "all", False
         return "dropped_error"
 
     def read_deaths(self, fields: Mapping[str, object]) -> None:

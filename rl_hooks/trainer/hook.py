@@ -287,7 +287,7 @@ class DrafterHook:
         self.tally.add("captured_rollouts", len(plan.rollout_ids))
         self.tally.add("captured_tokens", len(plan.rows))
         self.sender.submit(
-            lambda: staged.encode(metadata),
+            lambda: staged.encode(metadata, prompts_once=self.sender.prompts_once),
             size_bytes=staged.data_bytes,
             batch_id=wire.batch_id(self.run, plan.policy_version, plan.rollout_ids),
             policy_version=plan.policy_version,

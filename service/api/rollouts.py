@@ -52,7 +52,7 @@ class Receipt(BaseModel):
     `known_rollouts`: those of its rollouts that came in an earlier batch, by their ids, and are not used again. A file
     that holds nothing else is a duplicate. `dead_total` and `last_dead_reason` count all the run's batches so far: a
     batch can die only after its own answer. `last_rows`: what the run's next files must hold of `last_hidden` and
-    `logsumexp` at least (`rl_hooks.wire`).
+    `logsumexp` at least (`rl_hooks.wire`). `prompts_once`: they may hold `aux_rows`.
     """
 
     batch_id: str
@@ -63,6 +63,7 @@ class Receipt(BaseModel):
     last_dead_reason: str = ""
     known_rollouts: int = 0
     last_rows: LastRows
+    prompts_once: bool = True
     warning: str | None = None
 
 
@@ -188,7 +189,8 @@ def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None
     file = MappedFile(upload.path)
     arrays = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
     input_ids, cu_seqlens, loss_mask = arrays
-    check_index(header, input_ids, cu_seqlens, loss_mask, vocab_size)
+    aux_rows = file.array("aux_rows") if "aux_rows" in file else None
+    check_index(header, input_ids, cu_seqlens, loss_mask, vocab_size, aux_rows)
 
 
 async def _enqueue(context: ServiceContext, upload: Upload, header: RolloutHeader, length: int) -> Enqueued:

@@ -95,6 +95,18 @@ def the_last_states_of_prompts_left_out_and_nan_in_the_others() -> Changes:
 
 
 @accepted
+def all_tokens_share_one_row() -> Changes:
+    row = wire.Tensor.of(np.zeros((1, 24), np.uint16), "BF16")
+    return {"tensors": {"aux_hidden": row, "aux_rows": wire.Tensor.of(np.zeros(TOKENS, np.int32), "I32")}}
+
+
+@accepted
+def a_shared_row_of_nan() -> Changes:
+    row = wire.Tensor.of(np.full((1, 24), 0x7FC0, np.uint16), "BF16")
+    return {"tensors": {"aux_hidden": row, "aux_rows": wire.Tensor.of(np.zeros(TOKENS, np.int32), "I32")}}
+
+
+@accepted
 def a_scale_of_nan() -> Changes:
     return fp8(float("nan"))
 

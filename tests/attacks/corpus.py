@@ -286,6 +286,64 @@ def one_row_of_features_too_few() -> Attack:
     return Attack(422, "aux_hidden", tensor(aux_hidden=wire.Tensor.of(np.zeros((10, 24), np.uint16), "BF16")))
 
 
+# --- files in which tokens share rows of the auxiliary states --------------------------------------------------------
+
+
+def sharing(rows: list[int], held: int = 9, **others: wire.Tensor | None) -> bytes:
+    """A file of 11 tokens that have these of `held` rows."""
+    aux = wire.Tensor.of(np.zeros((held, 24), np.uint16), "BF16")
+    return tensor(**{"aux_hidden": aux, "aux_rows": wire.Tensor.of(np.array(rows, np.int32), "I32"), **others})
+
+
+@attack
+def rows_beyond_those_that_are_there() -> Attack:
+    return Attack(422, "must name each of the 9 rows", sharing([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]))
+
+
+@attack
+def rows_of_a_negative_number() -> Attack:
+    return Attack(422, "must name each of the 9 rows", sharing([0, 1, 2, 3, 4, 5, 6, 7, 8, -1, 0]))
+
+
+@attack
+def rows_up_to_the_largest_number() -> Attack:
+    return Attack(422, "must name each of the 9 rows", sharing([0, 1, 2, 3, 4, 5, 6, 7, 8, 2**31 - 1, 0]))
+
+
+@attack
+def a_row_that_no_token_has() -> Attack:
+    return Attack(422, "must name each of the 9 rows", sharing([0, 1, 2, 3, 4, 5, 6, 7, 7, 0, 0]))
+
+
+@attack
+def many_more_rows_than_tokens() -> Attack:
+    return Attack(422, "must name each of the 5000 rows", sharing(list(range(11)), 5000))
+
+
+@attack
+def rows_for_other_tokens() -> Attack:
+    return Attack(422, "aux_rows", sharing(list(range(9))))
+
+
+@attack
+def rows_as_fractions() -> Attack:
+    return Attack(422, "aux_rows", sharing([], aux_rows=wire.Tensor.of(np.zeros(11, np.float32), "F32")))
+
+
+@attack
+def scales_of_every_token_where_rows_are_shared() -> Attack:
+    codes = wire.Tensor.of(np.zeros((9, 24), np.uint8), "F8_E4M3")
+    scale = wire.Tensor.of(np.ones((11, 3), np.float32), "F32")
+    return Attack(
+        422, "aux_hidden_scale", sharing([0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1], aux_hidden=codes, aux_hidden_scale=scale)
+    )
+
+
+@attack
+def fewer_features_than_tokens_without_their_rows() -> Attack:
+    return Attack(422, "aux_hidden", sharing([], aux_rows=None))
+
+
 # --- files that leave out the last states of prompts --------------------------------------------------------------
 
 

@@ -123,6 +123,49 @@ def test_a_bad_row_of_those_that_were_sent_is_named_by_its_token(tmp_path: Path)
         screen(replace(batch, last_hidden=spoilt))
 
 
+def shared(tensors: dict[str, wire.Tensor], rows: list[int]) -> dict[str, wire.Tensor]:
+    """A file whose tokens have these rows of the auxiliary states."""
+    kept = sorted(set(rows))
+    places = np.array([kept.index(row) for row in rows], "<i4")
+    fewer = {
+        name: wire.Tensor.of(np.frombuffer(t.data, wire.NUMPY_DTYPE[t.dtype]).reshape(t.shape)[kept], t.dtype)
+        for name, t in tensors.items()
+        if name in ("aux_hidden", "aux_hidden_scale")
+    }
+    return tensors | fewer | {"aux_rows": wire.Tensor.of(places, "I32")}
+
+
+@pytest.mark.parametrize("features", ["BF16", "F8_E4M3"])
+def test_tokens_that_share_a_row_read_the_same_states(tmp_path: Path, features: str) -> None:
+    tensors, aux, _ = file_tensors(features)
+    rows = [0, 1, 2, 3, 4, 0, 1, 7, 8, 9, 10, 11]  # the second rollout has the first one's prompt of two tokens
+    batch = load_batch(write(tmp_path / "shared", shared(tensors, rows)))
+    assert len(batch.aux_hidden) == 10
+    screen(batch)
+    wanted = aux[rows]
+    both, backward = batch.to("cpu"), batch.select([1, 0]).to("cpu")
+    packed = RolloutBatch.concat([batch, batch.select([1])]).to("cpu")
+    again = RolloutBatch.concat([batch.select([0]), load_batch(write(tmp_path / "plain", tensors)).select([1])])
+    assert torch.equal(both.aux_hidden, wanted)
+    assert torch.equal(backward.aux_hidden, torch.cat([wanted[5:], wanted[:5]]))
+    assert torch.equal(packed.aux_hidden, torch.cat([wanted, wanted[5:]]))
+    assert torch.equal(again.to("cpu").aux_hidden, torch.cat([wanted[:5], aux[5:]]))
+    assert torch.equal(batch.spread().to("cpu").aux_hidden, wanted)
+    assert batch.to("cpu", torch.bfloat16).aux_hidden.shape == (T, 3 * HIDDEN)
+    for found in (both, backward, packed, again, batch.spread()):
+        assert found.aux_rows is None
+
+
+def test_a_bad_row_that_is_shared_is_named_by_its_tokens(tmp_path: Path) -> None:
+    batch = load_batch(write(tmp_path / "x", shared(file_tensors("BF16")[0], [0, 1, 2, 3, 4, 0, 1, 7, 8, 9, 10, 11])))
+    spoilt = batch.aux_hidden.clone()
+    spoilt[1] = math.inf
+    with pytest.raises(BatchRejected, match=r'aux_hidden holds NaN or infinity in 2 of 12 rows, first at row 1 .*"a"'):
+        screen(replace(batch, aux_hidden=spoilt))
+    with pytest.raises(DrafterError, match="aux_rows must name one row for each of 12 tokens"):
+        replace(batch, aux_rows=batch.aux_rows[1:])  # type: ignore[index]
+
+
 def test_fp8_without_scales_and_scales_without_fp8_are_refused(tmp_path: Path) -> None:
     batch = load_batch(write(tmp_path / "r.safetensors", file_tensors("F8_E4M3")[0]))
     with pytest.raises(DrafterError, match="fp8 needs aux_scale"):

@@ -24,7 +24,7 @@ from drafter.replay.replay import replay
 from drafter.training.ranks import Ranks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
-from rl_hooks.sending.features import as_wire
+from rl_hooks.sending.features import PackedIndex, as_wire, shared_rows
 from service.worker.recent import KeptBatch, RecentRollouts, Task, _packed, taken
 
 
@@ -374,6 +374,22 @@ def last_rows_of(body: bytes, last_rows: wire.LastRows, scratch: Path) -> bytes:
     return joined(wire.encode(with_last_rows(tensors, last_rows), metadata))
 
 
+def prompts_once_of(body: bytes, scratch: Path) -> bytes:
+    """The same rollouts as a file that holds the states of a shared prompt once."""
+    scratch.write_bytes(body)
+    file = wire.MappedFile(scratch)
+    tensors = {n: wire.Tensor.of(file.array(n).copy(), i.dtype) for n, i in file.header.tensors.items()}
+    batch = load_batch(scratch)
+    ids, starts, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    index = PackedIndex(ids, starts, mask, None)
+    rows = shared_rows(index, batch.aux_hidden, batch.aux_scale)
+    assert rows is not None
+    for name in {"aux_hidden", "aux_hidden_scale"} & tensors.keys():
+        tensors[name] = wire.Tensor.of(file.array(name)[rows.kept.numpy()], tensors[name].dtype)
+    tensors["aux_rows"] = wire.Tensor.of(rows.places, "I32")
+    return joined(wire.encode(tensors, file.header.metadata))
+
+
 def tool_turns(tensors: dict[str, Tensor]) -> None:
     """The fifth token of each rollout is a tool's; the ninth too."""
     for start in tensors["cu_seqlens"][:-1].tolist():
@@ -398,6 +414,26 @@ def test_what_is_learnt_and_scored_does_not_need_the_rows_that_predict_no_respon
     assert len(batch.last_hidden) == batch.response_tokens
     mapped = batch.last_hidden.untyped_storage().nbytes()
     assert mapped >= len(fewer[0]) - 8, "it lies in the file, of which nothing was copied"
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "fp8, last_hidden too"])
+def test_what_is_learnt_and_scored_is_the_same_where_a_shared_prompt_was_sent_once(tmp_path: Path, kind: str) -> None:
+    prompts = [number // 4 for number in range(12)]
+    bodies = [World().rollout_file(name, prompts=prompts) for name in ("a", "b", "c")]
+    if kind != "bfloat16":
+        bodies = [as_fp8(body, tmp_path / "x", last="too" in kind) for body in bodies]
+    once = [prompts_once_of(body, tmp_path / "x") for body in bodies]
+    assert all(len(b) < len(a) for a, b in zip(bodies, once, strict=True))
+    full = learnt_and_scored(bodies, load_batch, tmp_path / "full")
+    assert_equal(full, learnt_and_scored(once, load_batch, tmp_path / "once"))
+    mixed = learnt_and_scored([bodies[0], *once[1:]], load_batch, tmp_path / "mixed")
+    assert_equal(full, mixed)
+    path = tmp_path / "y"
+    path.write_bytes(once[0])
+    batch = load_batch(path)
+    assert len(batch.aux_hidden) == batch.tokens - 9 * 3, "nine of twelve share a prompt of three tokens"
+    mapped = batch.aux_hidden.untyped_storage().nbytes()
+    assert mapped >= len(once[0]) - 8, "it lies in the file, of which nothing was copied"
 
 
 def test_batches_with_and_without_those_rows_are_trained_on_beside_each_other(tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""States of a prompt that several rollouts share are sent once: what is left out, what is not, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hooks_fixtures import AUX, HIDDEN, Answer, Padded, Received, Receiver, mapped, receiver, step, tiny_qwen3
+
+from drafter.batch import load_batch
+from rl_hooks import wire
+from rl_hooks.hook import DrafterHook
+from rl_hooks.sending.features import Captured, FeatureDtype, PackedIndex, StagedRollouts, shared_rows
+
+DTYPES = get_args(FeatureDtype)
+PROMPT, ANSWERS = 9, (4, 6, 3)
+
+
+def index_of(prompts: list[list[int]], seed: int = 0) -> PackedIndex:
+    """One rollout for each prompt, with answers of three lengths."""
+    rng = np.random.default_rng(seed)
+    ids: list[int] = []
+    mask: list[int] = []
+    starts = [0]
+    for number, prompt in enumerate(prompts):
+        answer = rng.integers(2, 60, ANSWERS[number % 3]).tolist()
+        ids += [*prompt, *answer]
+        mask += [0] * len(prompt) + [1] * len(answer)
+        starts.append(len(ids))
+    return PackedIndex(np.array(ids, np.int32), np.array(starts, np.int32), np.array(mask, np.uint8), None)
+
+
+def states_of(index: PackedIndex, noise: float = 0.0, seed: int = 1) -> Captured:
+    """States that depend on the token and all before it, as a forward's do, and on nothing else but rounding."""
+    g = torch.Generator().manual_seed(seed)
+    table = torch.randn(64, 3 * HIDDEN, generator=g)
+    parts = []
+    for begin, end in zip(index.cu_seqlens[:-1], index.cu_seqlens[1:], strict=True):
+        own = table[torch.from_numpy(index.input_ids[begin:end].astype(np.int64))]
+        parts.append(own.cumsum(0) / torch.arange(1, end - begin + 1)[:, None].sqrt())
+    aux = torch.cat(parts)
+    aux = aux * (1 + noise * torch.randn(aux.shape, generator=g))
+    return Captured(tuple(aux.chunk(3, dim=1)), torch.randn(len(aux), HIDDEN, generator=g))
+
+
+def encoded(index: PackedIndex, captured: Captured, dtype: FeatureDtype, path: Path, *, once: bool) -> Path:
+    zeros = torch.zeros(len(index.input_ids))
+    staged = StagedRollouts(index, captured, (zeros, zeros), dtype=dtype)
+    metadata = wire.rollout_metadata(
+        run="r",
+        policy_version=0,
+        rollout_ids=[str(i) for i in range(len(index.cu_seqlens) - 1)],
+        target_fingerprint="f" * 32,
+        aux_layers=AUX,
+    )
+    path.write_bytes(b"".join(staged.encode(metadata, prompts_once=once)))
+    return path
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_file_reads_back_as_the_one_that_repeats_its_prompts(tmp_path: Path, dtype: FeatureDtype) -> None:
+    some, other = list(range(2, 2 + PROMPT)), list(range(20, 20 + PROMPT))
+    index = index_of([some, some, other, some, other])
+    captured = states_of(index)
+    full = load_batch(encoded(index, captured, dtype, tmp_path / "full", once=False)).to("cpu")
+    path = encoded(index, captured, dtype, tmp_path / "once", once=True)
+    batch = load_batch(path, vocab_size=64)
+    assert len(batch.aux_hidden) == len(index.input_ids) - 3 * PROMPT
+    assert torch.equal(batch.to("cpu").aux_hidden, full.aux_hidden)
+    assert torch.equal(batch.to("cpu").last_hidden, full.last_hidden)
+    row = 3 * HIDDEN * (2 if dtype == "bfloat16" else 1) + (0 if dtype == "bfloat16" else 12)
+    saved = (tmp_path / "full").stat().st_size - path.stat().st_size
+    assert saved == pytest.approx(3 * PROMPT * row - 4 * batch.tokens, abs=200), "but for the header"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_forwards_of_one_prompt_share_where_they_differ_by_rounding_alone(
+    tmp_path: Path, dtype: FeatureDtype
+) -> None:
+    prompt = list(range(2, 2 + 40))
+    index = index_of([prompt] * 4)
+    path = encoded(index, states_of(index, noise=0.02), dtype, tmp_path / "x", once=True)
+    batch, full = load_batch(path).to("cpu"), states_of(index)
+    assert len(load_batch(path).aux_hidden) == batch.tokens - 3 * len(prompt)
+    true = torch.cat(full.aux, dim=1)
+    assert (batch.aux_hidden - true).norm() / true.norm() < 0.06
+
+
+def test_two_images_behind_one_text_share_nothing() -> None:
+    """The tokens are the same, as an image's are all one placeholder, and the states are not."""
+    index = index_of([[5] * 40] * 3)
+    aux = torch.cat(states_of(index).aux, dim=1)
+    image = torch.randn(10, aux.shape[1], generator=torch.Generator().manual_seed(2))
+    at = int(index.cu_seqlens[1])
+    aux[at + 10 : at + 20] += image
+    rows = shared_rows(index, aux, None)
+    assert rows is not None
+    second = np.arange(at, int(index.cu_seqlens[2]))
+    assert {*second} <= {*rows.kept.tolist()}, "the second keeps its own"
+    assert len(rows.kept) == len(index.input_ids) - 40, "the third shares with the first"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_states_that_are_no_numbers_are_sent_as_they_are(value: float) -> None:
+    index = index_of([[5] * 12] * 2)
+    aux = torch.cat(states_of(index).aux, dim=1)
+    for begin in index.cu_seqlens[:-1]:
+        aux[int(begin)] = value
+    assert shared_rows(index, aux, None) is None
+
+
+@pytest.mark.parametrize("prompts", [[[2, 3, 4], [2, 3, 5]], [[2, 3, 4], [2, 3]], [[2, 3, 4]]])
+def test_where_nothing_is_shared_there_are_no_rows(prompts: list[list[int]], tmp_path: Path) -> None:
+    index = index_of(prompts)
+    file = wire.MappedFile(encoded(index, states_of(index), "bfloat16", tmp_path / "x", once=True))
+    assert "aux_rows" not in file
+
+
+# --- a hook and a service
+@pytest.fixture
+def service() -> Iterator[Receiver]:
+    with receiver() as made:
+        yield made
+
+
+def group(size: int, seed: int) -> Padded:
+    """Answers of one length to one prompt."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(2, 60, PROMPT).tolist()
+    ids = [prompt + rng.integers(2, 60, 5).tolist() for _ in range(size)]
+    mask = [[0] * PROMPT + [1] * 5] * size
+    return Padded(torch.tensor(ids), torch.ones(size, PROMPT + 5, dtype=torch.int64), torch.tensor(mask), ids, [])
+
+
+def test_a_hook_sends_prompts_once_when_the_service_has_said_that_it_reads_them(
+    service: Receiver, tmp_path: Path
+) -> None:
+    model = tiny_qwen3()
+    hook = DrafterHook(model, service.url, run="r", aux_layers=AUX, patience_seconds=0.5)
+    says: dict[str, object] = {"duplicate": False, "last_rows": "predicting"}
+
+    def answer(request: Received) -> Answer:
+        refused = says.pop("refuse", False) and request.path.startswith("/rollouts")
+        return (422, {}, {"detail": "aux_rows is not a tensor of this format"}) if refused else (202, {}, dict(says))
+
+    service.answer = answer
+
+    def rows(version: int) -> int | None:
+        step(hook, model, version, group(4, version))
+        file = mapped(service.rollouts()[-1], tmp_path)
+        return len(file.array("aux_hidden")) if "aux_rows" in file else None
+
+    try:
+        assert rows(0) is None
+        assert rows(1) is None, "an older service says nothing of it"
+        says["prompts_once"] = True
+        assert rows(2) is None, "its answer comes after the file"
+        assert rows(3) == 4 * (PROMPT + 5) - 3 * PROMPT
+        says["refuse"] = True
+        assert rows(4) is not None
+        assert rows(5) is None, "an older service has taken its place"
+        assert rows(6) == 4 * (PROMPT + 5) - 3 * PROMPT
+    finally:
+        hook.close()
