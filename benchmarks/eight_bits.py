@@ -1,4 +1,4 @@
-"""What features in 8 bits cost: the target distribution, the α that the worker measures, and the drafter that it trains.
+"""What features in 8 bits cost: the target distribution, the α that a worker measures, the drafter that it trains.
 
     python -m benchmarks.eight_bits [--seeds 6]          # ten minutes
 
@@ -24,9 +24,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from benchmarks.claims import AUX_LAYERS, Stage, alpha, quick_stage, train
+from benchmarks.claims import Stage, alpha, quick_stage, train
 from drafter.batch import RolloutBatch
 from drafter.policy import Policy, TargetHead
+from examples.policy import AUX_LAYERS
 from rl_hooks.sending.features import to_e4m3
 
 ROLLOUTS: Final = 500
