@@ -7,6 +7,8 @@ import base64
 import hashlib
 import io
 import json
+import os
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +37,8 @@ from rl_hooks.engines.sglang.loader import entered_layers, load_drafter, parse_r
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
 
+#: Bits that flip before a load; `make chaos` 1,000.
+FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "20"))
 CONFIG = DrafterConfig(
     hidden_size=8,
     target_hidden_size=8,
@@ -250,6 +254,27 @@ def test_other_bytes_than_were_asked_for_are_not_loaded(server: SGLangServer, ho
         assert all(torch.equal(now, old[key]) for key, now in model.weights().items())
     (offered.path / name).write_bytes(good)
     assert swap(server, offered) == digests["model.safetensors"]
+
+
+@pytest.mark.timeout(60 + FLIPS)
+def test_random_bits_that_flip_before_a_load_are_refused(server: SGLangServer, home: Path) -> None:
+    """`DRAFTALIGN_FLIPS` sets how many; one in both files."""
+    rng = random.Random(14)
+    before = [model.weights() for model in server.models]
+    offered = release(home, "one", 1)
+    good = {path.name: path.read_bytes() for path in offered.path.iterdir()}
+    offered = replace(offered, sha256s={name: hashlib.sha256(data).hexdigest() for name, data in good.items()})
+    for _ in range(FLIPS):
+        name = rng.choice(sorted(good))
+        data = bytearray(good[name])
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        (offered.path / name).write_bytes(data)
+        with pytest.raises(OtherBytesError):
+            swap(server, offered)
+        (offered.path / name).write_bytes(good[name])
+    for model, old in zip(server.models, before, strict=True):
+        assert all(torch.equal(now, old[key]) for key, now in model.weights().items())
+    assert swap(server, offered)
 
 
 def test_a_request_of_an_agent_of_before_digests_were_sent_is_taken(
