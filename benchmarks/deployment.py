@@ -142,7 +142,7 @@ class World:
         self.training: Claim | None = None
         self.tokens = sizes.tokens_a_file(given)
         R = max(1, round(self.tokens / given.tokens))
-        size = sizes.file_bytes(given.drafter, R, given.tokens, given.dtype, given.prompt_share)
+        size = sizes.file_bytes(given.drafter, R, given.tokens, given.dtype, given.prompt_share, given.group)
         self.a_token = size / (R * given.tokens)
         self.publish_bytes = sizes.drafter_bytes(given.drafter)
         speed = 1.0

@@ -56,7 +56,7 @@ class Traffic:
         self.files = batches(plan)
         self.file_tokens = tokens_a_file(plan)
         rollouts = max(1, round(self.file_tokens / plan.tokens))
-        self.file_bytes = file_bytes(plan.drafter, rollouts, plan.tokens, plan.dtype, plan.prompt_share)
+        self.file_bytes = file_bytes(plan.drafter, rollouts, plan.tokens, plan.dtype, plan.prompt_share, plan.group)
         self.step_bytes = self.files * self.file_bytes
         self.line = plan.network_gbit * 1e9 / 8  # bytes a second
 

@@ -17,7 +17,7 @@ import numpy as np
 from rl_hooks import wire
 from rl_hooks.format.eagle3 import DrafterConfig, tensor_shapes
 
-FeatureDtype = Literal["bfloat16", "float8_e4m3"]
+FeatureDtype = Literal["bfloat16", "float8_e4m3", "float8_e4m3_all"]
 #: Targets by short name: their transformers configs' sizes.
 POLICIES: Final[Mapping[str, Mapping[str, int]]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32, "vocab_size": 151_936}
@@ -49,6 +49,7 @@ class Deployment:
     network_gbit: float = 100.0
     dtype: FeatureDtype = "bfloat16"
     post_share: float = 0.25  # of a step, in which its files are made
+    group: int = 1  # rollouts of a prompt in one file, which share its states
 
     def __post_init__(self) -> None:
         numbers = {k: v for k, v in asdict(self).items() if isinstance(v, (int, float))}
@@ -67,9 +68,17 @@ class Deployment:
 
 
 def file_bytes(
-    drafter: DrafterConfig, rollouts: int, tokens: int, dtype: FeatureDtype, prompt_share: float = 0.0
+    drafter: DrafterConfig,
+    rollouts: int,
+    tokens: int,
+    dtype: FeatureDtype,
+    prompt_share: float = 0.0,
+    group: int = 1,
 ) -> int:
-    """Bytes of a rollout file as the hook lays it out, for equal rollouts; the wire format's own writer and check."""
+    """Bytes of a rollout file as the hook lays it out, for equal rollouts; the wire format's own writer and check.
+
+    `group`: rollouts of one prompt, whose states are there once.
+    """
 
     def size(R: int, T: int, responses: int) -> int:
         H, A, N = drafter.target_hidden_size, len(drafter.aux_layers), R * T
@@ -79,11 +88,13 @@ def file_bytes(
             "loss_mask": ((N,), "U8"),
             "logprobs": ((N,), "F32"),
             "logsumexp": ((R * responses,), "F32"),
-            "last_hidden": ((R * responses, H), "BF16"),
+            "last_hidden": ((R * responses, H), "F8_E4M3" if dtype == "float8_e4m3_all" else "BF16"),
             "aux_hidden": ((N, A * H), "BF16" if dtype == "bfloat16" else "F8_E4M3"),
         }
-        if dtype == "float8_e4m3":
+        if dtype != "bfloat16":
             shapes["aux_hidden_scale"] = ((N, A), "F32")
+        if dtype == "float8_e4m3_all":
+            shapes["last_hidden_scale"] = ((R * responses, 1), "F32")
         tensors = {n: wire.Tensor.of(np.zeros(s, wire.NUMPY_DTYPE[d]), d) for n, (s, d) in shapes.items()}
         parts = wire.encode(tensors, _metadata(drafter, R))
         wire.check_rollout_header(wire.parse_header(bytes(parts[0])))
@@ -97,7 +108,12 @@ def file_bytes(
     prompt = round(prompt_share * tokens)
     header = wire.parts_bytes(wire.encode({}, _metadata(drafter, rollouts))) + 640
     fixed = header + two - a_response - a_prompt - a_rollout
-    return fixed + rollouts * (a_rollout + prompt * a_prompt + (tokens - prompt) * a_response)
+    whole = fixed + rollouts * (a_rollout + prompt * a_prompt + (tokens - prompt) * a_response)
+    if group == 1:
+        return whole
+    width, scale = (2, 0) if dtype == "bfloat16" else (1, 4)
+    a_state = len(drafter.aux_layers) * (drafter.target_hidden_size * width + scale)
+    return whole + 4 * rollouts * tokens - (rollouts - math.ceil(rollouts / group)) * prompt * a_state
 
 
 def _metadata(drafter: DrafterConfig, rollouts: int) -> dict[str, str]:
@@ -125,6 +141,7 @@ def batches(plan: Deployment) -> float:
 
 def tokens_a_file(plan: Deployment) -> float:
     """Tokens of a file: a rank's share of a step, or a quarter of what its queue holds."""
-    a_token = file_bytes(plan.drafter, 1, 10_000, plan.dtype, plan.prompt_share) / 10_000
+    group, tokens = plan.group, 10_000
+    a_token = file_bytes(plan.drafter, group, tokens, plan.dtype, plan.prompt_share, group) / (group * tokens)
     most = max(plan.tokens, HOOK_BYTES / 4 / a_token // plan.tokens * plan.tokens)
     return min(max(plan.tokens, plan.sent_tokens / plan.ranks), most)

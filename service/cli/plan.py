@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from rl_hooks.format.eagle3 import DrafterConfig, DrafterError
 from service.capacity.estimate import estimate, money, worst_first
-from service.capacity.sizes import GIB, LAYERS, POLICIES, Deployment
+from service.capacity.sizes import GIB, LAYERS, POLICIES, Deployment, FeatureDtype
 from service.capacity.work import GPU_TFLOPS
 from service.errors import ConfigurationError
 from service.settings import Settings
@@ -38,8 +38,9 @@ def plan(
     rollouts_a_step: Annotated[int, typer.Option(help="Rollouts of a step.")] = 1024,
     tokens_a_rollout: Annotated[int, typer.Option(help="Tokens of a rollout, its prompt included.")] = 4096,
     prompt_share: Annotated[float, typer.Option(help="Share of them that is the prompt's.")] = 0.25,
+    group: Annotated[int, typer.Option(min=1, help="Rollouts of a prompt in one file: they share its states.")] = 1,
     sampled_share: Annotated[float, typer.Option(help="The hook's sample_fraction.")] = 1.0,
-    dtype: Annotated[str, typer.Option(help="Of the features: bfloat16 or float8_e4m3.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="The hook's: bfloat16, float8_e4m3 or float8_e4m3_all.")] = "bfloat16",
     post_share: Annotated[
         float, typer.Option(help="Share of a step in which they are made; 0: all at its end.")
     ] = 0.25,
@@ -65,8 +66,8 @@ def plan(
     for name, value in above_zero.items():
         if value is not None and not 0 < value < math.inf:
             raise ConfigurationError(f"--{name} must be above 0, got {value}")
-    if dtype not in ("bfloat16", "float8_e4m3"):
-        raise ConfigurationError(f"--dtype must be bfloat16 or float8_e4m3, got {dtype!r}")
+    if dtype not in get_args(FeatureDtype):
+        raise ConfigurationError(f"--dtype must be one of {', '.join(get_args(FeatureDtype))}, got {dtype!r}")
     if (alpha_now is None) != (alpha_gain is None) or (alpha_now is not None and gpu_hour_price is None):
         raise ConfigurationError("--alpha-now and --alpha-gain go together, and with --gpu-hour-price")
     if alpha_now is not None and not 1 <= alpha_now < math.inf:
@@ -74,7 +75,7 @@ def plan(
     try:
         drafter = DrafterConfig.from_target(policy_config(policy), LAYERS, settings.draft_vocab_size)
         sizes = (step_seconds, rollouts_a_step, tokens_a_rollout, prompt_share, sampled_share, ranks, runs, engines)
-        given = Deployment(drafter, *sizes, network_gbit, dtype, post_share)  # type: ignore[arg-type]
+        given = Deployment(drafter, *sizes, network_gbit, dtype, post_share, group)  # type: ignore[arg-type]
         facts = estimate(given, settings, tflops=gpu_tflops, worker_gpus=worker_gpus)
         if gpu_hour_price is not None:
             gpus = worker_gpus or math.ceil(facts["worker_gpus"].value)

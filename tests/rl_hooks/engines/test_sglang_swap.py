@@ -256,6 +256,7 @@ def test_other_bytes_than_were_asked_for_are_not_loaded(server: SGLangServer, ho
     assert swap(server, offered) == digests["model.safetensors"]
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(60 + FLIPS)
 def test_random_bits_that_flip_before_a_load_are_refused(server: SGLangServer, home: Path) -> None:
     """`DRAFTALIGN_FLIPS` sets how many; one in both files."""

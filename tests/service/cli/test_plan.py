@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -43,11 +43,13 @@ SMALL = DrafterConfig(64, 64, 128, 4, 2, 16, 100, 50, (1, 2, 3))
 GIVEN = Deployment(EIGHT, 120.0, 256, 2048, ranks=8, engines=8)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("dtype", get_args(FeatureDtype))
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(("rollouts", "tokens", "prompt"), [(1, 2, 1), (3, 17, 5), (8, 200, 50)])
 def test_a_files_bytes_are_those_that_the_hook_writes(
-    dtype: FeatureDtype, rollouts: int, tokens: int, prompt: int
+    dtype: FeatureDtype, rollouts: int, tokens: int, prompt: int, together: bool
 ) -> None:
+    """`together`: all answer one prompt, and share its states."""
     N = rollouts * tokens
     index = PackedIndex(
         np.zeros(N, np.int32),
@@ -64,8 +66,9 @@ def test_a_files_bytes_are_those_that_the_hook_writes(
         run="default", policy_version=0, rollout_ids=ids, target_fingerprint="0" * 32, aux_layers=(1, 2, 3),
         rewards=[0.0] * rollouts,
     )  # fmt: skip
-    written = wire.parts_bytes(staged.encode(metadata))
-    assert abs(file_bytes(SMALL, rollouts, tokens, dtype, prompt / tokens) - written) <= 256  # of offsets in the header
+    written = wire.parts_bytes(staged.encode(metadata, prompts_once=together))
+    planned = file_bytes(SMALL, rollouts, tokens, dtype, prompt / tokens, rollouts if together else 1)
+    assert abs(planned - written) <= 256  # of offsets in the header
 
 
 def test_the_hooks_defaults_are_those_of_the_hook() -> None:
