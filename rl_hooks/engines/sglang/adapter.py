@@ -316,6 +316,10 @@ def check_release(release: Release, info: Mapping[str, Any]) -> None:
     except wire.WireError:
         return  # for instance of unknown dtypes; the loader compares in any case
     if "d2t" in started and "d2t" in offered and not np.array_equal(started.array("d2t"), offered.array("d2t")):
+        with (release.path / MODEL_FILE).open("rb") as model:
+            found = hashlib.file_digest(model, "sha256").hexdigest()
+        if release.sha256s.get(MODEL_FILE, found) != found:  # a damaged file says nothing of what was published
+            raise OtherBytesError(f"{model.name} is not what was downloaded, so {release.version} is not loaded")
         raise SwapRefusedError(
             f"{release.version}: d2t differs from the one in {first.parent}, which the server was started with; SGLang "
             "reads the draft vocabulary once, at its start. Restart it with this drafter"
