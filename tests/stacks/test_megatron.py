@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
+from stacks_fixtures import Stack
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-PYTHON = Path(os.environ.get("DRAFTALIGN_MEGATRON_PYTHON", ROOT / ".venv-megatron/bin/python"))
+STACK = Stack("megatron", "megatron_trainer.py", "Megatron-Core")
 WORKING = [
     *("untied", "tied", "untied gathered"),
     *("untied sequence", "tied sequence", "untied packed", "tied packed sequence"),
@@ -21,24 +16,12 @@ WORKING = [
 ]
 FAILING = ["untied sequence fails", "untied plan", "untied absent", "untied packed seam", "untied foreign"]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not PYTHON.exists(), reason="no .venv-megatron (`make stacks`): nothing was checked on Megatron-Core"
-    ),
-]
+pytestmark = STACK.marks
 
 
 @pytest.fixture(name="ranks", scope="module")
 def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    out = tmp_path_factory.mktemp("megatron")
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [str(PYTHON), "-W", "ignore", str(HERE / "megatron_trainer.py"), str(out), *WORKING, *FAILING, "refused"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return STACK.ranks(tmp_path_factory.mktemp(STACK.name), *WORKING, *FAILING, "refused")
 
 
 @pytest.mark.parametrize("case", WORKING)

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
+from stacks_fixtures import Stack
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-PYTHON = Path(os.environ.get("DRAFTALIGN_OPENRLHF_PYTHON", ROOT / ".venv-openrlhf/bin/python"))
+STACK = Stack("openrlhf", "openrlhf_trainer.py", "OpenRLHF", {"DS_ACCELERATOR": "cpu"})
 CASES = ["untied", "tied early", "untied padded", "untied predicting"]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not PYTHON.exists(), reason="no .venv-openrlhf (`make stacks`): nothing was checked on OpenRLHF"
-    ),
-]
+pytestmark = STACK.marks
 
 
 @pytest.fixture(name="ranks", scope="module")
 def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    out = tmp_path_factory.mktemp("openrlhf")
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    command = [str(PYTHON), "-W", "ignore", str(HERE / "openrlhf_trainer.py"), str(out), *CASES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return STACK.ranks(tmp_path_factory.mktemp(STACK.name), *CASES)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

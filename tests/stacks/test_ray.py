@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 from failover_fixtures import free_port
+from stacks_fixtures import Stack
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-PYTHON = Path(os.environ.get("DRAFTALIGN_RAY_PYTHON", ROOT / ".venv-ray/bin/python"))
+STACK = Stack("ray", "ray_service.py", "Ray", {"RAY_USAGE_STATS_ENABLED": "0"})
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-ray (`make stacks`): nothing was checked on Ray"),
-]
+pytestmark = STACK.marks
 
 
 @pytest.fixture(name="found", scope="module")
 def _found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("ray")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [str(PYTHON), "-W", "ignore", str(HERE / "ray_service.py"), str(out), str(free_port())]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
+    STACK.run(out, str(free_port()))
     result: dict[str, Any] = json.loads((out / "found.json").read_text())
     return result
 

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
+from stacks_fixtures import Stack
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-PYTHON = Path(os.environ.get("DRAFTALIGN_VERL_PYTHON", ROOT / ".venv-verl/bin/python"))
+STACK = Stack(
+    "verl",
+    "verl_trainer.py",
+    "a real verl",
+    # A CPU for verl, which is the test's own affair; and what a user sets, with DRAFTALIGN_URL.
+    {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "VERL_ENGINE_VENDOR": "draftalign"},
+)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-verl (`make stacks`): nothing was checked on a real verl"),
-]
+pytestmark = STACK.marks
 
 
 @pytest.fixture(name="ranks", scope="module")
 def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    out = tmp_path_factory.mktemp("verl")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE))),
-        "OMP_NUM_THREADS": "1",
-        # A CPU for verl, which is the test's own affair; and what a user sets, with DRAFTALIGN_URL.
-        **{"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu"},
-        "VERL_ENGINE_VENDOR": "draftalign",
-    }
-    command = [str(PYTHON), "-W", "ignore", str(HERE / "verl_trainer.py"), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return STACK.ranks(tmp_path_factory.mktemp(STACK.name))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,0 +1,51 @@
+"""An RL stack's own script in an environment of its own: where that is, and what is said without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HERE = ROOT / "tests/stacks"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """`name` of the environment `.venv-NAME` that `make stacks` sets up, and the script of tests/stacks run in it."""
+
+    name: str
+    script: str
+    of: str  # the package, for people
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return ROOT / f".venv-{self.name}/bin/python"
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        """Of the test module."""
+        reason = f"no .venv-{self.name} (`make stacks`): nothing was checked on {self.of}"
+        missing = pytest.mark.skipif(not self.python.exists(), reason=reason)
+        return [pytest.mark.slow, pytest.mark.timeout(600), missing]
+
+    def run(self, out: Path, *arguments: str) -> None:
+        """Have the script write what it found into `out`."""
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE)))
+        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **self.variables}
+        command = [str(self.python), "-W", "ignore", str(HERE / self.script), str(out), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
+        assert done.returncode == 0, done.stderr[-6000:]
+
+    def ranks(self, out: Path, *arguments: str) -> list[dict[str, Any]]:
+        """What each of two ranks found."""
+        self.run(out, *arguments)
+        return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
