@@ -225,7 +225,7 @@ class RolloutBatch:
     def pinned(self) -> RolloutBatch:
         """The batch in memory from which copies to a GPU need not be waited for."""
         pinned: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
-        return replace(self, **pinned)
+        return replace(self, **pinned, aux_rows=None if self.aux_rows is None else self.aux_rows.pin_memory())
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> RolloutBatch:
         """Move to a device; `dtype` converts the features (not log-probabilities). `cu_seqlens` stays on the CPU.

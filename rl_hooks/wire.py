@@ -251,6 +251,12 @@ class RolloutHeader:
     last_rows: LastRows
 
     @property
+    def states_bytes(self) -> int:
+        """Of the auxiliary states of all tokens, those that share a row counted once each: what a reader may hold."""
+        aux = self.header.tensors["aux_hidden"]
+        return self.tokens * aux.shape[1] * DTYPE_BYTES[aux.dtype]
+
+    @property
     def batch_id(self) -> str:
         """Identity of the batch: the same rollouts of the same policy sent twice are one batch."""
         return batch_id(self.run, self.policy_version, self.rollout_ids)

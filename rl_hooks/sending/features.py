@@ -113,6 +113,7 @@ class StagedRollouts:
         predicting: Tensor | None = None,
     ) -> None:
         self.index = index
+        self._layers = len(captured.aux)
         self._last_rows: wire.LastRows = "all"
         if predicting is not None:
             self._last_rows = "predicting"
@@ -145,7 +146,8 @@ class StagedRollouts:
             "loss_mask": wire.Tensor.of(index.loss_mask, "U8"),
             "logprobs": wire.Tensor.of(known.astype(np.float32), "F32"),
         }
-        rows = shared_rows(index, host["aux_hidden"], host.get("aux_hidden_scale")) if prompts_once else None
+        scale = host.get("aux_hidden_scale")
+        rows = shared_rows(index, host["aux_hidden"], scale, self._layers) if prompts_once else None
         if rows is not None:
             file["aux_rows"] = wire.Tensor.of(rows.places, "I32")
             aux = {name: host[name] for name in ("aux_hidden", "aux_hidden_scale") if name in host}
@@ -161,12 +163,12 @@ class SharedRows(NamedTuple):
     kept: Tensor  # int64, ascending
 
 
-def shared_rows(index: PackedIndex, aux: Tensor, scale: Tensor | None) -> SharedRows | None:
-    """Which rows of aux [N, A * H] are left where rollouts of one prompt share its states; None: all of them.
+def shared_rows(index: PackedIndex, aux: Tensor, scale: Tensor | None, layers: int) -> SharedRows | None:
+    """Which rows of aux [N, A * H], of A `layers`, are left where rollouts of one prompt share states; None: all.
 
     A rollout shares with the first one of its prompt, if their states are alike: token ids do not tell two images
-    apart. They are compared in every eighth row and in the last, which has read all of the prompt. Two forwards of one
-    text differ by rounding, and by 8 bits: 4 % at most was seen, where other prompts' states differ by all of them.
+    apart. Each layer is compared in every eighth row and in the last, which has read all of the prompt. Two forwards of
+    one text differ by rounding, and by 8 bits: 4 % at most was seen, where other prompts' states differ by all of them.
     """
     first: dict[bytes, int] = {}
     rows = np.arange(len(index.input_ids))
@@ -176,7 +178,7 @@ def shared_rows(index: PackedIndex, aux: Tensor, scale: Tensor | None) -> Shared
         prompt = min(end, int(generated[at]) if at < len(generated) else end) - begin
         other = first.setdefault(index.input_ids[begin : begin + prompt].tobytes(), begin)
         compared = torch.tensor(sorted({*range(0, prompt, _COMPARED_EVERY), prompt - 1}))
-        if other != begin and _alike(aux, scale, other + compared, begin + compared):
+        if other != begin and _alike(aux, scale, layers, other + compared, begin + compared):
             rows[begin : begin + prompt] = np.arange(other, other + prompt)
     kept, places = np.unique(rows, return_inverse=True)
     if len(kept) == len(rows):
@@ -184,15 +186,15 @@ def shared_rows(index: PackedIndex, aux: Tensor, scale: Tensor | None) -> Shared
     return SharedRows(places.astype(np.int32), torch.from_numpy(kept))
 
 
-def _alike(aux: Tensor, scale: Tensor | None, some: Tensor, others: Tensor) -> bool:
-    """Whether two sets of rows are the same states but for rounding."""
+def _alike(aux: Tensor, scale: Tensor | None, layers: int, some: Tensor, others: Tensor) -> bool:
+    """Whether two sets of rows are the same states but for rounding, in each layer."""
 
-    def numbers(rows: Tensor) -> Tensor:
-        values = bytes_of(aux)[rows].view(aux.dtype).float()
-        return values if scale is None else (values.view(*scale[rows].shape, -1) * scale[rows][:, :, None]).flatten(1)
+    def numbers(rows: Tensor) -> Tensor:  # [rows, A, H]
+        values = bytes_of(aux)[rows].view(aux.dtype).float().view(len(rows), layers, -1)
+        return values if scale is None else values * scale[rows][:, :, None]
 
     one, other = numbers(some), numbers(others)
-    return bool(((one - other).norm(dim=1) <= _ROUNDING * one.norm(dim=1)).all())
+    return bool(((one - other).norm(dim=2) <= _ROUNDING * one.norm(dim=2)).all())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

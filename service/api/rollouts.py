@@ -104,6 +104,12 @@ async def post_rollouts(
         if rollouts.rollouts > context.settings.max_batch_rollouts:
             most = context.settings.max_batch_rollouts
             raise WireError("rollout_ids", f"{rollouts.rollouts} rollouts in one file; at most {most}, send several")
+        if rollouts.states_bytes > (largest := context.settings.max_body_bytes):
+            raise WireError(
+                "aux_rows",
+                f"tokens share rows that make {rollouts.states_bytes} bytes of states when each has its own; at most "
+                f"{largest} (`max_body_bytes`), send several files",
+            )
         _check_run(context.run(rollouts.run), rollouts)
         if run is None:
             check_open(context.layout, rollouts.run, for_rollouts=True)

@@ -290,14 +290,16 @@ class DraftingTime:
 
     share: float | None = None  # None: no engine has said enough
     _from: dict[str, tuple[float, float]] = field(default_factory=dict)  # reporter -> when, seconds with drafts by then
+    _shares: dict[str, float] = field(default_factory=dict)  # reporter -> of its last window
 
     def feed(self, heard: Mapping[str, tuple[float, Sequence[StepSample]]], window_seconds: float) -> None:
         """Take what each reporter has counted until its last report: when that was, and its step times.
 
         The share is of `window_seconds` or more, which should hold a few policy versions: engines of a synchronous
-        trainer rest between two. An engine that reports no more says nothing about the time since.
+        trainer rest between two. An engine that reports no more says nothing about the time since. The median of the
+        last windows: no engine outvotes the others, however often it reports.
         """
-        parts, begun = [], {}
+        begun = {}
         for name, (now, samples) in heard.items():
             if not samples:
                 continue
@@ -306,12 +308,13 @@ class DraftingTime:
             if drafting < before:  # the engine was restarted
                 since, before = now, drafting
             if 0.0 < now - since >= window_seconds:
-                parts.append(min(1.0, (drafting - before) / (now - since)))
+                self._shares[name] = min(1.0, (drafting - before) / (now - since))
                 since, before = now, drafting
             begun[name] = since, before
         self._from = begun
-        if parts:
-            self.share = float(np.median(parts))  # no engine outvotes all others
+        self._shares = {name: share for name, share in self._shares.items() if name in begun}
+        if self._shares:
+            self.share = float(np.median(list(self._shares.values())))
 
 
 def step_speedup(generation_share: float, speedups: Mapping[float, float]) -> float:

@@ -52,7 +52,7 @@ class Lineage:
         self._registry = Registry(layout, settings.drafters_url)
         self._device = torch.device(settings.device)
         self._versions: OrderedDict[str, DraftModel] = OrderedDict()
-        self._damaged: set[str] = set()
+        self._verified: dict[str, bool] = {}  # by version, as of when it was looked at
         self.trainer: DrafterTrainer | None = None
 
     # --- how a lineage begins
@@ -183,19 +183,23 @@ class Lineage:
         return version if version in self._registry.versions(self._run) and self._is_sound(version) else None
 
     def _is_sound(self, version: str) -> bool:
-        """Whether a version's files match its manifest, as of when they were read; said once where they do not.
+        """Whether a version's files match its manifest, looked at once; said once where they do not.
 
         One that is served must: `version` raises for it.
         """
-        if version in self._damaged:
-            return False
+        if version in self._verified:
+            return self._verified[version]
         try:
-            self.version(version)
-        except RegistryError as error:
-            self._damaged.add(version)
-            log.error("%s: %s; it is left out of all comparisons", self._run, error)
+            self._registry.verify(self._run, version)
+        except (RegistryError, ValueError) as error:  # ValueError: its manifest cannot be read
+            log.error("%s: %s: %s; it is left out of all comparisons", self._run, version, error)
+            self._verified[version] = False
+        except OSError as error:  # it may be readable the next time
+            log.error("%s: %s cannot be read: %s; it is left out of this comparison", self._run, version, error)
             return False
-        return True
+        else:
+            self._verified[version] = True
+        return self._verified[version]
 
     def waiting(self) -> dict[str, Sent]:
         """The versions on disk that people sent and that the gate has not decided about, oldest first."""

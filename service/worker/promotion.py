@@ -287,13 +287,14 @@ class Gate:
             part = np.array(wider.evidence, dtype=np.int64)
             look = wider.look(replays[0].select(part), replays[1].select(part), wider.evidence)
             found.append(self._take(version, look))
-        archive = [v for v in self._lineage.archived() if v not in wider.replays]
         _, groups = np.unique(fresh.prompts, return_inverse=True)
         if served is not None:
             self._level.take(incumbent, groups.astype(np.int64) if fresh.by_prompt else None)
-        if self._level.fallen and archive and len(prompts) > 1:
-            self._level.fallen = False
-            found.append(self._fittest(fresh, incumbent, archive))
+        if self._level.fallen and len(prompts) > 1:
+            archive = [v for v in self._lineage.archived() if v not in wider.replays]
+            if archive:
+                self._level.fallen = False
+                found.append(self._fittest(fresh, incumbent, archive))
         return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
 
     def _pooled(self, look: Look, candidate: Replay, incumbent: Replay, prompts: Sequence[str]) -> Look:

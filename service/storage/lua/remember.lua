@@ -1,11 +1,25 @@
 -- Read before `enqueue` and `finish`: what is remembered of batches that ended. Redis 6.2 commands only.
--- `ended` holds "batch_id:bytes", oldest first; the counter `remembered_bytes` is their sum. These are bytes as Valkey 8
--- takes them for a batch's hash and its rollouts' keys, by measurement (tests/service/storage/test_queue.py).
-local PER_BATCH, PER_ROLLOUT = 700, 130
+-- `ended` holds "batch_id:number:bytes", oldest first; the counter `remembered_bytes` is their sum. These are bytes as
+-- Valkey 8 takes them for a batch's hash and its rollouts' keys, by measurement (tests/service/storage/test_queue.py).
+-- A batch that was sent again or put back is another one: its hash has the number of its last end, or none yet.
+local PER_BATCH, PER_ROLLOUT = 740, 130
+
+-- Forget an ended batch and its rollouts. `file`: "blob:bytes" of a dead one; where it was kept it is given up too, and
+-- the reaper of the spool finds that nothing names it.
+local function forget(prefix, counters, batch_id, ids, file)
+  redis.call('UNLINK', prefix .. 'batch:' .. batch_id)
+  for _, id in ipairs(cjson.decode(ids)) do
+    local rollout = prefix .. 'rollout:' .. id
+    if redis.call('GET', rollout) == batch_id then redis.call('UNLINK', rollout) end
+  end
+  if file and redis.call('ZREM', prefix .. 'dead_files', file) == 1 then
+    redis.call('HINCRBY', counters, 'dead_file_bytes', -tonumber(string.match(file, '%d+$')))
+  end
+end
 
 -- Keep the fate of a batch that has ended, and of its rollouts, for `seconds`; forget those that ended first while the
--- run's take more than `most` bytes, but at most twice the new ones' at once. A batch that was put back since waits
--- again: it stays, and is listed again when it ends.
+-- run's take more than `most` bytes, but at most twice the new ones' at once. A dead batch whose file is kept is spared,
+-- so that it can be put back, until all take twice `most`.
 local function remember(prefix, counters, batch_id, seconds, most)
   local key, ended = prefix .. 'batch:' .. batch_id, prefix .. 'ended'
   local ids = redis.call('HGET', key, 'rollout_ids') or '[]'
@@ -15,24 +29,29 @@ local function remember(prefix, counters, batch_id, seconds, most)
     local rollout = prefix .. 'rollout:' .. id
     if redis.call('GET', rollout) == batch_id then redis.call('EXPIRE', rollout, seconds) end
   end
+  local number = redis.call('HINCRBY', counters, 'ended_number', 1)
+  redis.call('HSET', key, 'ended_number', number)
   redis.call('EXPIRE', key, seconds)
-  local first = redis.call('RPUSH', ended, batch_id .. ':' .. bytes) == 1
+  local first = redis.call('RPUSH', ended, batch_id .. ':' .. number .. ':' .. bytes) == 1
   redis.call('EXPIRE', ended, seconds)
   if first then redis.call('HSET', counters, 'remembered_bytes', 0) end -- the list was over its time
   local held, left = redis.call('HINCRBY', counters, 'remembered_bytes', bytes), 2 * bytes
+  most = tonumber(most)
   while left > 0 and not first do
-    local id, size = string.match(redis.call('LINDEX', ended, 0), '^(.*):(%d+)$')
-    local other = prefix .. 'batch:' .. id
-    local state, theirs = unpack(redis.call('HMGET', other, 'state', 'rollout_ids'))
-    if id == batch_id or (state and held <= tonumber(most)) then break end -- without a state it is over its time
+    local oldest = redis.call('LINDEX', ended, 0)
+    local id, its_number, size = string.match(oldest, '^(.*):(%d+):(%d+)$')
+    local state, now, theirs, blob, file_bytes = unpack(redis.call('HMGET', prefix .. 'batch:' .. id,
+      'state', 'ended_number', 'rollout_ids', 'blob', 'bytes'))
+    local is_it = now == its_number -- else it is over its time, or was sent again
+    if id == batch_id and is_it or is_it and held <= most then break end
     redis.call('LPOP', ended)
-    held, left = redis.call('HINCRBY', counters, 'remembered_bytes', -tonumber(size)), left - tonumber(size)
-    if state and state ~= 'queued' then
-      redis.call('UNLINK', other)
-      for _, each in ipairs(cjson.decode(theirs or '[]')) do
-        local rollout = prefix .. 'rollout:' .. each
-        if redis.call('GET', rollout) == id then redis.call('UNLINK', rollout) end
-      end
+    left = left - tonumber(size)
+    local file = is_it and state == 'dead' and blob .. ':' .. file_bytes
+    if file and held <= 2 * most and redis.call('ZSCORE', prefix .. 'dead_files', file) then
+      redis.call('RPUSH', ended, oldest)
+    else
+      held = redis.call('HINCRBY', counters, 'remembered_bytes', -tonumber(size))
+      if is_it then forget(prefix, counters, id, theirs, file) end
     end
   end
 end

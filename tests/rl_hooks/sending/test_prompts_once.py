@@ -97,11 +97,19 @@ def test_two_images_behind_one_text_share_nothing() -> None:
     image = torch.randn(10, aux.shape[1], generator=torch.Generator().manual_seed(2))
     at = int(index.cu_seqlens[1])
     aux[at + 10 : at + 20] += image
-    rows = shared_rows(index, aux, None)
+    rows = shared_rows(index, aux, None, 3)
     assert rows is not None
     second = np.arange(at, int(index.cu_seqlens[2]))
     assert {*second} <= {*rows.kept.tolist()}, "the second keeps its own"
     assert len(rows.kept) == len(index.input_ids) - 40, "the third shares with the first"
+
+
+def test_a_large_channel_of_one_layer_does_not_hide_that_the_others_differ() -> None:
+    """Residual streams have channels of some hundred times the others' size, mostly in late layers."""
+    index = index_of([[5] * 40] * 2)
+    aux = torch.randn(len(index.input_ids), 3 * HIDDEN, generator=torch.Generator().manual_seed(2))
+    aux[:, -1] = 1200.0
+    assert shared_rows(index, aux, None, 3) is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -110,7 +118,7 @@ def test_states_that_are_no_numbers_are_sent_as_they_are(value: float) -> None:
     aux = torch.cat(states_of(index).aux, dim=1)
     for begin in index.cu_seqlens[:-1]:
         aux[int(begin)] = value
-    assert shared_rows(index, aux, None) is None
+    assert shared_rows(index, aux, None, 3) is None
 
 
 @pytest.mark.parametrize("prompts", [[[2, 3, 4], [2, 3, 5]], [[2, 3, 4], [2, 3]], [[2, 3, 4]]])

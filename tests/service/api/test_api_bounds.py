@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import redis.asyncio
 from access_fixtures import RULES, TokenFile, request_of
 from agent_fixtures import eventually
 from redis import Redis
-from service_fixtures import HEADERS, RunningService, head_file, rollout_file, run_file
+from service_fixtures import HEADERS, RunningService, f32, head_file, rollout_file, rollout_tensors, run_file
 
+from rl_hooks import wire
 from service.cli.valkey import EmbeddedValkey
 from service.storage import registry
 from service.storage.layout import Layout
@@ -49,6 +51,29 @@ def test_a_file_has_at_most_4096_rollouts_by_default(service: RunningService) ->
     assert service.post(rollout_file(ids, lengths=(2,) * 4096)).status_code == 202
     ids = (*ids, "one more")
     assert service.post(rollout_file(ids, lengths=(2,) * 4097)).status_code == 422
+
+
+def test_rows_that_are_shared_stand_for_no_more_bytes_than_a_file_may_have(
+    serve: Callable[..., RunningService],
+) -> None:
+    """Else a file of some megabytes would be gigabytes of features to whoever reads it."""
+    service = serve(max_body_bytes=100_000)
+    service.register()
+
+    def shared(tokens: int) -> bytes:
+        row = wire.Tensor.of(np.zeros((1, 24), np.uint16), "BF16")
+        tensors = rollout_tensors((tokens,))
+        mask = np.zeros(tokens, np.uint8)
+        mask[-1] = 1
+        last = wire.Tensor.of(np.zeros((1, 8), np.uint16), "BF16")
+        few = {"last_hidden": last, "logsumexp": f32(1), "loss_mask": wire.Tensor.of(mask, "U8")}
+        rows = {"aux_hidden": row, "aux_rows": wire.Tensor.of(np.zeros(tokens, np.int32), "I32")}
+        return rollout_file((str(tokens),), lengths=(tokens,), tensors=tensors | few | rows, last_rows="predicting")
+
+    assert service.post(shared(2000)).status_code == 202
+    reply = service.post(shared(2100))
+    assert (reply.status_code, reply.json()["field"]) == (422, "aux_rows")
+    assert "at most 100000 (`max_body_bytes`), send several files" in reply.json()["detail"]
 
 
 def test_there_may_be_so_many_runs_and_one_that_exists_is_always_taken(serve: Callable[..., RunningService]) -> None:

@@ -288,6 +288,18 @@ def test_engines_that_were_restarted_or_died_do_not_count_against_the_others() -
     assert time.share is not None
 
 
+@pytest.mark.parametrize("every", [1, 7])
+def test_an_engine_that_reports_at_other_times_than_the_others_does_not_speak_alone(every: int) -> None:
+    time = DraftingTime()
+    for now in range(1, 1200, every):
+        heard = {}
+        for place, (name, share) in enumerate({"a": 0.2, "b": 0.2, "liar": 1.0}.items()):
+            at = float(max(1, now - (now + 2 * place) % 5))  # it reports every 5 s
+            heard[name] = (at, rounds_of(at, share))
+        time.feed(heard, 60.0)
+        assert time.share is None or now < 120 or time.share == pytest.approx(0.2, abs=1e-6)
+
+
 def test_no_engine_outvotes_the_others_about_the_time_that_goes_to_rounds() -> None:
     time = DraftingTime()
     for now in (1.0, 100.0):

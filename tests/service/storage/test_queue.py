@@ -218,6 +218,51 @@ def test_a_dead_batch_that_was_put_back_and_waits_is_not_forgotten(redis_url: st
     assert (outcome.outcome, outcome.state) == ("duplicate", "trained")
 
 
+def test_a_batch_that_was_sent_again_is_remembered_from_its_last_end(redis_url: str, redis_client: Redis) -> None:
+    bench = Bench(redis_url, redis_client, 2_900)
+    bench.put(make_batch(0))
+    (entry,) = bench.claim()
+    bench.worker.dead_letter(entry, "blob_missing", keep_file=False)
+    train(bench, 1, rollouts=2)
+    assert bench.put(make_batch(0)).outcome == "accepted", "its file was lost: sent again"
+    (again,) = bench.claim()
+    assert bench.worker.ack(again)
+    train(bench, 2, rollouts=2)
+    known = [bench.worker.batch(make_batch(number).batch_id) is not None for number in range(3)]
+    assert known == [True, False, True]
+    assert bench.put(make_batch(0)).outcome == "duplicate"
+
+
+def test_a_dead_batch_whose_file_is_kept_can_be_put_back_for_longer(redis_url: str, redis_client: Redis) -> None:
+    bench = Bench(redis_url, redis_client, 12_000)
+    bench.put(make_batch(0))
+    (entry,) = bench.claim()
+    bench.worker.dead_letter(entry, "broken")
+    train(bench, *range(1, 30))
+    assert bench.worker.batch(make_batch(0).batch_id) is not None
+    assert bench.worker.batch(make_batch(1).batch_id) is None
+    keys = Keys("default")
+    assert bench.client.zcard(keys.dead_files) == 1
+    assert remembered(bench) <= 12_000
+
+
+def test_dead_batches_alone_take_no_more_than_twice_the_bound(redis_url: str, redis_client: Redis) -> None:
+    bench = Bench(redis_url, redis_client, 12_000)
+    for number in range(60):
+        bench.put(make_batch(number))
+        (entry,) = bench.claim()
+        bench.worker.dead_letter(entry, "broken")
+        assert remembered(bench) <= 2 * 12_000 + 1_200
+    keys, ended = Keys("default"), Keys("default").prefix + "ended"
+    sizes = [int(one.rpartition(b":")[2]) for one in bench.client.lrange(ended, 0, -1)]
+    assert sum(sizes) == remembered(bench)
+    left = bench.client.zcard(keys.dead_files)
+    assert left == len(sizes) < 30, "their files are given up with them"
+    assert bench.worker.counters()["dead_file_bytes"] == 100 * left
+    known = [bench.worker.batch(make_batch(number).batch_id) is not None for number in range(60)]
+    assert sum(known) == left
+
+
 def test_what_was_dropped_is_remembered_within_the_same_bound(redis_url: str, redis_client: Redis) -> None:
     bench = Bench(redis_url, redis_client, 20_000)
     for number in range(60):

@@ -382,7 +382,7 @@ def prompts_once_of(body: bytes, scratch: Path) -> bytes:
     batch = load_batch(scratch)
     ids, starts, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
     index = PackedIndex(ids, starts, mask, None)
-    rows = shared_rows(index, batch.aux_hidden, batch.aux_scale)
+    rows = shared_rows(index, batch.aux_hidden, batch.aux_scale, len(batch.aux_layers))
     assert rows is not None
     for name in {"aux_hidden", "aux_hidden_scale"} & tensors.keys():
         tensors[name] = wire.Tensor.of(file.array(name)[rows.kept.numpy()], tensors[name].dtype)
