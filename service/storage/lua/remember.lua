@@ -46,12 +46,12 @@ local function remember(prefix, counters, batch_id, seconds, most)
     if id == batch_id and is_it or is_it and held <= most then break end
     redis.call('LPOP', ended)
     left = left - tonumber(size)
-    local file = is_it and state == 'dead' and blob .. ':' .. file_bytes
+    local file = is_it and state == 'dead' and blob and blob .. ':' .. file_bytes
     if file and held <= 2 * most and redis.call('ZSCORE', prefix .. 'dead_files', file) then
       redis.call('RPUSH', ended, oldest)
     else
       held = redis.call('HINCRBY', counters, 'remembered_bytes', -tonumber(size))
-      if is_it then forget(prefix, counters, id, theirs, file) end
+      if is_it then forget(prefix, counters, id, theirs or '[]', file) end
     end
   end
 end

@@ -263,6 +263,20 @@ def test_dead_batches_alone_take_no_more_than_twice_the_bound(redis_url: str, re
     assert sum(known) == left
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_batch_of_which_redis_has_lost_the_record_ends_and_is_forgotten(
+    redis_url: str, redis_client: Redis, dies: bool
+) -> None:
+    bench = Bench(redis_url, redis_client, 5_000)
+    bench.put(make_batch(0))
+    (entry,) = bench.claim()
+    bench.client.delete(Keys("default").batch(entry.batch_id))
+    assert bench.worker.dead_letter(entry, "broken") if dies else bench.worker.ack(entry)
+    train(bench, *range(1, 9))
+    assert bench.worker.batch(entry.batch_id) is None
+    assert remembered(bench) <= 5_000
+
+
 def test_what_was_dropped_is_remembered_within_the_same_bound(redis_url: str, redis_client: Redis) -> None:
     bench = Bench(redis_url, redis_client, 20_000)
     for number in range(60):
