@@ -42,6 +42,7 @@ from rl_hooks.errors import DigestError, OtherBytesError, SignatureError
 from rl_hooks.release import Manifest, PublicKeys, Release, SigningKey, files_digest, new_key, new_nonce, parse_manifest
 
 FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "100"))
+RESTARTS = FLIPS if FLIPS >= 1000 else max(3, FLIPS // 20)  # half a second each
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(60 + FLIPS)]
@@ -145,7 +146,7 @@ def test_a_bit_that_flips_before_an_engine_restarts_is_replaced_by_the_agent(
     version = service.publish(1)
     published = {name: hashlib.sha256(service.files[version, name]).hexdigest() for name in FILES}
     with running_agent(service, engine, cache=tmp_path):
-        for _ in range(max(3, FLIPS // 20)):
+        for _ in range(RESTARTS):
             eventually(lambda: engine.version == version)
             settle(engine)
             engine.down()
@@ -153,7 +154,7 @@ def test_a_bit_that_flips_before_an_engine_restarts_is_replaced_by_the_agent(
             path.write_bytes(flipped(path.read_bytes(), rng))
             engine.restart()
         eventually(lambda: engine.version == version)
-    assert len(engine.read) == max(3, FLIPS // 20) + 1
+    assert len(engine.read) == RESTARTS + 1
     assert all(read.items() >= published.items() for read in engine.read)
 
 
