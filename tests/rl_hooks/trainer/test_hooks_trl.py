@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -100,6 +102,25 @@ def test_three_steps_deliver_every_rollout_once_with_its_version_and_reward(
     assert 0.0 < attachment.overhead_seconds < attachment.step_seconds
     assert attachment.detach()
     assert "_compute_loss" not in vars(trainer)
+
+
+def test_the_groups_of_a_step_share_the_states_of_their_prompts(service: Receiver, tmp_path: Path) -> None:
+    """TRL shuffles a step's rollouts, and pads them; each file holds two groups of four."""
+    service.answer = lambda _: (202, {}, {"duplicate": False, "prompts_once": True})
+    trainer = make_trainer(tmp_path)
+    attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strict=True, dtype="float8_e4m3_all")
+    trainer.train()
+    (tmp_path / "files").mkdir()
+    first, *later = files_of(service, attachment, tmp_path / "files")
+    assert len(later) == 2
+    for file in (first, *later):
+        ids, starts, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+        prompts = [ids[a:b][mask[a:b] == 0].tobytes() for a, b in pairwise(starts.tolist())]
+        assert Counter(Counter(prompts).values()) == {4: 2}
+        repeated = sum(len(one) for one in prompts) - sum(len(one) for one in {*prompts})
+        assert len(file.array("aux_hidden")) == len(ids) - repeated // ids.itemsize
+        wire.check_index(wire.check_rollout_header(file.header), ids, starts, mask, VOCAB, file.array("aux_rows"))
+    attachment.detach()
 
 
 @pytest.mark.parametrize("trouble", ["works", "down", "reset", "garbage", "slow"])
