@@ -26,7 +26,7 @@ from einops import rearrange
 from hooks_fixtures import as_float, mapped, of_every_token, only_predicting_rows, receiver, tiny_qwen3
 
 from rl_hooks import wire
-from rl_hooks.trainer.openrlhf import attach
+from rl_hooks.trainer.stacks.openrlhf import attach
 
 AUX = (1, 2, 3)
 ROLLOUTS, PROMPT, RESPONSE, STEPS = 4, 6, 10, 2

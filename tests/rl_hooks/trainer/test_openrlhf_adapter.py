@@ -10,7 +10,7 @@ import torch
 from hooks_fixtures import padded_batch, receiver, tiny_qwen3
 
 from rl_hooks import wire
-from rl_hooks.trainer.openrlhf import attach
+from rl_hooks.trainer.stacks.openrlhf import attach
 
 
 class Actor:

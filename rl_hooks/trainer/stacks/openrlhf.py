@@ -1,6 +1,6 @@
 """OpenRLHF's `Actor` with the hook on it, in DeepSpeed's ZeRO-3 or not, packed or padded.
 
->>> from rl_hooks.trainer.openrlhf import attach
+>>> from rl_hooks.trainer.stacks.openrlhf import attach
 >>> attach(actor, "http://127.0.0.1:8400", rank=strategy.get_rank(), world_size=strategy.world_size)
 
 `actor` is the policy's `openrlhf.models.Actor`, in the process that trains it; attach before or after

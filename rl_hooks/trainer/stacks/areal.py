@@ -1,0 +1,123 @@
+"""AReaL's trainer with the hook in its FSDP actor: in your script, `DraftalignPPOTrainer` for `PPOTrainer`.
+
+>>> from rl_hooks.trainer.stacks.areal import DraftalignPPOTrainer
+>>> DraftalignPPOTrainer(config, train_dataset=..., valid_dataset=...)     # with DRAFTALIGN_URL in the environment
+
+Both are subclasses of AReaL's own; nothing of it is patched. Written against AReaL 1.0.4. Four questions are answered:
+
+- tokens and mask: the packed micro-batches; of `loss_mask`, the tokens that the weights of now drew (`versions`). What
+  older weights drew is context: asynchronous rollouts are sent as far as they are of this version, and counted;
+- version: the engine's own (`get_version`);
+- which forward: the pass for proximal log-probabilities. Not the update's, not the reference's, not the teacher's;
+- which rank sends: each its own rollouts, as data is parallel; rank 0 registers the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any
+
+import torch
+from areal.engine.fsdp_engine import FSDPPPOActor
+from areal.trainer.rl_trainer import PPOTrainer
+from areal.utils.environ import is_single_controller
+
+from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.hook import DrafterHook
+
+_log = logging.getLogger("rl_hooks")
+
+
+class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
+    """AReaL's `FSDPPPOActor`, sending what its passes for proximal log-probabilities see to `DRAFTALIGN_URL`."""
+
+    hook: DrafterHook | None = None
+    _proximal = False
+
+    def initialize(self, addr: str | None, ft_spec: Any, *args: Any, **more: Any) -> None:
+        """As AReaL's, and attach. A failure of ours is logged, and the training goes on without us."""
+        super().initialize(addr, ft_spec, *args, **more)
+        if self.optimizer_config is None:
+            return  # the reference model, or a teacher
+        url = os.environ.get("DRAFTALIGN_URL", "")
+        try:
+            self.hook = self._attach(url)
+            _log.warning("draftalign is on: AReaL's rank %d sends rollouts to %s", self.data_parallel_rank, url)
+        except Exception:  # noqa: BLE001 - the trainer goes on without us
+            _log.exception("draftalign is OFF: this policy's rollouts are not sent")
+
+    def _attach(self, url: str) -> DrafterHook:
+        if not url:
+            raise UnsupportedTrainerError("DraftalignPPOActor needs DRAFTALIGN_URL=http://host:port")
+        if self.parallel_helper.tp_size > 1 or self.parallel_helper.sp_size > 1 or self.enable_tree_training:
+            raise UnsupportedTrainerError("only data parallelism: no tensor or sequence parallelism, no tree training")
+        if not self.config.should_compute_prox_logp():
+            needed = "use_decoupled_loss with prox_logp_method=recompute, or recompute_logprob"
+            raise UnsupportedTrainerError(f"there is no pass for proximal log-probabilities to capture: set {needed}")
+        run, token = os.environ.get("DRAFTALIGN_RUN", "default"), os.environ.get("DRAFTALIGN_TOKEN")
+        rank, world_size = self.data_parallel_rank, self.data_parallel_world_size
+        return DrafterHook(self.model, url, run=run, token=token, rank=rank, world_size=world_size)
+
+    def compute_logp(self, *args: Any, **more: Any) -> Any:
+        """As AReaL's; its micro-batches are captured."""
+        self._proximal = True
+        try:
+            return super().compute_logp(*args, **more)
+        finally:
+            self._proximal = False
+
+    def forward_backward_batch(self, mb_list: Any, process_output_fn: Any, forward_only: bool = False) -> None:
+        """As AReaL's; of proximal log-probabilities a micro-batch at a time."""
+        hook = self.hook
+        if hook is None or not (forward_only and self._proximal):
+            super().forward_backward_batch(mb_list, process_output_fn, forward_only)
+            return
+        order = iter(mb_list.forward_indices)  # AReaL packs the rollouts in another order, but for what has no token
+        for item in mb_list:
+            places = list(islice(order, len(item.orig_mb["cu_seqlens"]) - 1))
+            with ExitStack() as captured:
+                if (told := hook.guard(self._told, hook, item.orig_mb, places)) is not None:
+                    captured.enter_context(hook.capture(**told))
+                super().forward_backward_batch([item], process_output_fn, forward_only)
+
+    def _told(self, hook: DrafterHook, packed: dict[str, Any], places: list[int]) -> dict[str, Any] | None:
+        """What `capture` is to be told of a packed micro-batch, whose rollouts have `places` in the batch; or None."""
+        if "multi_modal_input" in packed:
+            hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            return None
+        if "versions" not in packed:
+            hook.tally.warn("versions", "rollouts that do not say which weights drew them (`versions`) are left out")
+            return None
+        generated, bounds = packed["loss_mask"].bool(), packed["cu_seqlens"].long()  # [T], [rollouts + 1]
+        of_now = generated & (packed["versions"] == self.get_version())
+        rollout = torch.repeat_interleave(bounds.diff())  # [T]
+        hook.tally.add("skipped_stale", len({*rollout[generated].tolist()} - {*rollout[of_now].tolist()}))
+        rewards = packed.get("rewards")  # [rollouts of the whole batch], as AReaL's own workflows have them
+        return {
+            "input_ids": packed["input_ids"].long(),
+            "cu_seqlens": bounds,
+            "loss_mask": of_now,
+            "logprobs": packed.get("logprobs"),
+            "rewards": rewards[places].tolist() if rewards is not None and rewards.ndim == 1 else None,
+            "policy_version": self.get_version(),
+            "temperature": self.config.temperature,
+        }
+
+
+class DraftalignPPOTrainer(PPOTrainer):  # type: ignore[misc]
+    """AReaL's `PPOTrainer` whose FSDP actor is a `DraftalignPPOActor`, on one controller or SPMD."""
+
+    def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
+        if alloc.backend != "fsdp":
+            _log.error("draftalign is OFF: only AReaL's fsdp backend is captured, this is %s", alloc.backend)
+            return super()._create_train_engine(actor_config, alloc)
+        names = {"DRAFTALIGN_URL", "DRAFTALIGN_RUN", "DRAFTALIGN_TOKEN"}
+        for spec in actor_config.scheduling_spec:  # the environment of the workers that AReaL starts
+            spec.env_vars.update({name: os.environ[name] for name in names & os.environ.keys()})
+        single, kind = is_single_controller(), DraftalignPPOActor
+        actor = kind.as_controller(actor_config, self.scheduler) if single else kind(config=actor_config)
+        actor.create_process_group(parallel_strategy=alloc.parallel)
+        return actor

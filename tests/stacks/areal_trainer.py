@@ -1,0 +1,254 @@
+"""AReaL's real `FSDPPPOActor` on two gloo processes: packed; proximal log-probabilities, a PPO update.
+
+`python areal_trainer.py OUT`, in an environment with AReaL 1.0.4. Flash attention has no CPU build: the function that
+transformers calls for it is written in torch here, and reads the same boundaries. Every rank writes OUT/<rank>.json:
+what was sent, against each rollout alone in a model of one process; and the weights with and without us.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+import types
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hooks_fixtures import Receiver, as_float, mapped, of_every_token, only_predicting_rows, receiver
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+for absent in ("swanlab", "trackio"):  # loggers that nobody uses here
+    sys.modules[absent] = types.ModuleType(absent)
+    sys.modules[absent].__spec__ = importlib.machinery.ModuleSpec(absent, None)
+
+from areal.api.alloc_mode import ModelAllocation  # noqa: E402
+from areal.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig  # noqa: E402
+from areal.api.io_struct import FinetuneSpec  # noqa: E402
+from areal.trainer.rl_trainer import PPOTrainer  # noqa: E402
+
+from rl_hooks import wire  # noqa: E402
+from rl_hooks.trainer.stacks.areal import DraftalignPPOTrainer  # noqa: E402
+
+ROLLOUTS, PROMPT, RESPONSE, STEPS = 6, 8, 12, 2
+TEMPERATURE = 0.7
+AUX = (2, 4, 5)
+VOCABULARY = 512
+
+
+def policy() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+        attn_implementation="sdpa",
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def varlen(module: Any, q: Any, k: Any, v: Any, _mask: Any, **more: Any) -> tuple[torch.Tensor, None]:
+    """Flash attention's varlen kernel: causal, within the boundaries `cu_seq_lens_q` of a row; [1, heads, T, size]."""
+    k, v = (one.repeat_interleave(module.num_key_value_groups, 1) for one in (k, v))
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True)
+        for a, b in pairwise(more["cu_seq_lens_q"].tolist())
+    ]
+    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+
+
+def actor_of(trainer: Any, path: Path, world: int, **changes: Any) -> Any:
+    """The actor as this kind of trainer makes it, without the rest of the trainer: that wants an inference server."""
+    settings: dict[str, Any] = {
+        "path": str(path),
+        "experiment_name": "e",
+        "trial_name": "t",
+        "backend": f"fsdp:d{world}",
+        "dtype": "float32",
+        "attn_impl": "sdpa",
+        "gradient_checkpointing": False,
+        "temperature": TEMPERATURE,
+        "use_decoupled_loss": True,
+        "optimizer": OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0),
+        "mb_spec": MicroBatchSpec(n_mbs=2, max_tokens_per_mb=128),
+        "ppo_n_minibatches": 1,
+    }
+    config = PPOActorConfig(**settings | changes)
+    actor = trainer.__new__(trainer)._create_train_engine(config, ModelAllocation.from_str(config.backend))
+    actor.initialize(None, FinetuneSpec(1, 64, 8))
+    actor.model.config._attn_implementation = "flash_attention_2"
+    return actor
+
+
+def rollouts(seed: int, version: int) -> list[dict[str, torch.Tensor]]:
+    """As AReaL's workflows give them. The second was begun by the weights before, the third is all theirs."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for b in range(ROLLOUTS):
+        prompt, length = PROMPT - b, PROMPT + RESPONSE - 2 * b
+        generated = (torch.arange(length) >= prompt).int()
+        if b == 0:
+            generated[prompt + 3 : prompt + 5] = 0  # what a tool said
+        drawn = torch.where(generated == 1, version, -1)
+        if b == 1:
+            drawn[prompt : prompt + 4] = version - 1
+        if b == 2:
+            drawn = torch.where(generated == 1, version - 1, -1)
+        one = {
+            "input_ids": torch.randint(3, VOCABULARY, (length,), generator=generator).int(),
+            "loss_mask": generated,
+            "logprobs": torch.zeros(length),  # filled in with the policy's own
+            "versions": drawn.int(),
+            "attention_mask": torch.ones(length, dtype=torch.bool),
+            "rewards": torch.tensor(float(b)),
+        }
+        found.append({name: value.unsqueeze(0) for name, value in one.items()})
+    return found
+
+
+@torch.no_grad()
+def alone(whole: Any, batch: list[dict[str, torch.Tensor]], version: int) -> dict[tuple[int, ...], Any]:
+    """By tokens: states, what of it is of this version, log-probabilities, reward. Fills in the batch's `logprobs`."""
+    found = {}
+    for one in batch:
+        ids = one["input_ids"][0].long()
+        out = whole(ids[None], output_hidden_states=True, use_cache=False)
+        logp = (out.logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        one["logprobs"] = torch.nn.functional.pad(logp, (1, 0))[None] * one["loss_mask"]
+        states = torch.cat([out.hidden_states[i][0] for i in (*AUX, -1)], 1)
+        of_now = (one["loss_mask"][0] == 1) & (one["versions"][0] == version)
+        if of_now.any():
+            found[tuple(ids.tolist())] = (states, of_now.int(), one["logprobs"][0], float(one["rewards"]))
+    return found
+
+
+def train(rank: int, world: int, path: Path, service: Receiver | None, found: dict[str, Any]) -> list[torch.Tensor]:
+    os.environ["DRAFTALIGN_URL"] = "" if service is None else service.url
+    torch.manual_seed(7)
+    actor = actor_of(PPOTrainer if service is None else DraftalignPPOTrainer, path, world)
+    found["actor"] = type(actor).__name__
+    whole = policy()
+    for step in range(STEPS):
+        for mine, theirs in zip(whole.parameters(), actor.model.parameters(), strict=True):
+            mine.data.copy_(theirs.full_tensor())  # the test gathers; the hook does not
+        actor.set_version(step)
+        batch = rollouts(100 * step + rank, step)
+        expected = alone(whole, batch, step)
+        proximal = actor.compute_logp(batch)
+        gap = max(
+            float(((p[0, :-1] - one["logprobs"][0, 1:]) * one["loss_mask"][0, 1:]).abs().max())
+            for p, one in zip(proximal, batch, strict=True)
+        )
+        found.setdefault("areals", []).append(gap)
+        sent_before = -1
+        if service is not None:
+            assert actor.hook.flush(20), actor.hook.stats()
+            found.setdefault("steps", []).append(compare(service, whole, expected, found))
+            sent_before = len(service.rollouts())
+        for one, p in zip(batch, proximal, strict=True):
+            one["prox_logp"] = p
+        actor.ppo_update(actor.compute_advantages(batch))
+        if service is not None:
+            assert actor.hook.flush(20)
+            found.setdefault("sent_in_update", []).append(len(service.rollouts()) - sent_before)
+    if service is not None:
+        names = ("failures", "captured_rollouts", "skipped_stale")
+        found["stats"] = {name: actor.hook.stats()[name] for name in names}
+        found["heads"] = [r.path for r in service.requests if r.method == "PUT"]
+        actor.hook.close()
+        os.environ["DRAFTALIGN_URL"] = ""
+        reference = actor_of(DraftalignPPOTrainer, path, world, optimizer=None)
+        off = [{}, {"recompute_logprob": False, "use_decoupled_loss": False}]
+        others = [reference, *(actor_of(DraftalignPPOTrainer, path, world, **changes) for changes in off)]
+        found["hooks of others"] = [one.hook for one in others]
+    return [one.to_local().detach().clone() for one in actor.model.parameters()]
+
+
+@torch.no_grad()
+def compare(service: Receiver, whole: Any, expected: dict[Any, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Every rollout that came in this step, against an unpacked forward of it."""
+    result: dict[str, Any] = {"rollouts": 0, "features": 0.0, "mask": True, "logp": 0.0, "rewards": True}
+    result |= {"versions": [], "packed": [], "last_rows": []}
+    directory = Path(found["directory"])
+    for request in service.rollouts()[found.setdefault("read", 0) :]:
+        file = mapped(request, directory)
+        bounds = file.array("cu_seqlens").tolist()
+        result["packed"].append(len(bounds) - 1)
+        rewards = json.loads(file.header.metadata["rewards"])
+        for (begin, end), reward in zip(pairwise(bounds), rewards, strict=True):
+            states, of_now, logp, earned = expected.pop(tuple(file.array("input_ids")[begin:end].tolist()))
+            last = of_every_token(file, "last_hidden")[begin:end]
+            last = torch.where(last.isnan(), states[:, -last.shape[1] :], last)  # what was not sent is expected of none
+            sent = torch.cat([as_float(file, "aux_hidden")[begin:end], last], 1)
+            result["features"] = max(result["features"], float((sent - states).abs().max() / states.abs().max()))
+            result["mask"] &= file.array("loss_mask")[begin:end].tolist() == of_now.tolist()
+            said = torch.from_numpy(file.array("logprobs")[begin:end].copy())
+            result["logp"] = max(result["logp"], float(((said - logp) * of_now).abs().max()))
+            result["rewards"] &= reward == earned
+            result["rollouts"] += 1
+        result["last_rows"].append(wire.check_rollout_header(file.header).last_rows)
+        result["versions"].append(int(file.header.metadata["policy_version"]))
+        result["temperature"] = float(file.header.metadata["temperature"])
+    heads = [r for r in service.requests if r.method == "PUT"]
+    if heads:
+        result["head"] = torch.equal(as_float(mapped(heads[-1], directory), "lm_head"), whole.lm_head.weight)
+    found["read"] = len(service.rollouts())
+    result["left"] = len(expected)
+    return result
+
+
+def work(rank: int, world: int, port: int, out: Path) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"LOCAL_RANK": str(rank), "AREAL_SPMD_MODE": "1"}
+    torch.set_num_threads(1)
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = varlen
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rl_hooks").addHandler(handler)
+    files = out / f"files{rank}"
+    files.mkdir()
+    found: dict[str, Any] = {"directory": str(files)}
+    with receiver() as service:
+        service.answer = only_predicting_rows
+        with_us = train(rank, world, out / "policy", service, found)
+    without = train(rank, world, out / "policy", None, {})
+    found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
+    start = [one.flatten() for one in policy().parameters()]
+    found["moved"] = not torch.equal(with_us[0].flatten(), start[0][: with_us[0].numel()])
+    found["said"] = said
+    (out / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    OUT = Path(sys.argv[1])
+    policy().save_pretrained(OUT / "policy")
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1").save_pretrained(OUT / "policy")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        PORT = int(probe.getsockname()[1])
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=work, args=(rank, 2, PORT, OUT)) for rank in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    sys.exit(any(one.exitcode for one in ranks))

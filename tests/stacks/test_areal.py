@@ -1,0 +1,53 @@
+"""AReaL's own FSDP actor with the hook in it (`areal_trainer.py`), in its own environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stacks_fixtures import Stack
+
+STACK = Stack("areal", "areal_trainer.py", "a real AReaL")
+
+pytestmark = STACK.marks
+
+
+@pytest.fixture(name="ranks", scope="module")
+def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return STACK.ranks(tmp_path_factory.mktemp(STACK.name))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_the_weights_of_now_drew_is_sent_rollout_by_rollout(ranks: list[dict[str, Any]], rank: int) -> None:
+    found = ranks[rank]
+    assert found["actor"] == "DraftalignPPOActor"
+    # Of six rollouts a step one was drawn by the weights before, and one in part: that part is context.
+    assert found["stats"] == {"captured_rollouts": 10, "failures": 0, "skipped_stale": 2}
+    for version, step in enumerate(found["steps"]):
+        assert (step["rollouts"], step["left"], step["mask"], step["rewards"]) == (5, 0, True, True)
+        assert step["packed"] == [3, 2]  # two packed micro-batches, in AReaL's order
+        assert set(step["versions"]) == {version}
+        assert step["temperature"] == 0.7
+        assert step["features"] < 2**-7  # bfloat16's rounding, against each rollout alone
+        assert step["logp"] == 0.0  # the sampler's, as the workflow gave them
+        assert step.get("head", rank == 1)
+    assert found["areals"] == pytest.approx([0.0, 0.0], abs=1e-5), "its own pass agrees with each rollout alone"
+
+
+def test_rank_0_registers_the_run_and_sends_heads(ranks: list[dict[str, Any]]) -> None:
+    assert [found["heads"] for found in ranks] == [["/runs/default", "/runs/default/head"], []]
+
+
+def test_nothing_is_sent_by_the_update_which_is_bit_identical_to_areals_own(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["sent_in_update"] == [0, 0]
+        assert found["moved"]
+        assert found["weights"]
+
+
+def test_it_says_that_it_is_on_or_off_and_leaves_the_reference_alone(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        assert found["hooks of others"] == [None, None, None]
+        on, *off = found["said"]
+        assert on.startswith(f"draftalign is on: AReaL's rank {rank} sends rollouts to http://127.0.0.1:")
+        assert off == ["draftalign is OFF: this policy's rollouts are not sent"] * 2
