@@ -74,6 +74,13 @@ def rollouts(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids * mask, mask, generated[:, 1:]
 
 
+def gathered(parameter: Any) -> torch.Tensor:
+    """A parameter of ZeRO-3 whole. DeepSpeed's own `GatheredParameters` sometimes returns before gloo has it all."""
+    shards = [torch.empty_like(parameter.ds_tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, parameter.ds_tensor)
+    return torch.cat(shards)[: parameter.ds_numel].view(parameter.ds_shape)
+
+
 def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> list[torch.Tensor]:
     model = tiny_qwen3(tied="tied" in words, seed=3)
     model.config.use_cache = False  # as Actor sets it: with a cache, sdpa does not see the packing
@@ -93,9 +100,8 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
         hook = attach(actor, service.url, **options)
     for step in range(STEPS):
         whole = tiny_qwen3(tied="tied" in words, seed=3)
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):  # the test gathers; the hook does not
-            for mine, theirs in zip(whole.parameters(), model.parameters(), strict=True):
-                mine.data.copy_(theirs)
+        for mine, theirs in zip(whole.parameters(), model.parameters(), strict=True):
+            mine.data.copy_(gathered(theirs))  # the test gathers; the hook does not
         ids, mask, action_mask = rollouts(100 * step + rank)
         actor.packing_samples = "padded" not in words
         found.setdefault("at rest", []).append(list(model.lm_head.weight.shape))
