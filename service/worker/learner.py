@@ -431,8 +431,7 @@ class Learner:
         if train_on is not None:  # what was measured until now was against another drafter
             self.controller.curve = LearningCurve()
             self.gate.concluded()
-        gain, after = facts["gain"], facts.get("judged_to")
-        return self.gate.promoted(version, self.gate.served, gain, after=after, is_candidate=train_on is not False)
+        return self.gate.promoted(version, self.gate.served, facts, is_candidate=train_on is not False)
 
     def _conclude(self, contests: Sequence[Contest], version_seconds: float | None, policy_version: int) -> None:
         """Tell history and controller, once for each whole training, what the gate found of it.

@@ -40,6 +40,12 @@ _FIRST_ROUND: Final = 4
 #: Standard errors by which the served drafter must fall for the archive to be asked.
 _FALL: Final = 3.0
 _LEVEL_MEMORY: Final = 0.25  # weight of the newest claim in the level that it falls from
+#: Logarithmic gain that promises are taken to have kept exactly before the first was measured: some two publishes'.
+_KEPT_BEFORE: Final = 0.1
+#: Weight of what is older, at each promise that is measured: what kept five publishes ago counts half.
+_KEPT_MEMORY: Final = 0.87
+#: A promise is corrected by this factor at most, up or down.
+_LARGEST_CORRECTION: Final = 2.0
 #: What a version gains is settled after so many rollouts.
 _SETTLED_ROLLOUTS: Final = 256
 #: The candidate is looked at on so many prompts at least; claims of fewer are pooled.
@@ -100,6 +106,12 @@ class Contest:
     verdict: Verdict
     look: Look  # the last one
     trained_to: int | None = None  # newest policy version that the candidate was trained on, where that is known
+    correction: float = 1.0  # of the promise, by what earlier ones brought
+
+    @property
+    def promised(self) -> float:
+        """The gain to expect on the rollouts to come, over the version that is served now. Nan without a look."""
+        return math.expm1(self.correction * math.log1p(self.verdict.gain))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -107,6 +119,7 @@ class Contest:
         verdict, look = self.verdict, self.look
         return {
             "gain": verdict.gain,
+            "promised": self.promised,
             "low": verdict.low,
             "high": verdict.high,
             "looks": verdict.looks,
@@ -120,12 +133,38 @@ class Contest:
 
 
 @dataclass(slots=True)
+class Kept:
+    """What promises brought: sums of logarithmic gains, the older ones counting less.
+
+    A look says what a version gains on the rollouts of now. What it brings is measured on later ones, on which the
+    version before has grown staler still, or on which a lucky look does not repeat itself. Both last as long as the run
+    goes on in the same way, so the next promise is corrected by what the ones before brought.
+    """
+
+    expected: float = 0.0  # by the looks
+    realised: float = 0.0
+
+    def add(self, promise: Promise) -> None:
+        """Count a version whose gain was measured; on few rollouts it says less."""
+        weight = min(1.0, promise.rollouts / _SETTLED_ROLLOUTS)
+        self.expected = _KEPT_MEMORY * self.expected + weight * math.log1p(promise.expected)
+        self.realised = _KEPT_MEMORY * self.realised + weight * promise.log_gain
+
+    @property
+    def correction(self) -> float:
+        """Realised to expected logarithmic gain, 1 where nothing is known."""
+        found = (_KEPT_BEFORE + self.realised) / max(_KEPT_BEFORE + self.expected, 1e-9)
+        return min(max(found, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+
+
+@dataclass(slots=True)
 class Promise:
     """A published version beside the one before it, on rollouts that came after it was published."""
 
     version: str
     before: str
     promised: float
+    expected: float  # by the looks, before it was corrected
     rounds: float = 0.0  # of `version`
     rounds_before: float = 0.0
     variance: float = 0.0  # Σ (rounds_before · standard error of the log ratio)² over claims
@@ -147,9 +186,14 @@ class Promise:
         self.rollouts += look.rollouts
         self.policy_version = max(batch.policy_version for batch in fresh.batches)
 
+    @property
+    def log_gain(self) -> float:
+        """Realised; known once there are rounds."""
+        return math.log(self.rounds_before / self.rounds)
+
     def event(self) -> dict[str, Any]:
         """What the history keeps: relative gains, the realised one with its 95 % interval."""
-        log_gain = math.log(self.rounds_before / self.rounds)
+        log_gain = self.log_gain
         reach = 1.96 * math.sqrt(self.variance) / self.rounds_before
         return {
             "event": "realised",
@@ -199,6 +243,7 @@ class Gate:
         self._level = Level()
         self._few: list[tuple[Replay, Replay, tuple[str, ...]]] = []  # candidate, incumbent, prompts; not in `state`
         self._promise: Promise | None = None
+        self._kept = Kept()
         self.trained_to: int | None = None  # newest policy version that the candidate was trained on
         self.untested: float | None = None  # seconds of the last training, parts together, until it has been judged
         self.done = 0.0  # share of a whole training that those are
@@ -213,6 +258,7 @@ class Gate:
             "trials": {version: trial.to_json() for version, trial in self._trials.items()},
             "level": None if math.isnan(self._level.mean) else asdict(self._level),
             "promise": None if self._promise is None else asdict(self._promise),
+            "kept": asdict(self._kept),
             "trained_to": self.trained_to,
             "untested": self.untested,
             "done": self.done,
@@ -226,7 +272,9 @@ class Gate:
         self.served, self._few = state["served"], []
         self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
         self._level = Level(**state["level"] or {})
-        self._promise = None if state["promise"] is None else Promise(**state["promise"])
+        promise = state["promise"]
+        self._promise = None if promise is None else Promise(**{"expected": promise["promised"]} | promise)
+        self._kept = Kept(**state.get("kept", {}))
         self.trained_to, self.done = state.get("trained_to"), state.get("done", 1.0)
         self.untested, self.tested = state["untested"], state["tested"]
 
@@ -320,7 +368,8 @@ class Gate:
         trial.take(look)
         verdict = trial.verdict(min_gain=self._settings.gate_min_gain, confidence=self._settings.gate_confidence)
         verdict = replace(verdict, reason=look.fault or verdict.reason)
-        return Contest(version, verdict, look, self.trained_to if version == CANDIDATE else None)
+        trained_to = self.trained_to if version == CANDIDATE else None
+        return Contest(version, verdict, look, trained_to, self._kept.correction)
 
     def begin(self, served: str | None) -> dict[str, Any] | None:
         """Begin all trials again, against `served`; how far a training moves the candidate stays known.
@@ -410,22 +459,27 @@ class Gate:
         return self._settled() if promise.rollouts >= _SETTLED_ROLLOUTS else None
 
     def promoted(
-        self, version: str, before: str | None, promised: float, *, after: str | None, is_candidate: bool
+        self, version: str, before: str | None, facts: Mapping[str, Any], *, is_candidate: bool
     ) -> dict[str, Any] | None:
-        """`version` is served now instead of `before`, for the gain that was `promised`. All trials begin again.
+        """`version` is served now instead of `before`. All trials begin again.
 
-        `after`: the newest queue entry of those that chose it. `is_candidate`: training goes on from it. Returns what
-        `begin` does.
+        `facts`: its evidence (`Contest.facts`), with the newest queue entry of it as `judged_to`. `is_candidate`:
+        training goes on from it. Returns what `begin` does.
         """
         event = self.begin(version)
-        self._promise = None if before is None else Promise(version, before, promised, after=after)
+        if before is not None:
+            gain = facts["gain"]
+            self._promise = Promise(version, before, facts.get("promised", gain), gain, after=facts.get("judged_to"))
         if is_candidate:
             self._trials[CANDIDATE].variance = 0.0
         return event
 
     def _settled(self) -> dict[str, Any] | None:
         promise, self._promise = self._promise, None
-        return None if promise is None else promise.event()
+        if promise is None:
+            return None
+        self._kept.add(promise)
+        return promise.event()
 
 
 def archive_trial(place: int) -> Trial:

@@ -150,7 +150,7 @@ def test_what_a_version_gains_is_measured_on_rollouts_that_came_after_it(bench: 
     assert {e["version"] for e in realised} <= {e["version"] for e in published}
     by_version = {e["version"]: e for e in published}
     for event in realised:
-        assert event["promised"] == by_version[event["version"]]["gate"]["gain"]
+        assert event["promised"] == by_version[event["version"]]["gate"]["promised"]
         assert event["before"] == by_version[event["version"]]["parent"]
         assert event["low"] < event["realised"] < event["high"]
     promised, found = (sum(e[kind] for e in realised) for kind in ("promised", "realised"))
