@@ -1,13 +1,15 @@
-"""OpenRLHF's own Actor in DeepSpeed's ZeRO-3 with the hook on it (`openrlhf_trainer.py`), in its own environment."""
+"""OpenRLHF's own Actor with the hook on it: in ZeRO-3 (`openrlhf_trainer.py`), on Ray (`openrlhf_ray.py`)."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from stacks_fixtures import Stack
 
 STACK = Stack("openrlhf", "openrlhf_trainer.py", "OpenRLHF", {"DS_ACCELERATOR": "cpu"})
+ON_RAY = Stack("openrlhf", "openrlhf_ray.py", "OpenRLHF on Ray", {"DS_ACCELERATOR": "cpu", "RAY_AUTH_MODE": "disabled"})
 CASES = ["untied", "tied early", "untied padded", "untied predicting"]
 
 pytestmark = STACK.marks
@@ -40,3 +42,27 @@ def test_the_passes_that_make_experience_are_sent_and_nothing_else(
 @pytest.mark.parametrize("case", CASES)
 def test_the_weights_are_bit_identical_with_and_without_the_hook(ranks: list[dict[str, Any]], case: str) -> None:
     assert [found[case]["weights"] for found in ranks] == [True, True]
+
+
+@pytest.fixture(name="on_ray", scope="module")
+def _on_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    out = tmp_path_factory.mktemp("ray")
+    found = ON_RAY.ranks(out)
+    return found, json.loads((out / "requests.json").read_text())
+
+
+def test_on_ray_one_line_of_the_runtime_environment_puts_the_hook_on_the_policy_and_on_nothing_else(
+    on_ray: tuple[list[dict[str, Any]], dict[str, Any]],
+) -> None:
+    for rank, found in enumerate(on_ray[0]):
+        assert found["extended"]
+        assert found["hooked"] == [True, False]  # the policy, the reference
+        (said,) = found["said"]
+        assert said.startswith(f"draftalign is on: OpenRLHF's rank {rank} sends rollouts to http://127.0.0.1:")
+
+
+def test_on_ray_each_rank_sends_its_rollouts_of_each_version(
+    on_ray: tuple[list[dict[str, Any]], dict[str, Any]],
+) -> None:
+    assert on_ray[1]["versions"] == [0, 0, 1, 1]
+    assert on_ray[1]["asked"] == ["POST /rollouts?run=r", "PUT /runs/r", "PUT /runs/r/head"]

@@ -1,0 +1,77 @@
+"""What Ray's setup hook does to OpenRLHF's module when it is imported. (tests/stacks runs both for real.)"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_hooks.trainer.stacks import on_ray
+
+MODULE = "openrlhf.utils.deepspeed.deepspeed"
+
+
+@pytest.fixture(name="package")
+def _package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package of OpenRLHF's name; returns the file of its strategy."""
+    folder = tmp_path / "openrlhf/utils/deepspeed"
+    folder.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    (tmp_path / "openrlhf/models.py").write_text("class Actor:\n    pass\n")
+    yield folder / "deepspeed.py"
+    for name in [one for one in sys.modules if one.split(".")[0] == "openrlhf"]:
+        del sys.modules[name]
+
+
+def finders() -> int:
+    return sum(type(one).__module__ == on_ray.__name__ for one in sys.meta_path)
+
+
+def test_without_a_url_nothing_is_touched(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DRAFTALIGN_URL", raising=False)
+    on_ray.install()
+    assert finders() == 0
+
+
+def test_it_is_installed_once_and_gone_once_the_module_was_imported(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTALIGN_URL", "http://127.0.0.1:1")
+    package.write_text("class DeepspeedStrategy:\n    def prepare(self, *models):\n        return models\n")
+    on_ray.install()
+    on_ray.install()
+    assert finders() == 1
+    strategy: Any = importlib.import_module(MODULE).DeepspeedStrategy()
+    assert finders() == 0
+    critic = object()
+    assert strategy.prepare((critic, {}), critic) == ((critic, {}), critic)
+
+
+def test_what_it_does_not_know_is_off_and_imported_all_the_same(
+    package: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DRAFTALIGN_URL", "http://127.0.0.1:1")
+    package.write_text("class Strategy:\n    pass\n")
+    on_ray.install()
+    with caplog.at_level(logging.ERROR, "rl_hooks"):
+        assert importlib.import_module(MODULE).Strategy
+    assert "draftalign is OFF" in caplog.text
+
+
+def test_an_actor_that_cannot_be_attached_to_is_prepared_all_the_same(
+    package: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DRAFTALIGN_URL", "http://127.0.0.1:1")
+    package.write_text("class DeepspeedStrategy:\n    def prepare(self, *models):\n        return models\n")
+    on_ray.install()
+    strategy: Any = importlib.import_module(MODULE).DeepspeedStrategy()
+    actor = importlib.import_module("openrlhf.models").Actor()
+    with caplog.at_level(logging.ERROR, "rl_hooks"):
+        assert strategy.prepare((actor, {})) == ((actor, {}),)
+    assert "draftalign is OFF" in caplog.text
