@@ -4,8 +4,8 @@
 ...     "env_vars": {"DRAFTALIGN_URL": "http://service:8400"}}' -- python -m openrlhf.cli.train_ppo_ray ...
 
 Ray calls `install` in each of its worker processes before the trainer's code. When OpenRLHF's strategy is imported
-there, its `prepare` gets one step more: it puts the hook on the `Actor` that is prepared for training. The reference and
-the reward model are not prepared for training, and the critic is no `Actor`.
+there, its `prepare` gets one step more: it puts the hook on the `Actor` that is prepared for training. Reference and
+reward model are not prepared for training, and the critic is no `Actor`.
 Written against Ray 2.60 and OpenRLHF 0.11.2. A process that never imports OpenRLHF is left as it was.
 """
 
