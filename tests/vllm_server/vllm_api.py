@@ -155,6 +155,15 @@ NAMES: Final = (
 )
 
 
+#: What stood elsewhere in vLLM 0.31: file and class.
+BEFORE_0_32: Final = {
+    "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py": (
+        "v1/worker/gpu/spec_decode/autoregressive/speculator.py",
+        "AutoRegressiveSpeculator",
+    )
+}
+
+
 def differences(root: Path) -> list[str]:
     """What of `FUNCTIONS` and `NAMES` the source below `root` does not have."""
     return [
@@ -164,6 +173,8 @@ def differences(root: Path) -> list[str]:
 
 
 def _function_fault(root: Path, path: str, owner: str, name: str, parameters: tuple[str, ...]) -> str | None:
+    if path in BEFORE_0_32 and not (root / path).exists():
+        path, owner = BEFORE_0_32[path]
     scope = _scope(root, path, owner)
     if scope is None:
         return f"{path}: no {owner or 'such file'}"

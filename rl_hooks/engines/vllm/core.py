@@ -224,7 +224,7 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
             try:
                 core._draftalign = link_of(core)
                 if core._draftalign is not None and (missing := unknown_names(core)):
-                    log.warning("draftalign: this vLLM has no %s; the plugin knows 0.32 and 0.33", ", ".join(missing))
+                    log.warning("draftalign: this vLLM has no %s; the plugin knows 0.31 to 0.33", ", ".join(missing))
             except Exception as error:  # noqa: BLE001 - the engine must not feel this
                 log.warning("draftalign: this engine does not follow a service: %s", error)
         found: CoreLink | None = core._draftalign

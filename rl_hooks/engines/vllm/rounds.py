@@ -90,8 +90,8 @@ class RoundCounter:
         found = tuple(inspect.signature(scheduler.make_spec_decoding_stats).parameters)
         if found != _TOLD:
             raise CountingUnsupportedError(
-                f"make_spec_decoding_stats takes {', '.join(found)}; the counts know vLLM 0.32, where it takes "
-                f"{', '.join(_TOLD)}"
+                f"make_spec_decoding_stats takes {', '.join(found)}; the counts know vLLM 0.31 and 0.32, where it "
+                f"takes {', '.join(_TOLD)}"
             )
         told, schedule, update = scheduler.make_spec_decoding_stats, scheduler.schedule, scheduler.update_from_output
 

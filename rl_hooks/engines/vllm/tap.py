@@ -94,7 +94,7 @@ def named_arguments(function: Callable[..., Any], wanted: Sequence[str]) -> Call
     if missing := [one for one in wanted if one not in signature.parameters]:
         raise TapUnsupportedError(
             f"{name} has no parameter {', '.join(missing)} in this vLLM; it takes {', '.join(signature.parameters)}. "
-            "The tap knows vLLM 0.32 and 0.33"
+            "The tap knows vLLM 0.31 to 0.33"
         )
     return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments
 
