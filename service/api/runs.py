@@ -329,6 +329,8 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
             # Size of the draft vocabulary in use, and its coverage of the newest scored tokens.
             "draft_vocab_size": worker.draft_vocab_size or record.draft_vocab_size,
             "draft_coverage": worker.draft_coverage,
+            # As each batch's answer says; a sender that registers knows it before its first file.
+            "prompts_once": True,
         }
     )
 

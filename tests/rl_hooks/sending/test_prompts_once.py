@@ -174,3 +174,14 @@ def test_a_hook_sends_prompts_once_when_the_service_has_said_that_it_reads_them(
         assert rows(6) == 4 * (PROMPT + 5) - 3 * PROMPT
     finally:
         hook.close()
+
+
+def test_who_registers_the_run_sends_its_first_file_so(service: Receiver, tmp_path: Path) -> None:
+    model = tiny_qwen3()
+    service.answer = lambda request: (201, {}, {"prompts_once": request.method == "PUT"})
+    hook = DrafterHook(model, service.url, run="r", aux_layers=AUX, patience_seconds=0.5)
+    try:
+        step(hook, model, 0, group(4, 0))
+        assert "aux_rows" in mapped(service.rollouts()[0], tmp_path)
+    finally:
+        hook.close()
