@@ -94,6 +94,9 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file.")
     max_run_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Largest body of PUT /runs/{run} or of its head.")
     max_batch_rollouts: int = Field(4096, gt=0, description="Most rollouts in one file; above it 422.")
+    max_batch_tokens: int = Field(
+        131_072, ge=2, description="Most tokens in one file; above it 422. A worker does not leave a batch half way."
+    )
     max_runs: int = Field(256, gt=0, description="Most runs; the next one to be registered gets 429.")
     max_heads: int = Field(
         128,
@@ -112,6 +115,9 @@ class Settings(BaseSettings):
         description="Redis' memory for the fates of a run's ended batches and their rollouts; the oldest go first.",
     )
     queue_max_items: int = Field(10_000, gt=0, description="Most batches in a run's queue; above it 429.")
+    queue_max_rollouts: int = Field(
+        131_072, gt=0, description="Most rollouts in a run's queue; above it 429. Redis has a key for each."
+    )
     queue_max_bytes: int | None = Field(
         None, gt=0, description="Most bytes in a run's queue; above it 429. Unset: 3/4 of the size of the spool's disk."
     )
@@ -201,6 +207,11 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.max_batch_rollouts > self.queue_max_rollouts:
+            raise ValueError(
+                f"max_batch_rollouts is {self.max_batch_rollouts}, above queue_max_rollouts {self.queue_max_rollouts}: "
+                "such a batch could never be queued"
+            )
         if self.queue_max_bytes is not None and self.max_body_bytes > self.queue_max_bytes:
             raise ValueError(
                 f"max_body_bytes is {self.max_body_bytes}, above queue_max_bytes {self.queue_max_bytes}: "

@@ -17,9 +17,10 @@ import re
 import time
 import uuid
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Final
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -190,7 +191,7 @@ class Guard:
         method, path = scope["method"], scope["path"]
         if path in PUBLIC:
             return _NOBODY
-        if method not in _READS and headers.get(b"sec-fetch-site") == "cross-site":  # browsers set it, pages cannot
+        if method not in _READS and _is_of_another_site(headers):
             raise Problem(403, "cross-site", "a web page of another site may not change anything here")
         if not self._tokens.required:
             host = headers.get(b"host", "")
@@ -309,6 +310,17 @@ async def _refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) 
     for challenge in _CHALLENGES if problem.status == 401 else ():
         response.headers.append("WWW-Authenticate", challenge)
     await response(scope, receive, send)
+
+
+def _is_of_another_site(headers: Mapping[bytes, str]) -> bool:
+    """Whether a browser says that a page of another site asks: browsers set these headers, pages cannot.
+
+    To a plain http:// name they send no Sec-Fetch-Site; an Origin they send with whatever may change something.
+    """
+    site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+    if site is not None or origin is None:
+        return site == "cross-site"
+    return urlsplit(origin).netloc.lower() != headers.get(b"host", "").lower()
 
 
 def _is_loopback(host: str) -> bool:

@@ -127,7 +127,9 @@ class ServiceContext:
     def queue(self, run: str) -> AsyncRolloutQueue:
         """The queue of a run."""
         if run not in self._queues:
-            self._queues[run] = AsyncRolloutQueue(self.redis, run, self.settings.remembered_bytes)
+            self._queues[run] = AsyncRolloutQueue(
+                self.redis, run, self.settings.remembered_bytes, self.settings.queue_max_rollouts
+            )
         return self._queues[run]
 
     def pointer(self, run: str) -> Pointer:

@@ -104,6 +104,12 @@ async def post_rollouts(
         if rollouts.rollouts > context.settings.max_batch_rollouts:
             most = context.settings.max_batch_rollouts
             raise WireError("rollout_ids", f"{rollouts.rollouts} rollouts in one file; at most {most}, send several")
+        if rollouts.tokens > (most := context.settings.max_batch_tokens):
+            raise WireError(
+                "input_ids",
+                f"{rollouts.tokens} tokens in one file; at most {most} (`max_batch_tokens`), send several files: other "
+                "runs wait while the worker is at one",
+            )
         if rollouts.states_bytes > (largest := context.settings.max_body_bytes):
             raise WireError(
                 "aux_rows",
@@ -160,8 +166,9 @@ def _queue_full(context: ServiceContext, run: str, held: str) -> Problem:
     return Problem(
         429,
         "queue-full",
-        f"the queue of run {run!r} holds {held}; the limits are {settings.queue_max_items} batches and "
-        f"{settings.queue_limit_bytes} bytes. Try again when the worker has caught up",
+        f"the queue of run {run!r} holds {held}; the limits are {settings.queue_max_items} batches, "
+        f"{settings.queue_limit_bytes} bytes and {settings.queue_max_rollouts} rollouts. Try again when the worker has "
+        "caught up",
         headers={"Retry-After": str(settings.retry_after_seconds)},
     )
 

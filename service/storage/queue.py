@@ -30,6 +30,8 @@ KILLER: Final = f"killed its worker {MAX_DELIVERIES} times"
 ENDED_SECONDS: Final = 7 * 86_400
 #: Redis' memory for that, of one run; those that ended first are forgotten sooner where it is full: 128 MiB.
 REMEMBERED_BYTES: Final = 128 * 2**20
+#: Rollouts that may wait in one run's queue: Redis has a key of some 270 bytes for each, so 35 MiB.
+QUEUED_ROLLOUTS: Final = 131_072
 DEAD_LETTERS_KEPT: Final = 10_000
 COUNTERS: Final = (
     "items",
@@ -346,13 +348,23 @@ class Enqueued:
 
 
 class AsyncRolloutQueue:
-    """The API's side: admission, enqueue, and the state of a batch. `remembered_bytes`: as of `RolloutQueue`."""
+    """The API's side: admission, enqueue, and the state of a batch. `remembered_bytes`: as of `RolloutQueue`.
 
-    def __init__(self, redis: redis.asyncio.Redis, run: str, remembered_bytes: int = REMEMBERED_BYTES) -> None:
+    `max_rollouts`: that may wait in the queue; Redis has a key for each.
+    """
+
+    def __init__(
+        self,
+        redis: redis.asyncio.Redis,
+        run: str,
+        remembered_bytes: int = REMEMBERED_BYTES,
+        max_rollouts: int = QUEUED_ROLLOUTS,
+    ) -> None:
         self.run = run
         self._redis: Any = redis
         self._keys = Keys(run)
         self._remembered_bytes = remembered_bytes
+        self._max_rollouts = max_rollouts
         self._enqueue = redis.register_script(lua("remember") + lua("enqueue"))
         self._disown = redis.register_script(lua("disown"))
 
@@ -406,7 +418,7 @@ class AsyncRolloutQueue:
         args = [max_items, max_bytes, overflow, GROUP, ENDED_SECONDS, keys.prefix]
         args += [batch.batch_id, batch.blob, batch.bytes, batch.tokens, batch.rollouts]
         args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids)]
-        args += [put_back, self._remembered_bytes]
+        args += [put_back, self._remembered_bytes, self._max_rollouts]
         of_batch = [keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead, keys.dead_files]
         reply = [text(v) for v in await self._enqueue(keys=of_batch, args=args)]
         match reply[0]:
@@ -417,7 +429,7 @@ class AsyncRolloutQueue:
             case "disowned" | "gone":
                 return Enqueued(reply[0], "")
             case _:
-                return Enqueued("full", f"{reply[1]} batches, {reply[2]} bytes", tuple(reply[3:]))
+                return Enqueued("full", f"{reply[1]} batches, {reply[2]} bytes, {reply[3]} rollouts", tuple(reply[4:]))
 
     async def disown(self, batch_id: str, blob: str) -> bool:
         """Mark a spooled file as an orphan, so that it can be deleted. False, and no mark, if its entry names it."""

@@ -43,6 +43,10 @@ RECENT_BATCHES: Final = 8
 _ARRIVALS_KEPT: Final = 16
 
 
+#: In memory while the draft vocabulary is gathered, which may need many prompts for a few response tokens.
+_MOST_WAITING_TOKENS: Final = 1 << 20
+
+
 class Phase(Enum):
     """Where a delivery is."""
 
@@ -253,9 +257,20 @@ class Inbox:
         return ended
 
     def wait(self, batches: Sequence[Loaded]) -> None:
-        """Keep batches until there is a draft vocabulary. A wait does no harm, so their deliveries do not count."""
+        """Keep batches until there is a draft vocabulary. A wait does no harm, so their deliveries do not count.
+
+        They are in memory, so beyond `_MOST_WAITING_TOKENS` the oldest are skipped; their tokens were counted.
+        """
         for loaded in batches:
             self._set(Delivery(loaded.entry, Phase.WAITING, loaded=loaded, uncounted=True))
+        waiting = [(one.loaded, one.loaded.batch.tokens) for one in self._in(Phase.WAITING) if one.loaded is not None]
+        excess = sum(tokens for _, tokens in waiting) - _MOST_WAITING_TOKENS
+        for loaded, tokens in waiting[:-1]:
+            if excess <= 0:
+                break
+            if self._acknowledge(loaded.entry, "skipped", "passed over while the draft vocabulary was gathered"):
+                loaded.path.unlink(missing_ok=True)
+            excess -= tokens
         self._tell_uncounted()
 
     def resume(self) -> list[Loaded]:

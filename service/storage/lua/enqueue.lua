@@ -1,14 +1,14 @@
--- De-duplicate by batch and by rollout, bound by items and bytes, count and enqueue one batch, atomically. Redis 6.2
+-- De-duplicate by batch and by rollout, bound by items, bytes and rollouts, count and enqueue one batch, atomically. Redis 6.2
 -- commands only, and `remember.lua`. Puts a dead batch back too: with its own file, never at the cost of a batch that waits.
 -- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream  5 files of dead batches
 --       (the others share their hash tag, so also their slot)
 -- ARGV: 1 max_items  2 max_bytes  3 overflow (reject|drop_oldest)  4 group  5 ended_seconds  6 key prefix
 --       7 batch_id  8 blob  9 bytes  10 tokens  11 rollouts  12 policy_version  13 policy_version_max
 --       14 rollout_ids (JSON)  15 to put a dead batch back: the letter of the death that was seen; else ''
---       16 bytes that may be remembered of batches that ended
+--       16 bytes that may be remembered of batches that ended  17 rollouts that may wait: each is a key of Redis
 -- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, dropped blobs...}
 --       | {"duplicate", state, dead_total, newest death's reason, known rollouts}
---       | {"full", items, bytes, dropped blobs...} | {"disowned"} | {"gone"}: the dead batch's file is not kept
+--       | {"full", items, bytes, rollouts, dropped blobs...} | {"disowned"} | {"gone"}: the dead batch's file is not kept
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local prefix, bytes, back = ARGV[6], tonumber(ARGV[9]), ARGV[15] ~= ''
 local file = ARGV[8] .. ':' .. ARGV[9]
@@ -79,6 +79,7 @@ end
 
 local function over()
   return held('items') + 1 > tonumber(ARGV[1]) or held('bytes') + bytes > tonumber(ARGV[2])
+    or held('rollouts') + tonumber(ARGV[11]) > tonumber(ARGV[17])
 end
 
 local dropped = {}
@@ -98,6 +99,7 @@ if ARGV[3] == 'drop_oldest' and over() then
     redis.call('XDEL', queue, oldest[1])
     redis.call('HINCRBY', counters, 'items', -1)
     redis.call('HINCRBY', counters, 'bytes', -tonumber(fields['bytes']))
+    redis.call('HINCRBY', counters, 'rollouts', -tonumber(fields['rollouts']))
     redis.call('HINCRBY', counters, 'dropped_total', 1)
     local key = prefix .. 'batch:' .. fields['batch_id']
     redis.call('HSET', key, 'state', 'skipped', 'reason', 'dropped: the queue was full and newer rollouts came')
@@ -110,7 +112,7 @@ if #dropped > 0 then known = brought_before() end -- of batches that wait still
 
 if over() then
   redis.call('HINCRBY', counters, 'rejected_total', 1)
-  local reply = { 'full', tostring(held('items')), tostring(held('bytes')) }
+  local reply = { 'full', tostring(held('items')), tostring(held('bytes')), tostring(held('rollouts')) }
   for _, blob in ipairs(dropped) do reply[#reply + 1] = blob end
   return reply
 end
@@ -125,6 +127,7 @@ local entry_id = redis.call('XADD', queue, '*', 'batch_id', ARGV[7], 'blob', ARG
 if died then leave_the_dead() end
 redis.call('HINCRBY', counters, 'items', 1)
 redis.call('HINCRBY', counters, 'bytes', bytes)
+redis.call('HINCRBY', counters, 'rollouts', ARGV[11])
 redis.call('HINCRBY', counters, back and 'put_back_total' or 'accepted_total', 1)
 redis.call('DEL', batch)
 redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', ARGV[8], 'bytes', ARGV[9],

@@ -13,6 +13,7 @@ local fields = {}
 for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
 redis.call('HINCRBY', counters, 'items', -1)
 redis.call('HINCRBY', counters, 'bytes', -tonumber(fields['bytes']))
+redis.call('HINCRBY', counters, 'rollouts', -tonumber(fields['rollouts']))
 redis.call('HSET', batch, 'state', ARGV[3], 'reason', ARGV[4])
 if ARGV[3] == 'dead' then
   redis.call('HINCRBY', counters, 'dead_total', 1)

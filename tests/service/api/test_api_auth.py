@@ -300,3 +300,14 @@ def test_a_page_of_another_site_changes_nothing(service: RunningService) -> None
     assert service.client.post(path, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 202
     assert service.client.post(path).status_code == 202
     assert service.client.get("/runs", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1", "http://service:8401"])
+def test_nor_where_a_browser_sends_an_origin_alone(service: RunningService, origin: str) -> None:
+    """As it does to a plain http:// name, with a login that it keeps for that name."""
+    service.register()
+    path, here = "/runs/default/drift/reset", str(service.client.base_url).rstrip("/")
+    crossed = service.client.post(path, headers={"Origin": origin})
+    assert (crossed.status_code, crossed.json()["type"]) == (403, "urn:draftalign:cross-site")
+    assert service.client.post(path, headers={"Origin": here}).status_code == 202
+    assert service.client.post(path, headers={"Origin": origin, "Sec-Fetch-Site": "same-origin"}).status_code == 202

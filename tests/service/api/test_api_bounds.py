@@ -22,11 +22,13 @@ from access_fixtures import RULES, TokenFile, request_of
 from agent_fixtures import eventually
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, f32, head_file, rollout_file, rollout_tensors, run_file
+from storage_fixtures import RolloutQueue
 
 from rl_hooks import wire
 from service.cli.valkey import EmbeddedValkey
 from service.storage import registry
 from service.storage.layout import Layout
+from service.storage.queue import Keys
 from service.storage.ready import WriteTest
 from service.storage.registry import Registry
 
@@ -51,6 +53,36 @@ def test_a_file_has_at_most_4096_rollouts_by_default(service: RunningService) ->
     assert service.post(rollout_file(ids, lengths=(2,) * 4096)).status_code == 202
     ids = (*ids, "one more")
     assert service.post(rollout_file(ids, lengths=(2,) * 4097)).status_code == 422
+
+
+def test_a_file_of_too_many_tokens_is_refused_before_it_is_queued(serve: Callable[..., RunningService]) -> None:
+    """A worker does not leave a batch half way: one of millions of tokens would hold all other runs up."""
+    service = serve(max_batch_tokens=12)
+    service.register()
+    assert service.post(rollout_file(("a", "b"), lengths=(6, 6))).status_code == 202
+    reply = service.post(rollout_file(("c", "d"), lengths=(6, 7)))
+    assert (reply.status_code, kind(reply), reply.json()["field"]) == (422, "bad-file", "input_ids")
+    assert "at most 12" in reply.json()["detail"]
+    assert len(service.spooled()) == 1
+
+
+def test_so_many_rollouts_wait_in_the_queue_and_room_comes_back_as_they_end(
+    serve: Callable[..., RunningService], redis_client: Redis
+) -> None:
+    """Redis has a key for each: what waits must not fill it for other runs."""
+    service = serve(max_batch_rollouts=3, queue_max_rollouts=5)
+    service.register()
+    assert service.post(rollout_file(("a", "b", "c"))).status_code == 202
+    reply = service.post(rollout_file(("d", "e", "f")))
+    assert (reply.status_code, kind(reply)) == (429, "queue-full")
+    assert "3 rollouts" in reply.json()["detail"]
+    assert "5 rollouts" in reply.json()["detail"]
+    assert service.post(rollout_file(("d", "e"))).status_code == 202
+    queue = RolloutQueue(redis_client, "default")
+    for entry in queue.claim("worker", 1000, 0.0):
+        assert queue.ack(entry, "trained")
+    assert service.post(rollout_file(("f", "g", "h"))).status_code == 202
+    assert redis_client.hget(Keys("default").counters, "rollouts") == b"3"
 
 
 def test_rows_that_are_shared_stand_for_no_more_bytes_than_a_file_may_have(

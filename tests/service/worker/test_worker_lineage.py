@@ -32,6 +32,7 @@ from rl_hooks.sending.features import as_wire
 from service.storage.registry import Manifest, Registry
 from service.storage.reports import AsyncStore
 from service.storage.runs import delete_run, withdraw_run
+from service.worker import inbox
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
 from service.worker.process import Worker
@@ -85,6 +86,28 @@ def test_the_runs_own_vocabulary_size_wins(bench: Bench) -> None:
     bench.post("a")
     bench.drain(worker)
     assert len(worker.learner.lineage.candidate.vocabulary) == 20
+
+
+def test_what_waits_for_a_vocabulary_is_bounded_and_its_tokens_count(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that wait are in memory: one of many prompts and few response tokens must not fill it."""
+    monkeypatch.setattr(inbox, "_MOST_WAITING_TOKENS", 60)
+    bench.register()
+    worker = bench.worker(vocab_min_tokens=10_000)
+    posted = [bench.post(f"b{number}", rollouts=2) for number in range(6)]
+    bench.drain(worker)
+    states = [str((bench.queue.batch(name) or {}).get("state")) for name in posted]
+    waiting = states.count("queued")
+    assert states == ["skipped"] * (6 - waiting) + ["queued"] * waiting, "the newest wait"
+    assert 1 <= waiting < 6
+    assert len(list(bench.layout.spool("default").iterdir())) == waiting
+    counted = int(worker.learner.token_counts.sum())
+    bench.post("more", rollouts=2)
+    bench.drain(worker)
+    assert int(worker.learner.token_counts.sum()) > counted
+    reason = (bench.queue.batch(posted[0]) or {})["reason"]
+    assert reason == "passed over while the draft vocabulary was gathered"
 
 
 def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decoding(bench: Bench) -> None:
