@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from pydantic import AliasChoices, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-Scope = Literal["write", "read", "admin"]
-SCOPES: Final[tuple[Scope, ...]] = ("write", "read", "admin")
+Scope = Literal["write", "read", "watch", "admin"]
+SCOPES: Final[tuple[Scope, ...]] = ("write", "read", "watch", "admin")
 _SEVERAL: Final = ("redis+cluster://", "rediss+cluster://", "redis+sentinel://", "rediss+sentinel://")
 REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", *_SEVERAL)
 #: Where `drafters_url` may lead.
@@ -234,7 +234,7 @@ class Settings(BaseSettings):
         return shutil.disk_usage(there).total * 3 // 4
 
     def token_scopes(self) -> dict[str, frozenset[Scope]]:
-        """Map each configured token to its scopes; `admin` includes the other two."""
+        """Map each configured token to its scopes; `admin` includes the others."""
         table: dict[str, frozenset[Scope]] = {}
         for number, part in enumerate(filter(None, self.tokens.get_secret_value().split(";")), 1):
             secret, _, names = part.strip().rpartition(":")

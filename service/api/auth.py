@@ -38,9 +38,10 @@ log = logging.getLogger("draftalign.api")
 PUBLIC: Final = frozenset({"/healthz", "/readyz"})
 #: One header line each: Chromium reads a line as one challenge, and knows Basic only.
 _CHALLENGES: Final = ('Basic realm="draftalign"', 'Bearer realm="draftalign"')
-_READERS: Final[frozenset[TokenScope]] = frozenset({"read", "write"})
+_REPORTERS: Final[frozenset[TokenScope]] = frozenset({"read", "write"})
+_READERS: Final[frozenset[TokenScope]] = _REPORTERS | {"watch"}
 _WRITERS: Final[frozenset[TokenScope]] = frozenset({"write"})
-_READ_ONLY: Final[frozenset[TokenScope]] = frozenset({"read"})
+_READ_ONLY: Final[frozenset[TokenScope]] = frozenset({"read", "watch"})
 _ADMINS: Final[frozenset[TokenScope]] = frozenset({"admin"})
 _READS: Final = frozenset({"GET", "HEAD"})
 #: Calls whose body names the run, and that change nothing but what is queued and counted.
@@ -69,7 +70,7 @@ def allowed_scopes(method: str, path: str) -> frozenset[TokenScope]:
     if (method, first) in (("PUT", "runs"), ("POST", "rollouts")):
         return _WRITERS
     if (method, first) == ("POST", "acceptance"):
-        return _READERS  # the swap agent beside an engine reads drafters and reports counts; so may a trainer
+        return _REPORTERS  # the swap agent beside an engine reads drafters and reports counts; so may a trainer
     return _ADMINS
 
 
