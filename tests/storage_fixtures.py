@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from service.monitor.records import AcceptanceRecord, WorkerGauges
 from service.storage import queue, reports
-from service.storage.queue import COUNTERS, Depth
+from service.storage.queue import COUNTERS
+
+
+class Depth(NamedTuple):
+    """Size of the queue, pending entries included."""
+
+    items: int
+    bytes: int
 
 
 class RolloutQueue(queue.RolloutQueue):

@@ -155,10 +155,11 @@ async def _check_queue(context: ServiceContext, run: str, length: int) -> None:
     settings = context.settings
     if settings.overflow == "drop_oldest":
         return  # room is made when the entry is added
-    items, size = await context.queue(run).depth()
-    if items + 1 > settings.queue_max_items or size + length > settings.queue_limit_bytes:
+    items, size, rollouts = await context.queue(run).depth()
+    full = items >= settings.queue_max_items or rollouts >= settings.queue_max_rollouts
+    if full or size + length > settings.queue_limit_bytes:
         await context.queue(run).count_rejected()
-        raise _queue_full(context, run, f"{items} batches, {size} bytes")
+        raise _queue_full(context, run, f"{items} batches, {size} bytes, {rollouts} rollouts")
 
 
 def _queue_full(context: ServiceContext, run: str, held: str) -> Problem:

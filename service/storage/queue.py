@@ -129,6 +129,7 @@ class Depth(NamedTuple):
 
     items: int
     bytes: int
+    rollouts: int
 
 
 class RolloutQueue:
@@ -378,9 +379,8 @@ class AsyncRolloutQueue:
         await self._redis.sadd(Keys.RUNS, self.run)
 
     async def depth(self) -> Depth:
-        """Items and bytes in the queue now."""
-        items, size = await self._redis.hmget(self._keys.counters, "items", "bytes")
-        return Depth(int(items or 0), int(size or 0))
+        """Items, bytes and rollouts in the queue now."""
+        return Depth(*(int(n or 0) for n in await self._redis.hmget(self._keys.counters, *Depth._fields)))
 
     async def arrivals(self) -> Arrivals:
         """When batches arrived, by the clock of Redis."""

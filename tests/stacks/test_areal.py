@@ -50,4 +50,4 @@ def test_it_says_that_it_is_on_or_off_and_leaves_the_reference_alone(ranks: list
         assert found["hooks of others"] == [None, None, None]
         on, *off = found["said"]
         assert on.startswith(f"draftalign is on: AReaL's rank {rank} sends rollouts to http://127.0.0.1:")
-        assert off == ["draftalign is OFF: this policy's rollouts are not sent"] * 2
+        assert off == ["draftalign is OFF: DRAFTALIGN_URL=http://host:port is not set"] * 2

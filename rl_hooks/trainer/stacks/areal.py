@@ -27,6 +27,7 @@ from areal.utils.environ import is_single_controller
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.trainer.hook import DrafterHook
+from rl_hooks.trainer.stacks.environment import VARIABLES, attached
 
 _log = logging.getLogger("rl_hooks")
 
@@ -42,22 +43,14 @@ class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
         super().initialize(addr, ft_spec, *args, **more)
         if self.optimizer_config is None:
             return  # the reference model, or a teacher
-        url = os.environ.get("DRAFTALIGN_URL", "")
-        try:
-            self.hook = self._attach(url)
-            _log.warning("draftalign is on: AReaL's rank %d sends rollouts to %s", self.data_parallel_rank, url)
-        except Exception:  # noqa: BLE001 - the trainer goes on without us
-            _log.exception("draftalign is OFF: this policy's rollouts are not sent")
+        self.hook = attached("AReaL", self.data_parallel_rank, self._attach)
 
-    def _attach(self, url: str) -> DrafterHook:
-        if not url:
-            raise UnsupportedTrainerError("DraftalignPPOActor needs DRAFTALIGN_URL=http://host:port")
+    def _attach(self, url: str, run: str, token: str | None) -> DrafterHook:
         if self.parallel_helper.tp_size > 1 or self.parallel_helper.sp_size > 1 or self.enable_tree_training:
             raise UnsupportedTrainerError("only data parallelism: no tensor or sequence parallelism, no tree training")
         if not self.config.should_compute_prox_logp():
             needed = "use_decoupled_loss with prox_logp_method=recompute, or recompute_logprob"
             raise UnsupportedTrainerError(f"there is no pass for proximal log-probabilities to capture: set {needed}")
-        run, token = os.environ.get("DRAFTALIGN_RUN", "default"), os.environ.get("DRAFTALIGN_TOKEN")
         rank, world_size = self.data_parallel_rank, self.data_parallel_world_size
         return DrafterHook(self.model, url, run=run, token=token, rank=rank, world_size=world_size)
 
@@ -114,9 +107,8 @@ class DraftalignPPOTrainer(PPOTrainer):  # type: ignore[misc]
         if alloc.backend != "fsdp":
             _log.error("draftalign is OFF: only AReaL's fsdp backend is captured, this is %s", alloc.backend)
             return super()._create_train_engine(actor_config, alloc)
-        names = {"DRAFTALIGN_URL", "DRAFTALIGN_RUN", "DRAFTALIGN_TOKEN"}
         for spec in actor_config.scheduling_spec:  # the environment of the workers that AReaL starts
-            spec.env_vars.update({name: os.environ[name] for name in names & os.environ.keys()})
+            spec.env_vars.update({name: os.environ[name] for name in VARIABLES if name in os.environ})
         single, kind = is_single_controller(), DraftalignPPOActor
         actor = kind.as_controller(actor_config, self.scheduler) if single else kind(config=actor_config)
         actor.create_process_group(parallel_strategy=alloc.parallel)

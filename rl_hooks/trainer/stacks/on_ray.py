@@ -65,27 +65,26 @@ def extend(strategy: Any) -> None:
         made = prepare(self, *models)
         for model in models:
             if isinstance(model, tuple):
-                _attach(self, model[0])
+                try:
+                    _attach(self, model[0])
+                except Exception:  # noqa: BLE001 - the trainer goes on without us
+                    _log.exception("draftalign is OFF: this policy's rollouts are not sent")
         return made
 
     strategy.prepare = prepared
 
 
 def _attach(strategy: Any, actor: Any) -> None:
-    """Put the hook on it where it is OpenRLHF's `Actor`. A failure is logged, and the training goes on without us."""
-    try:
-        from openrlhf.models import Actor
+    """Put the hook on it where it is OpenRLHF's `Actor`. Imported here: Ray's other processes shall not load torch."""
+    from openrlhf.models import Actor
 
-        from rl_hooks.trainer.stacks.openrlhf import attach
+    from rl_hooks.trainer.stacks.environment import attached
+    from rl_hooks.trainer.stacks.openrlhf import attach
 
-        if not isinstance(actor, Actor):
-            return
-        url, rank = os.environ["DRAFTALIGN_URL"], strategy.get_rank()
-        named: dict[str, Any] = {
-            "run": os.environ.get("DRAFTALIGN_RUN", "default"),
-            "token": os.environ.get("DRAFTALIGN_TOKEN"),
-        }
-        attach(actor, url, rank=rank, world_size=strategy.world_size, **named)
-        _log.warning("draftalign is on: OpenRLHF's rank %d sends rollouts to %s", rank, url)
-    except Exception:  # noqa: BLE001 - the trainer goes on without us
-        _log.exception("draftalign is OFF: this policy's rollouts are not sent")
+    if isinstance(actor, Actor):
+        rank, world_size = strategy.get_rank(), strategy.world_size
+
+        def put_on(url: str, run: str, token: str | None) -> Any:
+            return attach(actor, url, rank=rank, world_size=world_size, run=run, token=token)
+
+        attached("OpenRLHF", rank, put_on)

@@ -25,6 +25,7 @@ import torch
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.hook import DrafterHook
+from rl_hooks.trainer.stacks.environment import attached
 
 VENDOR: Final = "draftalign"
 _log = logging.getLogger("rl_hooks")
@@ -82,19 +83,11 @@ def register() -> type:
             super().initialize()
             if self.engine_config.forward_only:
                 return  # the reference model, or a teacher
-            url = os.environ.get("DRAFTALIGN_URL", "")
-            try:
-                self.hook = self._attach(url)
-                _log.warning("draftalign is on: verl's rank %d sends rollouts to %s", self.rank, url)
-            except Exception:  # noqa: BLE001 - the trainer goes on without us
-                _log.exception("draftalign is OFF: this policy's rollouts are not sent")
+            self.hook = attached("verl", self.rank, self._attach)
 
-        def _attach(self, url: str) -> DrafterHook:
-            if not url:
-                raise UnsupportedTrainerError(f"VERL_ENGINE_VENDOR={VENDOR} needs DRAFTALIGN_URL=http://host:port")
+        def _attach(self, url: str, run: str, token: str | None) -> DrafterHook:
             if self.ulysses_sequence_parallel_size > 1 or not self.use_remove_padding:
                 raise UnsupportedTrainerError("only use_remove_padding=True without Ulysses sequence parallelism")
-            run, token = os.environ.get("DRAFTALIGN_RUN", "default"), os.environ.get("DRAFTALIGN_TOKEN")
             rank, world_size = self.get_data_parallel_rank(), self.get_data_parallel_size()
             return DrafterHook(self.module, url, run=run, token=token, rank=rank, world_size=world_size)
 

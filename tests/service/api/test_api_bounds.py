@@ -78,6 +78,8 @@ def test_so_many_rollouts_wait_in_the_queue_and_room_comes_back_as_they_end(
     assert "3 rollouts" in reply.json()["detail"]
     assert "5 rollouts" in reply.json()["detail"]
     assert service.post(rollout_file(("d", "e"))).status_code == 202
+    early = service.client.post("/rollouts?run=default", content=b"no rollout file", headers=HEADERS)
+    assert (early.status_code, kind(early)) == (429, "queue-full"), "before the body is read"
     queue = RolloutQueue(redis_client, "default")
     for entry in queue.claim("worker", 1000, 0.0):
         assert queue.ack(entry, "trained")
