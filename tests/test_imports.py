@@ -23,16 +23,16 @@ ARROWS = {
     "service.capacity": "service.monitor service.settings rl_hooks.format rl_hooks.wire",
     "service.ranks": """service.errors service.settings service.storage service.worker drafter.batch drafter.device
         drafter.model drafter.training""",
-    "service.api": """service.access service.errors service.monitor service.reading service.settings service.storage
-        rl_hooks.release rl_hooks.wire""",
+    "service.api": """service.access service.errors service.memory service.monitor service.reading service.settings
+        service.storage rl_hooks.release rl_hooks.wire""",
     "service.reading": "service.monitor service.storage",
     "service.access": "service.errors service.settings service.storage rl_hooks.durable",
-    "service.worker": """service.errors service.monitor service.settings service.storage drafter.batch drafter.device
-        drafter.errors drafter.files drafter.model drafter.policy drafter.replay drafter.training drafter.vocabulary
-        rl_hooks.durable rl_hooks.format rl_hooks.wire""",
-    "service.storage": """service.errors service.monitor service.objects service.settings rl_hooks.durable
+    "service.worker": """service.errors service.memory service.monitor service.settings service.storage drafter.batch
+        drafter.device drafter.errors drafter.files drafter.model drafter.policy drafter.replay drafter.training
+        drafter.vocabulary rl_hooks.durable rl_hooks.format rl_hooks.wire""",
+    "service.storage": """service.errors service.monitor service.settings rl_hooks.durable
         rl_hooks.format rl_hooks.lock rl_hooks.wire""",
-    "service.objects": "service.errors",
+    "service.memory": "",
     "service.monitor": "",
     "service.settings": "",
     "service.errors": "",

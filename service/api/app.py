@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi_offline import FastAPIOffline
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
@@ -36,6 +37,7 @@ from service.api.drafters import tagged
 from service.api.problems import Problem
 from service.api.snapshot import read_followed, watch_headlines
 from service.errors import ConfigurationError, RunNotFound
+from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
 from service.monitor import metrics
 from service.settings import Settings
 from service.storage.ready import connect_async
@@ -50,13 +52,18 @@ router = APIRouter(tags=["operations"])
 
 _PAGE = Path(__file__).with_name("page.html")
 _REAP_SECONDS = 300.0
-#: Nothing from elsewhere, and no frame around it: a page that shows tokens' data must not be clicked through.
-_PAGE_HEADERS: Final = {
-    "Content-Security-Policy": "frame-ancestors 'none'",  # the rest stands in the page itself
-    "X-Frame-Options": "DENY",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
+#: Of every answer: nothing from elsewhere, and no frame around it, for what shows tokens' data must not be clicked
+#: through. FastAPI's page of the API has its script and styles in itself; ours says more in its own `meta`.
+_HEADERS: Final = [
+    (
+        "Content-Security-Policy",
+        "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data:; frame-ancestors 'none'",
+    ),
+    ("X-Frame-Options", "DENY"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+]
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -73,14 +80,15 @@ def create_app(settings: Settings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(work(app.state.context)) for work in (_reap, watch_headlines)]
+        tasks = [asyncio.create_task(work(app.state.context)) for work in (_reap, _return_memory, watch_headlines)]
         yield
         for task in tasks:
             task.cancel()
         app.state.context.close()
         await client.aclose()
 
-    app = FastAPI(
+    app = FastAPIOffline(  # `/docs` takes its script from here, not from a stranger's host
+        static_url="/docs/static",
         title="draftalign",
         description="Keeps a speculative-decoding drafter in step with a policy that RL keeps changing.",
         lifespan=lifespan,
@@ -105,6 +113,12 @@ async def _reap(context: ServiceContext) -> None:
         except (RedisError, OSError) as error:
             log.debug("the spool was not swept: %s", error)
         await asyncio.sleep(_REAP_SECONDS)
+
+
+async def _return_memory(_context: ServiceContext) -> None:
+    while True:
+        await asyncio.sleep(RETURN_MEMORY_SECONDS)
+        await asyncio.to_thread(return_freed_memory)
 
 
 @router.get("/healthz")
@@ -156,7 +170,7 @@ async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
 @router.get("/", response_class=HTMLResponse)
 async def page() -> HTMLResponse:
     """Show the page that draws α live."""
-    return HTMLResponse(await asyncio.to_thread(_PAGE.read_text, "utf-8"), headers=_PAGE_HEADERS)
+    return HTMLResponse(await asyncio.to_thread(_PAGE.read_text, "utf-8"))
 
 
 class Server(uvicorn.Server):
@@ -189,6 +203,7 @@ def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
+        headers=_HEADERS,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=15,
     )

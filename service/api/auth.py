@@ -48,7 +48,7 @@ _READS: Final = frozenset({"GET", "HEAD"})
 _RUN_IN_BODY: Final = frozenset({("POST", "/rollouts"), ("POST", "/acceptance")})
 _RUN_IN_QUERY: Final = frozenset({"rollouts", "drafter", "drafters", "alpha"})
 #: Calls that tell of no run, or only of those that the caller's token is for.
-_NO_RUN: Final = frozenset({"/", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json", *PUBLIC})
+_NO_RUN: Final = frozenset({"/", "/metrics", "/openapi.json", *PUBLIC})
 _HEAD: Final = re.compile(r"/runs/[^/]+/head")
 _AUDIT_SECONDS: Final = 10.0
 #: Requests other than probes that may begin in one turn of the event loop: some milliseconds of work.
@@ -88,7 +88,7 @@ def named_runs(method: str, path: str, query: bytes) -> list[str] | None:
         return asked
     if parts[0] in _RUN_IN_QUERY:
         return asked or ["default"]
-    return [] if path in _NO_RUN else None
+    return [] if path in _NO_RUN or path.split("/")[1:2] == ["docs"] else None
 
 
 def brings_data(method: str, path: str) -> bool:

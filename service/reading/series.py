@@ -25,8 +25,8 @@ from pydantic_core import to_json
 from service.monitor.alpha import Attempt, attempts, pool_point
 from service.monitor.counts import sound
 from service.monitor.records import AcceptanceRecord, Arrival, DrafterSums, ScoreRecord, read
-from service.storage.engine_counts import live_record
 from service.storage.reports import AsyncStore, Change
+from service.storage.reports.engine_counts import live_record
 
 #: Score records that are in memory at once, or those of one policy version where it has more.
 _AT_ONCE: Final = 256

@@ -53,10 +53,10 @@ from service.errors import (
     VersionNotFound,
 )
 from service.monitor.records import HeldVersion, RunEvent
-from service.objects import Objects
 from service.storage.history.digest import CARRIED, HistoryDigest, Sent, canary_key
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
+from service.storage.objects import Objects
 
 log = logging.getLogger("draftalign.registry")
 

@@ -15,7 +15,6 @@ in its queue ends as skipped.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 import math
@@ -36,6 +35,7 @@ from drafter.device import is_device_fault
 from drafter.errors import DrafterError
 from drafter.training.ranks import Orders, current
 from service.errors import ConfigurationError, ServiceError, WorkerError
+from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
 from service.settings import Settings
 from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id
@@ -52,8 +52,6 @@ log = logging.getLogger("draftalign.worker")
 
 _BEAT_SECONDS = 3.0
 _IDLE_SECONDS = 0.05
-#: Between two times that the C library is asked to return what it holds free.
-_RETURN_MEMORY_SECONDS = 60.0
 _RETRY_SECONDS = 0.5
 #: How far a run may be ahead of another one that has work; after this time at work, the runs that had none are asked.
 _AHEAD_SECONDS = 0.25
@@ -128,15 +126,6 @@ class Turns:
         return taken if run in self._at_work else max(taken, self._fewest)
 
 
-def return_freed_memory() -> None:
-    """Have glibc return free memory to the system; with another C library, nothing.
-
-    Tensors of many sizes leave its heap in pieces, which it keeps: resident memory would rise for hours (soak.md).
-    """
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 class Worker:
     """All runs of one service."""
 
@@ -172,7 +161,7 @@ class Worker:
         orders = Orders(current())
         returned = time.monotonic()
         while not self._stopping:
-            if time.monotonic() - returned > _RETURN_MEMORY_SECONDS:
+            if time.monotonic() - returned > RETURN_MEMORY_SECONDS:
                 return_freed_memory()
                 returned = time.monotonic()
             orders.stand({"runs": sorted(self.served)})

@@ -37,7 +37,9 @@ def guarded(serve: Callable[..., RunningService]) -> RunningService:
 def paths(service: RunningService) -> list[str]:
     """Every path that the application has a route for, and one that it has not."""
     document = service.server.config.app.openapi()  # type: ignore[union-attr]
-    found = sorted({*document["paths"], "/docs", "/openapi.json", "/docs/oauth2-redirect"})
+    found = sorted(
+        {*document["paths"], "/docs", "/openapi.json", "/docs/oauth2-redirect", "/docs/static/swagger-ui.css"}
+    )
     assert len(found) >= 16
     version = service.registry.versions("default")[0]
     values = {"{run}": "default", "{version}": version, "{file}": "config.json", "{rollout_id}": "a"}
@@ -100,10 +102,13 @@ def test_two_hosts_are_one_too_many(service: RunningService) -> None:
     assert service.raw(request).startswith(b"HTTP/1.1 400 ")
 
 
-def test_the_page_cannot_be_framed(service: RunningService) -> None:
-    headers = service.client.get("/").headers
+@pytest.mark.parametrize("path", ["/", "/docs", "/docs/static/swagger-ui-bundle.js", "/runs/none", "/nothing"])
+def test_no_answer_can_be_framed_or_load_from_elsewhere(service: RunningService, path: str) -> None:
+    headers = service.client.get(path).headers
     assert headers["x-frame-options"] == "DENY"
-    assert headers["content-security-policy"] == "frame-ancestors 'none'"
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert policy["frame-ancestors"] == "'none'"
+    assert policy["default-src"] == "'self'"
     assert headers["x-content-type-options"] == "nosniff"
 
 

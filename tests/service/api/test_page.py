@@ -508,3 +508,13 @@ def test_behind_tokens_a_password_opens_the_page_and_alpha_is_drawn(
     if drawn:
         assert page.texts["connection"] == "live"
         assert not page.hidden("full")
+
+
+def test_the_description_of_the_api_is_drawn_from_what_the_service_itself_serves(
+    serve: Callable[..., RunningService], browser: Browser
+) -> None:
+    """A cluster's browser reaches no other host, and a page that holds a login runs no stranger's script."""
+    drawn = browser.dom(f"{serve().url}/docs")
+    assert "opblock-summary-path" in drawn, drawn[:2000]  # written by the script, and there for each call
+    assert 'data-path="/drafter/latest"' in drawn
+    assert not re.findall(r'(?:src|href)="(?:https?:)?//(?!127\.0\.0\.1)[^"]*\.(?:js|css|png)', drawn)

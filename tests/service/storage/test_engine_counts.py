@@ -30,9 +30,8 @@ from service.monitor.counts import (
     total,
 )
 from service.monitor.records import AcceptanceRecord, ScoreRecord
-from service.storage import engine_counts
-from service.storage.engine_counts import KEPT_APART, Account, acceptance_key
-from service.storage.reports import AsyncStore, StoreKeys
+from service.storage.reports import AsyncStore, StoreKeys, engine_counts
+from service.storage.reports.engine_counts import KEPT_APART, Account, acceptance_key
 
 Record = dict[str, Any]
 KEYS = StoreKeys("default")

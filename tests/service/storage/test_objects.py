@@ -24,12 +24,12 @@ from service_fixtures import RunningService, publish
 
 from rl_hooks.agent.download import fetch_release
 from rl_hooks.release import parse_manifest
-from service import objects
 from service.api import drafters as service_drafters
 from service.errors import ConfigurationError, ObjectStoreError
-from service.objects import Objects
 from service.settings import Settings
+from service.storage import objects
 from service.storage.layout import Layout
+from service.storage.objects import Objects
 from service.storage.registry import Manifest, Registry
 
 URL = f"s3://{BUCKET}/some/prefix"
@@ -199,7 +199,7 @@ def _environment() -> dict[str, str]:
 _UPLOAD = """
 import sys
 from pathlib import Path
-from service.objects import Objects
+from service.storage.objects import Objects
 objects, size = Objects(sys.argv[1]), int(sys.argv[3])
 small = Path(sys.argv[2]).with_name("small")
 small.write_bytes(b"x")

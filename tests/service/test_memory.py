@@ -1,4 +1,4 @@
-"""What the worker's C library holds free goes back to the system."""
+"""What a process holds free goes back to the system."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 FRAGMENTED = """
 from pathlib import Path
 
-from service.worker.process import return_freed_memory
+from service.memory import return_freed_memory
 
 
 def resident_mib():

@@ -40,7 +40,7 @@ MAX_LIVE: Final = 4096
 KEPT_CHANGES: Final = 16 * 1024
 #: Most records that one report adds up. A report adds at most one; an unbounded, old table shrinks by this many.
 _FOLDED_AT_ONCE: Final = 64
-BOOK: Final = (Path(__file__).with_name("lua") / "book.lua").read_text(encoding="utf-8")
+BOOK: Final = (Path(__file__).parents[1] / "lua" / "book.lua").read_text(encoding="utf-8")
 
 
 class Keys(Protocol):

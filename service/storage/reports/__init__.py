@@ -28,15 +28,15 @@ from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import REPLAYED_BATCHES, Replays
 from service.monitor.live.watch import Watch, watch
 from service.monitor.records import AcceptanceRecord, ScoreRecord, StepSample, WorkerGauges, read, written
-from service.storage.engine_counts import (
+from service.storage.layout import FileId
+from service.storage.queue import Keys
+from service.storage.reports.engine_counts import (
     KEPT_CHANGES,
     Account,
     EngineCounts,
     acceptance_key,
     live_records,
 )
-from service.storage.layout import FileId
-from service.storage.queue import Keys
 
 #: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
 MAX_SCORES: Final = 4096
@@ -46,7 +46,7 @@ RECENT_SCORES: Final = LOOK_BACK
 NEWEST_REPORTS: Final = 8
 #: Records that are read at once.
 _AT_ONCE: Final = 256
-_FOLLOW: Final = (Path(__file__).with_name("lua") / "follow.lua").read_text(encoding="utf-8")
+_FOLLOW: Final = (Path(__file__).parents[1] / "lua" / "follow.lua").read_text(encoding="utf-8")
 #: Holder of the lease on a run that is being deleted, and how long at most.
 _DELETING: Final = b"deleting"
 _DELETING_SECONDS: Final = 600
