@@ -37,7 +37,7 @@ def make_trainer(directory: Path, *, steps: int = 3, kind: str = "GRPO", model: 
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        use_cpu=True,
+        use_cpu=changes.pop("use_cpu", True),
         bf16=False,
         seed=0,
         gradient_checkpointing=changes.pop("gradient_checkpointing", False),

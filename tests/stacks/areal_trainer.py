@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
-import logging
-import multiprocessing
 import os
-import socket
 import sys
 import types
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from hooks_fixtures import Receiver, as_float, mapped, of_every_token, only_predicting_rows, receiver
+from hooks_fixtures import Receiver
+from rank_fixtures import run_two_ranks
+from sent_fixtures import Alone, compare, states_alone, with_and_without
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -35,7 +34,6 @@ from areal.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig  
 from areal.api.io_struct import FinetuneSpec  # noqa: E402
 from areal.trainer.rl_trainer import PPOTrainer  # noqa: E402
 
-from rl_hooks import wire  # noqa: E402
 from rl_hooks.trainer.stacks.areal import DraftalignPPOTrainer  # noqa: E402
 
 ROLLOUTS, PROMPT, RESPONSE, STEPS = 6, 8, 12, 2
@@ -72,13 +70,13 @@ def varlen(module: Any, q: Any, k: Any, v: Any, _mask: Any, **more: Any) -> tupl
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 
-def actor_of(trainer: Any, path: Path, world: int, **changes: Any) -> Any:
+def actor_of(trainer: Any, path: Path, **changes: Any) -> Any:
     """The actor as this kind of trainer makes it, without the rest of the trainer: that wants an inference server."""
     settings: dict[str, Any] = {
         "path": str(path),
         "experiment_name": "e",
         "trial_name": "t",
-        "backend": f"fsdp:d{world}",
+        "backend": "fsdp:d2",
         "dtype": "float32",
         "attn_impl": "sdpa",
         "gradient_checkpointing": False,
@@ -122,26 +120,27 @@ def rollouts(seed: int, version: int) -> list[dict[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def alone(whole: Any, batch: list[dict[str, torch.Tensor]], version: int) -> dict[tuple[int, ...], Any]:
-    """By tokens: states, what of it is of this version, log-probabilities, reward. Fills in the batch's `logprobs`."""
+def alone(whole: Any, batch: list[dict[str, torch.Tensor]], version: int) -> dict[tuple[int, ...], Alone]:
+    """By tokens, those of which this version drew some. Fills in the batch's `logprobs`."""
     found = {}
     for one in batch:
         ids = one["input_ids"][0].long()
         out = whole(ids[None], output_hidden_states=True, use_cache=False)
         logp = (out.logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         one["logprobs"] = torch.nn.functional.pad(logp, (1, 0))[None] * one["loss_mask"]
-        states = torch.cat([out.hidden_states[i][0] for i in (*AUX, -1)], 1)
         of_now = (one["loss_mask"][0] == 1) & (one["versions"][0] == version)
         if of_now.any():
-            found[tuple(ids.tolist())] = (states, of_now.int(), one["logprobs"][0], float(one["rewards"]))
+            states, reward = states_alone(out, AUX), float(one["rewards"])
+            found[tuple(ids.tolist())] = Alone(states, of_now.int(), one["logprobs"][0], reward)
     return found
 
 
-def train(rank: int, world: int, path: Path, service: Receiver | None, found: dict[str, Any]) -> list[torch.Tensor]:
+def train(rank: int, service: Receiver | None, found: dict[str, Any], path: Path) -> list[torch.Tensor]:
     os.environ["DRAFTALIGN_URL"] = "" if service is None else service.url
     torch.manual_seed(7)
-    actor = actor_of(PPOTrainer if service is None else DraftalignPPOTrainer, path, world)
+    actor = actor_of(PPOTrainer if service is None else DraftalignPPOTrainer, path)
     found["actor"] = type(actor).__name__
+    first = next(iter(actor.model.parameters())).to_local().detach().clone()
     whole = policy()
     for step in range(STEPS):
         for mine, theirs in zip(whole.parameters(), actor.model.parameters(), strict=True):
@@ -158,7 +157,7 @@ def train(rank: int, world: int, path: Path, service: Receiver | None, found: di
         sent_before = -1
         if service is not None:
             assert actor.hook.flush(20), actor.hook.stats()
-            found.setdefault("steps", []).append(compare(service, whole, expected, found))
+            found.setdefault("steps", []).append(compare(service, found, expected, whole.lm_head.weight))
             sent_before = len(service.rollouts())
         for one, p in zip(batch, proximal, strict=True):
             one["prox_logp"] = p
@@ -169,72 +168,25 @@ def train(rank: int, world: int, path: Path, service: Receiver | None, found: di
     if service is not None:
         names = ("failures", "captured_rollouts", "skipped_stale")
         found["stats"] = {name: actor.hook.stats()[name] for name in names}
-        found["heads"] = [r.path for r in service.requests if r.method == "PUT"]
         actor.hook.close()
         os.environ["DRAFTALIGN_URL"] = ""
-        reference = actor_of(DraftalignPPOTrainer, path, world, optimizer=None)
+        reference = actor_of(DraftalignPPOTrainer, path, optimizer=None)
         off = [{}, {"recompute_logprob": False, "use_decoupled_loss": False}]
-        others = [reference, *(actor_of(DraftalignPPOTrainer, path, world, **changes) for changes in off)]
+        others = [reference, *(actor_of(DraftalignPPOTrainer, path, **changes) for changes in off)]
         found["hooks of others"] = [one.hook for one in others]
-    return [one.to_local().detach().clone() for one in actor.model.parameters()]
+    weights = [one.to_local().detach().clone() for one in actor.model.parameters()]
+    found["moved"] = not torch.equal(weights[0], first)
+    return weights
 
 
-@torch.no_grad()
-def compare(service: Receiver, whole: Any, expected: dict[Any, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Every rollout that came in this step, against an unpacked forward of it."""
-    result: dict[str, Any] = {"rollouts": 0, "features": 0.0, "mask": True, "logp": 0.0, "rewards": True}
-    result |= {"versions": [], "packed": [], "last_rows": []}
-    directory = Path(found["directory"])
-    for request in service.rollouts()[found.setdefault("read", 0) :]:
-        file = mapped(request, directory)
-        bounds = file.array("cu_seqlens").tolist()
-        result["packed"].append(len(bounds) - 1)
-        rewards = json.loads(file.header.metadata["rewards"])
-        for (begin, end), reward in zip(pairwise(bounds), rewards, strict=True):
-            states, of_now, logp, earned = expected.pop(tuple(file.array("input_ids")[begin:end].tolist()))
-            last = of_every_token(file, "last_hidden")[begin:end]
-            last = torch.where(last.isnan(), states[:, -last.shape[1] :], last)  # what was not sent is expected of none
-            sent = torch.cat([as_float(file, "aux_hidden")[begin:end], last], 1)
-            result["features"] = max(result["features"], float((sent - states).abs().max() / states.abs().max()))
-            result["mask"] &= file.array("loss_mask")[begin:end].tolist() == of_now.tolist()
-            said = torch.from_numpy(file.array("logprobs")[begin:end].copy())
-            result["logp"] = max(result["logp"], float(((said - logp) * of_now).abs().max()))
-            result["rewards"] &= reward == earned
-            result["rollouts"] += 1
-        result["last_rows"].append(wire.check_rollout_header(file.header).last_rows)
-        result["versions"].append(int(file.header.metadata["policy_version"]))
-        result["temperature"] = float(file.header.metadata["temperature"])
-    heads = [r for r in service.requests if r.method == "PUT"]
-    if heads:
-        result["head"] = torch.equal(as_float(mapped(heads[-1], directory), "lm_head"), whole.lm_head.weight)
-    found["read"] = len(service.rollouts())
-    result["left"] = len(expected)
-    return result
-
-
-def work(rank: int, world: int, port: int, out: Path) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"LOCAL_RANK": str(rank), "AREAL_SPMD_MODE": "1"}
-    torch.set_num_threads(1)
-    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = varlen
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rl_hooks").addHandler(handler)
-    files = out / f"files{rank}"
-    files.mkdir()
-    found: dict[str, Any] = {"directory": str(files)}
-    with receiver() as service:
-        service.answer = only_predicting_rows
-        with_us = train(rank, world, out / "policy", service, found)
-    without = train(rank, world, out / "policy", None, {})
-    found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
-    start = [one.flatten() for one in policy().parameters()]
-    found["moved"] = not torch.equal(with_us[0].flatten(), start[0][: with_us[0].numel()])
-    found["said"] = said
+def work(rank: int, out: Path) -> None:
+    found, _ = with_and_without(rank, out, partial(train, path=out / "policy"))
     (out / f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+def before() -> None:
+    os.environ["AREAL_SPMD_MODE"] = "1"
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = varlen
 
 
 if __name__ == "__main__":
@@ -242,13 +194,4 @@ if __name__ == "__main__":
     policy().save_pretrained(OUT / "policy")
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1").save_pretrained(OUT / "policy")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        PORT = int(probe.getsockname()[1])
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(rank, 2, PORT, OUT)) for rank in range(2)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
-    sys.exit(any(one.exitcode for one in ranks))
+    sys.exit(run_two_ranks(partial(work, out=OUT), before))

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
-import os
-import socket
 import sys
 import tempfile
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from rank_fixtures import run_two_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_hooks import wire
@@ -324,10 +323,7 @@ def refused(rank: int, service: Any) -> str:
     return ""
 
 
-def work(rank: int, port: int, out: Path, cases: list[str]) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def work(rank: int, out: Path, cases: list[str]) -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     parallel_random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -346,18 +342,8 @@ def work(rank: int, port: int, out: Path, cases: list[str]) -> None:
             found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
         report[case] = found
     (out / f"{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        PORT = int(probe.getsockname()[1])
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(r, PORT, Path(sys.argv[1]), sys.argv[2:])) for r in range(2)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
-    sys.exit(any(one.exitcode for one in ranks))
+    OUT, CASES = Path(sys.argv[1]), sys.argv[2:]
+    sys.exit(run_two_ranks(partial(work, out=OUT, cases=CASES)))

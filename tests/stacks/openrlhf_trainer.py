@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
-import multiprocessing
-import os
-import socket
 import sys
 import tempfile
 import types
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,8 @@ import torch
 import torch.distributed as dist
 from einops import rearrange
 from hooks_fixtures import as_float, mapped, of_every_token, only_predicting_rows, receiver, tiny_qwen3
+from rank_fixtures import run_two_ranks
+from sent_fixtures import states_alone
 
 from rl_hooks import wire
 from rl_hooks.trainer.stacks.openrlhf import attach
@@ -130,7 +130,7 @@ def compare(service: Any, whole: Any, ids: Any, mask: Any, action_mask: Any, old
             one = ids[b][mask[b].bool()]
             assert file.array("input_ids")[begin:end].tolist() == one.tolist()
             out = whole(one[None], output_hidden_states=True)
-            states = torch.cat([out.hidden_states[i][0] for i in (*AUX, -1)], 1)
+            states = states_alone(out, AUX)
             last = of_every_token(file, "last_hidden")[begin:end]
             last = torch.where(last.isnan(), states[:, -last.shape[1] :], last)  # what was not sent is expected of none
             sent = torch.cat([as_float(file, "aux_hidden")[begin:end], last], 1)
@@ -151,13 +151,7 @@ def compare(service: Any, whole: Any, ids: Any, mask: Any, action_mask: Any, old
     return result
 
 
-def work(rank: int, port: int, out: Path, cases: list[str]) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(1)
-    # No C++ is built: the lock of a build that was killed would hang every later run.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def work(rank: int, out: Path, cases: list[str]) -> None:
     report: dict[str, Any] = {}
     for case in cases:
         found: dict[str, Any] = {}
@@ -169,18 +163,13 @@ def work(rank: int, port: int, out: Path, cases: list[str]) -> None:
         found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
         report[case] = found
     (out / f"{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+def before() -> None:
+    # No C++ is built: the lock of a build that was killed would hang every later run.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        PORT = int(probe.getsockname()[1])
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(r, PORT, Path(sys.argv[1]), sys.argv[2:])) for r in range(2)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
-    sys.exit(any(one.exitcode for one in ranks))
+    OUT, CASES = Path(sys.argv[1]), sys.argv[2:]
+    sys.exit(run_two_ranks(partial(work, out=OUT, cases=CASES), before))

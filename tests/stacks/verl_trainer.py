@@ -8,19 +8,16 @@ with and without us.
 from __future__ import annotations
 
 import json
-import logging
-import multiprocessing
 import os
-import socket
 import sys
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from hooks_fixtures import Receiver, as_float, mapped, of_every_token, only_predicting_rows, receiver
+from hooks_fixtures import Receiver
+from rank_fixtures import run_two_ranks
+from sent_fixtures import Alone, compare, states_alone, with_and_without
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
@@ -30,10 +27,9 @@ from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from rl_hooks import wire
-
 ROLLOUTS, PROMPT, RESPONSE, STEPS = 4, 8, 12, 2
 AUX = (2, 4, 5)
+WORLD = 2
 
 
 def policy() -> Any:
@@ -52,7 +48,7 @@ def policy() -> Any:
     return LlamaForCausalLM(config)
 
 
-def worker_of(path: Path, world: int) -> Any:
+def worker_of(path: Path) -> Any:
     precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     return TrainingWorker(
         TrainingWorkerConfig(
@@ -65,7 +61,7 @@ def worker_of(path: Path, world: int) -> Any:
             ),
             engine_config=FSDPEngineConfig(
                 forward_only=False,
-                fsdp_size=world,
+                fsdp_size=WORLD,
                 strategy="fsdp2",
                 use_dynamic_bsz=True,
                 use_remove_padding=True,
@@ -108,14 +104,14 @@ def unpadded(batch: dict[str, torch.Tensor], mask: torch.Tensor, **more: Any) ->
     )
 
 
-def train(rank: int, world: int, path: Path, service: Receiver | None, found: dict[str, Any]) -> list[torch.Tensor]:
+def train(rank: int, service: Receiver | None, found: dict[str, Any], path: Path) -> list[torch.Tensor]:
     # Without us it is verl's own engine, which is registered for a GPU's name only.
     os.environ |= {"VERL_ENGINE_VENDOR": "nvidia", "VERL_ENGINE_DEVICE": "cuda"}
     if service is not None:
         os.environ |= {"VERL_ENGINE_VENDOR": "draftalign", "VERL_ENGINE_DEVICE": "cpu"}
     os.environ["DRAFTALIGN_URL"] = "" if service is None else service.url
     torch.manual_seed(7)
-    worker = worker_of(path, world)
+    worker = worker_of(path)
     worker.reset()
     module = worker.engine.module
     whole = policy()
@@ -128,13 +124,14 @@ def train(rank: int, world: int, path: Path, service: Receiver | None, found: di
         sent_before = -1
         if service is not None:
             assert worker.engine.hook.flush(20), worker.engine.hook.stats()
-            found.setdefault("steps", []).append(compare(service, whole, batch, mask, dense, step, found))
+            expected = alone(whole, batch, mask, dense)
+            found.setdefault("steps", []).append(compare(service, found, expected, whole.lm_head.weight))
             sent_before = len(service.rollouts())
         generator = torch.Generator().manual_seed(step)
         advantages = torch.randn(ROLLOUTS, RESPONSE, generator=generator)
         data = unpadded(batch, mask, advantages=advantages, old_log_probs=dense, ref_log_prob=dense)
         tu.assign_non_tensor(
-            data, compute_loss=True, mini_batch_size=ROLLOUTS * world, global_batch_size=ROLLOUTS * world
+            data, compute_loss=True, mini_batch_size=ROLLOUTS * WORLD, global_batch_size=ROLLOUTS * WORLD
         )
         actor = ActorConfig(
             strategy="fsdp2",
@@ -154,102 +151,34 @@ def train(rank: int, world: int, path: Path, service: Receiver | None, found: di
     found["engine"] = type(worker.engine).__name__
     if service is not None:
         found["stats"] = {k: v for k, v in worker.engine.hook.stats().items() if k in ("failures", "captured_rollouts")}
-        found["heads"] = [r.path for r in service.requests if r.method == "PUT"]
         worker.engine.hook.close()
     return [one.to_local().detach().clone() for one in module.parameters()]
 
 
 @torch.no_grad()
-def compare(
-    service: Receiver,
-    whole: Any,
-    batch: dict[str, torch.Tensor],
-    mask: torch.Tensor,
-    verls: torch.Tensor,
-    step: int,
-    found: dict[str, Any],
-) -> dict[str, Any]:
-    """Every rollout that came in this step, against an unpacked forward of it and verl's own log-probabilities."""
-    alone = {}
+def alone(
+    whole: Any, batch: dict[str, torch.Tensor], mask: torch.Tensor, verls: torch.Tensor
+) -> dict[tuple[int, ...], Alone]:
+    """By tokens, with verl's own log-probabilities."""
+    found = {}
     for b in range(ROLLOUTS):
         real = mask[b] == 1
         ids = batch["input_ids"][b][real]
         out = whole(input_ids=ids[None], use_cache=False, output_hidden_states=True)
-        states = torch.cat([out.hidden_states[i][0] for i in (*AUX, -1)], 1)
-        generated = torch.zeros_like(mask[b])
-        generated[PROMPT:] = batch["response_mask"][b]
-        logp = torch.zeros(PROMPT + RESPONSE)
-        logp[PROMPT:] = verls[b]
-        alone[tuple(ids.tolist())] = (states, generated[real], logp[real])
-    result: dict[str, Any] = {
-        "rollouts": 0,
-        "features": 0.0,
-        "mask": True,
-        "logp": 0.0,
-        "versions": [],
-        "last_rows": [],
-    }
-    directory = Path(found["directory"])
-    for request in service.rollouts()[found.setdefault("read", 0) :]:
-        file = mapped(request, directory)
-        for begin, end in pairwise(file.array("cu_seqlens").tolist()):
-            states, generated, logp = alone.pop(tuple(file.array("input_ids")[begin:end].tolist()))
-            last = of_every_token(file, "last_hidden")[begin:end]
-            last = torch.where(last.isnan(), states[:, -last.shape[1] :], last)  # what was not sent is expected of none
-            sent = torch.cat([as_float(file, "aux_hidden")[begin:end], last], 1)
-            result["features"] = max(result["features"], float((sent - states).abs().max() / states.abs().max()))
-            result["mask"] &= file.array("loss_mask")[begin:end].tolist() == generated.tolist()
-            said = torch.from_numpy(file.array("logprobs")[begin:end].copy())
-            result["logp"] = max(result["logp"], float(((said - logp) * generated).abs().max()))
-            result["rollouts"] += 1
-        result["last_rows"].append(wire.check_rollout_header(file.header).last_rows)
-        result["versions"].append(int(file.header.metadata["policy_version"]))
-        result["temperature"] = file.header.metadata["temperature"]
-    heads = [r for r in service.requests if r.method == "PUT"]
-    if heads:
-        result["head"] = torch.equal(as_float(mapped(heads[-1], directory), "lm_head"), whole.lm_head.weight)
-    found["read"] = len(service.rollouts())
-    result["left"] = len(alone)
-    return result
+        generated, logp = torch.zeros_like(mask[b]), torch.zeros(PROMPT + RESPONSE)
+        generated[PROMPT:], logp[PROMPT:] = batch["response_mask"][b], verls[b]
+        found[tuple(ids.tolist())] = Alone(states_alone(out, AUX), generated[real], logp[real])
+    return found
 
 
-def work(rank: int, world: int, port: int, out: Path) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rl_hooks").addHandler(handler)
-    files = out / f"files{rank}"
-    files.mkdir()
-    found: dict[str, Any] = {"directory": str(files)}
-    with receiver() as service:
-        service.answer = only_predicting_rows
-        with_us = train(rank, world, out / "policy", service, found)
-    without_us: dict[str, Any] = {}
-    without = train(rank, world, out / "policy", None, without_us)
-    found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
-    found["logged_without"] = without_us["logged"]
-    found["moved"] = found["grad_norm"] == without_us["grad_norm"] and min(found["grad_norm"]) > 0
-    found["without"] = without_us["engine"]
-    found["said"] = said
+def work(rank: int, out: Path) -> None:
+    found, own = with_and_without(rank, out, partial(train, path=out / "policy"))
+    found["logged_without"], found["without"] = own["logged"], own["engine"]
+    found["moved"] = found["grad_norm"] == own["grad_norm"] and min(found["grad_norm"]) > 0
     (out / f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     OUT = Path(sys.argv[1])
     policy().save_pretrained(OUT / "policy")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        PORT = int(probe.getsockname()[1])
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(rank, 2, PORT, OUT)) for rank in range(2)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
-    sys.exit(any(one.exitcode for one in ranks))
+    sys.exit(run_two_ranks(partial(work, out=OUT)))

@@ -1,0 +1,91 @@
+"""What the scripts of packed trainers share: a run with the hook and one without, and what came of the first."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hooks_fixtures import Receiver, as_float, mapped, of_every_token, only_predicting_rows, receiver
+
+from rl_hooks import wire
+
+#: What one run finds, as JSON.
+Found = dict[str, Any]
+#: Trains on this rank, with the service or without; returns the weights that it ends with.
+Train = Callable[[int, Receiver | None, Found], list[torch.Tensor]]
+
+
+class Alone(NamedTuple):
+    """A rollout as it should come: T tokens, from a forward of it alone."""
+
+    states: torch.Tensor  # [T, ...], those of the auxiliary layers and the last
+    generated: torch.Tensor  # int[T], 1 where the weights of now drew the token
+    logprobs: torch.Tensor  # [T]
+    reward: float | None = None
+
+
+def states_alone(out: Any, layers: Sequence[int]) -> torch.Tensor:
+    """States [T, ...] of a forward of one sequence, of these layers and after the last."""
+    return torch.cat([out.hidden_states[i][0] for i in (*layers, -1)], 1)
+
+
+@torch.no_grad()
+def compare(service: Receiver, found: Found, expected: dict[tuple[int, ...], Alone], head: torch.Tensor) -> Found:
+    """Every rollout that came since the last call beside `expected`, by its tokens; `head` is the policy's."""
+    result: Found = {"rollouts": 0, "features": 0.0, "mask": True, "logp": 0.0, "rewards": True}
+    result |= {"versions": [], "packed": [], "last_rows": []}
+    directory = Path(found["directory"])
+    for request in service.rollouts()[found.setdefault("read", 0) :]:
+        file = mapped(request, directory)
+        bounds = file.array("cu_seqlens").tolist()
+        rewards = json.loads(file.header.metadata.get("rewards", "null")) or [None] * (len(bounds) - 1)
+        for (begin, end), reward in zip(pairwise(bounds), rewards, strict=True):
+            alone = expected.pop(tuple(file.array("input_ids")[begin:end].tolist()))
+            last = of_every_token(file, "last_hidden")[begin:end]
+            # What was not sent is expected of none.
+            last = torch.where(last.isnan(), alone.states[:, -last.shape[1] :], last)
+            sent = torch.cat([as_float(file, "aux_hidden")[begin:end], last], 1)
+            gap = float((sent - alone.states).abs().max() / alone.states.abs().max())
+            said = torch.from_numpy(file.array("logprobs")[begin:end].copy())
+            result["features"] = max(result["features"], gap)
+            result["mask"] &= file.array("loss_mask")[begin:end].tolist() == alone.generated.tolist()
+            result["logp"] = max(result["logp"], float(((said - alone.logprobs) * alone.generated).abs().max()))
+            result["rewards"] &= reward == alone.reward
+            result["rollouts"] += 1
+        result["packed"].append(len(bounds) - 1)
+        result["last_rows"].append(wire.check_rollout_header(file.header).last_rows)
+        result["versions"].append(int(file.header.metadata["policy_version"]))
+        result["temperature"] = float(file.header.metadata["temperature"])
+    if heads := [r for r in service.requests if r.method == "PUT"]:
+        result["head"] = torch.equal(as_float(mapped(heads[-1], directory), "lm_head"), head)
+    found["read"] = len(service.rollouts())
+    result["left"] = len(expected)
+    return result
+
+
+def with_and_without(rank: int, out: Path, train: Train) -> tuple[Found, Found]:
+    """Train with a service that wants few last states, then without one; what each found.
+
+    The first also has `weights`, whether both end with the same, and what the hook's package has `said`.
+    """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rl_hooks").addHandler(handler)
+    files = out / f"files{rank}"
+    files.mkdir()
+    found: Found = {"directory": str(files)}
+    with receiver() as service:
+        service.answer = only_predicting_rows
+        with_us = train(rank, service, found)
+        found["heads"] = [r.path for r in service.requests if r.method == "PUT"]
+    own: Found = {}
+    without = train(rank, None, own)
+    found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
+    found["said"] = said
+    return found, own
