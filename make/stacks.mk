@@ -1,6 +1,6 @@
 # RL stacks with their real packages, on a CPU, each pinned and in an environment of its own. Not part of `make test`.
 # STACKS_PIP_ARGS goes to pip where torch must come from an index of CPU builds (a CUDA torch works too, but is 3 GB more).
-STACKS := verl openrlhf areal megatron ray
+STACKS := verl openrlhf areal skyrl megatron ray
 STACKS_PIP_ARGS ?=
 .PHONY: stacks stacks-clean
 
@@ -8,6 +8,7 @@ STACKS_PIP_ARGS ?=
 EXTRA_verl := --no-build-isolation -e .
 EXTRA_openrlhf := --no-build-isolation deepspeed==0.19.6 openrlhf==0.11.2
 EXTRA_areal := areal==1.0.4
+EXTRA_skyrl := skyrl==0.3.0 skyrl-gym==0.4.0
 
 # torch goes first, so that a build of DeepSpeed finds it.
 .venv-%/.ready: tests/stacks/%_requirements.txt pyproject.toml

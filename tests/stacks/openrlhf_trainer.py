@@ -1,17 +1,14 @@
 """OpenRLHF's real `Actor`, packed, in DeepSpeed's ZeRO-3 on two gloo processes: `python openrlhf_trainer.py OUT`.
 
-flash_attn has no CPU build: its three functions that pack and unpack are written in torch here. Every rank writes
-OUT/<rank>.json: what was sent, against each rollout alone in a model of one process; and the weights with and without
-us.
+Every rank writes OUT/<rank>.json: what was sent, against each rollout alone in a model of one process; and the weights
+with and without us.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import sys
 import tempfile
-import types
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +18,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from einops import rearrange
+from flash_attn_fixtures import stand_in, stand_in_for_packing
 from hooks_fixtures import as_float, mapped, of_every_token, only_predicting_rows, receiver, tiny_qwen3
 from rank_fixtures import run_two_ranks
 from sent_fixtures import states_alone
@@ -33,29 +31,8 @@ ROLLOUTS, PROMPT, RESPONSE, STEPS = 4, 6, 10, 2
 TEMPERATURE = 0.7
 
 
-def stand_in(name: str, **functions: Any) -> None:
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    module.__path__ = []
-    module.__dict__.update(functions)
-    sys.modules[name] = module
-
-
-def unpad_input(x: Any, mask: Any) -> tuple[Any, ...]:
-    places, lengths = mask.flatten().nonzero()[:, 0], mask.sum(-1, dtype=torch.int32)
-    cu = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return x.flatten(0, 1)[places], places, cu, int(lengths.max()), lengths
-
-
-def pad_input(x: Any, places: Any, batch: int, length: int) -> Any:
-    out = x.new_zeros(batch * length, *x.shape[1:])
-    return out.index_copy(0, places, x).view(batch, length, *x.shape[1:])
-
-
 def actor_of() -> Any:
-    packing = {"index_first_axis": lambda x, i: x[i], "unpad_input": unpad_input, "pad_input": pad_input}
-    stand_in("flash_attn", __version__="2.8.3")
-    stand_in("flash_attn.bert_padding", rearrange=rearrange, **packing)
+    stand_in_for_packing(rearrange=rearrange)
     stand_in("flash_attn.utils")
     stand_in("flash_attn.utils.distributed", all_gather=lambda tensor, _group: tensor)
     from openrlhf.models.actor import Actor

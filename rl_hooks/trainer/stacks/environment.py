@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-
-from rl_hooks.trainer.hook import DrafterHook
+from typing import TypeVar
 
 #: What a trainer's processes need of it.
 VARIABLES = ("DRAFTALIGN_URL", "DRAFTALIGN_RUN", "DRAFTALIGN_TOKEN")
 _log = logging.getLogger("rl_hooks")
+_Made = TypeVar("_Made")
 
 
-def attached(trainer: str, rank: int, attach: Callable[[str, str, str | None], DrafterHook]) -> DrafterHook | None:
-    """The hook that `attach(url, run, token)` makes; None where it fails. The trainer goes on without us then.
+def attached(trainer: str, rank: int, attach: Callable[[str, str, str | None], _Made]) -> _Made | None:
+    """What `attach(url, run, token)` makes; None where it fails. The trainer goes on without us then.
 
     `trainer`, `rank`: for the log.
     """
@@ -23,9 +23,9 @@ def attached(trainer: str, rank: int, attach: Callable[[str, str, str | None], D
         _log.error("draftalign is OFF: DRAFTALIGN_URL=http://host:port is not set")
         return None
     try:
-        hook = attach(url, run, os.environ.get("DRAFTALIGN_TOKEN"))
+        made = attach(url, run, os.environ.get("DRAFTALIGN_TOKEN"))
     except Exception:  # noqa: BLE001 - the trainer goes on without us
         _log.exception("draftalign is OFF: this policy's rollouts are not sent")
         return None
     _log.warning("draftalign is on: %s's rank %d sends rollouts to %s", trainer, rank, url)
-    return hook
+    return made

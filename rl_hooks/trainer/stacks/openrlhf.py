@@ -15,7 +15,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,9 @@ from torch import Tensor
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.trainer.hook import DrafterHook
+from rl_hooks.trainer.stacks.environment import attached
+
+_log = logging.getLogger("rl_hooks")
 
 
 def experience_rollouts(sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, *, packed: bool) -> Any:
@@ -80,3 +85,30 @@ def attach(
 
     actor.forward = captured
     return hook
+
+
+def extend(strategy: Any) -> None:
+    """Have OpenRLHF's `DeepspeedStrategy` put the hook on each `Actor` that it prepares for training.
+
+    Reference and reward model are not prepared for training, and the critic is no `Actor`.
+    """
+    from openrlhf.models import Actor
+
+    prepare = strategy.prepare
+
+    @functools.wraps(prepare)
+    def prepared(self: Any, *models: Any) -> Any:
+        made = prepare(self, *models)
+        for model in models:
+            if isinstance(model, tuple) and isinstance(model[0], Actor):
+                try:
+                    attached("OpenRLHF", self.get_rank(), functools.partial(_put_on, self, model[0]))
+                except Exception:  # noqa: BLE001 - the trainer goes on without us
+                    _log.exception("draftalign is OFF: this is no strategy of OpenRLHF 0.11.2")
+        return made
+
+    strategy.prepare = prepared
+
+
+def _put_on(strategy: Any, actor: Any, url: str, run: str, token: str | None) -> DrafterHook:
+    return attach(actor, url, rank=strategy.get_rank(), world_size=strategy.world_size, run=run, token=token)

@@ -1,0 +1,90 @@
+"""SkyRL's FSDP policy workers with the hook on them; `rl_hooks.trainer.stacks.on_ray` says how they get it.
+
+Written against SkyRL 0.3.0. Four questions are answered here:
+
+- tokens and mask: the `Experience` of each micro-batch, and its loss mask: what a tool said is context. (The pass for
+  old log-probabilities has no such mask.)
+- version: how often trained weights were sent to the engines (`broadcast_to_inference_engines`);
+- which forward: the update's, until its first optimizer step: it sees the weights that drew the rollouts. Those of
+  later mini-batches and epochs are counted as `skipped_stale`;
+- which rank sends: each its own rollouts; rank 0 registers the run.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.distributed as dist
+
+from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.hook import DrafterHook
+from rl_hooks.trainer.stacks.environment import attached
+from rl_hooks.trainer.stacks.openrlhf import experience_rollouts
+
+
+class _Policy:
+    """One worker's hook, and which weights it trains."""
+
+    def __init__(self, worker: Any, url: str, run: str, token: str | None) -> None:
+        if worker.sequence_parallel_size > 1:
+            raise UnsupportedTrainerError("only data parallelism: set sequence_parallel_size to 1")
+        if worker.cfg.fully_async.enabled:
+            raise UnsupportedTrainerError("fully_async rollouts do not say whose they are: use an engine's tap")
+        self._worker = worker
+        self.version, self.trained = 0, False
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.hook = DrafterHook(worker.model.model, url, run=run, token=token, rank=rank, world_size=world_size)
+
+    def told(self, experience: Any) -> dict[str, Any] | None:
+        """What `DrafterHook.capture` is to be told of a micro-batch; None: it is not captured."""
+        if experience.pixel_values is not None:
+            self.hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            return None
+        if experience.loss_mask is None:
+            self.hook.tally.warn("loss mask", "rollouts without a loss mask are left out: what was drawn is not known")
+            return None
+        if self.trained:
+            self.hook.tally.add("skipped_stale", len(experience.sequences))
+            return None
+        drawn = experience.loss_mask > 0  # [B, response]
+        packed = self._worker.cfg.remove_microbatch_padding
+        told = experience_rollouts(experience.sequences, drawn, experience.attention_mask, packed=packed)
+        return {**told, "policy_version": self.version, "temperature": self._worker.cfg.algorithm.temperature}
+
+
+def extend(kind: Any) -> None:
+    """Have SkyRL's `FSDPPolicyWorkerBase` send rollouts. In place: Ray looks methods up on the class."""
+    init, micro, step = kind.init_model, kind._forward_backward_micro, kind.optim_step
+    push = kind.broadcast_to_inference_engines
+
+    @functools.wraps(init)
+    def init_model(self: Any, *args: Any, **more: Any) -> Any:
+        made = init(self, *args, **more)
+        self.draftalign = attached("SkyRL", dist.get_rank(), functools.partial(_Policy, self))
+        return made
+
+    @functools.wraps(micro)
+    def forward_backward_micro(self: Any, experience: Any, *args: Any, **more: Any) -> Any:
+        policy = self.draftalign
+        told = None if policy is None else policy.hook.guard(policy.told, experience)
+        if told is None:
+            return micro(self, experience, *args, **more)
+        with policy.hook.capture(**told):
+            return micro(self, experience, *args, **more)
+
+    @functools.wraps(step)
+    def optim_step(self: Any, *args: Any, **more: Any) -> Any:
+        if self.draftalign is not None:
+            self.draftalign.trained = True
+        return step(self, *args, **more)
+
+    @functools.wraps(push)
+    async def broadcast_to_inference_engines(self: Any, *args: Any, **more: Any) -> Any:
+        made = await push(self, *args, **more)
+        if self.draftalign is not None and self.draftalign.trained:
+            self.draftalign.version, self.draftalign.trained = self.draftalign.version + 1, False
+        return made
+
+    kind.init_model, kind._forward_backward_micro, kind.optim_step = init_model, forward_backward_micro, optim_step
+    kind.broadcast_to_inference_engines = broadcast_to_inference_engines

@@ -1,0 +1,211 @@
+"""SkyRL's real `FSDPPolicyWorkerBase` on two gloo processes, FSDP2: `skyrl_trainer.py OUT CASE`.
+
+CASE is `padded` or `packed`. A step has two mini-batches. Of the test's own, for want of CUDA: the names of devices,
+flash_attn's packing and its attention, and the broadcast of buffers. Every rank writes OUT/<rank>.json: what was sent,
+against each rollout alone in a model of one process; and the weights with and without us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import typing
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typing_extensions
+from flash_attn_fixtures import stand_in_for_packing
+from hooks_fixtures import Receiver
+from rank_fixtures import run_two_ranks
+from sent_fixtures import Alone, compare, states_alone, with_and_without
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rl_hooks.trainer.stacks import on_ray
+
+typing.TypedDict = typing_extensions.TypedDict  # SkyRL's, with pydantic, before Python 3.12
+
+ROLLOUTS, PROMPT, RESPONSE, STEPS = 4, 8, 12, 2
+TEMPERATURE = 0.7
+AUX = (2, 4, 5)
+VOCABULARY = 512
+EXTENDED = ("init_model", "_forward_backward_micro", "optim_step", "broadcast_to_inference_engines")
+
+
+def policy() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+        attn_implementation="sdpa",
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def varlen(module: Any, q: Any, k: Any, v: Any, _mask: Any, **more: Any) -> tuple[torch.Tensor, None]:
+    """Flash attention of a packed row [1, N, T, hd]: causal, each rollout for itself, as `position_ids` [1, T] say."""
+    k, v = (one.repeat_interleave(module.num_key_value_groups, 1) for one in (k, v))
+    starts = (more["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True)
+        for a, b in pairwise([*starts, q.shape[2]])
+    ]
+    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+
+
+def call_the_cpu_cuda() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.set_device = cuda.synchronize = cuda.empty_cache = cuda.manual_seed_all = lambda *_: None
+    mesh = torch.distributed.device_mesh.init_device_mesh
+    torch.distributed.device_mesh.init_device_mesh = lambda _, **shape: mesh("cpu", **shape)
+
+
+def share_buffers(model: torch.nn.Module, _state: Any) -> None:
+    """SkyRL's broadcast of what no checkpoint holds, without a GPU."""
+    for module in model.modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            own: Any = module._buffers[name]
+            buffer = own if dist.get_rank() == 0 else torch.empty(own.shape, dtype=own.dtype)
+            dist.broadcast(buffer, src=0)
+            module._buffers[name] = buffer
+
+
+def worker_of(path: Path, *, packed: bool) -> Any:
+    """A policy's worker as Ray would make it."""
+    from skyrl.backends.skyrl_train.distributed import fsdp_utils
+    from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase
+    from skyrl.train.config.config import TrainerConfig
+
+    fsdp_utils._sync_non_persistent_buffers = share_buffers
+    fsdp_utils.init_device_mesh = torch.distributed.device_mesh.init_device_mesh
+    config = TrainerConfig(flash_attn=False, remove_microbatch_padding=False, micro_train_batch_size_per_gpu=2)
+    config.policy.model.path = str(path)
+    config.policy.optimizer_config.lr = 1e-2
+    config.policy.fsdp_config.mixed_precision = SimpleNamespace(param_dtype="fp32", reduce_dtype="fp32")
+    config.algorithm.temperature = TEMPERATURE
+    config.algorithm.use_kl_loss = False
+    rank = dist.get_rank()
+    address = {"master_addr": os.environ["MASTER_ADDR"], "master_port": os.environ["MASTER_PORT"]}
+    worker = FSDPPolicyWorkerBase(
+        cfg=config, world_size=2, rank=rank, local_rank=rank, sequence_parallel_size=1, **address
+    )
+    worker.init_worker_process_group()
+    worker.init_model(str(path), num_training_steps=100)
+    if packed:  # what SkyRL itself does where flash_attn can be installed
+        config.remove_microbatch_padding = worker.model.remove_microbatch_padding = True
+        worker.model.attn_implementation = worker.model.model.config._attn_implementation = "flash_attention_2"
+    return worker
+
+
+def rollouts(seed: int) -> Any:
+    """A mini-batch of one rank as SkyRL's trainer makes it: padded left, responses at the right; a hole for a tool."""
+    from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (ROLLOUTS, PROMPT + RESPONSE), generator=generator)
+    mask, response = torch.ones_like(ids), torch.ones(ROLLOUTS, RESPONSE, dtype=torch.long)
+    for b in range(ROLLOUTS):
+        mask[b, : 2 * b] = 0
+        response[b, :b] = 0
+    drawn = response.clone()
+    drawn[0, 3:5] = 0
+    noise = torch.randn(ROLLOUTS, RESPONSE, generator=generator)
+    batch = {"sequences": ids * mask, "attention_mask": mask, "loss_mask": drawn, "response_mask": response}
+    batch |= {"action_log_probs": -noise.abs(), "advantages": noise}
+    batch = TrainingInputBatch(batch)
+    batch.metadata = {"response_length": RESPONSE}
+    return batch
+
+
+@torch.no_grad()
+def alone(whole: Any, batch: Any) -> dict[tuple[int, ...], Alone]:
+    """By tokens, each rollout of a mini-batch in a forward of its own."""
+    found = {}
+    for b in range(ROLLOUTS):
+        real = batch["attention_mask"][b] == 1
+        ids = batch["sequences"][b][real]
+        out = whole(ids[None], output_hidden_states=True, use_cache=False)
+        drawn = torch.cat([torch.zeros(PROMPT, dtype=torch.long), batch["loss_mask"][b]])[real]
+        logp = (out.logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        found[tuple(ids.tolist())] = Alone(states_alone(out, AUX), drawn, torch.nn.functional.pad(logp, (1, 0)))
+    return found
+
+
+class Engines:
+    """What SkyRL's worker sends weights to."""
+
+    async def send_chunks(self, chunks: Any, **_: Any) -> None:
+        for _chunk in chunks:
+            pass
+
+
+def train(
+    rank: int, service: Receiver | None, found: dict[str, Any], path: Path, *, packed: bool
+) -> list[torch.Tensor]:
+    os.environ["DRAFTALIGN_URL"] = "" if service is None else service.url
+    on_ray.install()  # before SkyRL's module is imported, as Ray does it
+    from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
+
+    kind = fsdp_worker.FSDPPolicyWorkerBase
+    found["extended"] = [hasattr(getattr(kind, name), "__wrapped__") for name in EXTENDED]
+    if service is None:
+        for name in EXTENDED:  # it was imported before: SkyRL's own again
+            setattr(kind, name, getattr(kind, name).__wrapped__)
+    torch.manual_seed(7)
+    worker = worker_of(path, packed=packed)
+    module, whole = worker.model.model, policy()
+    worker._weight_transfer_sender = Engines()
+    worker.weight_extractor = fsdp_worker.FSDPWeightExtractor(module)
+    for step in range(STEPS):
+        for mine, theirs in zip(whole.parameters(), module.parameters(), strict=True):
+            mine.data.copy_(theirs.full_tensor())  # the test gathers; the hook does not
+        for mini in range(2):
+            batch = rollouts(100 * step + 10 * mini + rank)
+            expected = alone(whole, batch)
+            worker.forward_backward(batch)
+            if service is not None:
+                hook = worker.draftalign.hook
+                assert hook.flush(20), hook.stats()
+                found.setdefault("steps", []).append(compare(service, found, expected, whole.lm_head.weight))
+            found.setdefault("norms", []).append(worker.optim_step())
+        engine = SimpleNamespace(enable_prefix_caching=False, model_dtype="float32")
+        asyncio.run(worker.broadcast_to_inference_engines(None, engine))
+    if service is not None:
+        names = ("failures", "captured_rollouts", "skipped_stale", "last_failure")
+        found["stats"] = {name: worker.draftalign.hook.stats()[name] for name in names}
+        worker.draftalign.hook.close()
+    return [one.to_local().detach().clone() for one in module.parameters()]
+
+
+def work(rank: int, out: Path, *, packed: bool) -> None:
+    found, own = with_and_without(rank, out, partial(train, path=out / "policy", packed=packed))
+    found["moved"] = found["norms"] == own["norms"] and min(found["norms"]) > 0
+    (out / f"{rank}.json").write_text(json.dumps(found))
+
+
+def before() -> None:
+    stand_in_for_packing()
+    call_the_cpu_cuda()
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = varlen
+
+
+if __name__ == "__main__":
+    OUT = Path(sys.argv[1])
+    policy().save_pretrained(OUT / "policy")
+    sys.exit(run_two_ranks(partial(work, out=OUT, packed=sys.argv[2] == "packed"), before))

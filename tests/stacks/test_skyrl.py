@@ -1,0 +1,51 @@
+"""SkyRL's own FSDP policy worker with the hook in it (`skyrl_trainer.py`), in its own environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stacks_fixtures import Stack
+
+STACK = Stack("skyrl", "skyrl_trainer.py", "a real SkyRL")
+
+pytestmark = STACK.marks
+
+
+@pytest.fixture(name="ranks", scope="module", params=["padded", "packed"])
+def _ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return STACK.ranks(tmp_path_factory.mktemp(STACK.name), request.param)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_the_first_mini_batch_sees_is_sent_rollout_by_rollout(ranks: list[dict[str, Any]], rank: int) -> None:
+    found = ranks[rank]
+    assert found["extended"] == [True] * 4, "by Ray's setup hook, when SkyRL's module was imported"
+    # Of two steps with two mini-batches of four, the second one's weights are not those that drew the rollouts.
+    stats = {"captured_rollouts": 8, "failures": 0, "skipped_stale": 8, "last_failure": ""}
+    assert found["stats"] == stats
+    for number, step in enumerate(found["steps"]):
+        version, second = divmod(number, 2)
+        if second:
+            assert (step["rollouts"], step["left"]) == (0, 4)
+            continue
+        assert (step["rollouts"], step["left"], step["mask"]) == (4, 0, True)
+        assert step["versions"] == [version, version]  # of two micro-batches
+        assert step["temperature"] == 0.7
+        assert step["features"] < 2**-7  # bfloat16's rounding, against each rollout alone
+        assert step["logp"] < 1e-5
+        assert step.get("head", rank == 1)
+
+
+def test_rank_0_registers_the_run_and_sends_heads(ranks: list[dict[str, Any]]) -> None:
+    assert [found["heads"] for found in ranks] == [["/runs/default", "/runs/default/head"], []]
+
+
+def test_the_update_is_bit_identical_to_skyrls_own(ranks: list[dict[str, Any]]) -> None:
+    assert [(found["moved"], found["weights"]) for found in ranks] == [(True, True)] * 2
+
+
+def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        (said,) = found["said"]
+        assert said.startswith(f"draftalign is on: SkyRL's rank {rank} sends rollouts to http://127.0.0.1:")
