@@ -167,6 +167,23 @@ class RolloutBatch:
             **changes,
         )
 
+    def some(self, tokens: int) -> RolloutBatch:
+        """Evenly spaced rollouts until they have so many tokens.
+
+        Never by length: which are long is the text's doing.
+        """
+        step = math.ceil(self.tokens / tokens)
+        if step <= 1:
+            return self
+        chosen, found = [], 0
+        lengths = self.cu_seqlens.diff().tolist()
+        for rollout in range(0, self.rollouts, step):
+            chosen.append(rollout)
+            found += lengths[rollout]
+            if found >= tokens:
+                break
+        return self.select(chosen)
+
     def groups(self, tokens_at_once: int) -> Iterator[RolloutBatch]:
         """Split into consecutive groups of whole rollouts, of about so many tokens each."""
         if self.tokens <= tokens_at_once:

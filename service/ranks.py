@@ -56,7 +56,8 @@ class FollowedRun:
         config = order["config"]
         if (asked := order.get("score")) is None:
             return partial(self._train, self._task(order["train"]), config)
-        batch = self._read(asked["file"], tuple(asked["known"]))[0]
+        whole = self._read(asked["file"], tuple(asked["known"]))[0]
+        batch = whole if len(asked["looked"]) == whole.rollouts else whole.select(asked["looked"])
         policy = self._target.with_head(*asked["head"])
         published = {name: self._lineage.version(name) for name in asked["drafters"] if name != CANDIDATE}
 

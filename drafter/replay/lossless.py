@@ -31,7 +31,7 @@ from drafter.model.matmul import times_wide
 from drafter.model.pointwise import rms_norm
 from drafter.policy import Policy
 
-#: Of longer batches, whole rollouts are looked at until they have so many tokens.
+#: Of longer batches, some rollouts are looked at.
 _TOKENS = 8192
 _LOGITS_ELEMENTS = 1 << 24
 
@@ -58,7 +58,7 @@ def drafters_favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) ->
         head = policy.head.rows(drafter.vocabulary, device, dtype or torch.float32)  # [D, Ht]
     except TargetHeadError:
         return None
-    batch = _some(batch).to(device)
+    batch = batch.some(_TOKENS).to(device)
     plan = drafter.plan(batch, 1).to(device)
     unrolled = drafter.unroll(plan, batch, policy, dtype=dtype)
     rows, pre = unrolled.rows[0], unrolled.pre[0]  # [U]: row t proposes x[t + 2], drawn by the policy's state at t + 1
@@ -81,18 +81,3 @@ def drafters_favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) ->
     if not (math.isfinite(total) and math.isfinite(spread)) or not len(rows):
         return None
     return Excess(total, spread, len(rows))
-
-
-def _some(batch: RolloutBatch) -> RolloutBatch:
-    """Evenly spaced rollouts until they have `_TOKENS` tokens. Never by length: which are long is the text's doing."""
-    step = math.ceil(batch.tokens / _TOKENS)
-    if step == 1:
-        return batch
-    chosen, tokens = [], 0
-    lengths = batch.cu_seqlens.diff().tolist()
-    for rollout in range(0, batch.rollouts, step):
-        chosen.append(rollout)
-        tokens += lengths[rollout]
-        if tokens >= _TOKENS:
-            break
-    return batch.select(chosen)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.errors import BatchRejected, TargetHeadError
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
@@ -16,7 +17,7 @@ from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
 from service.worker.promotion import Gate
-from service.worker.scoring import Scores, replay_each, replay_shared, score
+from service.worker.scoring import Scores, every_second_sibling, replay_each, replay_shared, score
 from service.worker.target import Target
 
 #: A worker that is behind compares all drafters in one claim of so many, and the candidate alone in the others.
@@ -78,7 +79,7 @@ class ClaimScorer:
         for loaded in reversed(rest):
             if not loaded.entry.belated and self._gate.hungry(tested):
                 compared.add(loaded)
-                tested += loaded.batch.rollouts
+                tested += len(self._looked(loaded))
         for loaded in rest:
             found += self._score_all([loaded], fates, "candidate" if loaded in compared else "served")
         return found
@@ -109,12 +110,16 @@ class ClaimScorer:
             roles.setdefault("watched", (watched, self._lineage.version(watched)))
         if comparison == "all" and (before := self._lineage.existing(self._gate.watched or "")) is not None:
             roles.setdefault("before", (before, self._lineage.version(before)))
+        looked = self._looked(loaded)
+        part = batch if len(looked) == batch.rollouts else batch.select(looked)
         try:
             scores = score(
                 batch,
+                looked,
+                part,
                 roles,
                 policy,
-                self._replays(loaded, roles, policy),
+                self._replays(loaded, looked, part, roles, policy),
                 depth=self._settings.depth,
                 batch_id=loaded.entry.batch_id,
                 entry_id=loaded.entry.arrived,
@@ -128,22 +133,34 @@ class ClaimScorer:
             fates.fail(loaded, error, "cannot be scored")
             return None
         if comparison == "all":
-            scores = replace(scores, versions={**scores.versions, **self._gate.replay_sent(batch, loaded.path)})
+            scores = replace(scores, versions={**scores.versions, **self._gate.replay_sent(part, loaded.path)})
         return scores
 
+    def _looked(self, loaded: Loaded) -> Sequence[int]:
+        """Places of the rollouts that are replayed. While newer ones wait, that takes time which training needs."""
+        if self.keeps_up:
+            return range(loaded.batch.rollouts)
+        return every_second_sibling(prompt_hashes(loaded.batch))
+
     def _replays(
-        self, loaded: Loaded, roles: Mapping[str, tuple[str, DraftModel]], policy: Policy
+        self,
+        loaded: Loaded,
+        looked: Sequence[int],
+        part: RolloutBatch,
+        roles: Mapping[str, tuple[str, DraftModel]],
+        policy: Policy,
     ) -> dict[str, Replay]:
-        """By version. With several ranks each replays its share of the rollouts."""
+        """Of `part`, by version. With several ranks each replays its share of the rollouts."""
         drafters, ranks = dict(roles.values()), self._lineage.ranks
         depth, drafting = self._settings.depth, self._settings.drafting
         if ranks.world == 1:
-            return replay_each(drafters, policy, [loaded.batch], depth, drafting)
+            return replay_each(drafters, policy, [part], depth, drafting)
         with ranks.in_step():
-            order: dict[str, Any] = {"file": loaded.path.name, "known": loaded.entry.known, "drafters": list(drafters)}
+            order: dict[str, Any] = {"file": loaded.path.name, "known": loaded.entry.known, "looked": list(looked)}
+            order["drafters"] = list(drafters)
             order["head"] = self._target.head_of(loaded.batch.policy_version, batch=loaded.path)
             self._lineage.lead({"score": order | {"depth": depth, "drafting": drafting}})
-            return replay_shared(ranks, drafters, policy, loaded.batch, depth, drafting)
+            return replay_shared(ranks, drafters, policy, part, depth, drafting)
 
     def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:
         """With what a claim's newest rollouts are scored. Time is short where several policies' have gathered."""

@@ -211,9 +211,7 @@ class Learner:
         passed_over_enough = waits and not (behind or idle)
         scored, rest = ([], now) if behind or not now else self.scorer.score_newest(now, fates)
         rest = [*(loaded for loaded in fresh if loaded not in now), *rest]
-        passed_over = self.scorer.score_passed_over(
-            rest, fates, tested=sum(loaded.batch.rollouts for loaded, _ in scored)
-        )
+        passed_over = self.scorer.score_passed_over(rest, fates, tested=sum(len(scores.looked) for _, scores in scored))
         held = self.journal.hear_engines(LiveRule.of(self._settings), version_seconds)
         kept = self.lineage.held()
         judged = not isolated and held is None and not kept

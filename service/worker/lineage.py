@@ -38,7 +38,8 @@ log = logging.getLogger("draftalign.worker")
 #: Stands for the drafter in training where a version is asked for.
 CANDIDATE: Final = "candidate"
 
-_CACHED_VERSIONS = 4
+#: Roles of published drafters, and one more: a batch may have been drafted by a version before.
+_CACHED_VERSIONS = 6
 
 
 class Lineage:

@@ -63,8 +63,9 @@ class Fresh:
     """A claim's rollouts, scored and not trained on yet."""
 
     batches: tuple[RolloutBatch, ...]
+    looked: tuple[tuple[int, ...], ...]  # of each batch, the places of those rollouts that were replayed
     replays: Mapping[str, Replay]  # by version, of the drafters that were scored on all of them
-    prompts: tuple[str, ...]  # of each rollout
+    prompts: tuple[str, ...]  # of each rollout that was replayed
     evidence: tuple[int, ...]  # the rollouts that say something about prompts that nobody was trained on
     by_prompt: bool  # False: there never was but one prompt, and its rollouts are the observations
 
@@ -79,18 +80,20 @@ class Fresh:
         names = set.intersection(*(set(scores.versions) for _, scores in scored))
         replays = {name: Replay.concat([scores.versions[name] for _, scores in scored]) for name in sorted(names)}
         prompts = tuple(prompt for _, scores in scored for prompt in scores.prompts)
-        policies = [batch.policy_version for batch, _ in scored for _ in range(batch.rollouts)]
+        looked = tuple(scores.looked for _, scores in scored)
+        policies = [batch.policy_version for batch, scores in scored for _ in scores.looked]
         unseen = tuple(i for i, prompt in enumerate(prompts) if prompt not in trained)
         if len({prompts[i] for i in unseen}) < 2:
             unseen = tuple(i for i, prompt in enumerate(prompts) if trained.get(prompt) != policies[i])
-        return cls(batches, replays, prompts, unseen, by_prompt=len({*trained, *prompts}) > 1)
+        return cls(batches, looked, replays, prompts, unseen, by_prompt=len({*trained, *prompts}) > 1)
 
     def select(self, rollouts: Sequence[int]) -> list[RolloutBatch]:
         """These rollouts, in ascending order, as parts of the batches."""
-        bounds = np.cumsum([0, *(batch.rollouts for batch in self.batches)])
+        bounds = np.cumsum([0, *(len(places) for places in self.looked)])
         chosen = np.array(sorted(rollouts), dtype=np.int64)
         parts = [chosen[(chosen >= low) & (chosen < high)] - low for low, high in pairwise(bounds)]
-        return [batch.select(part.tolist()) for batch, part in zip(self.batches, parts, strict=True) if part.size]
+        of_batches = zip(self.batches, self.looked, parts, strict=True)
+        return [batch.select([places[i] for i in part]) for batch, places, part in of_batches if part.size]
 
     def look(self, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
         """Compare two replays of `rollouts`, in ascending order."""

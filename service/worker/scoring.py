@@ -27,15 +27,24 @@ from service.monitor.records import DrafterSums, Favour, Replayed, ScoreRecord
 
 log = logging.getLogger("draftalign.worker")
 
+#: Prompt lookup walks a text token by token, on the CPU: 28 ms for so many.
+_NGRAM_TOKENS = 8192
+#: Of prompts with fewer rollouts all are looked at.
+_FEW_SIBLINGS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Replays of one batch by name (`served`, `candidate`, `frozen`, `ngram`, `best`) and its score record."""
+    """Replays of one batch by name (`served`, `candidate`, `frozen`, `ngram`, `best`) and its score record.
+
+    They are of the rollouts at `looked`, which may be a part of the batch (`every_second_sibling`).
+    """
 
     replays: Mapping[str, Replay]
     record: ScoreRecord
     versions: Mapping[str, Replay]  # the same by drafter version, of archived ones too
-    prompts: tuple[str, ...]  # `prompt_hashes` of its rollouts
+    looked: tuple[int, ...]  # places in the batch of the rollouts that were replayed
+    prompts: tuple[str, ...]  # `prompt_hashes` of these
     strata: tuple[str, ...] = ()  # the kind of each rollout's prompt; empty: not known
     entropies: tuple[float, ...] = ()  # of each rollout: mean negated log-probability of its response tokens, in nats
 
@@ -91,8 +100,23 @@ def replay_shared(
     }
 
 
+def every_second_sibling(prompts: Sequence[str]) -> tuple[int, ...]:
+    """Places of the rollouts that stand for all: every second one of each prompt that has at least four.
+
+    Siblings are alike, so half of them say nearly as much about a drafter. One prompt begins with its first rollout,
+    the next with its second: a trainer may sort siblings by length or reward. Never by what they say.
+    """
+    places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        places.setdefault(prompt, []).append(place)
+    chosen = [own if len(own) < _FEW_SIBLINGS else own[number % 2 :: 2] for number, own in enumerate(places.values())]
+    return tuple(sorted(place for own in chosen for place in own))
+
+
 def score(
     batch: RolloutBatch,
+    looked: Sequence[int],
+    part: RolloutBatch,
     drafters: Mapping[str, tuple[str, DraftModel]],
     policy: Policy,
     by_version: Mapping[str, Replay],
@@ -105,14 +129,14 @@ def score(
 ) -> Scores:
     """The score of a batch with every drafter of `drafters`: role -> (version, drafter).
 
-    `by_version`: its replay with each of them. `batch_id`, `entry_id`: of its queue entry. `drafter_version`: the one
-    that served it. `logprob_gap`: to what the policy's head gives, in nats. What was then done with the batch the
-    record does not say.
+    `part`: its rollouts at `looked`. `by_version`: their replay with each of the drafters. `batch_id`, `entry_id`: of
+    its queue entry. `drafter_version`: the one that served it. `logprob_gap`: to what the policy's head gives, in nats.
+    What was then done with the batch the record does not say.
 
     Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only, which is of all
     drafters and there where the candidate is.
     """
-    replays: dict[str, Replay] = {"ngram": ngram_replay(batch, depth=depth)}
+    replays: dict[str, Replay] = {"ngram": ngram_replay(part.some(_NGRAM_TOKENS), depth=depth)}
     for role, (version, _) in drafters.items():
         if role in ("served", "candidate", "frozen"):
             replays[role] = by_version[version]
@@ -125,10 +149,10 @@ def score(
     vocabularies = [drafter.vocabulary for _, drafter in drafters.values()]  # one, in a lineage
     said = batch.input_ids[batch.loss_mask].cpu()
     rewards = batch.rewards or ()
-    prompts = prompt_hashes(batch)
+    prompts = prompt_hashes(part)
     unpublished = drafters["candidate"][0] if "candidate" in drafters else None
     sums = {name: DrafterSums.of(found.tokens, found.rounds) for name, found in replays.items()}
-    favour = _favour(drafters["served"][1], batch, policy) if "served" in drafters else None
+    favour = _favour(drafters["served"][1], part, policy) if "served" in drafters else None
     record = ScoreRecord(
         served=sums.get("served"),
         candidate=sums.get("candidate"),
@@ -152,7 +176,7 @@ def score(
         logprob_gap=logprob_gap,
         favour=favour,
     )
-    return Scores(replays, record, by_version, prompts, batch.strata, _entropies(batch))
+    return Scores(replays, record, by_version, tuple(looked), prompts, part.strata, _entropies(part))
 
 
 def _favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour | None:

@@ -111,6 +111,8 @@ class Bench:
         writer = policy_of(base_policy()[0])
         found = score(
             dataclasses.replace(batch, policy_version=policy),
+            range(batch.rollouts),
+            batch,
             roles,
             writer,
             replay_each(dict(roles.values()), writer, [batch], 4, "probabilistic"),

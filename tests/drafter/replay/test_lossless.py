@@ -69,7 +69,7 @@ def test_of_long_batches_evenly_spaced_rollouts_are_looked_at(
 ) -> None:
     w = world(tuple(mask_of(length, 1) for length in lengths))
     monkeypatch.setattr(lossless, "_TOKENS", 40)
-    some = lossless._some(w.batch)
+    some = w.batch.some(40)
     kept = some.cu_seqlens.diff().tolist()
     step = math.ceil(sum(lengths) / 40)
     assert kept == list(lengths[::step])[: len(kept)], "their lengths have no say"

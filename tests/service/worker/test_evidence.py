@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from worker_fixtures import FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
 
-from drafter.batch import load_batch
+from drafter.batch import RolloutBatch, load_batch, prompt_hashes
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.storage.queue import Entry
@@ -22,6 +24,7 @@ from service.worker.inbox import Loaded
 from service.worker.lineage import CANDIDATE
 from service.worker.loop import RunWorker
 from service.worker.promotion import Contest, Fresh
+from service.worker.scoring import Scores, every_second_sibling
 
 LENGTH, SIBLINGS = 20, 4
 SETTINGS: dict[str, Any] = {
@@ -88,14 +91,22 @@ def trained(bench: Bench) -> RunWorker:
 
 def judged(bench: Bench, worker: RunWorker, name: str, prompts: Sequence[int], policy_version: int = 0) -> Contest:
     """What the gate finds of the candidate on a batch that has just come."""
+    learner = worker.learner
+    fresh = Fresh.of([scored(bench, worker, name, prompts, policy_version)], learner.recent.prompts)
+    return next(c for c in learner.gate.judge(fresh, learner.lineage.served_version()) if c.version == CANDIDATE)
+
+
+def scored(
+    bench: Bench, worker: RunWorker, name: str, prompts: Sequence[int], policy_version: int = 0
+) -> tuple[RolloutBatch, Scores]:
+    """A batch that has just come, scored with all drafters."""
     path = bench.layout.spool("default") / f"{name}.safetensors"
     path.write_bytes(bench.world.rollout_file(name, prompts=prompts, policy_version=policy_version))
-    batch, learner = load_batch(path), worker.learner
+    batch = load_batch(path)
     loaded = Loaded(Entry("1-1", name, path.name, 1, 1, batch.rollouts, policy_version, policy_version, 1), path, batch)
-    scores = learner.scorer.score(loaded, worker.inbox, "all")
+    scores = worker.learner.scorer.score(loaded, worker.inbox, "all")
     assert scores is not None
-    found = learner.gate.judge(Fresh.of([(batch, scores)], learner.recent.prompts), learner.lineage.served_version())
-    return next(c for c in found if c.version == CANDIDATE)
+    return batch, scores
 
 
 def siblings(prompts: range) -> list[int]:
@@ -124,6 +135,47 @@ def test_where_all_prompts_come_again_what_is_known_of_them_counts(bench: Bench)
     assert found.look.prompts == 32
     assert found.look.gain > 0.08
     assert found.verdict.promote
+
+
+def test_while_newer_rollouts_wait_half_of_the_siblings_stand_for_all(bench: Bench) -> None:
+    worker = trained(bench)
+    prompts = [n for n in range(100, 116) for _ in range(8)]
+    _, whole = scored(bench, worker, "whole", prompts)
+    worker.learner.scorer.keeps_up = False
+    batch, half = scored(bench, worker, "half", prompts)
+    assert len(whole.looked) == 128
+    assert half.looked == every_second_sibling(prompt_hashes(batch))
+    assert {version: found.rollouts for version, found in half.versions.items()} == dict.fromkeys(whole.versions, 64)
+    assert half.record.rollouts == 128, "what is counted is the batch"
+    assert half.record.tokens == whole.record.tokens
+    look = judged(bench, worker, "judged", prompts).look
+    assert (look.prompts, look.rollouts) == (16, 64)
+
+
+def test_rollouts_are_found_again_among_those_that_were_looked_at(bench: Bench) -> None:
+    """The archive is asked about some of them: their replays must be of the same rollouts."""
+    worker = trained(bench)
+    worker.learner.scorer.keeps_up = False
+    both = [scored(bench, worker, name, [n for n in range(100, 104) for _ in range(6)]) for name in ("one", "two")]
+    fresh = Fresh.of(both, worker.learner.recent.prompts)
+    version = worker.learner.lineage.served_version()
+    assert version is not None
+    chosen = [1, 4, 12, 17, 23]
+    parts = fresh.select(chosen)
+    names = [f"{name}/{place}" for name in ("one", "two") for place in both[0][1].looked]
+    assert [found for part in parts for found in part.rollout_ids] == [names[i] for i in chosen]
+    alone = worker.learner.gate._replay(version, parts)
+    torch.testing.assert_close(alone.rounds, fresh.replays[version].select(chosen).rounds)
+
+
+@given(st.lists(st.sampled_from("abcde"), max_size=40))
+def test_every_second_sibling_stands_for_its_prompt(prompts: list[str]) -> None:
+    chosen = every_second_sibling(prompts)
+    assert list(chosen) == sorted(set(chosen))
+    for number, prompt in enumerate(dict.fromkeys(prompts)):
+        own = [place for place, other in enumerate(prompts) if other == prompt]
+        kept = [own.index(place) for place in chosen if prompts[place] == prompt]
+        assert kept == [i for i in range(len(own)) if len(own) < 4 or i % 2 == number % 2]
 
 
 def test_a_run_of_one_prompt_counts_rollouts(bench: Bench) -> None:
