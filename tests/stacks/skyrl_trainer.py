@@ -186,7 +186,10 @@ def train(
             found.setdefault("norms", []).append(worker.optim_step())
         engine = SimpleNamespace(enable_prefix_caching=False, model_dtype="float32")
         asyncio.run(worker.broadcast_to_inference_engines(None, engine))
+    worker.forward_backward(rollouts(1000 + rank), loss_fn="cross_entropy")
     if service is not None:
+        assert worker.draftalign.hook.flush(20)
+        found["supervised"] = len(service.rollouts()) - found["read"]
         names = ("failures", "captured_rollouts", "skipped_stale", "last_failure")
         found["stats"] = {name: worker.draftalign.hook.stats()[name] for name in names}
         worker.draftalign.hook.close()

@@ -37,6 +37,11 @@ def test_what_the_first_mini_batch_sees_is_sent_rollout_by_rollout(ranks: list[d
         assert step.get("head", rank == 1)
 
 
+def test_supervised_batches_are_left_out(ranks: list[dict[str, Any]]) -> None:
+    """The policy did not write them."""
+    assert [found["supervised"] for found in ranks] == [0, 0]
+
+
 def test_rank_0_registers_the_run_and_sends_heads(ranks: list[dict[str, Any]]) -> None:
     assert [found["heads"] for found in ranks] == [["/runs/default", "/runs/default/head"], []]
 
@@ -47,5 +52,6 @@ def test_the_update_is_bit_identical_to_skyrls_own(ranks: list[dict[str, Any]]) 
 
 def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(ranks):
-        (said,) = found["said"]
+        said, supervised = found["said"]
+        assert supervised.startswith("supervised batches are left out: the policy did not write them")
         assert said.startswith(f"draftalign is on: SkyRL's rank {rank} sends rollouts to http://127.0.0.1:")

@@ -92,19 +92,19 @@ def extend(strategy: Any) -> None:
 
     Reference and reward model are not prepared for training, and the critic is no `Actor`.
     """
-    from openrlhf.models import Actor
-
     prepare = strategy.prepare
 
     @functools.wraps(prepare)
     def prepared(self: Any, *models: Any) -> Any:
         made = prepare(self, *models)
-        for model in models:
-            if isinstance(model, tuple) and isinstance(model[0], Actor):
-                try:
+        try:
+            from openrlhf.models import Actor  # now: it may import the strategy's module itself
+
+            for model in models:
+                if isinstance(model, tuple) and isinstance(model[0], Actor):
                     attached("OpenRLHF", self.get_rank(), functools.partial(_put_on, self, model[0]))
-                except Exception:  # noqa: BLE001 - the trainer goes on without us
-                    _log.exception("draftalign is OFF: this is no strategy of OpenRLHF 0.11.2")
+        except Exception:  # noqa: BLE001 - the trainer goes on without us
+            _log.exception("draftalign is OFF: this is no OpenRLHF 0.11.2")
         return made
 
     strategy.prepare = prepared

@@ -36,8 +36,14 @@ class _Policy:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.hook = DrafterHook(worker.model.model, url, run=run, token=token, rank=rank, world_size=world_size)
 
-    def told(self, experience: Any) -> dict[str, Any] | None:
-        """What `DrafterHook.capture` is to be told of a micro-batch; None: it is not captured."""
+    def told(self, experience: Any, loss: str | None) -> dict[str, Any] | None:
+        """What `DrafterHook.capture` is to be told of a micro-batch; None: it is not captured.
+
+        `loss`: the name of the loss that was asked for, where it is not the configuration's.
+        """
+        if (loss or self._worker.cfg.algorithm.policy_loss_type) == "cross_entropy":
+            self.hook.tally.warn("supervised", "supervised batches are left out: the policy did not write them")
+            return None
         if experience.pixel_values is not None:
             self.hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
             return None
@@ -55,6 +61,7 @@ class _Policy:
 
 def extend(kind: Any) -> None:
     """Have SkyRL's `FSDPPolicyWorkerBase` send rollouts. In place: Ray looks methods up on the class."""
+    kind.draftalign = None  # of a worker that has not begun
     init, micro, step = kind.init_model, kind._forward_backward_micro, kind.optim_step
     push = kind.broadcast_to_inference_engines
 
@@ -65,13 +72,15 @@ def extend(kind: Any) -> None:
         return made
 
     @functools.wraps(micro)
-    def forward_backward_micro(self: Any, experience: Any, *args: Any, **more: Any) -> Any:
+    def forward_backward_micro(
+        self: Any, experience: Any, microbatch_weight: Any, loss_fn: Any = None, **more: Any
+    ) -> Any:
         policy = self.draftalign
-        told = None if policy is None else policy.hook.guard(policy.told, experience)
+        told = None if policy is None else policy.hook.guard(policy.told, experience, loss_fn)
         if told is None:
-            return micro(self, experience, *args, **more)
+            return micro(self, experience, microbatch_weight, loss_fn=loss_fn, **more)
         with policy.hook.capture(**told):
-            return micro(self, experience, *args, **more)
+            return micro(self, experience, microbatch_weight, loss_fn=loss_fn, **more)
 
     @functools.wraps(step)
     def optim_step(self: Any, *args: Any, **more: Any) -> Any:
