@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hooks_fixtures import Receiver, as_float, mapped, of_every_token, only_predicting_rows, receiver
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_hooks import wire
 
@@ -27,6 +28,35 @@ class Alone(NamedTuple):
     generated: torch.Tensor  # int[T], 1 where the weights of now drew the token
     logprobs: torch.Tensor  # [T]
     reward: float | None = None
+
+
+def small_policy(vocabulary: int) -> Any:
+    """The policy that these scripts train."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+        attn_implementation="sdpa",
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def each_alone(module: Any, q: Any, k: Any, v: Any, bounds: Sequence[int]) -> tuple[torch.Tensor, None]:
+    """Flash attention's varlen kernel on a packed row [1, N, T, hd]: causal, each rollout for itself."""
+    k, v = (one.repeat_interleave(module.num_key_value_groups, 1) for one in (k, v))
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True)
+        for a, b in pairwise(bounds)
+    ]
+    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 
 def states_alone(out: Any, layers: Sequence[int]) -> torch.Tensor:

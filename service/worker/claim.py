@@ -110,9 +110,9 @@ class ClaimScorer:
             roles.setdefault("watched", (watched, self._lineage.version(watched)))
         if comparison == "all" and (before := self._lineage.existing(self._gate.watched or "")) is not None:
             roles.setdefault("before", (before, self._lineage.version(before)))
-        looked = self._looked(loaded)
-        part = batch if len(looked) == batch.rollouts else batch.select(looked)
         try:
+            looked = self._looked(loaded)
+            part = batch if len(looked) == batch.rollouts else batch.select(looked)
             scores = score(
                 batch,
                 looked,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -103,13 +104,16 @@ def replay_shared(
 def every_second_sibling(prompts: Sequence[str]) -> tuple[int, ...]:
     """Places of the rollouts that stand for all: every second one of each prompt that has at least four.
 
-    Siblings are alike, so half of them say nearly as much about a drafter. One prompt begins with its first rollout,
-    the next with its second: a trainer may sort siblings by length or reward. Never by what they say.
+    Siblings are alike, so half of them say nearly as much about a drafter. Whether a prompt begins with its first
+    rollout or its second is drawn from its name: a trainer may sort siblings, or send each prompt in a batch of its
+    own. What the rollouts say has no part in it.
     """
     places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         places.setdefault(prompt, []).append(place)
-    chosen = [own if len(own) < _FEW_SIBLINGS else own[number % 2 :: 2] for number, own in enumerate(places.values())]
+    chosen = [
+        own if len(own) < _FEW_SIBLINGS else own[zlib.crc32(prompt.encode()) % 2 :: 2] for prompt, own in places.items()
+    ]
     return tuple(sorted(place for own in chosen for place in own))
 
 

@@ -13,16 +13,15 @@ import os
 import sys
 import types
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from hooks_fixtures import Receiver
 from rank_fixtures import run_two_ranks
-from sent_fixtures import Alone, compare, states_alone, with_and_without
+from sent_fixtures import Alone, compare, each_alone, small_policy, states_alone, with_and_without
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 for absent in ("swanlab", "trackio"):  # loggers that nobody uses here
@@ -42,32 +41,9 @@ AUX = (2, 4, 5)
 VOCABULARY = 512
 
 
-def policy() -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        architectures=["Qwen3ForCausalLM"],
-        attn_implementation="sdpa",
-    )
-    return Qwen3ForCausalLM(config).eval()
-
-
 def varlen(module: Any, q: Any, k: Any, v: Any, _mask: Any, **more: Any) -> tuple[torch.Tensor, None]:
-    """Flash attention's varlen kernel: causal, within the boundaries `cu_seq_lens_q` of a row; [1, heads, T, size]."""
-    k, v = (one.repeat_interleave(module.num_key_value_groups, 1) for one in (k, v))
-    parts = [
-        torch.nn.functional.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True)
-        for a, b in pairwise(more["cu_seq_lens_q"].tolist())
-    ]
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+    """As `cu_seq_lens_q` says."""
+    return each_alone(module, q, k, v, more["cu_seq_lens_q"].tolist())
 
 
 def actor_of(trainer: Any, path: Path, **changes: Any) -> Any:
@@ -141,7 +117,7 @@ def train(rank: int, service: Receiver | None, found: dict[str, Any], path: Path
     actor = actor_of(PPOTrainer if service is None else DraftalignPPOTrainer, path)
     found["actor"] = type(actor).__name__
     first = next(iter(actor.model.parameters())).to_local().detach().clone()
-    whole = policy()
+    whole = small_policy(VOCABULARY)
     for step in range(STEPS):
         for mine, theirs in zip(whole.parameters(), actor.model.parameters(), strict=True):
             mine.data.copy_(theirs.full_tensor())  # the test gathers; the hook does not
@@ -191,7 +167,7 @@ def before() -> None:
 
 if __name__ == "__main__":
     OUT = Path(sys.argv[1])
-    policy().save_pretrained(OUT / "policy")
+    small_policy(VOCABULARY).save_pretrained(OUT / "policy")
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1").save_pretrained(OUT / "policy")
     sys.exit(run_two_ranks(partial(work, out=OUT), before))

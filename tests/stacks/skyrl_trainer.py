@@ -13,7 +13,6 @@ import os
 import sys
 import typing
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +23,7 @@ import typing_extensions
 from flash_attn_fixtures import stand_in_for_packing
 from hooks_fixtures import Receiver
 from rank_fixtures import run_two_ranks
-from sent_fixtures import Alone, compare, states_alone, with_and_without
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from sent_fixtures import Alone, compare, each_alone, small_policy, states_alone, with_and_without
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rl_hooks.trainer.stacks import on_ray
@@ -39,33 +37,9 @@ VOCABULARY = 512
 EXTENDED = ("init_model", "_forward_backward_micro", "optim_step", "broadcast_to_inference_engines")
 
 
-def policy() -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        architectures=["Qwen3ForCausalLM"],
-        attn_implementation="sdpa",
-    )
-    return Qwen3ForCausalLM(config).eval()
-
-
 def varlen(module: Any, q: Any, k: Any, v: Any, _mask: Any, **more: Any) -> tuple[torch.Tensor, None]:
-    """Flash attention of a packed row [1, N, T, hd]: causal, each rollout for itself, as `position_ids` [1, T] say."""
-    k, v = (one.repeat_interleave(module.num_key_value_groups, 1) for one in (k, v))
-    starts = (more["position_ids"][0] == 0).nonzero()[:, 0].tolist()
-    parts = [
-        torch.nn.functional.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True)
-        for a, b in pairwise([*starts, q.shape[2]])
-    ]
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+    """As `position_ids` [1, T] say."""
+    return each_alone(module, q, k, v, [*(more["position_ids"][0] == 0).nonzero()[:, 0].tolist(), q.shape[2]])
 
 
 def call_the_cpu_cuda() -> None:
@@ -169,7 +143,7 @@ def train(
             setattr(kind, name, getattr(kind, name).__wrapped__)
     torch.manual_seed(7)
     worker = worker_of(path, packed=packed)
-    module, whole = worker.model.model, policy()
+    module, whole = worker.model.model, small_policy(VOCABULARY)
     worker._weight_transfer_sender = Engines()
     worker.weight_extractor = fsdp_worker.FSDPWeightExtractor(module)
     for step in range(STEPS):
@@ -210,5 +184,5 @@ def before() -> None:
 
 if __name__ == "__main__":
     OUT = Path(sys.argv[1])
-    policy().save_pretrained(OUT / "policy")
+    small_policy(VOCABULARY).save_pretrained(OUT / "policy")
     sys.exit(run_two_ranks(partial(work, out=OUT, packed=sys.argv[2] == "packed"), before))
