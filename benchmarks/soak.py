@@ -9,7 +9,8 @@ when it was due. Beside them one reader asks for /metrics, /alpha and /drafters 
 2 s each process's resident memory and descriptors are read, Redis' memory, and the bytes under the state directory.
 
 What is kept of ended batches (scores of 4,608; `remembered_bytes` in Redis) takes an hour and half a day to be full at
-640 a minute, and grows until then. `--bounded` shows what comes after: files of 2 rollouts, and 4 MiB remembered.
+640 a minute, and grows until then; of policy versions 4,096 are kept. `--bounded` shows what comes after: files of 2
+rollouts, each of a policy version of its own on which the engine reports, and 4 MiB remembered.
 
 The rule. The first quarter of the run (two minutes at least) is warm-up. The rest is cut into ten blocks; a line is
 fitted to their means, with a 95 % t-interval of its slope (8 degrees of freedom). Blocks, because readings that are
@@ -59,6 +60,7 @@ BLOCKS: Final = 10
 T_8: Final = 2.306
 TOLERANCE: Final = 0.05
 _SAMPLE_SECONDS: Final = 2.0
+_REPORT_SECONDS: Final = 5.0
 _BATCHES_PER_POLICY: Final = 8
 
 
@@ -73,7 +75,17 @@ class Recording:
     samples: list[dict[str, float]] = field(default_factory=list)
     ends: dict[str, int] = field(default_factory=dict)
     keys: dict[str, int] = field(default_factory=dict)  # bytes in Redis in the end, by kind of key
-    rollouts: int = ROLLOUTS  # of a file
+    bounded: bool = False
+
+    @property
+    def rollouts(self) -> int:
+        """Of a file."""
+        return _ROLLOUTS_BOUNDED if self.bounded else ROLLOUTS
+
+    @property
+    def file_seconds(self) -> float:
+        """From one file to the next."""
+        return 60.0 * self.rollouts / self.rate
 
 
 @dataclass(frozen=True)
@@ -193,16 +205,16 @@ def ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 def send(url: str, recording: Recording, began: float) -> None:
     """Post files on a clock; each is made while the one before is due later."""
-    world, period = World(), 60.0 * recording.rollouts / recording.rate
+    world = World()
     with httpx.Client(base_url=url, timeout=60.0) as client:
         for number in itertools.count():
-            due = number * period
+            due = number * recording.file_seconds
             if due >= 60 * recording.minutes:
                 return
             body = world.rollout_file(
                 f"batch-{number}",
                 lengths=[recording.tokens] * recording.rollouts,
-                policy_version=number * recording.rollouts // (_BATCHES_PER_POLICY * ROLLOUTS),
+                policy_version=number // (1 if recording.bounded else _BATCHES_PER_POLICY),
             )
             time.sleep(max(0.0, began + due - time.monotonic()))
             status = 0
@@ -213,13 +225,20 @@ def send(url: str, recording: Recording, began: float) -> None:
 
 
 def read_along(url: str, stopped: threading.Event) -> None:
-    """What a dashboard and an engine do, every 5 s."""
-    rounds = 0
+    """What a dashboard asks for, every 5 s."""
     with httpx.Client(base_url=url, timeout=60.0) as client:
         while not stopped.wait(5.0):
             with contextlib.suppress(httpx.HTTPError):
                 for path in ("/metrics", "/alpha?run=default", "/drafters?run=default"):
                     client.get(path)
+
+
+def report_along(url: str, recording: Recording, stopped: threading.Event) -> None:
+    """What an engine does: every 5 s, or once a file where each file is of another policy version."""
+    rounds, every = 0, recording.file_seconds if recording.bounded else _REPORT_SECONDS
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+        while not stopped.wait(every):
+            with contextlib.suppress(httpx.HTTPError):
                 latest = client.get("/drafter/latest?run=default")
                 if latest.status_code == 200:
                     rounds += 1000
@@ -236,14 +255,14 @@ def read_along(url: str, stopped: threading.Event) -> None:
                             "accepted_tokens": rounds,
                             "drafted_tokens": 4 * rounds,
                             "accepted_per_position": [rounds, 0, 0, 0],
-                            "window_seconds": 5.0,
+                            "window_seconds": every,
                         },
                     ).raise_for_status()
 
 
 def soak(minutes: float, rate: float, tokens: int, *, bounded: bool = False) -> Recording:
     """Run it. `bounded`: with bounds that are reached within minutes."""
-    recording = Recording(rate, minutes, tokens, rollouts=_ROLLOUTS_BOUNDED if bounded else ROLLOUTS)
+    recording = Recording(rate, minutes, tokens, bounded=bounded)
     settings = {"DRAFTALIGN_REMEMBERED_BYTES": str(_REMEMBERED_BOUNDED)} if bounded else {}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -256,6 +275,7 @@ def soak(minutes: float, rate: float, tokens: int, *, bounded: bool = False) -> 
             threads = [
                 threading.Thread(target=send, args=(url, recording, began)),
                 threading.Thread(target=read_along, args=(url, stopped)),
+                threading.Thread(target=report_along, args=(url, recording, stopped)),
             ]
             for thread in threads:
                 thread.start()
@@ -264,7 +284,8 @@ def soak(minutes: float, rate: float, tokens: int, *, bounded: bool = False) -> 
                 recording.samples.append({"seconds": time.monotonic() - began} | sample)
                 threads[0].join(_SAMPLE_SECONDS)
             stopped.set()
-            threads[1].join()
+            for thread in threads[1:]:
+                thread.join()
             deadline = time.monotonic() + 120  # what is still queued has its turn
             while client.xlen("da:{default}:queue") and time.monotonic() < deadline:
                 time.sleep(0.5)

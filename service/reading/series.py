@@ -157,7 +157,10 @@ class Series:
     def _put_count(self, name: str, value: bytes | None) -> None:
         before = self._counts.pop(name, None)
         if before is not None:
-            self._counted[before.policy_version].pop(name, None)
+            names = self._counted[before.policy_version]
+            del names[name]
+            if not names:  # policy versions are without bound
+                del self._counted[before.policy_version]
             self._touch([before.policy_version])
         if value is None:
             return
