@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import redis.asyncio
-from record_fixtures import score
+from record_fixtures import acceptance, score
 from redis import Redis
 from service_fixtures import RunningService, publish
 from storage_fixtures import Store
@@ -95,6 +95,28 @@ def test_a_score_is_kept_in_less_than_a_kilobyte(redis_url: str, redis_client: R
         finally:
             tracemalloc.stop()
         assert kept / 800 < 1000
+
+    on_series(redis_url, work)
+
+
+def test_a_policy_version_whose_counts_were_added_up_leaves_nothing(
+    redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.storage.reports.engine_counts.MAX_LIVE", 8)
+    monkeypatch.setattr("service.storage.reports.engine_counts.KEPT_APART", 8)
+
+    async def work(series: Series, asked: list[int]) -> None:
+        client = redis.asyncio.Redis.from_url(redis_url)
+        store = AsyncStore(client, "default")
+        try:
+            for policy in range(60):
+                fields = {"reporter": "engine", "drafter_version": "v000001-aaaaaaaa", "policy_version": policy}
+                await store.book(acceptance(fields | {"rounds": 10, "accepted_tokens": 15, "created": float(policy)}))
+                await series.refresh()
+        finally:
+            await client.aclose()
+        assert len(series.points) <= 16
+        assert len(series._counted) <= 17, "those, and the sums of older ones"
 
     on_series(redis_url, work)
 
