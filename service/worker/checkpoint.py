@@ -1,6 +1,8 @@
 """The worker's own checkpoints: candidate, optimizer, controller, what is in hand. One directory, one rename.
 
-Parameters are there once, as the drafter's own files in float32: what the trainer adds is moments and counters.
+Parameters are there once, as the drafter's own files in float32: what the trainer adds is moments and counters. The
+CRC-32 of each file lies beside them, and is compared before any of them is read: a bit that flipped on the disk would
+otherwise be trained on and published. No digest that an attacker could not forge: who writes here owns the worker.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ import contextlib
 import json
 import shutil
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
+from drafter.errors import CheckpointError
 from drafter.files.kinds import read_kind, write_kind
 from drafter.model.draft_model import DraftModel
 from drafter.training.ranks import Ranks
@@ -23,6 +27,9 @@ from rl_hooks.durable import AtomicDirectory
 from service.errors import WorkerError
 
 _PREFIX = "checkpoint-"
+_SUMS = "crc32.json"
+_READ_BYTES = 1 << 20
+_MEND = "put back a copy, or move the directory away: the run then goes on from its newest published drafter"
 
 
 class CheckpointSuperseded(WorkerError):  # noqa: N818 - reads as what happened
@@ -53,6 +60,7 @@ class WorkerCheckpoint:
         with AtomicDirectory.make(self._directory, ".writing-") as staged:
             _write(trainer, staged.path)
             (staged.path / "state.json").write_text(json.dumps(state))
+            (staged.path / _SUMS).write_text(json.dumps(_sums(staged.path)))
             try:
                 staged.commit(mine, check=self._check_not_superseded)
             finally:
@@ -79,11 +87,13 @@ class WorkerCheckpoint:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def drafter(self) -> DraftModel:
-        """The candidate, as the newest checkpoint holds it."""
-        return read_kind(self._require() / "drafter")
+        """The candidate, as the newest checkpoint holds it; CheckpointError unless all of it is as it was written."""
+        newest = self._require()
+        _check_sums(newest)
+        return read_kind(newest / "drafter")
 
     def restore(self, trainer: DrafterTrainer) -> dict[str, Any]:
-        """Load weights and optimizer into `trainer`; returns the state that was saved beside them."""
+        """Load the optimizer's state into a trainer of `drafter()`; returns the state that was saved beside it."""
         trainer.load(self._require() / "trainer")
         state: dict[str, Any] = json.loads((self._require() / "state.json").read_text())
         return state
@@ -101,6 +111,32 @@ def _write(trainer: DrafterTrainer, directory: Path) -> None:
     with full_disk_as_os_error():
         trainer.save(directory / "trainer")
         write_kind(directory / "drafter", trainer.drafter)
+
+
+def _sums(directory: Path) -> dict[str, int]:
+    return {p.relative_to(directory).as_posix(): _crc32(p) for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def _crc32(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            found = zlib.crc32(piece, found)
+    return found
+
+
+def _check_sums(directory: Path) -> None:
+    """Raise CheckpointError unless each file has the bytes that were written; one of an older worker has no sums."""
+    path = directory / _SUMS
+    if not path.exists():
+        return
+    try:
+        wanted = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); {_MEND}") from error
+    found = {name: _crc32(directory / name) if (directory / name).is_file() else None for name in wanted}
+    if damaged := sorted(name for name in wanted if found[name] != wanted[name]):
+        raise CheckpointError(f"{directory}: {', '.join(damaged)} not as written (CRC-32 differs); {_MEND}")
 
 
 def hand_over(trainer: DrafterTrainer, directory: Path) -> None:

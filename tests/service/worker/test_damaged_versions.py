@@ -1,9 +1,14 @@
-"""A bit flips in a published drafter on the service's own disk: the worker uses none that is not as published."""
+"""A bit flips on the service's own disk: the worker uses no drafter and no checkpoint that is not as written.
+
+`DRAFTALIGN_FLIPS` sets how many flips a checkpoint gets (100; `make chaos` 1,000), `DRAFTALIGN_CHAOS_SEED` where.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +20,18 @@ from storage_fixtures import Store
 from worker_fixtures import Bench, joined
 
 import service.worker.process
+from drafter.errors import CheckpointError
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.errors import RegistryError
 from service.storage.registry import Registry
+from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.process import Worker
 
 RUN = "default"
+FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "100"))
+SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", "14"))
 
 
 @pytest.fixture
@@ -97,6 +106,54 @@ def test_an_archived_drafter_that_is_not_as_published_is_left_out_and_the_run_go
     assert len(said) == 1, "once"
     with pytest.raises((RegistryError, ValueError)):
         of_run.train_from(first)
+    restarted._close()
+
+
+@pytest.mark.chaos
+def test_a_bit_that_flips_in_a_checkpoint_is_refused(bench: Bench, worker: Worker) -> None:
+    """In any of its files, that of the sums too."""
+    bench.post("a")
+    while worker._turn():
+        pass
+    worker._close()
+    checkpoint, rng = WorkerCheckpoint(bench.layout.worker(RUN)), random.Random(SEED)
+    files = sorted(p for p in bench.checkpoint().rglob("*") if p.is_file())
+    assert len(files) >= 6
+    for number in range(FLIPS):
+        path = files[number % len(files)]
+        before = flip(path, rng)
+        with pytest.raises(CheckpointError, match="put back a copy, or move the directory away"):
+            checkpoint.drafter()
+        path.write_bytes(before)
+    checkpoint.drafter()
+
+
+@pytest.mark.parametrize("way", ["a copy is put back", "it is moved away"])
+def test_a_run_whose_checkpoint_is_damaged_says_so_and_goes_on_when_it_is_mended(
+    bench: Bench, worker: Worker, way: str, tmp_path: Path
+) -> None:
+    bench.post("a")
+    while worker._turn():
+        pass
+    worker._close()
+    damaged = next(bench.checkpoint().rglob("*.safetensors"))
+    before = flip(damaged, random.Random(SEED))
+    restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    batch = bench.post("b")
+    for _ in range(5):
+        restarted._turn()
+    error = Store(bench.redis, RUN).worker().error
+    assert error is not None
+    assert f"{damaged.relative_to(bench.checkpoint())} not as written" in error
+    assert bench.state(batch) == "queued", "no batch is to blame"
+    if way == "a copy is put back":
+        damaged.write_bytes(before)
+    else:
+        shutil.move(bench.checkpoint(), tmp_path)
+    for _ in range(5):
+        restarted._turn()
+    assert bench.state(batch) == "trained"
+    assert not Store(bench.redis, RUN).worker().error
     restarted._close()
 
 
