@@ -8,6 +8,7 @@ here. A refused upload leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ from service.api.uploads import FILE_BODY, check_announcement, receive_file
 from service.errors import RunClosed, RunNotFound
 from service.storage.layout import BATCH_ID
 from service.storage.queue import Batch, Enqueued
+from service.storage.ready import PROBE_SECONDS
 from service.storage.runs import RunRecord, check_open
 from service.storage.spool import Upload
 
@@ -234,8 +236,25 @@ async def _enqueue(context: ServiceContext, upload: Upload, header: RolloutHeade
         policy_version_max=header.policy_version_max,
         rollout_ids=header.rollout_ids,
     )
-    # Shielded: if the client hangs up now, the outcome must still be handled.
-    return await asyncio.shield(_finish_enqueue(context, run, batch))
+    finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch))
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            # Shielded: if the client hangs up now, or Redis does, the outcome must still be handled.
+            return await asyncio.shield(finishing)
+    except TimeoutError as error:
+        finishing.add_done_callback(functools.partial(_tell_late, header.batch_id))
+        raise Problem(
+            503,
+            "redis-away",
+            "Redis stopped answering while the file came. It may be queued or not; send it again: it is counted once",
+            headers={"Retry-After": str(settings.retry_after_seconds)},
+        ) from error
+
+
+def _tell_late(batch_id: str, finishing: asyncio.Future[Enqueued]) -> None:
+    if not finishing.cancelled():  # as this process ends
+        error = finishing.exception()
+        log.warning("batch %s was answered 503, and then: %s", batch_id, error or finishing.result().outcome)
 
 
 async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> Enqueued:

@@ -328,6 +328,37 @@ def test_every_call_learns_within_two_seconds_that_redis_hangs(
     assert service.post(rollout_file()).status_code == 202
 
 
+def test_a_redis_that_hangs_while_a_file_comes_is_named_within_two_seconds_of_its_end(
+    own_valkey: EmbeddedValkey, serve: Callable[..., RunningService]
+) -> None:
+    """The file may be queued all the same when Redis goes on: sent again it is queued once."""
+    service = serve(redis_url=own_valkey.url)
+    service.register().raise_for_status()
+    assert (pid := own_valkey.pid) is not None
+    body, ended = rollout_file(), list[float]()
+
+    def parts() -> Iterator[bytes]:
+        yield body[:-100]
+        time.sleep(0.3)  # the header is checked by then
+        os.kill(pid, signal.SIGSTOP)
+        yield body[-100:]
+        ended.append(time.monotonic())
+
+    try:
+        headers = HEADERS | {"Content-Length": str(len(body))}
+        reply = service.client.post("/rollouts?run=default", content=parts(), headers=headers)
+        took = time.monotonic() - ended[0]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (reply.status_code, kind(reply)) == (503, "redis-away")
+    assert reply.headers["retry-after"]
+    assert "send it again" in reply.json()["detail"]
+    assert took < 2.0
+    assert service.post(body).status_code in (200, 202)
+    eventually(lambda: len(service.spooled()) == 1)  # whichever of the two is queued
+    assert Redis.from_url(own_valkey.url).xlen(Keys("default").queue) == 1
+
+
 def test_asking_without_end_whether_it_is_ready_makes_redis_write_once_a_second(
     own_valkey: EmbeddedValkey, serve: Callable[..., RunningService]
 ) -> None:
