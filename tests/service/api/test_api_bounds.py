@@ -334,7 +334,8 @@ def test_a_redis_that_hangs_while_a_file_comes_is_named_within_two_seconds_of_it
     """The file may be queued all the same when Redis goes on: sent again it is queued once."""
     service = serve(redis_url=own_valkey.url)
     service.register().raise_for_status()
-    assert (pid := own_valkey.pid) is not None
+    pid = own_valkey.pid
+    assert pid is not None
     body, ended = rollout_file(), list[float]()
 
     def parts() -> Iterator[bytes]:
