@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -160,19 +160,21 @@ def _base_policy() -> Any:
     return load(recall.TASK.base_policy)[0]
 
 
-def features_table(stage: Stage, right: Eagle3Drafter, *, seed: int, steps: int = TRAIN_STEPS) -> Table:
-    """α by what the hook sends; `right` was trained on `stage.train` as it is."""
+def features_table(
+    stage: Stage, right: Eagle3Drafter, *, seed: int, rows: Collection[str] = (*ONE_LAYER, *BROKEN)
+) -> Table:
+    """α by what the hook sends; `right` was trained on `stage.train` as it is. Each row is a training."""
 
     def trained(batch: RolloutBatch, layers: int = len(AUX_LAYERS)) -> Eagle3Drafter:
-        return train(batch, stage.policy, layers=layers, seed=seed, steps=steps)
+        return train(batch, stage.policy, layers=layers, seed=seed)
 
     def scored(drafter: Eagle3Drafter, batch: RolloutBatch) -> float:
         return alpha(drafter, batch, stage.policy)
 
     table: Table = {"three layers": {"both": scored(right, stage.test)}}
-    for name, of in ONE_LAYER.items():
+    for name, of in ((name, of) for name, of in ONE_LAYER.items() if name in rows):
         table[name] = {"both": scored(trained(of(stage.train), layers=1), of(stage.test))}
-    wrong = {name: (of(stage.train), of(stage.test)) for name, of in BROKEN.items()}
+    wrong = {name: (of(stage.train), of(stage.test)) for name, of in BROKEN.items() if name in rows}
     if stage.stale is not None:
         wrong["stale (base policy's)"] = stage.stale
     for name, (to_train, to_serve) in wrong.items():
@@ -240,10 +242,11 @@ def quick_stage(count: int, seed: int) -> Stage:
     return Stage.of(batch_of(policy, [r for r in rollouts if len(r.token_ids) > 1]), policy.lm_head.weight.detach())
 
 
-def quick_table(seed: int = 0) -> Table:
+def quick_table(rows: Collection[str] = (*ONE_LAYER, *BROKEN), seed: int = 0) -> Table:
     """The table of the base policy, on few rollouts."""
     stage = quick_stage(400, seed)
-    return features_table(stage, train(stage.train, stage.policy, layers=len(AUX_LAYERS), seed=seed), seed=seed)
+    right = train(stage.train, stage.policy, layers=len(AUX_LAYERS), seed=seed)
+    return features_table(stage, right, seed=seed, rows=rows)
 
 
 def measure(directory: Path, *, seed: int, steps: int, every: int) -> dict[str, Any]:
