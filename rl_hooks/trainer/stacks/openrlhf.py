@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.trainer.hook import DrafterHook
@@ -31,15 +32,22 @@ from rl_hooks.trainer.stacks.environment import attached
 _log = logging.getLogger("rl_hooks")
 
 
-def experience_rollouts(sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, *, packed: bool) -> Any:
-    """What `DrafterHook.capture` is to be told of a forward; a packed one strips the padding of all rows into one."""
-    loss_mask = torch.zeros_like(attention_mask)
-    loss_mask[:, -action_mask.shape[1] :] = action_mask.to(loss_mask.dtype)
+def experience_rollouts(
+    sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, *, packed: bool, logprobs: Tensor | None = None
+) -> dict[str, Any]:
+    """What `DrafterHook.capture` is to be told of a forward; a packed one strips the padding of all rows into one.
+
+    `sequences`, `attention_mask` [B, S]; `action_mask`, `logprobs` [B, A] are of each row's last A tokens.
+    """
+    before = sequences.shape[1] - action_mask.shape[1]
+    told = {"loss_mask": pad(action_mask.to(attention_mask.dtype), (before, 0))}  # [B, S]
+    if logprobs is not None:
+        told["logprobs"] = pad(logprobs, (before, 0))  # [B, S]
     if not packed:
-        return {"input_ids": sequences, "attention_mask": attention_mask, "loss_mask": loss_mask}
+        return {"input_ids": sequences, "attention_mask": attention_mask, **told}
     real = attention_mask.bool()
-    bounds = torch.nn.functional.pad(attention_mask.sum(1).cumsum(0), (1, 0))
-    return {"input_ids": sequences[real], "loss_mask": loss_mask[real], "cu_seqlens": bounds}
+    bounds = pad(attention_mask.sum(1).cumsum(0), (1, 0))
+    return {"input_ids": sequences[real], "cu_seqlens": bounds, **{name: one[real] for name, one in told.items()}}
 
 
 def attach(
@@ -101,7 +109,7 @@ def extend(strategy: Any) -> None:
             from openrlhf.models import Actor  # now: it may import the strategy's module itself
 
             for model in models:
-                if isinstance(model, tuple) and isinstance(model[0], Actor):
+                if isinstance(model, tuple) and model and isinstance(model[0], Actor):
                     attached("OpenRLHF", self.get_rank(), functools.partial(_put_on, self, model[0]))
         except Exception:  # noqa: BLE001 - the trainer goes on without us
             _log.exception("draftalign is OFF: this is no OpenRLHF 0.11.2")

@@ -4,7 +4,8 @@ Written against SkyRL 0.3.0. Four questions are answered here:
 
 - tokens and mask: the `Experience` of each micro-batch, and its loss mask: what a tool said is context. (The pass for
   old log-probabilities has no such mask.)
-- version: how often trained weights were sent to the engines (`broadcast_to_inference_engines`);
+- version: how often trained weights were sent to the engines (`broadcast_to_inference_engines`). A trainer that draws
+  a step ahead (`examples/train/async`) names it one too high;
 - which forward: the update's, until its first optimizer step: it sees the weights that drew the rollouts. Those of
   later mini-batches and epochs are counted as `skipped_stale`;
 - which rank sends: each its own rollouts; rank 0 registers the run.
@@ -13,6 +14,7 @@ Written against SkyRL 0.3.0. Four questions are answered here:
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch.distributed as dist
@@ -36,12 +38,15 @@ class _Policy:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.hook = DrafterHook(worker.model.model, url, run=run, token=token, rank=rank, world_size=world_size)
 
-    def told(self, experience: Any, loss: str | None) -> dict[str, Any] | None:
+    def told(
+        self, experience: Any, _weight: float = 1.0, loss_fn: str | None = None, **_: Any
+    ) -> dict[str, Any] | None:
         """What `DrafterHook.capture` is to be told of a micro-batch; None: it is not captured.
 
-        `loss`: the name of the loss that was asked for, where it is not the configuration's.
+        The arguments are those of `_forward_backward_micro`; `loss_fn` is a loss's name, if not the configuration's.
         """
-        if (loss or self._worker.cfg.algorithm.policy_loss_type) == "cross_entropy":
+        algorithm = self._worker.cfg.algorithm
+        if (loss_fn or algorithm.policy_loss_type) == "cross_entropy":
             self.hook.tally.warn("supervised", "supervised batches are left out: the policy did not write them")
             return None
         if experience.pixel_values is not None:
@@ -54,16 +59,19 @@ class _Policy:
             self.hook.tally.add("skipped_stale", len(experience.sequences))
             return None
         drawn = experience.loss_mask > 0  # [B, response]
+        # SkyRL's engines give log-probabilities before the temperature, so only those at 1 are of what was drawn.
+        said = experience.rollout_logprobs if algorithm.temperature == 1.0 else None
         packed = self._worker.cfg.remove_microbatch_padding
-        told = experience_rollouts(experience.sequences, drawn, experience.attention_mask, packed=packed)
-        return {**told, "policy_version": self.version, "temperature": self._worker.cfg.algorithm.temperature}
+        told = experience_rollouts(experience.sequences, drawn, experience.attention_mask, packed=packed, logprobs=said)
+        return {**told, "policy_version": self.version, "temperature": algorithm.temperature}
 
 
 def extend(kind: Any) -> None:
     """Have SkyRL's `FSDPPolicyWorkerBase` send rollouts. In place: Ray looks methods up on the class."""
-    kind.draftalign = None  # of a worker that has not begun
     init, micro, step = kind.init_model, kind._forward_backward_micro, kind.optim_step
     push = kind.broadcast_to_inference_engines
+    if not inspect.iscoroutinefunction(push):
+        raise UnsupportedTrainerError("broadcast_to_inference_engines is no coroutine: this is no SkyRL 0.3.0")
 
     @functools.wraps(init)
     def init_model(self: Any, *args: Any, **more: Any) -> Any:
@@ -72,15 +80,13 @@ def extend(kind: Any) -> None:
         return made
 
     @functools.wraps(micro)
-    def forward_backward_micro(
-        self: Any, experience: Any, microbatch_weight: Any, loss_fn: Any = None, **more: Any
-    ) -> Any:
+    def forward_backward_micro(self: Any, *args: Any, **more: Any) -> Any:
         policy = self.draftalign
-        told = None if policy is None else policy.hook.guard(policy.told, experience, loss_fn)
+        told = None if policy is None else policy.hook.guard(policy.told, *args, **more)
         if told is None:
-            return micro(self, experience, microbatch_weight, loss_fn=loss_fn, **more)
+            return micro(self, *args, **more)
         with policy.hook.capture(**told):
-            return micro(self, experience, microbatch_weight, loss_fn=loss_fn, **more)
+            return micro(self, *args, **more)
 
     @functools.wraps(step)
     def optim_step(self: Any, *args: Any, **more: Any) -> Any:
@@ -95,5 +101,6 @@ def extend(kind: Any) -> None:
             self.draftalign.version, self.draftalign.trained = self.draftalign.version + 1, False
         return made
 
+    kind.draftalign = None  # of a worker that has not begun
     kind.init_model, kind._forward_backward_micro, kind.optim_step = init_model, forward_backward_micro, optim_step
     kind.broadcast_to_inference_engines = broadcast_to_inference_engines
