@@ -109,6 +109,10 @@ def test_no_answer_can_be_framed_or_load_from_elsewhere(service: RunningService,
     policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
     assert policy["frame-ancestors"] == "'none'"
     assert policy["default-src"] == "'self'"
+    allowed = {source for sources in policy.values() for source in sources.split()}
+    assert allowed == {"'self'", "'none'", "'unsafe-inline'", "data:"}, "no other host, and no script that is data"
+    assert "data:" not in policy["script-src"]
+    assert headers["referrer-policy"] == "no-referrer"
     assert headers["x-content-type-options"] == "nosniff"
 
 

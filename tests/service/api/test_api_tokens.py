@@ -138,6 +138,8 @@ def test_a_new_call_is_not_for_limited_tokens() -> None:
     assert named_runs("GET", "/new/call", b"run=math-1") is None
     assert named_runs("POST", "/alpha/x", b"run=a&run=b") == ["a", "b"]
     assert named_runs("GET", "/runs", b"") == []
+    assert named_runs("GET", "/docs/static/swagger-ui.css", b"") == []
+    assert named_runs("GET", "/downloads", b"") is None
 
 
 def test_a_token_file_is_enough_to_bind_and_an_empty_one_lets_nobody_in(
