@@ -168,21 +168,17 @@ class RolloutBatch:
         )
 
     def some(self, tokens: int) -> RolloutBatch:
-        """Evenly spaced rollouts until they have so many tokens.
+        """Evenly spaced rollouts that have about so many tokens.
 
-        Never by length: which are long is the text's doing.
+        Never by length: which are long is the text's doing. The first one moves with the policy version, for a trainer
+        may sort siblings.
         """
         step = math.ceil(self.tokens / tokens)
-        if step <= 1:
-            return self
-        chosen, found = [], 0
-        lengths = self.cu_seqlens.diff().tolist()
-        for rollout in range(0, self.rollouts, step):
-            chosen.append(rollout)
-            found += lengths[rollout]
-            if found >= tokens:
-                break
-        return self.select(chosen)
+        return (
+            self
+            if step <= 1
+            else self.select(range(self.policy_version % min(step, self.rollouts), self.rollouts, step))
+        )
 
     def groups(self, tokens_at_once: int) -> Iterator[RolloutBatch]:
         """Split into consecutive groups of whole rollouts, of about so many tokens each."""

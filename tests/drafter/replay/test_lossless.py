@@ -69,11 +69,13 @@ def test_of_long_batches_evenly_spaced_rollouts_are_looked_at(
 ) -> None:
     w = world(tuple(mask_of(length, 1) for length in lengths))
     monkeypatch.setattr(lossless, "_TOKENS", 40)
-    some = w.batch.some(40)
-    kept = some.cu_seqlens.diff().tolist()
-    step = math.ceil(sum(lengths) / 40)
-    assert kept == list(lengths[::step])[: len(kept)], "their lengths have no say"
-    assert sum(kept[:-1]) < 40
+    step, seen = math.ceil(sum(lengths) / 40), set[int]()
+    for version in range(12):
+        some = replace(w.batch, policy_version=version).some(40)
+        places = range(len(lengths))[version % min(step, len(lengths)) :: step]
+        assert some.cu_seqlens.diff().tolist() == [lengths[place] for place in places], "their lengths have no say"
+        seen.update(places)
+    assert seen == {*range(len(lengths))}, "none is always left out"
     assert drafters_favour(w.drafter, w.batch, w.policy) is not None
 
 
