@@ -44,7 +44,7 @@ class Fates(Protocol):
 
 
 class ClaimScorer:
-    """Scores the batches of one run's claims. `keeps_up`: the last training was not cut short for newer rollouts."""
+    """Scores the batches of one run's claims. `keeps_up`: newer rollouts did not wait for the last training's end."""
 
     def __init__(self, settings: Settings, target: Target, lineage: Lineage, journal: Journal, gate: Gate) -> None:
         self._settings = settings
@@ -140,7 +140,7 @@ class ClaimScorer:
         """Places of the rollouts that are replayed. While newer ones wait, that takes time which training needs."""
         if self.keeps_up:
             return range(loaded.batch.rollouts)
-        return every_second_sibling(prompt_hashes(loaded.batch))
+        return every_second_sibling(prompt_hashes(loaded.batch), loaded.batch.policy_version)
 
     def _replays(
         self,

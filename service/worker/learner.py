@@ -255,7 +255,7 @@ class Learner:
         if trained:
             known = seconds if whole else None  # a training that was stopped says nothing about gains
             self.gate.trained(known, scored[-1][0].batch.policy_version, share)
-        self.scorer.keeps_up = share == 1.0
+        self.scorer.keeps_up = share == 1.0 and not passed_over_enough
         return Outcome(scores, decision, outcome, trained_with_recent=whole)
 
     def _decide(self, scored: Sequence[Scored], held: str | None) -> Decision:

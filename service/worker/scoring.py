@@ -101,20 +101,21 @@ def replay_shared(
     }
 
 
-def every_second_sibling(prompts: Sequence[str]) -> tuple[int, ...]:
+def every_second_sibling(prompts: Sequence[str], policy_version: int) -> tuple[int, ...]:
     """Places of the rollouts that stand for all: every second one of each prompt that has at least four.
 
     Siblings are alike, so half of them say nearly as much about a drafter. Whether a prompt begins with its first
-    rollout or its second is drawn from its name: a trainer may sort siblings, or send each prompt in a batch of its
-    own. What the rollouts say has no part in it.
+    rollout or its second is drawn anew for each policy version: a trainer may sort siblings, send each prompt in a
+    file of its own, and ask the same prompts again. What the rollouts say has no part in it.
     """
     places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         places.setdefault(prompt, []).append(place)
-    chosen = [
-        own if len(own) < _FEW_SIBLINGS else own[zlib.crc32(prompt.encode()) % 2 :: 2] for prompt, own in places.items()
-    ]
-    return tuple(sorted(place for own in chosen for place in own))
+
+    def chosen(prompt: str, own: list[int]) -> list[int]:
+        return own if len(own) < _FEW_SIBLINGS else own[zlib.crc32(f"{policy_version} {prompt}".encode()) % 2 :: 2]
+
+    return tuple(sorted(place for prompt, own in places.items() for place in chosen(prompt, own)))
 
 
 def score(

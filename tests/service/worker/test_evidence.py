@@ -147,7 +147,7 @@ def test_while_newer_rollouts_wait_half_of_the_siblings_stand_for_all(bench: Ben
     worker.learner.scorer.keeps_up = False
     batch, half = scored(bench, worker, "half", prompts)
     assert len(whole.looked) == 128
-    assert half.looked == every_second_sibling(prompt_hashes(batch))
+    assert half.looked == every_second_sibling(prompt_hashes(batch), batch.policy_version)
     assert {version: found.rollouts for version, found in half.versions.items()} == dict.fromkeys(whole.versions, 64)
     assert half.record.rollouts == 128, "what is counted is the batch"
     assert half.record.tokens == whole.record.tokens
@@ -171,29 +171,33 @@ def test_rollouts_are_found_again_among_those_that_were_looked_at(bench: Bench) 
     torch.testing.assert_close(alone.rounds, fresh.replays[version].select(chosen).rounds)
 
 
-@given(st.lists(st.sampled_from("abcde"), max_size=40))
-def test_every_second_sibling_stands_for_its_prompt(prompts: list[str]) -> None:
-    chosen = every_second_sibling(prompts)
+@given(st.lists(st.sampled_from("abcde"), max_size=40), st.integers(0, 50))
+def test_every_second_sibling_stands_for_its_prompt(prompts: list[str], version: int) -> None:
+    chosen = every_second_sibling(prompts, version)
     assert list(chosen) == sorted(set(chosen))
     for prompt in dict.fromkeys(prompts):
         own = [place for place, other in enumerate(prompts) if other == prompt]
         kept = [own.index(place) for place in chosen if prompts[place] == prompt]
         assert kept in ([[*range(len(own))]] if len(own) < 4 else [[*range(0, len(own), 2)], [*range(1, len(own), 2)]])
-        alone = every_second_sibling([prompt] * len(own))
+        alone = every_second_sibling([prompt] * len(own), version)
         assert kept == list(alone), "whatever else is in the batch"
 
 
-def test_where_siblings_are_sorted_an_equal_candidate_is_hardly_ever_published() -> None:
-    """It is 4 % better on every first sibling and 4 % worse on every second; each prompt is a batch of its own."""
+@pytest.mark.parametrize("again", [False, True])
+def test_where_siblings_are_sorted_an_equal_candidate_is_hardly_ever_published(again: bool) -> None:
+    """It is 4 % better on every first sibling and 4 % worse on every second; each prompt is a batch of its own.
+
+    `again`: there are but seven prompts, which every policy version is asked.
+    """
     rng, published = np.random.default_rng(0), 0
     for _ in range(60):
-        trial = Trial(variance=0.0)
-        for _ in range(100):
-            prompts = [name for name in rng.integers(1 << 60, size=7).astype(str) for _ in range(8)]
+        trial, few = Trial(variance=0.0), rng.integers(1 << 60, size=7).astype(str)
+        for version in range(100):
+            prompts = few if again else rng.integers(1 << 60, size=7).astype(str)
             looked = [
                 place + 8 * number
-                for number in range(7)
-                for place in every_second_sibling(prompts[8 * number : 8 * number + 8])
+                for number, prompt in enumerate(prompts)
+                for place in every_second_sibling([prompt] * 8, version)
             ]
             served = rng.uniform(20, 40, 56)
             noise = 1.0 + 0.03 * np.repeat(rng.standard_normal(7), 8)

@@ -253,6 +253,18 @@ def test_a_held_run_judges_what_was_sent_when_it_is_released(
     assert service.client.get("/drafter/latest").json()["version"] == version
 
 
+def test_a_worker_that_is_behind_judges_what_was_sent_on_half_of_the_siblings(
+    bench: Bench, service: RunningService, served: str, tmp_path: Path
+) -> None:
+    version = send(service, body(bench.world.trained_drafter(tmp_path))).json()["version"]
+    worker = bench.worker(**SETTINGS)
+    for n in range(4):
+        worker.learner.scorer.keeps_up = False
+        bench.post(f"b{n}", prompts=[p for p in range(16 * n, 16 * n + 16) for _ in range(4)], policy_version=n)
+        bench.drain(worker)
+    assert service.client.get("/drafter/latest").json()["version"] == version != served
+
+
 @pytest.mark.parametrize("world", [WORLDS[0], NOISY[0]], ids=lambda world: world.name)
 def test_an_equal_or_worse_drafter_is_not_served_and_a_better_one_is(world: World) -> None:
     """A short form of benchmarks/sent.py."""

@@ -15,9 +15,11 @@ from service.errors import WorkerError
 from service.monitor.controller import Economy
 from service.storage.queue import RolloutQueue
 from service.worker import learner
+from service.worker.claim import ClaimScorer
 from service.worker.learner import Learner
 from service.worker.loop import RunWorker
 from service.worker.promotion import Fresh, Gate
+from service.worker.scoring import Scores
 
 
 def spoil(t: dict[str, Tensor]) -> None:
@@ -191,6 +193,72 @@ def test_a_training_ends_where_newer_rollouts_come_and_they_judge_what_it_made(
     newer = bench.store.scores()[bench.posted[0]]
     assert newer.candidate is not None, "judged on"
     assert [bench.state(b) for b in bench.posted] == ["trained"] * 2
+
+
+GROUPS: dict[str, Any] = {"prompts": [n for n in range(100, 108) for _ in range(8)]}
+GROUPS |= {"rewards": [float(i % 8) for i in range(64)], "strata": [f"kind {i % 3}" for i in range(64)]}
+
+
+def all_scores(monkeypatch: pytest.MonkeyPatch) -> list[Scores]:
+    """What is said of each batch from now on."""
+    found, real = list[Scores](), ClaimScorer.score
+
+    def noted(self: ClaimScorer, *arguments: Any) -> Scores | None:
+        scores = real(self, *arguments)
+        if scores is not None:
+            found.append(scores)
+        return scores
+
+    monkeypatch.setattr(ClaimScorer, "score", noted)
+    return found
+
+
+def test_after_a_training_that_was_cut_half_of_the_siblings_are_looked_at_and_all_are_counted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.begin()
+    worker = bench.worker(train_passes=16.0, recent_tokens=100_000)
+    parts = stepped(monkeypatch, lambda n: bench.post("cuts", policy_version=1, **GROUPS) if n == 1 else None)
+    found = all_scores(monkeypatch)
+    bench.post("first", policy_version=0, **GROUPS)
+    bench.drain(worker)
+    bench.post("after", policy_version=2, **GROUPS)
+    bench.drain(worker)
+    assert [len(scores.looked) for scores in found] == [64, 32, 64], "whole again after a training that was not cut"
+    assert len(parts) == 3
+    for scores in found:
+        looked = len(scores.looked)
+        assert {name: replay.rollouts for name, replay in scores.versions.items()} == dict.fromkeys(
+            scores.versions, looked
+        )
+        assert len(scores.prompts) == len(scores.strata) == len(scores.entropies) == looked
+        assert scores.strata == tuple(f"kind {place % 3}" for place in scores.looked)
+        assert (scores.record.rollouts, scores.record.reward_count) == (64, 64)
+        assert scores.record.reward_sum == 8 * sum(range(8))
+        assert scores.record.logprob_tokens == scores.record.tokens
+        assert scores.record.served is not None
+        assert scores.record.served.rounds == pytest.approx(scores.replays["served"].rounds.sum())
+        assert scores.replays["ngram"].rollouts == looked
+    assert "drift" not in caplog.text, "its monitor takes what it is told"
+    assert sum(kept.batch.rollouts for kept in worker.learner.recent._kept) == 3 * 64, "all of it is trained on"
+
+
+def test_while_batches_are_passed_over_half_of_the_siblings_are_looked_at(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training after eight claims that were passed over is not cut, and the worker is behind all the same."""
+    bench.begin()
+    found = all_scores(monkeypatch)
+    worker = bench.worker(recent_tokens=100_000)
+    for version in range(20):
+        bench.post(f"v{version}", policy_version=version, **GROUPS)
+    bench.drain(worker)
+    looked = [len(scores.looked) for scores in found]
+    assert looked[:9] == [64] * 9, "nothing is known of a worker that begins"
+    assert looked[9:] == [32] * 11
+    bench.post("caught up", policy_version=20, **GROUPS)
+    bench.drain(worker)
+    assert len(found[-1].looked) == 64
 
 
 def test_rollouts_of_the_same_policy_cut_no_training(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
