@@ -261,6 +261,21 @@ def test_while_batches_are_passed_over_half_of_the_siblings_are_looked_at(
     assert len(found[-1].looked) == 64
 
 
+def test_what_is_looked_at_counts_towards_gate_rollouts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a claim of five policy versions the newest is judged on, and others until there are 96 rollouts."""
+    bench.begin()
+    worker = bench.worker(recent_tokens=100_000, claim_tokens=100_000, gate_rollouts=96)
+    bench.post("trained on", policy_version=0)
+    bench.drain(worker)
+    worker.learner.scorer.keeps_up = False
+    found = all_scores(monkeypatch)
+    for version in range(1, 6):
+        bench.post(f"v{version}", policy_version=version, **GROUPS)
+    bench.drain(worker)
+    judged = {scores.record.policy_version: len(scores.looked) for scores in found if "candidate" in scores.replays}
+    assert judged == {5: 32, 4: 32, 3: 32}
+
+
 def test_rollouts_of_the_same_policy_cut_no_training(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.begin()
     worker = bench.worker(train_passes=16.0)
