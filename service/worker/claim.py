@@ -17,7 +17,7 @@ from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
 from service.worker.promotion import Gate
-from service.worker.scoring import Scores, every_second_sibling, replay_each, replay_shared, score
+from service.worker.scoring import Scores, replay_each, replay_shared, score, some_siblings
 from service.worker.target import Target
 
 #: A worker that is behind compares all drafters in one claim of so many, and the candidate alone in the others.
@@ -140,7 +140,7 @@ class ClaimScorer:
         """Places of the rollouts that are replayed. While newer ones wait, that takes time which training needs."""
         if self.keeps_up:
             return range(loaded.batch.rollouts)
-        return every_second_sibling(prompt_hashes(loaded.batch), loaded.batch.policy_version)
+        return some_siblings(prompt_hashes(loaded.batch), loaded.batch.policy_version)
 
     def _replays(
         self,

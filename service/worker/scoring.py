@@ -30,15 +30,15 @@ log = logging.getLogger("draftalign.worker")
 
 #: Prompt lookup walks a text token by token, on the CPU: 28 ms for so many.
 _NGRAM_TOKENS = 8192
-#: Of prompts with fewer rollouts all are looked at.
-_FEW_SIBLINGS = 4
+#: Of each prompt's rollouts one in so many stands for all, but two at least.
+_SIBLINGS_FOR_ONE, _FEWEST_SIBLINGS = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Replays of one batch by name (`served`, `candidate`, `frozen`, `ngram`, `best`) and its score record.
 
-    They are of the rollouts at `looked`, which may be a part of the batch (`every_second_sibling`).
+    They are of the rollouts at `looked`, which may be a part of the batch (`some_siblings`).
     """
 
     replays: Mapping[str, Replay]
@@ -101,21 +101,22 @@ def replay_shared(
     }
 
 
-def every_second_sibling(prompts: Sequence[str], policy_version: int) -> tuple[int, ...]:
-    """Places of the rollouts that stand for all: every second one of each prompt that has at least four.
+def some_siblings(prompts: Sequence[str], policy_version: int) -> tuple[int, ...]:
+    """Places of the rollouts that stand for all: a quarter of each prompt's, evenly spaced, and two at least.
 
-    Siblings are alike, so half of them say nearly as much about a drafter. Whether a prompt begins with its first
-    rollout or its second is drawn anew for each policy version: a trainer may sort siblings, send each prompt in a
-    file of its own, and ask the same prompts again. What the rollouts say has no part in it.
+    Siblings are alike, so a few of them say nearly as much about a drafter. The first one is drawn anew for each prompt
+    and policy version: a trainer may sort siblings, send each prompt in a file of its own, and ask the same prompts
+    again. What the rollouts say has no part in it.
     """
     places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         places.setdefault(prompt, []).append(place)
-
-    def chosen(prompt: str, own: list[int]) -> list[int]:
-        return own if len(own) < _FEW_SIBLINGS else own[zlib.crc32(f"{policy_version} {prompt}".encode()) % 2 :: 2]
-
-    return tuple(sorted(place for prompt, own in places.items() for place in chosen(prompt, own)))
+    chosen = list[int]()
+    for prompt, own in places.items():
+        kept = min(len(own), max(len(own) // _SIBLINGS_FOR_ONE, _FEWEST_SIBLINGS))
+        first = zlib.crc32(f"{policy_version} {prompt}".encode())
+        chosen += (own[(first + i * len(own) // kept) % len(own)] for i in range(kept))
+    return tuple(sorted(chosen))
 
 
 def score(

@@ -205,7 +205,7 @@ def test_a_batch_that_fails_on_one_rank_ends_alone_and_the_ranks_go_on(
 
 
 def test_ranks_share_the_rollouts_that_are_scored(tmp_path: Path, redis_url: str) -> None:
-    """Each replays its own, with every drafter; also a batch of one rollout, and half of one whose siblings suffice."""
+    """Each replays its own, with every drafter; also a batch of one rollout, and one of many siblings."""
 
     def count(rank: int) -> None:
         def counted(drafter: Any, batch: RolloutBatch, *arguments: Any, **named: Any) -> Any:
@@ -233,12 +233,12 @@ def test_ranks_share_the_rollouts_that_are_scored(tmp_path: Path, redis_url: str
             (bench.layout.root / "tokens").write_text(f"{record.served.tokens / record.tokens}")
 
         assert run_ranks(bench, behind, count) == 0
-        assert 0.3 < float((bench.layout.root / "tokens").read_text()) < 0.7
+        assert 0.1 < float((bench.layout.root / "tokens").read_text()) < 0.4
     first, second = ({*(tmp_path / f"scored {rank}").read_text().split()} for rank in (0, 1))
-    half = sorted((first | second) & {f"c/{i}" for i in range(8)})
-    assert half in ([f"c/{i}" for i in range(0, 8, 2)], [f"c/{i}" for i in range(1, 8, 2)])
-    assert first == {"a/0", "a/2", "a/4", "b/0", *half[::2]}
-    assert second == {"a/1", "a/3", *half[1::2]}
+    some = sorted((first | second) & {f"c/{i}" for i in range(8)})
+    assert some in [[f"c/{i}", f"c/{i + 4}"] for i in range(4)]
+    assert first == {"a/0", "a/2", "a/4", "b/0", some[0]}
+    assert second == {"a/1", "a/3", some[1]}
 
 
 def test_a_batch_that_cannot_be_replayed_on_one_rank_is_dead_and_the_ranks_go_on(

@@ -27,7 +27,7 @@ from service.worker.inbox import Loaded
 from service.worker.lineage import CANDIDATE
 from service.worker.loop import RunWorker
 from service.worker.promotion import Contest, Fresh
-from service.worker.scoring import Scores, every_second_sibling
+from service.worker.scoring import Scores, some_siblings
 
 LENGTH, SIBLINGS = 20, 4
 SETTINGS: dict[str, Any] = {
@@ -140,19 +140,19 @@ def test_where_all_prompts_come_again_what_is_known_of_them_counts(bench: Bench)
     assert found.verdict.promote
 
 
-def test_while_newer_rollouts_wait_half_of_the_siblings_stand_for_all(bench: Bench) -> None:
+def test_while_newer_rollouts_wait_some_siblings_stand_for_all(bench: Bench) -> None:
     worker = trained(bench)
     prompts = [n for n in range(100, 116) for _ in range(8)]
     _, whole = scored(bench, worker, "whole", prompts)
     worker.learner.scorer.keeps_up = False
     batch, half = scored(bench, worker, "half", prompts)
     assert len(whole.looked) == 128
-    assert half.looked == every_second_sibling(prompt_hashes(batch), batch.policy_version)
-    assert {version: found.rollouts for version, found in half.versions.items()} == dict.fromkeys(whole.versions, 64)
+    assert half.looked == some_siblings(prompt_hashes(batch), batch.policy_version)
+    assert {version: found.rollouts for version, found in half.versions.items()} == dict.fromkeys(whole.versions, 32)
     assert half.record.rollouts == 128, "what is counted is the batch"
     assert half.record.tokens == whole.record.tokens
     look = judged(bench, worker, "judged", prompts).look
-    assert (look.prompts, look.rollouts) == (16, 64)
+    assert (look.prompts, look.rollouts) == (16, 32)
 
 
 def test_rollouts_are_found_again_among_those_that_were_looked_at(bench: Bench) -> None:
@@ -163,7 +163,7 @@ def test_rollouts_are_found_again_among_those_that_were_looked_at(bench: Bench) 
     fresh = Fresh.of(both, worker.learner.recent.prompts)
     version = worker.learner.lineage.served_version()
     assert version is not None
-    chosen = [1, 4, 12, 17, 23]
+    chosen = [1, 4, 7, 8, 12, 15]
     parts = fresh.select(chosen)
     names = [f"{name}/{place}" for name in ("one", "two") for place in both[0][1].looked]
     assert [found for part in parts for found in part.rollout_ids] == [names[i] for i in chosen]
@@ -171,16 +171,27 @@ def test_rollouts_are_found_again_among_those_that_were_looked_at(bench: Bench) 
     torch.testing.assert_close(alone.rounds, fresh.replays[version].select(chosen).rounds)
 
 
-@given(st.lists(st.sampled_from("abcde"), max_size=40), st.integers(0, 50))
-def test_every_second_sibling_stands_for_its_prompt(prompts: list[str], version: int) -> None:
-    chosen = every_second_sibling(prompts, version)
+@given(st.lists(st.sampled_from("abcde"), max_size=80), st.integers(0, 50))
+def test_a_quarter_of_the_siblings_and_two_at_least_stand_for_their_prompt(prompts: list[str], version: int) -> None:
+    chosen = some_siblings(prompts, version)
     assert list(chosen) == sorted(set(chosen))
     for prompt in dict.fromkeys(prompts):
         own = [place for place, other in enumerate(prompts) if other == prompt]
         kept = [own.index(place) for place in chosen if prompts[place] == prompt]
-        assert kept in ([[*range(len(own))]] if len(own) < 4 else [[*range(0, len(own), 2)], [*range(1, len(own), 2)]])
-        alone = every_second_sibling([prompt] * len(own), version)
+        assert len(kept) == min(len(own), max(2, len(own) // 4))
+        around = [(after - before) % len(own) for before, after in zip(kept, [*kept[1:], kept[0]], strict=True)]
+        assert max(around) - min(around) <= 1, "evenly spaced"
+        alone = some_siblings([prompt] * len(own), version)
         assert kept == list(alone), "whatever else is in the batch"
+
+
+@pytest.mark.parametrize("siblings", [3, 5, 8, 13])
+def test_no_sibling_is_looked_at_more_often_than_another(siblings: int) -> None:
+    seen = np.zeros(siblings)
+    for version in range(4000):
+        seen[list(some_siblings(["prompt"] * siblings, version))] += 1
+    expected = 4000 * max(2, siblings // 4) / siblings
+    assert np.all(np.abs(seen - expected) < 5 * np.sqrt(expected))
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -197,7 +208,7 @@ def test_where_siblings_are_sorted_an_equal_candidate_is_hardly_ever_published(a
             looked = [
                 place + 8 * number
                 for number, prompt in enumerate(prompts)
-                for place in every_second_sibling([prompt] * 8, version)
+                for place in some_siblings([prompt] * 8, version)
             ]
             served = rng.uniform(20, 40, 56)
             noise = 1.0 + 0.03 * np.repeat(rng.standard_normal(7), 8)

@@ -253,7 +253,7 @@ def test_a_held_run_judges_what_was_sent_when_it_is_released(
     assert service.client.get("/drafter/latest").json()["version"] == version
 
 
-def test_a_worker_that_is_behind_judges_what_was_sent_on_half_of_the_siblings(
+def test_a_worker_that_is_behind_judges_what_was_sent_on_some_siblings(
     bench: Bench, service: RunningService, served: str, tmp_path: Path
 ) -> None:
     version = send(service, body(bench.world.trained_drafter(tmp_path))).json()["version"]
