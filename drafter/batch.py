@@ -174,11 +174,10 @@ class RolloutBatch:
         may sort siblings.
         """
         step = math.ceil(self.tokens / tokens)
-        return (
-            self
-            if step <= 1
-            else self.select(range(self.policy_version % min(step, self.rollouts), self.rollouts, step))
-        )
+        if step <= 1:
+            return self
+        first = self.policy_version % min(step, self.rollouts)
+        return self.select(range(first, self.rollouts, step))
 
     def groups(self, tokens_at_once: int) -> Iterator[RolloutBatch]:
         """Split into consecutive groups of whole rollouts, of about so many tokens each."""

@@ -46,6 +46,8 @@ from service.storage.spool import Upload
 
 log = logging.getLogger("draftalign.api")
 router = APIRouter(tags=["rollouts"])
+#: After a stall of this process itself an answer of Redis lies there, and takes a moment to be read.
+_AWAKE_SECONDS = 0.2
 
 
 class Receipt(BaseModel):
@@ -238,23 +240,25 @@ async def _enqueue(context: ServiceContext, upload: Upload, header: RolloutHeade
     )
     finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch))
     try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            # Shielded: if the client hangs up now, or Redis does, the outcome must still be handled.
-            return await asyncio.shield(finishing)
-    except TimeoutError as error:
-        finishing.add_done_callback(functools.partial(_tell_late, header.batch_id))
-        raise Problem(
-            503,
-            "redis-away",
-            "Redis stopped answering while the file came. It may be queued or not; send it again: it is counted once",
-            headers={"Retry-After": str(settings.retry_after_seconds)},
-        ) from error
+        for seconds in (PROBE_SECONDS, _AWAKE_SECONDS):
+            done, _ = await asyncio.wait({finishing}, timeout=seconds)
+            if done:
+                return finishing.result()
+    finally:  # if the client hangs up now, or Redis hangs, the outcome must still be handled
+        if not finishing.done():
+            finishing.add_done_callback(functools.partial(_tell_late, header.batch_id))
+    raise Problem(
+        503,
+        "redis-away",
+        "Redis stopped answering while the file came. It may be queued or not; send it again: it is counted once",
+        headers={"Retry-After": str(settings.retry_after_seconds)},
+    )
 
 
 def _tell_late(batch_id: str, finishing: asyncio.Future[Enqueued]) -> None:
     if not finishing.cancelled():  # as this process ends
         error = finishing.exception()
-        log.warning("batch %s was answered 503, and then: %s", batch_id, error or finishing.result().outcome)
+        log.warning("batch %s, of a client that waits no more: %s", batch_id, error or finishing.result().outcome)
 
 
 async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> Enqueued:

@@ -25,6 +25,7 @@ from service_fixtures import HEADERS, RunningService, f32, head_file, rollout_fi
 from storage_fixtures import RolloutQueue
 
 from rl_hooks import wire
+from service.api import rollouts as rollouts_api
 from service.cli.valkey import EmbeddedValkey
 from service.storage import registry
 from service.storage.layout import Layout
@@ -358,6 +359,19 @@ def test_a_redis_that_hangs_while_a_file_comes_is_named_within_two_seconds_of_it
     assert service.post(body).status_code in (200, 202)
     eventually(lambda: len(service.spooled()) == 1)  # whichever of the two is queued
     assert Redis.from_url(own_valkey.url).xlen(Keys("default").queue) == 1
+
+
+def test_a_stall_of_the_api_itself_is_not_blamed_on_redis(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = rollouts_api._finish_enqueue
+
+    async def stalled(*arguments: Any) -> Any:
+        time.sleep(1.7)  # noqa: ASYNC251 - nothing of this process goes on
+        return await finish(*arguments)
+
+    monkeypatch.setattr(rollouts_api, "_finish_enqueue", stalled)
+    assert service.post(rollout_file()).status_code == 202
 
 
 def test_asking_without_end_whether_it_is_ready_makes_redis_write_once_a_second(
