@@ -42,12 +42,13 @@ class Point:
     """The pooled records of one policy version.
 
     `alpha_live` is of published drafters; other methods stand beside it. The last three are sums since the run began,
-    as they stood when the policy version had been worked on.
+    as they stood when the policy version had been worked on. Of `rollouts`, `rollouts_replayed` gave `alpha_served`.
     """
 
     policy_version: int
     drafter_version: str | None
     rollouts: int
+    rollouts_replayed: int | None
     tokens: int
     alpha_served: float | None
     alpha_served_half_width: float | None
@@ -215,12 +216,13 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
     sums = {drafter: _pool(with_all if drafter == "best" else scores, drafter) for drafter in DRAFTERS}
     alpha = {drafter: None if found is None else found.alpha for drafter, found in sums.items()}
     width = {drafter: None if found is None else found.half_width for drafter, found in sums.items()}
-    compared = _pool(with_all, "served")
+    compared, served = _pool(with_all, "served"), sums["served"]
     served_most = _heaviest((r.drafter_version, _tokens(r, "served")) for r in scores)
     return Point(
         policy_version=policy,
         drafter_version=served_most or _heaviest((r.drafter_version, r.rounds) for r in ours),
         rollouts=sum(r.rollouts or 0 for r in scores),
+        rollouts_replayed=int(served.rollouts) or None if served is not None else None,
         tokens=sum(r.tokens or 0 for r in scores),
         alpha_served=alpha["served"],
         alpha_served_half_width=width["served"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 
 from examples.demo import free_port, scored_points
-from examples.demo_report import StepRow, _table, features_verdict, kept_promises, plot_title
+from examples.demo_report import StepRow, _part_reach, _table, features_verdict, kept_promises, plot_title
+from service.monitor.records import DrafterSums
 
 STEPS = 60
 FIELDS = {
@@ -96,8 +98,8 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
 
     # Live α and replay α are the same quantity: rollouts that one drafter version served, within sampling error.
     pure = [row for row in rows if row["drafter_versions"] == 1]
-    inside = [row for row in pure if row["alpha_live_low"] <= row["alpha_served"] <= row["alpha_live_high"]]
-    assert len(inside) >= 0.85 * len(pure)
+    inside = [StepRow(**row).replay_agrees for row in pure]
+    assert inside.count(True) >= 0.85 * len(inside)
     assert math.isclose(mean(pure, "alpha_live"), mean(pure, "alpha_served"), rel_tol=0.03)
 
     summary = json.loads((out / "summary.json").read_text())
@@ -178,6 +180,43 @@ def test_features_that_are_not_the_engines_are_named(replayed: float, wrong: boo
     assert not wrong or f"{replayed:.2f} replayed" in str(verdict)
     mixed = [step_row(n, drafter_versions=2, alpha_served=replayed, alpha_live=3.0) for n in range(20)]
     assert features_verdict(mixed) is None  # which drafter wrote what is not known
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "reach", "agrees"),
+    [
+        (2.9, 3.3, 0.0, True),  # 3.2 within the interval of live α
+        (2.9, 3.1, 0.0, False),
+        (2.9, 3.1, None, False),
+        (2.9, 3.1, 0.18, True),  # the hypotenuse of 0.1 and 0.18 is 0.206
+        (2.9, 3.1, 0.17, False),  # of 0.17, 0.197
+        (3.0, 3.0, 0.21, True),
+    ],
+)
+def test_replay_of_a_part_may_differ_from_live_by_what_a_part_may_say(
+    low: float, high: float, reach: float | None, agrees: bool
+) -> None:
+    known = {"alpha_live": 3.0, "alpha_live_low": low, "alpha_live_high": high, "alpha_served_reach": reach}
+    assert step_row(0, drafter_versions=1, alpha_served=3.2, **known).replay_agrees is agrees
+    assert step_row(0, drafter_versions=2, alpha_served=3.2, **known).replay_agrees is None
+    assert step_row(0, drafter_versions=1, alpha_served=None, **known).replay_agrees is None
+
+
+def test_a_part_reaches_as_far_as_what_was_not_replayed_can_move_it() -> None:
+    """Of 24 drawn out of 96 without replacement, 95 % of the intervals hold the α of all."""
+    draw = random.Random(7)
+    held = 0
+    for _ in range(1000):
+        all_rounds = [(draw.randint(1, 40), draw.randint(8, 12)) for _ in range(96)]  # tokens, rounds
+        alpha = sum(t for t, _ in all_rounds) / sum(r for _, r in all_rounds)
+        part = DrafterSums.of(*zip(*draw.sample(all_rounds, 24), strict=True))
+        point = {"alpha_served_half_width": part.half_width, "rollouts_replayed": int(part.rollouts)}
+        reach = _part_reach(point, rollouts=96)
+        assert reach is not None
+        held += abs(part.alpha - alpha) <= reach
+    assert 0.92 <= held / 1000 <= 0.97
+    assert _part_reach({"alpha_served_half_width": 0.1, "rollouts_replayed": 96}, rollouts=96) == 0.0
+    assert _part_reach({"alpha_served_half_width": None, "rollouts_replayed": 1}, rollouts=96) is None
 
 
 def test_a_policy_version_that_only_the_engine_counted_is_not_taken_for_scored() -> None:

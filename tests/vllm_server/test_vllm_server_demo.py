@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from examples.demo import free_port
+from examples.demo_report import StepRow
 
 STEPS = 12
 
@@ -39,12 +41,14 @@ def test_the_demo_runs_on_a_real_vllm_and_its_alphas_agree(tmp_path: Path) -> No
     print(f"served {served}; {rows[-1]['versions_published']} versions published")
     assert len(served) <= 1 + rows[-1]["versions_published"]  # the first drafter is not among the published
 
-    # The same quantity, by vLLM's counters and by replay; the interval is of 95 %.
+    # The same quantity, by vLLM's counters and by replay; the interval is of 95 %: 3 of 12 are outside in 2 % of runs.
+    agree = [found for row in rows if (found := StepRow(**row).replay_agrees) is not None]
+    print(f"replay α inside the interval of live α in {sum(agree)} of {len(agree)} steps")
+    assert len(agree) >= 0.8 * STEPS
+    assert sum(agree) >= 0.75 * len(agree)
     pure = [row for row in rows if row["drafter_versions"] == 1 and row["alpha_served"] is not None]
-    inside = [row for row in pure if row["alpha_live_low"] <= row["alpha_served"] <= row["alpha_live_high"]]
-    print(f"replay α inside the interval of live α in {len(inside)} of {len(pure)} steps")
-    assert len(pure) >= 0.8 * STEPS
-    assert len(inside) >= 0.85 * len(pure)
+    live, replayed = (statistics.fmean(row[name] for row in pure) for name in ("alpha_live", "alpha_served"))
+    assert replayed == pytest.approx(live, rel=0.04)
     # So early in the run the policy moves faster than its drafter can follow; but a dead drafter's α is 1.
     assert all(1.0 < row["alpha_live_low"] <= row["alpha_live"] <= 5.0 for row in rows)
 

@@ -144,6 +144,7 @@ def test_half_widths_pool_over_batches_and_cover_the_truth() -> None:
         [point] = points(records)
         estimates.append(point["alpha_served"])
         widths.append(point["alpha_served_half_width"])
+        assert point["rollouts_replayed"] == 60
     # The stated width is that of the estimator's own spread, and covers 95 % of it.
     assert statistics.mean(widths) == pytest.approx(1.96 * statistics.stdev(estimates), rel=0.12)
     covered = sum(abs(e - 3.0) < w for e, w in zip(estimates, widths, strict=True)) / 300
@@ -154,6 +155,7 @@ def test_no_half_width_is_given_when_a_record_lacks_its_moments() -> None:
     [point] = points([score(1, served=DrafterSums.of([8, 4], [2, 2])), score(1, served=counts(8, 2))])
     assert point["alpha_served"] == pytest.approx(20 / 6)
     assert point["alpha_served_half_width"] is None
+    assert point["rollouts_replayed"] is None
 
 
 def test_rollouts_without_a_round_leave_the_sums_alone() -> None:

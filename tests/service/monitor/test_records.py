@@ -80,6 +80,8 @@ def test_what_the_version_before_had_stored_reads_as_it_did(
     assert rounded(rendered) == rounded((RECORDED / "metrics.txt").read_text())
     documents = [run_document(run, found, Settings()) for run, found in runs.items()]
     assert [(one.pop("attempt"), len(one.pop("attempts"))) for one in documents] == [(1, 1)] * len(runs)
+    replayed = [point.pop("rollouts_replayed") for one in documents for point in one["points"]]
+    assert set(replayed) == {18, 24, 36, None}, "None where a record counts no rollouts, or none was scored"
     lines = [json.dumps(one, allow_nan=False) for one in documents]
     assert parsed(lines) == parsed((RECORDED / "alpha.jsonl").read_text().splitlines())
 
