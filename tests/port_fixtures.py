@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 from service_fixtures import RunningService
 
-from service.api.connections import Places
+from service.api.port.connections import Places
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20

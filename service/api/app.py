@@ -31,9 +31,9 @@ from service.api import problems
 from service.api import rollouts as rollouts_api
 from service.api import runs as runs_api
 from service.api.auth import Caller, Guard, check_binding
-from service.api.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.context import Context, ServiceContext
 from service.api.drafters import tagged
+from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.problems import Problem
 from service.api.snapshot import read_followed, watch_headlines
 from service.errors import ConfigurationError, RunNotFound

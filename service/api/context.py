@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,9 +155,13 @@ class ServiceContext:
 
     async def check_redis(self) -> None:
         """Raise a RedisError unless Redis answers soon."""
+        await self.soon(self.redis.ping())
+
+    async def soon(self, asked: Awaitable[T]) -> T:
+        """What Redis answers; a RedisError unless it does so soon."""
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                await self.redis.ping()
+                return await asked
         except TimeoutError as error:
             raise redis.exceptions.TimeoutError(f"no answer in {PROBE_SECONDS} s") from error
 

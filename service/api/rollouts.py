@@ -48,6 +48,8 @@ log = logging.getLogger("draftalign.api")
 router = APIRouter(tags=["rollouts"])
 #: After a stall of this process itself an answer of Redis lies there, and takes a moment to be read.
 _AWAKE_SECONDS = 0.2
+#: A file of up to this number of tokens is checked on the event loop: in 0.1 ms, less than a thread takes to begin.
+_FEW_TOKENS = 4096
 
 
 class Receipt(BaseModel):
@@ -92,9 +94,10 @@ async def post_rollouts(
 ) -> Receipt:
     """Queue one rollout file. Send `Expect: 100-continue`, so that a refusal costs no transfer."""
     length = check_announcement(request, context.settings.max_body_bytes)
-    await context.check_redis()  # without it the body could not be queued
     check_room(context, length)
-    if run is not None:
+    if run is None:
+        await context.check_redis()  # without it the body could not be queued
+    else:
         context.run(run)
         check_open(context.layout, run, for_rollouts=True)
         await _check_queue(context, run, length)
@@ -131,7 +134,10 @@ async def post_rollouts(
         await receive_file(request, upload, length, context.settings, on_header)
         header = headers[0]
         record = context.run(header.run)
-        await asyncio.to_thread(_check_index, upload, header, record.vocab_size)
+        if header.tokens <= _FEW_TOKENS:
+            _check_index(upload, header, record.vocab_size)
+        else:
+            await asyncio.to_thread(_check_index, upload, header, record.vocab_size)
         outcome = await _enqueue(context, upload, header, length)
     duplicate = outcome.outcome == "duplicate"
     response.status_code = 200 if duplicate else 202
@@ -158,8 +164,9 @@ async def post_rollouts(
 async def _check_queue(context: ServiceContext, run: str, length: int) -> None:
     settings = context.settings
     if settings.overflow == "drop_oldest":
+        await context.check_redis()
         return  # room is made when the entry is added
-    items, size, rollouts = await context.queue(run).depth()
+    items, size, rollouts = await context.soon(context.queue(run).depth())
     full = items >= settings.queue_max_items or rollouts >= settings.queue_max_rollouts
     if full or size + length > settings.queue_limit_bytes:
         await context.queue(run).count_rejected()

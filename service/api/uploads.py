@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from rl_hooks.wire import CONTENT_TYPE, Header, WireError, header_size, parse_header
+from service.api.port.body import TAKE_BODY
 from service.api.problems import BODY_STATE, Problem
 from service.settings import Settings
 from service.storage.spool import Upload
@@ -89,11 +91,35 @@ async def receive_file(
             if header is not None:
                 del prefix
                 keep = await on_header(header)
+                if more and await _take_rest(request, upload if keep else None, length - received, settings, deadline):
+                    received, more = length, False
     if received != length:
         raise WireError("file", f"Content-Length said {length} bytes, {received} came")
     if header is None:
         raise WireError("header", f"the file ended after {received} bytes, inside its header")
     return header
+
+
+async def _take_rest(request: Request, upload: Upload | None, left: int, settings: Settings, deadline: float) -> bool:
+    """Take the rest of the body past the parser and ASGI, where the server can; returns whether it came so."""
+    extension = request.scope.get("extensions", {}).get(TAKE_BODY)
+    if extension is None:
+        return False
+    write = _drop if upload is None else functools.partial(_write, upload)
+    try:
+        await extension["take"](left, write, settings.body_idle_seconds, deadline - time.monotonic())
+    except TimeoutError as error:
+        raise _too_slow() from error
+    request.scope[BODY_STATE] = "read"
+    return True
+
+
+def _drop(_chunk: memoryview) -> None:
+    """Of a body that is not worth keeping."""
+
+
+def _too_slow() -> Problem:
+    return Problem(408, "too-slow", "the body came too slowly; nothing was kept")
 
 
 def _complete_header(prefix: bytearray, length: int) -> Header | None:
@@ -117,7 +143,7 @@ async def _next_chunk(request: Request, idle_seconds: float, deadline: float) ->
         async with asyncio.timeout(min(idle_seconds, max(deadline - time.monotonic(), 0.0))):
             message = await request.receive()
     except TimeoutError as error:
-        raise Problem(408, "too-slow", "the body came too slowly; nothing was kept") from error
+        raise _too_slow() from error
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
     more = bool(message.get("more_body", False))
@@ -126,7 +152,7 @@ async def _next_chunk(request: Request, idle_seconds: float, deadline: float) ->
     return message.get("body", b""), more
 
 
-def _write(upload: Upload, chunk: bytes) -> None:
+def _write(upload: Upload, chunk: bytes | memoryview) -> None:
     try:
         upload.write(chunk)
     except OSError as error:

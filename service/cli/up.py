@@ -8,7 +8,7 @@ import sys
 
 from service.access.tokens import Tokens
 from service.api.auth import check_binding
-from service.api.connections import tls_context
+from service.api.port.connections import tls_context
 from service.cli.checks import check_redis, port_is_free
 from service.cli.supervisor import Child, Supervisor
 from service.cli.valkey import EmbeddedValkey

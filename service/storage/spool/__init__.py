@@ -33,7 +33,7 @@ class Upload:
         self.path.unlink(missing_ok=True)  # missing if it was kept
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Append. Runs on the event loop: a chunk is at most 256 KiB and goes to the page cache."""
+        """Append. Runs on the event loop: a chunk is at most 1 MiB and goes to the page cache."""
         view = memoryview(chunk)
         while view:
             done = os.write(self._descriptor, view)

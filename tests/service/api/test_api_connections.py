@@ -15,8 +15,9 @@ import pytest
 from port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, POST, Process, places, pour
 from service_fixtures import HEADERS, RunningService, rollout_file
 
-from service.api import app, connections
-from service.api.connections import (
+from service.api import app
+from service.api.port import connections
+from service.api.port.connections import (
     MAX_CONNECTIONS,
     MAX_HEADER_BYTES,
     MAX_HEADER_FIELDS,

@@ -22,8 +22,8 @@ from service_fixtures import HEADERS, RunningService, rollout_file, run_file
 from typer.testing import CliRunner
 
 from rl_hooks.sending.exchange import Origin, ReplyError, exchange, trusted
-from service.api import connections
 from service.api.app import make_server
+from service.api.port import connections
 from service.cli.main import app as command_line
 from service.errors import ConfigurationError
 from service.settings import Settings
@@ -82,6 +82,15 @@ def trusting(monkeypatch: pytest.MonkeyPatch, authority: Authority) -> Iterator[
 
 
 # --- what passes
+
+
+def test_long_bodies_on_one_connection_are_the_files(secure: RunningService) -> None:
+    files = [rollout_file((f"{n}a", f"{n}b"), lengths=(20_000, 20_000), policy_version=1) for n in "xyz"]
+    for file in files:
+        pieces = (file[at : at + 70_001] for at in range(0, len(file), 70_001))
+        headers = HEADERS | {"Content-Length": str(len(file))}
+        assert secure.client.post("/rollouts", content=pieces, headers=headers).status_code == 202
+    assert {path.read_bytes() for path in secure.spooled()} == set(files)
 
 
 @pytest.mark.usefixtures("trusting")

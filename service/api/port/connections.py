@@ -8,6 +8,7 @@ CPU seconds for an upload. Requests with a token have no limit here: uploads, do
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import resource
@@ -17,8 +18,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import httptools
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from service.api.port.body import TAKE_BODY, BodyReader, Write
 from service.api.problems import REFUSED
 from service.errors import ConfigurationError
 
@@ -70,6 +74,13 @@ class Places:
             return False
         found.give_up()
         return True
+
+
+def new_parser(protocol: HttpToolsProtocol) -> httptools.HttpRequestParser:
+    """A parser as uvicorn makes it: what follows a request that closes the connection is no error."""
+    parser = httptools.HttpRequestParser(protocol)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -166,6 +177,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise self._refused(HTTPStatus.TOO_MANY_REQUESTS, f"at most {MAX_PIPELINED} requests may wait for answers")
         super().on_headers_complete()
+        extensions = self.cycle.scope.setdefault("extensions", {})
+        extensions[TAKE_BODY] = {"take": functools.partial(self._take_body, self.cycle)}
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
@@ -177,6 +190,34 @@ class BoundedProtocol(HttpToolsProtocol):
         self._idle_bytes = 0
         self._in_message = False
         super().on_message_complete()
+
+    # --- a long body
+    async def _take_body(
+        self, cycle: RequestResponseCycle, left: int, write: Write, idle_seconds: float, seconds: float
+    ) -> None:
+        """Give the last `left` bytes of a request's body to `write`, past the parser; see `BodyReader.wait`."""
+        if cycle.disconnected:
+            raise ClientDisconnect
+        came, cycle.body = cycle.body, bytearray()
+        if came:
+            write(memoryview(came))
+        if not cycle.more_body:
+            return
+        reader = BodyReader(self, cycle, left - len(came), write, self._body_is_complete)
+        self._hand_over(reader)
+        await reader.wait(idle_seconds, seconds)
+
+    def _body_is_complete(self) -> None:
+        """Go on with a new parser: the old one has not seen the end of this body."""
+        self.parser = new_parser(self)
+        self._hand_over(self)
+        self.on_message_complete()
+
+    def _hand_over(self, protocol: asyncio.BaseProtocol) -> None:
+        """Let another protocol read; uvloop looks at what a protocol can do when reading begins."""
+        self.flow.pause_reading()
+        self.transport.set_protocol(protocol)
+        self.flow.resume_reading()
 
     # --- inside
     def _waits(self) -> None:
