@@ -240,9 +240,8 @@ async def post_drafter(
     check_open(context.layout, run)
     length = check_announcement(request, context.settings.max_run_bytes)
 
-    async def on_header(header: Header) -> bool:
+    async def on_header(header: Header) -> None:
         read_sent_header(context.layout, run, header)
-        return True
 
     check_room(context, 2 * length)  # the upload, and the version that is made of it
     with context.spool.reserve(2 * length), context.spool.upload() as upload:

@@ -103,7 +103,7 @@ async def post_rollouts(
         await _check_queue(context, run, length)
     headers: list[RolloutHeader] = []
 
-    async def on_header(header: Header) -> bool:
+    async def on_header(header: Header) -> None:
         rollouts = check_rollout_header(header)
         if run is not None and rollouts.run != run:
             raise WireError("run", f"the request names run {run!r}, the file {rollouts.run[:80]!r}")
@@ -128,7 +128,6 @@ async def post_rollouts(
             check_open(context.layout, rollouts.run, for_rollouts=True)
             await _check_queue(context, rollouts.run, length)
         headers.append(rollouts)
-        return True
 
     with context.spool.reserve(length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)

@@ -84,13 +84,12 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     refused = await _refused_file(context, run)
     records: list[RunRecord] = []
 
-    async def on_header(header: Header) -> bool:
+    async def on_header(header: Header) -> None:
         begins = refused is not None or not context.layout.run_json(run).exists()
         record = read_run_header(run, header, begins=begins)
         records.append(record)
         if not begins:
             check_same(context.layout, context.run(run), record, header)
-        return True  # also for an existing run: the weights are compared
 
     warning: str | None = None
     check_room(context, length)
@@ -390,10 +389,9 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     await context.check_redis()
     versions: list[int] = []
 
-    async def on_header(header: Header) -> bool:
+    async def on_header(header: Header) -> None:
         versions.append(read_head_header(record, header))
         await _check_heads(context, run, versions[0])
-        return True
 
     check_room(context, length)
     with context.spool.reserve(length), context.spool.upload() as upload:

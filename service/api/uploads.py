@@ -25,7 +25,7 @@ from service.settings import Settings
 from service.storage.spool import Upload
 
 Model = TypeVar("Model", bound=BaseModel)
-OnHeader = Callable[[Header], Awaitable[bool]]
+OnHeader = Callable[[Header], Awaitable[None]]
 #: A body slower than this on average is refused: it only holds a connection.
 _MIN_BYTES_PER_SECOND: Final = 4096
 
@@ -69,13 +69,11 @@ async def receive_file(
 ) -> Header:
     """Write the body to `upload`; returns its verified header once exactly `length` bytes have come.
 
-    `on_header` is awaited as soon as the header is complete: it raises to refuse the rest, and returns whether the
-    bytes are worth keeping (if not, they are read and dropped).
+    `on_header` is awaited as soon as the header is complete: it raises to refuse the rest.
     """
     deadline = time.monotonic() + settings.body_idle_seconds + length / _MIN_BYTES_PER_SECOND
     prefix = bytearray()
     header: Header | None = None
-    keep = True
     received = 0
     more = True
     while more:
@@ -83,15 +81,14 @@ async def receive_file(
         received += len(chunk)
         if received > length:
             raise WireError("file", f"Content-Length said {length} bytes, but more came")
-        if keep:
-            _write(upload, chunk)
+        _write(upload, chunk)
         if header is None:
             prefix += chunk
             header = _complete_header(prefix, length)
             if header is not None:
                 del prefix
-                keep = await on_header(header)
-                if more and await _take_rest(request, upload if keep else None, length - received, settings, deadline):
+                await on_header(header)
+                if more and await _take_rest(request, upload, length - received, settings, deadline):
                     received, more = length, False
     if received != length:
         raise WireError("file", f"Content-Length said {length} bytes, {received} came")
@@ -100,22 +97,18 @@ async def receive_file(
     return header
 
 
-async def _take_rest(request: Request, upload: Upload | None, left: int, settings: Settings, deadline: float) -> bool:
+async def _take_rest(request: Request, upload: Upload, left: int, settings: Settings, deadline: float) -> bool:
     """Take the rest of the body past the parser and ASGI, where the server can; returns whether it came so."""
     extension = request.scope.get("extensions", {}).get(TAKE_BODY)
     if extension is None:
         return False
-    write = _drop if upload is None else functools.partial(_write, upload)
+    write, seconds = functools.partial(_write, upload), deadline - time.monotonic()
     try:
-        await extension["take"](left, write, settings.body_idle_seconds, deadline - time.monotonic())
+        await extension["take"](left, write, settings.body_idle_seconds, seconds)
     except TimeoutError as error:
         raise _too_slow() from error
     request.scope[BODY_STATE] = "read"
     return True
-
-
-def _drop(_chunk: memoryview) -> None:
-    """Of a body that is not worth keeping."""
 
 
 def _too_slow() -> Problem:

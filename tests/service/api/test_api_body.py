@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import uvicorn
 from agent_fixtures import eventually
-from service_fixtures import CONFIG, HEADERS, VOCAB, RunningService, rollout_file, run_file
+from service_fixtures import HEADERS, VOCAB, RunningService, rollout_file
 from starlette.requests import Request
 
 from rl_hooks import wire
@@ -163,13 +163,14 @@ def test_a_disk_that_fills_is_told_to_a_client_that_is_still_sending(
         whole(self, chunk)
 
     monkeypatch.setattr(Upload, "write", write)
-    monkeypatch.setattr(problems, "_LINGER_SECONDS", 60.0)
-    monkeypatch.setattr(problems, "_LINGER_IDLE_SECONDS", 60.0)
     file = long_file()
     connection.socket.sendall(request(file))
-    connection.socket.sendall(file)
+    connection.socket.sendall(file[:-4])
     status, body = connection.answer()
     assert (status, b"spool-full" in body) == (503, True)
+    for at in range(-4, 0):  # a client that does not look yet: for longer than a silent one is waited for
+        assert not select.select([connection.socket], [], [], 0.4 * problems._LINGER_IDLE_SECONDS)[0], "closed"
+        connection.socket.sendall(file[at : at + 1 or None])
     assert connection.socket.recv(1) == b"", "the connection is closed once all was read"
     assert either_loop.spooled() == []
     monkeypatch.undo()
@@ -213,16 +214,22 @@ def test_a_client_that_leaves_in_a_long_body_leaves_nothing(
     assert either_loop.post(file).status_code == 202
 
 
-def test_a_registration_that_is_known_already_is_read_to_its_end(
-    either_loop: RunningService, connection: Connection
+def test_a_client_that_left_while_redis_was_asked_is_not_waited_for(
+    either_loop: RunningService, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its bytes are not worth keeping."""
-    body = run_file(CONFIG | {"vocab_size": 50_000})
-    head = f"PUT /runs/other HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {wire.CONTENT_TYPE}\r\n"
-    for expected in (201, 200):
-        connection.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body + GET)
-        assert connection.answer()[0] == expected
-        assert connection.answer()[0] == 200
+    take = uploads._take_rest
+    reached: list[bool] = []
+
+    async def late(request: Request, *args: Any) -> bool:
+        connection.close()
+        await asyncio.sleep(0.3)
+        reached.append(True)
+        return await take(request, *args)
+
+    monkeypatch.setattr(uploads, "_take_rest", late)
+    file = long_file()
+    connection.socket.sendall(request(file) + file[:5000])
+    eventually(lambda: reached == [True] and either_loop.spooled() == [])
 
 
 def test_another_server_than_ours_passes_the_body_through_asgi(service: RunningService) -> None:
