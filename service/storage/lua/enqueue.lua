@@ -12,15 +12,18 @@
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local prefix, bytes, back = ARGV[6], tonumber(ARGV[9]), ARGV[15] ~= ''
 local file = ARGV[8] .. ':' .. ARGV[9]
+local taken_total = back and 'put_back_total' or 'accepted_total'
+local held = redis.call('HMGET', counters, 'items', 'bytes', 'rollouts', 'dead_total', taken_total)
+for i = 1, #held do held[i] = tonumber(held[i] or '0') end
 
 -- How many of the run's batches died so far, and why the newest did: the answer to the sender's next batch says it.
 local function deaths()
-  local total, reason = redis.call('HGET', counters, 'dead_total') or '0', ''
-  local letter = total ~= '0' and redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
+  local total, reason = held[4], ''
+  local letter = total > 0 and redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
   for i = 1, letter and #letter[2] or 0, 2 do
     if letter[2][i] == 'reason' then reason = letter[2][i + 1] end
   end
-  return total, reason
+  return tostring(total), reason
 end
 
 local function duplicate(state, known)
@@ -47,15 +50,19 @@ end
 -- Rollouts that another batch brought before, by their place in the file. A batch that died or was skipped trained
 -- nothing: its rollouts are whose who brings them next.
 local ids = cjson.decode(ARGV[14])
+local AT_ONCE = 1000 -- keys of one command: Lua's stack has a few thousand places
 local function brought_before()
   local known, states = {}, {}
-  for place, id in ipairs(ids) do
-    local other = redis.call('GET', prefix .. 'rollout:' .. id)
-    if other and other ~= ARGV[7] then
-      states[other] = states[other] or redis.call('HGET', prefix .. 'batch:' .. other, 'state') or 'expired'
-      if states[other] == 'queued' or states[other] == 'trained' or states[other] == 'held_out' then
-        known[#known + 1] = place - 1
-        state = states[other]
+  for first = 0, #ids - 1, AT_ONCE do
+    local keys = {}
+    for place = first + 1, math.min(first + AT_ONCE, #ids) do keys[place - first] = prefix .. 'rollout:' .. ids[place] end
+    for i, other in ipairs(redis.call('MGET', unpack(keys))) do
+      if other and other ~= ARGV[7] then
+        states[other] = states[other] or redis.call('HGET', prefix .. 'batch:' .. other, 'state') or 'expired'
+        if states[other] == 'queued' or states[other] == 'trained' or states[other] == 'held_out' then
+          known[#known + 1] = first + i - 1
+          state = states[other]
+        end
       end
     end
   end
@@ -73,13 +80,9 @@ end
 
 if redis.call('EXISTS', prefix .. 'orphan:' .. ARGV[8]) == 1 then return { 'disowned' } end
 
-local function held(field)
-  return tonumber(redis.call('HGET', counters, field) or '0')
-end
-
 local function over()
-  return held('items') + 1 > tonumber(ARGV[1]) or held('bytes') + bytes > tonumber(ARGV[2])
-    or held('rollouts') + tonumber(ARGV[11]) > tonumber(ARGV[17])
+  return held[1] + 1 > tonumber(ARGV[1]) or held[2] + bytes > tonumber(ARGV[2])
+    or held[3] + tonumber(ARGV[11]) > tonumber(ARGV[17])
 end
 
 local dropped = {}
@@ -97,9 +100,9 @@ if ARGV[3] == 'drop_oldest' and over() then
     local fields = {}
     for i = 1, #oldest[2], 2 do fields[oldest[2][i]] = oldest[2][i + 1] end
     redis.call('XDEL', queue, oldest[1])
-    redis.call('HINCRBY', counters, 'items', -1)
-    redis.call('HINCRBY', counters, 'bytes', -tonumber(fields['bytes']))
-    redis.call('HINCRBY', counters, 'rollouts', -tonumber(fields['rollouts']))
+    held[1] = redis.call('HINCRBY', counters, 'items', -1)
+    held[2] = redis.call('HINCRBY', counters, 'bytes', -tonumber(fields['bytes']))
+    held[3] = redis.call('HINCRBY', counters, 'rollouts', -tonumber(fields['rollouts']))
     redis.call('HINCRBY', counters, 'dropped_total', 1)
     local key = prefix .. 'batch:' .. fields['batch_id']
     redis.call('HSET', key, 'state', 'skipped', 'reason', 'dropped: the queue was full and newer rollouts came')
@@ -112,7 +115,7 @@ if #dropped > 0 then known = brought_before() end -- of batches that wait still
 
 if over() then
   redis.call('HINCRBY', counters, 'rejected_total', 1)
-  local reply = { 'full', tostring(held('items')), tostring(held('bytes')), tostring(held('rollouts')) }
+  local reply = { 'full', tostring(held[1]), tostring(held[2]), tostring(held[3]) }
   for _, blob in ipairs(dropped) do reply[#reply + 1] = blob end
   return reply
 end
@@ -125,24 +128,23 @@ local entry_id = redis.call('XADD', queue, '*', 'batch_id', ARGV[7], 'blob', ARG
   'known', #known > 0 and cjson.encode(known) or '[]', 'put_back', back and '1' or '0',
   'arrived', belated and came or '')
 if died then leave_the_dead() end
-redis.call('HINCRBY', counters, 'items', 1)
-redis.call('HINCRBY', counters, 'bytes', bytes)
-redis.call('HINCRBY', counters, 'rollouts', ARGV[11])
-redis.call('HINCRBY', counters, back and 'put_back_total' or 'accepted_total', 1)
-redis.call('DEL', batch)
+-- Of the newest batch, not the highest version: a trainer may go back to an earlier checkpoint.
+redis.call('HSET', counters, 'items', held[1] + 1, 'bytes', held[2] + bytes, 'rollouts', held[3] + tonumber(ARGV[11]),
+  taken_total, held[5] + 1, unpack(back and {} or { 'newest', entry_id }))
+if state then redis.call('DEL', batch) end
 redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', ARGV[8], 'bytes', ARGV[9],
   'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
-  'rollout_ids', ARGV[14], 'known_rollouts', #known)
-if back then redis.call('HSET', batch, 'arrived', came) end
--- Of the newest batch, not the highest version: a trainer may go back to an earlier checkpoint.
-if not back then
-  redis.call('SET', prefix .. 'latest_policy', ARGV[13])
-  redis.call('HSET', counters, 'newest', entry_id)
-end
-local taken = {}
+  'rollout_ids', ARGV[14], 'known_rollouts', #known, unpack(back and { 'arrived', came } or {}))
+local taken, new = {}, back and {} or { prefix .. 'latest_policy', ARGV[13] }
 for _, place in ipairs(known) do taken[place + 1] = true end
 for place, id in ipairs(ids) do
-  if not taken[place] then redis.call('SET', prefix .. 'rollout:' .. id, ARGV[7]) end
+  if not taken[place] then
+    new[#new + 1], new[#new + 2] = prefix .. 'rollout:' .. id, ARGV[7]
+  end
+  if #new >= 2 * AT_ONCE or place == #ids and #new > 0 then
+    redis.call('MSET', unpack(new))
+    new = {}
+  end
 end
 local total, reason = deaths()
 local reply = { 'accepted', entry_id, total, reason, tostring(#known) }

@@ -107,6 +107,46 @@ def test_a_duplicate_is_recognised_while_queued_and_after_its_end(bench: Bench) 
     assert bench.worker.counters()["accepted_total"] == 1
 
 
+def commands_done(client: Any) -> int:
+    """Without what each new connection says of itself."""
+    of_clients = ("info", "hello", "client|setinfo", "select", "auth")
+    found = client.info("commandstats").items()
+    return sum(one["calls"] for name, one in found if name.removeprefix("cmdstat_") not in of_clients)
+
+
+def test_an_enqueue_is_few_commands_however_many_rollouts_it_names(bench: Bench) -> None:
+    """The script, eight in it, and two more for every further thousand rollouts."""
+    bench.put(make_batch(1))  # it loads the script
+    cost = {}
+    for number, rollouts in ((2, 1), (3, 999), (4, 2500)):
+        before = commands_done(bench.client)
+        bench.put(make_batch(number, ids=tuple(f"{number}-{n}" for n in range(rollouts))))
+        cost[rollouts] = commands_done(bench.client) - before
+    assert cost == {1: 9, 999: 9, 2500: 13}
+    assert len(bench.client.keys(Keys("default").rollout("*"))) == 2 + 1 + 999 + 2500
+
+
+def test_of_many_rollouts_those_that_came_before_are_told_by_their_place(bench: Bench) -> None:
+    bench.put(make_batch(1, ids=tuple(f"r{n}" for n in range(2500))))
+    ids = tuple(f"r{n}" for n in range(990, 1010)) + tuple(f"new{n}" for n in range(2000)) + ("r2499",)
+    assert bench.put(make_batch(2, ids=ids)).known == 21
+    entries = bench.claim()
+    assert list(entries[1].known) == [*range(20), 2020]
+    owner = {name: bench.client.get(Keys("default").rollout(name)).decode() for name in ("r990", "new0", "new1999")}
+    assert owner == {"r990": f"{1:032x}", "new0": f"{2:032x}", "new1999": f"{2:032x}"}
+
+
+def test_counts_of_terabytes_are_exact(bench: Bench) -> None:
+    size = 3_000_000_000_001
+    for number in range(3):
+        assert bench.put(make_batch(number, size=size), max_bytes=4 * size).outcome == "accepted"
+    assert bench.worker.depth() == (3, 3 * size)
+    full = bench.put(make_batch(9, size=2 * size), max_bytes=4 * size)
+    assert full.state == f"3 batches, {3 * size} bytes, 6 rollouts"
+    assert bench.put(make_batch(9, size=2 * size), max_bytes=4 * size, overflow="drop_oldest").outcome == "accepted"
+    assert bench.worker.depth() == (3, 4 * size)
+
+
 def test_whoever_sends_the_next_batch_hears_how_many_died_and_why_the_newest_did(bench: Bench) -> None:
     assert (bench.put(make_batch(1)).dead_total, bench.put(make_batch(2)).last_dead_reason) == (0, "")
     for number, entry in enumerate(bench.claim()):
