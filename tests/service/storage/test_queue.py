@@ -147,6 +147,40 @@ def test_counts_of_terabytes_are_exact(bench: Bench) -> None:
     assert bench.worker.depth() == (3, 4 * size)
 
 
+def test_no_more_is_dropped_than_makes_room_for_the_new_rollouts(redis_url: str, redis_client: Redis) -> None:
+    Bench(redis_url, redis_client)
+
+    async def fill() -> list[Enqueued]:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            queue = AsyncRolloutQueue(client, "default", REMEMBERED_BYTES, max_rollouts=7)
+            bounds: Any = {"max_items": 100, "max_bytes": 10_000, "overflow": "drop_oldest"}
+            return [await queue.enqueue(make_batch(number), **bounds) for number in range(5)]  # of two rollouts each
+
+    found = asyncio.run(fill())
+    assert [one.outcome for one in found] == ["accepted"] * 5
+    assert [one.dropped for one in found] == [(), (), (), (make_batch(0).blob,), (make_batch(1).blob,)]
+
+
+def test_the_newest_policy_is_that_of_the_batch_that_came_last_not_of_one_that_is_put_back(bench: Bench) -> None:
+    latest = Keys("default").prefix + "latest_policy"
+    bench.put(make_batch(7))
+    (seven,) = bench.claim()
+    assert bench.worker.dead_letter(seven, "it broke")
+    bench.put(make_batch(3))  # a trainer that went back
+    assert bench.client.get(latest) == b"4"
+
+    async def put_back() -> Enqueued:
+        async with redis.asyncio.Redis.from_url(bench.url) as client:
+            queue = AsyncRolloutQueue(client, "default")
+            letter = (await queue.batch(seven.batch_id) or {})["letter_id"]
+            return await queue.enqueue(make_batch(7), max_items=9, max_bytes=9999, put_back=letter)
+
+    assert asyncio.run(put_back()).outcome == "accepted"
+    assert bench.client.get(latest) == b"4"
+    came_again = bench.claim()[-1]
+    assert (came_again.batch_id, came_again.belated) == (seven.batch_id, True)
+
+
 def test_whoever_sends_the_next_batch_hears_how_many_died_and_why_the_newest_did(bench: Bench) -> None:
     assert (bench.put(make_batch(1)).dead_total, bench.put(make_batch(2)).last_dead_reason) == (0, "")
     for number, entry in enumerate(bench.claim()):
