@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import socket
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, POST, Process, places, pour
+from pydantic import SecretStr
 from service_fixtures import HEADERS, RunningService, rollout_file
 
 from service.api import app
@@ -24,6 +26,7 @@ from service.api.port.connections import (
     MAX_PIPELINED,
     Places,
 )
+from service.settings import Settings
 
 
 @pytest.fixture
@@ -261,3 +264,21 @@ def test_another_protocol_is_not_taken_up(service: RunningService, protocol: str
         for _ in range(2):
             connection.sendall(f"GET /healthz HTTP/1.1\r\nHost: x\r\n{fields}\r\n".encode())
             assert status_of_one(connection) == 200
+
+
+def test_garbage_collections_pass_over_what_lives_as_long_as_the_process(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+
+    def serve(self: app.Server) -> None:
+        self.started = True
+        frozen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(app.Server, "run", serve)
+    before = gc.get_freeze_count()
+    try:
+        app.run_api(Settings(state_dir=tmp_path, redis_url=SecretStr(redis_url)))
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > before + 10_000
