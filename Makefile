@@ -42,6 +42,7 @@ machine: $(VENV)/.ready
 	then { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y chromium prometheus; } \
 	  >/dev/null 2>&1 || echo "no Chromium or promtool here: tests of the page and of the alert rules are skipped"; fi
 	@timeout 1200 $(MAKE) --no-print-directory vllm || echo "no vLLM here: its tests are skipped"
+	@timeout 900 $(MAKE) --no-print-directory sglang || echo "no SGLang here: its tests are skipped"
 
 lint: $(VENV)/.ready ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && echo "lint: ok"
@@ -53,11 +54,11 @@ unit: $(VENV)/.ready ## The tests (ARGS="-k replay")
 	@$(BIN)/python -m pytest $(PARALLEL) --ignore tests/stacks $(ARGS)
 
 quick: $(VENV)/.ready ## The 2,900 tests that take less than 0.1 s each (a minute)
-	@$(BIN)/python -m pytest $(PARALLEL) -m quick --ignore tests/vllm_server --ignore tests/stacks $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) -m quick --ignore tests/vllm_server --ignore tests/sglang_server --ignore tests/stacks $(ARGS)
 
 coverage: $(VENV)/.ready ## The lines of service, drafter and rl_hooks that no test runs (not part of `make test`)
 	@$(BIN)/python -m coverage erase
-	@$(BIN)/python -m coverage run -m pytest $(PARALLEL) --ignore tests/vllm_server --ignore tests/stacks $(ARGS)
+	@$(BIN)/python -m coverage run -m pytest $(PARALLEL) --ignore tests/vllm_server --ignore tests/sglang_server --ignore tests/stacks $(ARGS)
 	@$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report --skip-covered --show-missing
 
 chaos: $(VENV)/.ready ## The long form of the fault tests: 100 kills, a stop before every step, 1,000 bits (20 minutes)
@@ -79,6 +80,7 @@ format: $(VENV)/.ready ## Rewrite to the style
 	@$(BIN)/ruff check --fix-only --quiet . ; $(BIN)/ruff format .
 
 include make/vllm.mk
+include make/sglang.mk
 include make/stacks.mk
 include make/containers.mk
 

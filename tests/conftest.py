@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _NOT_QUICK = frozenset(Path(__file__).with_name("not_quick.txt").read_text().split())  # written by seconds.py
 _LONG = "chaos", "demo", "slow"
+_ENGINES = "vllm_server", "sglang_server"
 _KERNELS = Path(__file__).parent / "drafter/training/test_triton_loss.py"
 
 
@@ -45,7 +46,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files of long tests first: processes that share the tests then end together."""
     marked = {item.path for item in items if any(map(item.get_closest_marker, _LONG))}
-    items.sort(key=lambda item: item.path not in marked and item.path.parent.name != "vllm_server")
+    items.sort(key=lambda item: item.path not in marked and item.path.parent.name not in _ENGINES)
 
 
 @pytest.fixture(scope="session")

@@ -381,7 +381,7 @@ def test_every_method_that_the_pages_name_exists() -> None:
 
 
 def test_every_command_that_readme_and_contributing_name_exists() -> None:
-    made_by = "".join(map(page, ("Makefile", "make/vllm.mk", "make/containers.mk")))
+    made_by = "".join(path.read_text() for path in (ROOT / "Makefile", *(ROOT / "make").iterdir()))
     targets = set(re.findall(r"^([a-z]+):", made_by, re.MULTILINE))
     commands = set(typer.main.get_command(command_line).commands)  # type: ignore[attr-defined]
     text = "\n".join(page(name) for name in ("README.md", "CONTRIBUTING.md", "docs/guide/quickstart.md"))

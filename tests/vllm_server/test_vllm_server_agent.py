@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,18 +10,14 @@ from agent_fixtures import eventually, start_agent
 from decode_fixtures import policy_of
 from engine_fixtures import base_policy, elicit_prompts
 from redis import Redis
-from safetensors.torch import load_file
+from server_load import Load, alpha, edited, logged, publish
 from service_fixtures import RunningService
 from storage_fixtures import Store
 from torch import Tensor
-from vllm_server.vllm_conformance import logged
-from vllm_server.vllm_load import Load, alpha, edited
 from vllm_server.vllm_process import DEPTH, VllmServer
 
-from drafter.files.checkpoint import config_fingerprint
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.replay import replay
-from drafter.vocabulary import DraftVocabulary
 from examples.features import batch_of
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
@@ -33,20 +27,6 @@ from service.monitor.records import DrafterSums, ScoreRecord
 from service.storage.reports import StoreKeys
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def publish(service: RunningService, directory: Path, drafter: Eagle3Drafter, run: str = "default") -> str:
-    """Publish the files as they are; the manifest says what they say of themselves, as the worker's would."""
-    staged = service.registry.stage(run)
-    for path in directory.iterdir():
-        (staged / path.name).write_bytes(path.read_bytes())
-    d2t = load_file(directory / "model.safetensors")["d2t"]
-    vocabulary = DraftVocabulary.from_d2t(d2t, drafter.config.vocab_size)
-    aux_layers = json.loads((directory / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
-    facts: dict[str, Any] = {"policy_version": 0, "parent": None, "aux_layers": tuple(aux_layers)}
-    facts["config_fingerprint"] = config_fingerprint(drafter.config, vocabulary)
-    facts["d2t_sha256"] = vocabulary.digest
-    return service.registry.publish(run, staged, **facts).version
 
 
 def poison_embedding(tensors: dict[str, Tensor]) -> None:

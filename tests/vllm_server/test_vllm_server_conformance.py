@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from decode_fixtures import policy_of
 from engine_fixtures import EOS_ID, base_policy, elicit_prompts
-from vllm_server.vllm_conformance import check_conformance, logged
+from server_load import logged
+from vllm_server.vllm_conformance import check_conformance
 from vllm_server.vllm_process import DEPTH, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter

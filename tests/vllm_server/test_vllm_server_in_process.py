@@ -17,9 +17,9 @@ from agent_fixtures import eventually
 from engine_fixtures import EOS_ID, base_policy, elicit_prompts
 from redis import Redis
 from safetensors.torch import load_file
+from server_load import publish
 from service_fixtures import RunningService
 from storage_fixtures import Store
-from vllm_server.test_vllm_server_agent import publish
 from vllm_server.vllm_process import DEPTH, PYTHON, cpu_environment, plugins
 
 from drafter.model.eagle3 import Eagle3Drafter

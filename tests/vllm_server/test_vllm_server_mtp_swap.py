@@ -20,11 +20,11 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from agent_fixtures import eventually, start_agent
 from engine_fixtures import EOS_ID
 from safetensors.torch import load_file, save_file
+from server_load import Load
 from service_fixtures import RunningService
 from torch import Tensor
 from vllm_server.mtp_policies import batch_of_texts, embedding_and_head, module, shared, write_module, write_policy
 from vllm_server.vllm_conformance import TOLERANCE, calls, record
-from vllm_server.vllm_load import Load
 from vllm_server.vllm_process import DEPTH, V2_RUNNER, VllmServer
 
 from drafter.files.checkpoint import config_fingerprint

@@ -10,9 +10,9 @@ import pytest
 from agent_fixtures import eventually, start_agent
 from engine_fixtures import base_policy, elicit_prompts, odd_prompts
 from redis import Redis
+from server_load import logged
 from service_fixtures import RunningService
 from storage_fixtures import Store
-from vllm_server.vllm_conformance import logged
 from vllm_server.vllm_process import DEPTH, VllmServer
 
 from drafter.replay.ngram import ngram_replay

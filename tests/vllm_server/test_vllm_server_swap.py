@@ -9,8 +9,8 @@ import httpx
 import pytest
 import torch
 from engine_fixtures import base_policy, elicit_prompts
+from server_load import PROMPTS, Load, alpha, edited
 from torch import Tensor
-from vllm_server.vllm_load import PROMPTS, Load, alpha, edited
 from vllm_server.vllm_process import DEPTH, VllmServer
 
 from drafter.files.checkpoint import config_fingerprint, read_drafter

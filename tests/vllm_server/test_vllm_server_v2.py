@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from decode_fixtures import policy_of
 from engine_fixtures import base_policy, elicit_prompts
-from vllm_server.vllm_conformance import check_conformance, logged
+from server_load import logged
+from vllm_server.vllm_conformance import check_conformance
 from vllm_server.vllm_process import DEPTH, V2_RUNNER, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter

@@ -14,7 +14,6 @@ from vllm_server.vllm_process import DEPTH, VllmServer
 
 from drafter.files.checkpoint import read_drafter
 from drafter.model.eagle3 import Eagle3Drafter
-from examples.features import Rollout
 from examples.policy import AUX_LAYERS
 
 TOLERANCE = 1e-4
@@ -128,11 +127,3 @@ def _pre_of(normed: Tensor, forward: dict[str, Tensor]) -> Tensor:
     """The `pre` rows [B, H] behind the normed states [B, H] that the head was given."""
     rows = [int((forward["normed"] == row).all(-1).nonzero()[0]) for row in normed]
     return forward["pre"][rows]
-
-
-@torch.no_grad()
-def logged(model: object, prompt: list[int], text: list[int]) -> Rollout:
-    """A rollout with the log-probabilities that a trainer would have logged."""
-    logits: Tensor = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]  # type: ignore[operator]
-    logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(text)[:, None])[:, 0]
-    return Rollout(tuple(prompt), tuple(text), tuple(logprobs.tolist()))

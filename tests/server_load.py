@@ -1,4 +1,4 @@
-"""Clients that keep a server busy with texts that must not change, and drafters edited on disk."""
+"""Clients that keep a real engine busy with texts that must not change; drafters edited on disk, and published."""
 
 from __future__ import annotations
 
@@ -6,24 +6,48 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from engine_fixtures import elicit_prompts, odd_prompts
 from safetensors.torch import load_file, save_file
+from service_fixtures import RunningService
 from torch import Tensor
-from vllm_server.vllm_process import VllmServer
+
+from drafter.files.checkpoint import config_fingerprint
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.vocabulary import DraftVocabulary
+from examples.features import Rollout
+from rl_hooks.engines.counters import Snapshot
 
 PROMPTS = elicit_prompts(10, seed=3) + odd_prompts(10, seed=3)
 _EDITS = 0
 
 
+class Server(Protocol):
+    """A real engine under test."""
+
+    def generate(self, prompt: Sequence[int], *, max_tokens: int = 40) -> Any:
+        """Token ids of one greedy completion; raises on any answer but 200."""
+        ...
+
+    def counters(self) -> Snapshot:
+        """Its counters now."""
+        ...
+
+    def log_end(self) -> str:
+        """What it printed last."""
+        ...
+
+
 class Load:
     """Four clients that ask for the same greedy texts again and again, each in an order of its own."""
 
-    def __init__(self, server: VllmServer, prompts: list[list[int]] = PROMPTS) -> None:
+    def __init__(self, server: Server, prompts: list[list[int]] = PROMPTS) -> None:
         self.server = server
         self.prompts = prompts
         self.alone = [tuple(server.generate(prompt, max_tokens=48)) for prompt in prompts]
@@ -71,7 +95,7 @@ class Load:
             threading.Event().wait(0.02)
 
 
-def alpha(server: VllmServer, prompts: list[list[int]]) -> float:
+def alpha(server: Server, prompts: list[list[int]]) -> float:
     """Acceptance length over these prompts, drafts counted before trimming."""
     before = server.counters()
     for prompt in prompts:
@@ -92,3 +116,25 @@ def edited(drafters: Path, change: Callable[[dict[str, Tensor]], None], **config
     document = json.loads((directory / "config.json").read_text()) | config
     (directory / "config.json").write_text(json.dumps(document))
     return directory
+
+
+def publish(service: RunningService, directory: Path, drafter: Eagle3Drafter, run: str = "default") -> str:
+    """Publish the files as they are; the manifest says what they say of themselves, as the worker's would."""
+    staged = service.registry.stage(run)
+    for path in directory.iterdir():
+        (staged / path.name).write_bytes(path.read_bytes())
+    d2t = load_file(directory / "model.safetensors")["d2t"]
+    vocabulary = DraftVocabulary.from_d2t(d2t, drafter.config.vocab_size)
+    aux_layers = json.loads((directory / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
+    facts: dict[str, Any] = {"policy_version": 0, "parent": None, "aux_layers": tuple(aux_layers)}
+    facts["config_fingerprint"] = config_fingerprint(drafter.config, vocabulary)
+    facts["d2t_sha256"] = vocabulary.digest
+    return service.registry.publish(run, staged, **facts).version
+
+
+@torch.no_grad()
+def logged(model: object, prompt: list[int], text: list[int]) -> Rollout:
+    """A rollout with the log-probabilities that a trainer would have logged."""
+    logits: Tensor = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]  # type: ignore[operator]
+    logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(text)[:, None])[:, 0]
+    return Rollout(tuple(prompt), tuple(text), tuple(logprobs.tolist()))

@@ -1,0 +1,41 @@
+"""A real SGLang server for the tests here; without its environment (`make sglang`) they are not collected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_fixtures import base_policy, random_drafter, trained_drafter, write
+from sglang_server.sglang_process import PYTHON, SGLangProcess
+
+from drafter.model.eagle3 import Eagle3Drafter
+
+if not PYTHON.exists():
+    collect_ignore_glob = ["test_sglang_server_*.py"]
+
+
+@pytest.fixture(scope="session")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory that agent and server share: `random` (what the server starts with) and `trained`."""
+    directory = tmp_path_factory.mktemp("drafters")
+    write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), directory / "random")
+    write(trained_drafter(), directory / "trained")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def trained() -> Eagle3Drafter:
+    """The drafter in `trained`."""
+    return trained_drafter()
+
+
+@pytest.fixture(scope="module")  # not for the session: tests of other rooms need the cores
+def server(drafters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangProcess]:
+    """One server for a file's tests: a start costs half a minute."""
+    started = SGLangProcess(tmp_path_factory.mktemp("sglang"), drafters / "random", drafters)
+    try:
+        started.wait_until_ready()
+        yield started
+    finally:
+        started.stop()

@@ -1,0 +1,61 @@
+"""`sglang.launch_server` on a CPU without AMX and without torchvision and torchaudio; the arguments are its own.
+
+SGLang drafts on a CPU with its AMX backend only, whose kernels are `sgl_kernel` beside this file here. torchvision and
+torchaudio have no builds for a CPU torch; SGLang imports them for models that these tests do not serve.
+SGLang's processes import this file again.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import types
+from typing import Any
+
+_ABSENT = ("torchvision", "torchaudio")
+
+
+class _Anything(type):
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+
+class _Module(types.ModuleType):
+    __version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name, (), {})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        absent = fullname.split(".")[0] in _ABSENT
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if absent else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+sys.meta_path.append(_Finder())
+
+if __name__ == "__main__":
+    from sglang.launch_server import load_plugins, run_server
+    from sglang.srt.runtime_context import override_platform
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    override_platform(has_amx=True).install()
+    try:
+        run_server(prepare_server_args(sys.argv[1:]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)

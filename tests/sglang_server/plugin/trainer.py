@@ -1,0 +1,44 @@
+"""A trainer beside SGLang: writes a policy from disk into the server, as slime and verl do, and says its version.
+
+python trainer.py URL MODEL.safetensors VERSION
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import urllib.request
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+
+def call(url: str, path: str, **body: Any) -> None:
+    """A call that must succeed."""
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})  # noqa: S310
+    with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
+        document = json.load(answer)
+    if document.get("success") is False:
+        raise RuntimeError(f"{path}: {document}")
+
+
+def main(url: str, path: str, version: str) -> None:
+    """One policy update, between pause and continue."""
+    importlib.import_module("launch")  # stands in for what SGLang imports and is absent
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]  # by name: the server is no child of this process
+    tensors = list(load_file(path).items())
+    call(url, "/pause_generation", mode="in_place")
+    call(url, "/begin_weight_update", selector="target")
+    data = MultiprocessingSerializer.serialize(tensors, output_str=True)
+    body = {"serialized_named_tensors": [data], "selector": "target", "flush_cache": False}
+    call(url, "/update_weights_from_tensor", **body, weight_version=version)
+    call(url, "/end_weight_update")
+    call(url, "/continue_generation")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,122 @@
+"""A real `sglang.launch_server` on a CPU in its own environment, as a child process that dies with the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from engine_fixtures import EOS_ID
+from hooks_fixtures import free_port
+
+from examples.policy import BASE_POLICY
+from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.sglang.adapter import GENERATED, LOADER, REQUESTS, ROUNDS
+
+REPOSITORY = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("DRAFTALIGN_SGLANG_PYTHON", REPOSITORY / ".venv-sglang/bin/python"))
+DEPTH = 3
+PLUGIN = Path(__file__).parent / "plugin"
+_START_SECONDS = 300.0
+
+
+class SGLangProcess:
+    """One server with the shipped policy and the drafter of `drafter`; swaps come from under `home`."""
+
+    def __init__(self, scratch: Path, drafter: Path, home: Path, *arguments: str, **environment: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(keepalive_expiry=2.0))
+        self.log = scratch / "sglang.log"
+        ours: dict[str, str] = {
+            "PYTHONPATH": os.pathsep.join([str(PLUGIN), str(REPOSITORY)]),
+            "DRAFTALIGN_DRAFTER_DIR": str(home),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all that is asked here
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self.environment = dict(os.environ) | ours | environment
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [str(PYTHON), str(PLUGIN / "launch.py"), *self._options(drafter), *arguments],
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # one group: its scheduler goes when it is killed
+            )
+
+    def _options(self, drafter: Path) -> list[str]:
+        options = {
+            "--model-path": str(BASE_POLICY),
+            "--host": "127.0.0.1",
+            "--port": str(self.port),
+            "--device": "cpu",
+            "--dtype": "float32",
+            "--context-length": "256",
+            "--max-total-tokens": "8192",
+            "--mem-fraction-static": "0.2",
+            "--speculative-algorithm": "EAGLE3",
+            "--speculative-draft-model-path": str(drafter),
+            "--speculative-num-steps": str(DEPTH),
+            "--speculative-eagle-topk": "1",
+            "--speculative-num-draft-tokens": str(DEPTH + 1),
+            "--custom-weight-loader": LOADER,
+        }
+        flags = ["--skip-tokenizer-init", "--enable-metrics", "--sleep-on-idle"]  # else it polls with a whole core
+        return [part for pair in options.items() for part in pair] + flags
+
+    def wait_until_ready(self) -> None:
+        """Block until it has served its own first request; raise with the end of its log if it will not."""
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if b"fired up and ready" in self.log.read_bytes():
+                return
+            time.sleep(0.2)
+        raise RuntimeError(f"SGLang did not start; the end of its log:\n{self.log_end()}")
+
+    def log_end(self) -> str:
+        """What it printed last."""
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def stop(self) -> None:
+        """End the whole group of processes."""
+        self.client.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    # --- calls
+    def ask(self, prompt: Sequence[int], *, max_tokens: int = 40) -> dict[str, Any]:
+        """The answer to one greedy request: SGLang on a CPU verifies greedily, whatever temperature is asked for."""
+        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "stop_token_ids": [EOS_ID]}
+        answer = self.client.post("/generate", json={"input_ids": list(prompt), "sampling_params": sampling})
+        return answer.raise_for_status().json()  # type: ignore[no-any-return]
+
+    def generate(self, prompt: Sequence[int], *, max_tokens: int = 40) -> list[int]:
+        """Token ids of one greedy completion, raising on any answer but 200."""
+        ids: list[int] = self.ask(prompt, max_tokens=max_tokens)["output_ids"]
+        return ids
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """A call that must succeed."""
+        answer = self.client.post(path, json=body).raise_for_status().json()
+        assert answer.get("success", True), answer
+        return answer  # type: ignore[no-any-return]
+
+    def counters(self) -> Snapshot:
+        """Its counters now; a request counts when it ends."""
+        text = self.client.get("/metrics").raise_for_status().text
+        total = dict.fromkeys((ROUNDS, GENERATED, REQUESTS), 0.0)
+        for line in text.splitlines():
+            name = line.split("{")[0]
+            if name in total:
+                total[name] += float(line.rsplit(" ", 1)[1])
+        rounds, emitted = int(total[ROUNDS]), int(total[GENERATED] - total[REQUESTS])
+        return Snapshot(rounds, rounds * DEPTH, emitted - rounds, (), emitted, None)

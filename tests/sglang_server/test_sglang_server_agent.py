@@ -1,0 +1,115 @@
+"""Service, swap agent and SGLang, all real, under load, beside a trainer that writes the policy."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agent_fixtures import eventually, start_agent
+from decode_fixtures import policy_of
+from engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from server_load import Load, alpha, edited, logged, publish
+from service_fixtures import RunningService
+from sglang_server.sglang_process import DEPTH, PLUGIN, PYTHON, SGLangProcess
+from sglang_server.test_sglang_server_swap import other_words, swap
+
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.replay.replay import replay
+from examples.features import batch_of
+from examples.policy import BASE_POLICY
+from rl_hooks.agent.canary import CanaryRule
+from rl_hooks.agent.follower import EngineFollower
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def rounds_of(follower: EngineFollower, version: str) -> int:
+    return follower.ledger.version_counts(version).rounds
+
+
+def counted(follower: EngineFollower, version: str, policy: int) -> int:
+    """Rounds that were booked for a drafter under a policy version."""
+    found = [b for b in follower.ledger.buckets() if (b.drafter_version, b.policy_version) == (version, policy)]
+    return sum(bucket.counts.rounds for bucket in found)
+
+
+def write_policy(server: SGLangProcess, policy: Path, version: str) -> None:
+    """As a trainer does."""
+    command = [str(PYTHON), str(PLUGIN / "trainer.py"), server.url, str(policy / "model.safetensors"), version]
+    subprocess.run(command, check=True, timeout=120, env=server.environment)
+    server.client.post("/flush_cache").raise_for_status()
+
+
+def test_the_agent_keeps_a_real_sglang_on_the_right_drafter(
+    server: SGLangProcess, service: RunningService, trained: Eagle3Drafter, drafters: Path
+) -> None:
+    prompts = elicit_prompts(24, seed=4)  # one kind of traffic: a canary compares over time
+    swap(server, drafters, drafters / "trained", "to-measure")
+    server.client.post("/flush_cache").raise_for_status()
+    best = alpha(server, prompts)
+    swap(server, drafters, drafters / "random", "before-the-agent")
+    load = Load(server, prompts)
+    options: dict[str, Any] = {"engine_kind": "sglang", "canary": CanaryRule(rounds=200)}
+    with load.running(), start_agent(service.url, server, cache=drafters / "agent", **options) as agent:
+        good = publish(service, drafters / "trained", trained)
+        follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
+        eventually(lambda: follower.loaded_version == good, 60)
+        eventually(lambda: rounds_of(follower, good) > 400, 120)
+
+        worse = publish(service, drafters / "random", trained)
+        eventually(lambda: follower.loaded_version == worse, 60)
+        eventually(lambda: follower.loaded_version == good, 120)
+        eventually(lambda: "canary_rolled_back" in service.client.get("/drafters").text)
+
+        labels = {"engine": server.url, "outcome": "refused"}
+        publish(service, edited(drafters, other_words), trained)
+        refused = "draftalign_agent_swaps_total"
+        eventually(lambda: (agent.metrics.registry.get_sample_value(refused, labels) or 0) >= 1, 60)
+        load.wait_for(8)
+        assert follower.loaded_version == good
+        alphas = [follower.ledger.version_counts(version).alpha for version in (good, worse)]
+    print(f"alpha alone {best:.3f}, counted {alphas[0]:.3f}, of the worse {alphas[1]:.3f}; {load.served} requests")
+    assert load.failures == []
+    assert load.changed == {}
+    assert alphas[0] == pytest.approx(best, rel=0.1)
+    assert alphas[1] < 1.2
+
+
+def test_a_trainer_writes_the_policy_and_the_drafter_stays(
+    server: SGLangProcess, service: RunningService, trained: Eagle3Drafter, drafters: Path, tmp_path: Path
+) -> None:
+    """Through `/update_weights_from_tensor` with `weight_version`, which is taken for the policy version."""
+    model, _ = base_policy()
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in moved.named_parameters():
+            if "layers.3.mlp" in name:
+                parameter.mul_(1.3)
+    moved.save_pretrained(tmp_path / "moved")
+    prompts = odd_prompts(12, seed=5)
+    swap(server, drafters, drafters / "random", "before-the-agent")
+    with start_agent(service.url, server, cache=drafters / "agent-beside-a-trainer", engine_kind="sglang") as agent:
+        good = publish(service, drafters / "trained", trained)
+        follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
+        eventually(lambda: follower.loaded_version == good, 60)
+        try:
+            write_policy(server, tmp_path / "moved", "7")
+            eventually(lambda: follower.seen.snapshot is not None and follower.seen.snapshot.policy_version == 7)
+            answers = [server.ask(prompt) for prompt in prompts]
+            rounds = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
+            eventually(lambda: counted(follower, good, 7) >= rounds, 30)
+        finally:
+            write_policy(server, BASE_POLICY, "default")
+    texts = [answer["output_ids"] for answer in answers]
+    for prompt, text in zip(prompts, texts, strict=True):
+        with torch.no_grad():
+            logits = moved(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == text
+    batch = batch_of(moved, [logged(moved, p, t) for p, t in zip(prompts, texts, strict=True)])
+    total = replay(trained, batch, policy_of(moved), depth=DEPTH, drafting="greedy").total()
+    print(f"policy 7: {rounds} rounds, replay {total['rounds']}")
+    assert rounds == total["rounds"] == counted(follower, good, 7)

@@ -1,0 +1,202 @@
+"""Drafters swapped on a real SGLang under load, and what it must refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from decode_fixtures import policy_of
+from engine_fixtures import base_policy, elicit_prompts, odd_prompts, random_drafter
+from server_load import Load, alpha, edited, logged
+from sglang_server.sglang_process import DEPTH, SGLangProcess
+from torch import Tensor
+
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.replay.replay import replay
+from examples.features import batch_of
+from rl_hooks.agent.download import strip_shared
+from rl_hooks.engines.sglang.adapter import SGLangEngine
+from rl_hooks.errors import OtherBytesError, SwapRefusedError
+from rl_hooks.release import Manifest, Release
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def release(drafters: Path, source: Path, version: str, **digests: str) -> Release:
+    """A copy of a checkpoint where the server may read, as the agent would have left it."""
+    path = drafters / "default" / version
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(source, path)
+    strip_shared(path / "model.safetensors")
+    return Release(Manifest("default", version, 1, "", "", (), "", ""), path, digests)
+
+
+def with_engine(server: SGLangProcess, call: Callable[[SGLangEngine], Any]) -> Any:
+    """Call the adapter."""
+
+    async def run() -> Any:
+        async with httpx.AsyncClient(timeout=60) as client:
+            return await call(SGLangEngine(server.url, client, session_timeout_seconds=30))
+
+    return asyncio.run(run())
+
+
+def swap(server: SGLangProcess, drafters: Path, source: Path, version: str) -> None:
+    """Swap a drafter in."""
+    offered = release(drafters, source, version)
+    with_engine(server, lambda engine: engine.swap(offered))
+
+
+def replayed(server: SGLangProcess, drafter: Eagle3Drafter, prompts: list[list[int]]) -> tuple[int, int, int, int]:
+    """(live tokens, live rounds, replayed tokens, replayed rounds) of greedy answers to prompts that are not cached."""
+    server.client.post("/flush_cache").raise_for_status()
+    answers = [server.ask(prompt) for prompt in prompts]
+    model, _ = base_policy()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = answer["output_ids"]
+        assert model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == text
+    rollouts = [logged(model, p, a["output_ids"]) for p, a in zip(prompts, answers, strict=True)]
+    total = replay(drafter, batch_of(model, rollouts), policy_of(model), depth=DEPTH, drafting="greedy").total()
+    rounds = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
+    return sum(len(a["output_ids"]) - 1 for a in answers), rounds, int(total["tokens"]), int(total["rounds"])
+
+
+@pytest.mark.parametrize("name", ["trained", "random"])
+def test_its_rounds_are_those_of_replay_one_by_one(
+    server: SGLangProcess, drafters: Path, trained: Eagle3Drafter, name: str
+) -> None:
+    """Both sides draft and verify greedily: the counts are equal, not only near, where the drafter is the same."""
+    drafter = trained if name == "trained" else random_drafter(base_policy()[0], seed=5, draft_vocab_size=96)
+    swap(server, drafters, drafters / name, f"measured-{name}")
+    tokens, rounds, expected_tokens, expected_rounds = replayed(
+        server, drafter, odd_prompts(40, seed=7) + elicit_prompts(40, seed=21)
+    )
+    print(f"{name}: alpha {tokens / rounds:.4f}, {rounds} rounds, replay {expected_rounds}")
+    assert (tokens, rounds) == (expected_tokens, expected_rounds)
+
+
+def test_swaps_under_load_fail_no_request_and_change_no_text(server: SGLangProcess, drafters: Path) -> None:
+    prompts = elicit_prompts(24, seed=4)
+    load = Load(server)
+    alphas = {}
+    with load.running():
+        load.wait_for(8)
+        for number, name in enumerate(["trained", "random", "trained", "random"]):
+            swap(server, drafters, drafters / name, f"under-load-{number}")
+            load.wait_for(8)
+    for name in ("trained", "random"):
+        swap(server, drafters, drafters / name, f"alone-{name}")
+        server.client.post("/flush_cache").raise_for_status()
+        alphas[name] = alpha(server, prompts)
+    print(f"{alphas}, {load.served} requests")
+    assert load.failures == []
+    assert load.changed == {}
+    assert alphas["random"] < 1.2 < 1.5 < alphas["trained"]
+
+
+def nothing(tensors: dict[str, Tensor]) -> None:
+    """The tensors stay."""
+
+
+def nan(tensors: dict[str, Tensor]) -> None:
+    tensors["norm.weight"][0] = float("nan")
+
+
+def other_words(tensors: dict[str, Tensor]) -> None:
+    """Another draft vocabulary of the same size."""
+    tensors["d2t"] -= 1
+    tensors["t2d"] = tensors["t2d"].roll(-1)
+
+
+def cropped(tensors: dict[str, Tensor]) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (nan, {}, "NaN"),
+        (other_words, {}, "d2t"),
+        (cropped, {}, "fc.weight"),
+        (
+            nothing,
+            {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope",
+        ),
+        (nothing, {"norm_before_residual": True}, "norm_before_residual"),
+    ],
+    ids=["not finite", "other words", "cropped", "other positions", "another form"],
+)
+def test_a_bad_drafter_is_refused_and_the_old_one_serves_on(
+    server: SGLangProcess,
+    drafters: Path,
+    trained: Eagle3Drafter,
+    change: Callable[[dict[str, Tensor]], None],
+    config: dict[str, Any],
+    message: str,
+) -> None:
+    swap(server, drafters, drafters / "trained", "before-the-bad-one")
+    bad = release(drafters, edited(drafters, change, **config), "bad")
+    with pytest.raises(SwapRefusedError, match=message):
+        with_engine(server, lambda engine: engine.swap(bad))
+    tokens, rounds, expected_tokens, expected_rounds = replayed(server, trained, elicit_prompts(8, seed=33))
+    assert (tokens, rounds) == (expected_tokens, expected_rounds)
+
+
+def test_damaged_bytes_are_not_loaded(server: SGLangProcess, drafters: Path) -> None:
+    offered = release(drafters, drafters / "trained", "damaged", **{"model.safetensors": "0" * 64})
+    with pytest.raises(OtherBytesError, match="damaged"):
+        with_engine(server, lambda engine: engine.swap(offered))
+    assert server.generate([1, 5, 9])
+
+
+def test_a_trainers_weight_session_is_waited_for_and_its_policy_is_whole(server: SGLangProcess, drafters: Path) -> None:
+    """A trainer writes the policy between pause and continue, as SGLang's documentation says; ours comes meanwhile."""
+    prompts = odd_prompts(6, seed=11)
+    before = [server.generate(prompt) for prompt in prompts]
+    server.post("/pause_generation", mode="in_place")
+    server.post("/begin_weight_update", selector="target")
+    with ThreadPoolExecutor(1) as pool:
+        swapped = pool.submit(swap, server, drafters, drafters / "trained", "beside-a-trainer")
+        try:
+            with pytest.raises(TimeoutError):
+                swapped.result(2.0)
+        finally:
+            server.post("/end_weight_update")
+            server.post("/continue_generation")
+        swapped.result(60)
+    assert [server.generate(prompt) for prompt in prompts] == before
+
+
+def test_what_a_killed_agent_left_is_tidied_up_by_the_next(server: SGLangProcess, drafters: Path) -> None:
+    """Killed between its session's begin and end: generation stands until the next agent looks."""
+    (drafters / "default").mkdir(exist_ok=True)
+
+    async def killed(engine: SGLangEngine) -> None:
+        engines = drafters / "default" / "engines"
+        await engine._post("/pause_generation", {"mode": "in_place"})
+        await engine._begin()
+        engine._mark(engines, "session")
+
+    with_engine(server, killed)
+    answers: list[list[int]] = []
+    asking = threading.Thread(target=lambda: answers.append(server.generate([1, 5, 9])))
+    asking.start()
+    asking.join(1.0)
+    assert answers == []
+
+    async def next_one(engine: SGLangEngine) -> None:
+        engine.remember_from(drafters / "default")
+        await engine.state()
+
+    with_engine(server, next_one)
+    asking.join(30)
+    assert len(answers) == 1
