@@ -23,8 +23,8 @@ from rl_hooks.wire import LogitMap
 
 _GAP_CHUNK_ROWS = 4096
 _GAP_TOKENS = 16_384
-#: Of as many tokens, the whole distribution is formed where sampling was truncated.
-_TRUNCATED_TOKENS = 32
+#: Of as many tokens the whole distribution is formed.
+_WHOLE_TOKENS = 32
 _LOGITS_AT_ONCE = 1 << 25
 _PLAIN = LogitMap()
 _UNFORESEEN = random.SystemRandom()
@@ -130,7 +130,8 @@ class TargetHead:
 
         One figure that catches a pre-norm state, a stale head, a wrong temperature and a shifted mask. Where sampling
         was truncated (`batch.warped`), a logged log p above the recomputed one is rightful as far as the tokens that
-        were cut off had probability: what is above that on 32 tokens is added, if the head is whole.
+        were cut off had probability: what is above that on 32 tokens is added, if the head is whole. Where it is,
+        the sender's logsumexp is recomputed on those 32 as well, and the larger of the two gaps is returned.
         Of long batches 16,384 tokens are compared. Which ones is drawn each time, and the 32 as well: a sender that
         knew them could be honest there alone. (nan, 0) when no token could be.
         """
@@ -143,26 +144,35 @@ class TargetHead:
         if not tokens:
             return float("nan"), 0
         gap = (recomputed[compared] - batch.logprobs[compared].float()).double()
-        if not batch.warped:
-            return float(gap.abs().mean()), tokens
-        found = float(gap.clamp(min=0).mean())
-        if self.whole:
-            some = torch.nonzero(compared).flatten()
-            some = some[_drawn(tokens, min(tokens, _TRUNCATED_TOKENS))]
-            most = recomputed[some] - self._kept_mass(batch, some).log().to(recomputed.device)
+        found = float((gap.clamp(min=0) if batch.warped else gap.abs()).mean())
+        if not self.whole:
+            return found, tokens
+        some = torch.nonzero(compared).flatten()
+        some = some[_drawn(tokens, min(tokens, _WHOLE_TOKENS))]
+        logits = self._logits(batch, some)
+        if batch.warped:
+            most = recomputed[some] - _kept_mass(logits, batch).log().to(recomputed.device)
             found += float((batch.logprobs[some].float() - most).double().clamp(min=0).mean())
-        return found, tokens
+        sent = batch.logsumexp[some - 1].to(logits)
+        off = (logits.logsumexp(-1) - sent).abs().double()
+        return max(found, float(torch.where(off.isfinite(), off, math.inf).mean())), tokens
 
-    def _kept_mass(self, batch: RolloutBatch, t: Tensor) -> Tensor:
-        """Probability [n] that top-k, then top-p, leave of the distributions that tokens t int64[n] were drawn from."""
-        hidden = batch.last_rows(t - 1).to(self.lm_head.device, self.lm_head.dtype)
-        logits = self.logit_map.apply((hidden @ self.lm_head.T).float())  # [n, V]
-        p = (logits / batch.divisor).softmax(-1)
-        kept = p.topk(min(batch.top_k or p.shape[1], p.shape[1])).values  # [n, k], the largest first
-        total = kept.cumsum(-1)
-        last = (total < batch.top_p * total[:, -1:]).sum(-1, keepdim=True).clamp(max=kept.shape[1] - 1)
-        left: Tensor = total.gather(1, last)[:, 0]
-        return left
+    def _logits(self, batch: RolloutBatch, t: Tensor) -> Tensor:
+        """Tempered logits f32[n, V] of the distributions that tokens t int64[n] were drawn from."""
+        hidden = batch.last_rows(t - 1).to(self.lm_head.device, torch.float32)
+        parts = [hidden @ part.float().T for part in torch.split(self.lm_head, _GAP_CHUNK_ROWS)]
+        logits: Tensor = self.logit_map.apply(torch.cat(parts, dim=-1)) / batch.divisor
+        return logits
+
+
+def _kept_mass(logits: Tensor, batch: RolloutBatch) -> Tensor:
+    """Probability [n] that top-k, then top-p, leave of softmax(logits [n, V])."""
+    p = logits.softmax(-1)
+    kept = p.topk(min(batch.top_k or p.shape[1], p.shape[1])).values  # [n, k], the largest first
+    total = kept.cumsum(-1)
+    last = (total < batch.top_p * total[:, -1:]).sum(-1, keepdim=True).clamp(max=kept.shape[1] - 1)
+    left: Tensor = total.gather(1, last)[:, 0]
+    return left
 
 
 def _drawn(numbers: int, wanted: int) -> list[int]:

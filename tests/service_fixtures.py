@@ -160,7 +160,10 @@ def head_file(policy_version: int, *, ids: list[int] | None = None, metadata: Ma
 
 
 def rollout_tensors(lengths: tuple[int, ...] = (6, 5), hidden: int = HIDDEN) -> dict[str, wire.Tensor]:
-    """Tensors of a small valid batch: token ids count up, all but the first token of a rollout are the policy's."""
+    """Tensors of a small valid batch: token ids count up, all but the first token of a rollout are the policy's.
+
+    Its head is zeros, so every token has the same probability.
+    """
     total = sum(lengths)
     bounds = np.cumsum((0, *lengths)).astype(np.int32)
     mask = np.ones(total, np.uint8)
@@ -171,8 +174,8 @@ def rollout_tensors(lengths: tuple[int, ...] = (6, 5), hidden: int = HIDDEN) -> 
         "loss_mask": wire.Tensor.of(mask, "U8"),
         "aux_hidden": wire.Tensor.of(np.zeros((total, len(LAYERS) * hidden), np.uint16), "BF16"),
         "last_hidden": wire.Tensor.of(np.zeros((total, hidden), np.uint16), "BF16"),
-        "logprobs": f32(total),
-        "logsumexp": f32(total),
+        "logprobs": wire.Tensor.of(np.where(mask, -np.log(VOCAB), 0.0).astype(np.float32), "F32"),
+        "logsumexp": wire.Tensor.of(np.full(total, np.log(VOCAB), np.float32), "F32"),
     }
 
 

@@ -152,6 +152,11 @@ def log_probabilities_that_cannot_be() -> Changes:
 
 
 @accepted
+def normalisers_that_hide_log_probabilities() -> Changes:
+    return {"tensors": {"logprobs": every(-50.0), "logsumexp": every(50.0)}}
+
+
+@accepted
 def the_coldest_temperature() -> Changes:
     return {"temperature": 1e-6}
 

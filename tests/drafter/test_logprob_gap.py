@@ -103,6 +103,18 @@ def test_honest_log_probabilities_live_and_raised_ones_die(
     assert len(kept_lies) <= 0.02 * lies, f"{kept_lies} of {lies} lies"
 
 
+@pytest.mark.parametrize("shift", [-2.0, 0.4, 2.0, 50.0])
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_a_normaliser_that_moves_with_the_log_probabilities_does_not_hide_them(
+    truncation: Truncation, shift: float
+) -> None:
+    """Log p = logit - logsumexp: a sender that shifts both agrees with itself, and not with the head."""
+    for seed, sharpness in enumerate((1.0, 3.0, 8.0)):
+        head, batch, raw = drawn(seed, sharpness, 0.005, 0.004, 0.7, truncation)
+        lie = replace(batch, logprobs=raw - shift, logsumexp=batch.logsumexp + shift)
+        assert head.logprob_gap(lie)[0] > LIMIT_NATS
+
+
 @pytest.mark.parametrize("truncation", [(0.9, 0), (1.0, 5)])
 def test_lowered_log_probabilities_die(truncation: Truncation) -> None:
     head, batch, _ = drawn(0, 3.0, 0.0, 0.0, 1.0, truncation)

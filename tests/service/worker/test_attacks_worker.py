@@ -110,7 +110,8 @@ def test_a_worker_lives_through_every_hostile_batch_and_trains_the_honest_run(
         assert record["state"] != "dead" or record["reason"], name
         assert "nan" not in name or record["state"] == "dead", name
     assert "above 0" in ended["log_probabilities_of_a_certainty_and_more"]["reason"]
-    assert "disagree with the features" in ended["log_probabilities_that_cannot_be"]["reason"]
+    for lie in ("log_probabilities_that_cannot_be", "normalisers_that_hide_log_probabilities"):
+        assert "disagree with the features" in ended[lie]["reason"]
     assert RolloutQueue(bench.redis, "honest").counters()["dead_total"] == 0
 
 
