@@ -5,10 +5,10 @@ One record per batch (docs/reference/architecture.md, "Score record"). Only sums
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -114,7 +114,7 @@ def some_siblings(prompts: Sequence[str], policy_version: int) -> tuple[int, ...
     chosen = list[int]()
     for prompt, own in places.items():
         kept = min(len(own), max(len(own) // _SIBLINGS_FOR_ONE, _FEWEST_SIBLINGS))
-        first = zlib.crc32(f"{policy_version} {prompt}".encode())
+        first = int.from_bytes(hashlib.blake2b(f"{policy_version} {prompt}".encode(), digest_size=4).digest())
         chosen += (own[(first + i * len(own) // kept) % len(own)] for i in range(kept))
     return tuple(sorted(chosen))
 

@@ -194,6 +194,14 @@ def test_no_sibling_is_looked_at_more_often_than_another(siblings: int) -> None:
     assert np.all(np.abs(seen - expected) < 5 * np.sqrt(expected))
 
 
+def test_what_one_prompt_draws_says_nothing_of_another() -> None:
+    """Of prompts with names of one length, too: a checksum that is linear moves all of their draws alike."""
+    prompts = [f"{n:016x}" for n in range(60)]
+    drawn = np.array([[some_siblings([p] * 8, version)[0] for p in prompts] for version in range(200)])  # of 4 places
+    together = (drawn[:, :30, None] == drawn[:, None, 30:]).mean(axis=0)  # [30, 30]: share of versions
+    assert np.all(np.abs(together - 0.25) < 5 * np.sqrt(0.25 * 0.75 / 200))
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_where_siblings_are_sorted_an_equal_candidate_is_hardly_ever_published(again: bool) -> None:
     """It is 4 % better on every first sibling and 4 % worse on every second; each prompt is a batch of its own.
