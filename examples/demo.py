@@ -432,10 +432,10 @@ class Session:
         write_report(self, rows, document["events"])
 
     def drift(self) -> dict[str, float]:
-        """The drift monitor's statistic per lane, as a share of its limit; above 1 is an alarm."""
-        families = {family.name: family for family in self._metrics()}
+        """The drift monitor's statistic per lane, as a share of its limit; above 1 is an alarm. Empty: it warms up."""
+        families = {family.name: family.samples for family in self._metrics()}
         statistic, limit = (
-            {sample.labels["lane"]: sample.value for sample in families[name].samples}
+            {sample.labels["lane"]: sample.value for sample in families.get(name, ())}
             for name in ("draftalign_drift_statistic", "draftalign_drift_limit")
         )
         return {lane: value / limit[lane] for lane, value in statistic.items()}

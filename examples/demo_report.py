@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 console = Console()
 _EDGE_STEPS = 5
 _DECODED_PROMPTS = 64
-#: Before, the drift monitor says nothing: a step is a tick.
-_WARM_UP_STEPS = 21
 #: Replay and engine agree within 3 % (tests/examples/test_demo.py); wrong features cost many times that.
 _LIVE_REPLAY_GAP = 0.1
 
@@ -76,7 +74,7 @@ class StepRow:
             alpha_live_low=low,
             alpha_live_high=high,
             alpha_served=point.get("alpha_served"),
-            alpha_served_reach=_part_reach(point, rollouts=len(live.per_rollout)),
+            alpha_served_reach=_part_reach(point, rollouts=sum(rounds > 0 for _, rounds in live.per_rollout)),
             alpha_frozen=point.get("alpha_frozen"),
             alpha_ngram=point.get("alpha_ngram"),
             publication_lag=point.get("publication_lag"),
@@ -215,7 +213,7 @@ def _summary(session: Session, rows: Sequence[StepRow], events: Sequence[dict[st
         "publication_lag_mean": _mean(_known(rows, "publication_lag")),
         **reaching(rows, events),
         "live_within_interval": f"{sum(agree)} of {len(agree)} steps with one drafter version",
-        "drift_share_of_limit": session.drift() if len(rows) > _WARM_UP_STEPS else {},
+        "drift_share_of_limit": session.drift(),
         "versions_published": sum(e.get("event") == "published" for e in events),
         "versions_refused": sum(e.get("event") == "refused" for e in events),
         **kept_promises(events),
@@ -270,6 +268,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
         if key not in ("composition", "decoders", "drift_share_of_limit", "explanation", "features_wrong", "hook"):
             table.add_row(key.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))
     console.print(table)
+    if not summary["drift_share_of_limit"]:
+        console.print("  drift: not watched yet, the monitor still learns the level that it would compare with")
     for lane, share in summary["drift_share_of_limit"].items():
         state = "alarm" if share > 1 else "no alarm"
         console.print(f"  drift, {lane} lane: {share:.0%} of its limit ({state})", highlight=False)
