@@ -61,10 +61,11 @@ class Process:
         return 1024 * int(found[1])
 
 
-def pour(connection: socket.socket, piece: bytes, total: int) -> bool:
-    """Send `piece` again and again, `total` bytes in all; whether the server closed before that."""
+def pour(connection: socket.socket, piece: bytes, seconds: float = 30.0) -> bool:
+    """Send `piece` again and again, for `seconds`; whether the server closed before that."""
+    deadline = time.monotonic() + seconds
     try:
-        for _ in range(total // len(piece)):
+        while time.monotonic() < deadline:
             connection.sendall(piece)
     except OSError:
         return True

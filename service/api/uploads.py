@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from rl_hooks.wire import CONTENT_TYPE, Header, WireError, header_size, parse_header
-from service.api.port.body import TAKE_BODY
+from service.api.port.body import TAKE_BODY, BodyTooSlowError
 from service.api.problems import BODY_STATE, Problem
 from service.settings import Settings
 from service.storage.spool import Upload
@@ -105,7 +105,7 @@ async def _take_rest(request: Request, upload: Upload, left: int, settings: Sett
     write, seconds = functools.partial(_write, upload), deadline - time.monotonic()
     try:
         await extension["take"](left, write, settings.body_idle_seconds, seconds)
-    except TimeoutError as error:
+    except BodyTooSlowError as error:
         raise _too_slow() from error
     request.scope[BODY_STATE] = "read"
     return True

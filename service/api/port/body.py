@@ -7,6 +7,7 @@ buffer, and the writer takes it from there (`benchmarks/ingest.py` has the ratio
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -18,8 +19,20 @@ if TYPE_CHECKING:
 #: Among the extensions of a request's ASGI scope; absent where another server than ours serves the application.
 TAKE_BODY: Final = "draftalign.take_body"
 Write = Callable[[memoryview], None]
-#: Of all connections: whatever is read into it was written when the callback returns.
-_BUFFER: Final = memoryview(bytearray(1 << 20))
+
+
+class _Buffer(threading.local):
+    """Of all connections of a thread's event loop: whatever is read into it was written when the callback returns."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(1 << 20))
+
+
+_BUFFER: Final = _Buffer()
+
+
+class BodyTooSlowError(Exception):
+    """Nothing came for long, or not all in time."""
 
 
 class BodyReader(asyncio.BufferedProtocol):
@@ -41,15 +54,15 @@ class BodyReader(asyncio.BufferedProtocol):
     async def wait(self, idle_seconds: float, seconds: float) -> None:
         """Return once all was written.
 
-        Raises what the writer raised; TimeoutError when nothing came for `idle_seconds`, or not all within `seconds`;
-        ClientDisconnect.
+        Raises what the writer raised; BodyTooSlowError when nothing came for `idle_seconds`, or not all within
+        `seconds`; ClientDisconnect.
         """
         deadline = self._loop.time() + seconds
         try:
             while not self._done.done():
                 until = min(self._heard + idle_seconds, deadline)
                 if until <= self._loop.time():
-                    raise TimeoutError
+                    raise BodyTooSlowError
                 await asyncio.wait({self._done}, timeout=until - self._loop.time())
             self._done.result()
         finally:
@@ -57,7 +70,7 @@ class BodyReader(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - not more than what is missing of this body
         """Where the next bytes go: those of a request behind this one are left to the parser."""
-        return _BUFFER[: self._left]
+        return _BUFFER.view[: self._left]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Write what came."""
@@ -65,7 +78,7 @@ class BodyReader(asyncio.BufferedProtocol):
         self._left -= nbytes
         if self._write is not None:
             try:
-                self._write(_BUFFER[:nbytes])
+                self._write(_BUFFER.view[:nbytes])
             except Exception as error:  # noqa: BLE001 - whatever it is, the request's handler answers for it
                 self._fail(error)
         if self._left == 0:
@@ -79,9 +92,12 @@ class BodyReader(asyncio.BufferedProtocol):
         """The client sends no more: the connection is closed."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client went away."""
-        self._fail(ClientDisconnect())
+        """The client went away. The HTTP protocol calls `client_left`."""
         self._http.connection_lost(exc)
+
+    def client_left(self) -> None:
+        """The client went away: nothing more comes."""
+        self._fail(ClientDisconnect())
 
     def pause_writing(self) -> None:
         """Of the answer; as the HTTP protocol does."""

@@ -95,6 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_header = self._in_message = False
         self._header_bytes = 0
         self._idle_bytes = 0  # came since a header or a part of a body was complete
+        self._reader: BodyReader | None = None
 
     @property
     def gives_way(self) -> bool:
@@ -120,7 +121,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._begin_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Leave the place to others."""
+        """Leave the place to others.
+
+        asyncio's TLS tells the protocol that was there when the connection broke: this one, where a body is read since.
+        """
+        if self._reader is not None:
+            self._reader.client_left()
         self._works()
         self._end_header_timer()
         super().connection_lost(exc)
@@ -196,20 +202,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self, cycle: RequestResponseCycle, left: int, write: Write, idle_seconds: float, seconds: float
     ) -> None:
         """Give the last `left` bytes of a request's body to `write`, past the parser; see `BodyReader.wait`."""
-        if cycle.disconnected:
+        if cycle.disconnected or self.transport.is_closing():
             raise ClientDisconnect
         came, cycle.body = cycle.body, bytearray()
         if came:
             write(memoryview(came))
         if not cycle.more_body:
             return
-        reader = BodyReader(self, cycle, left - len(came), write, self._body_is_complete)
+        self._reader = reader = BodyReader(self, cycle, left - len(came), write, self._body_is_complete)
         self._hand_over(reader)
         await reader.wait(idle_seconds, seconds)
 
     def _body_is_complete(self) -> None:
         """Go on with a new parser: the old one has not seen the end of this body."""
         self.parser = new_parser(self)
+        self._reader = None
         self._hand_over(self)
         self.on_message_complete()
 

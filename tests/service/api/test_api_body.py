@@ -11,6 +11,8 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -242,3 +244,18 @@ def test_another_server_than_ours_passes_the_body_through_asgi(service: RunningS
     future = asyncio.run_coroutine_threadsafe(post(), service.server.servers[0].get_loop())
     assert future.result(20) == 202
     assert [path.read_bytes() for path in service.spooled()] == [long_file()]
+
+
+def test_two_servers_in_two_threads_do_not_mix_their_bodies(serve: Serve, tmp_path: Path) -> None:
+    """Sockets are read without the interpreter's lock: what two event loops read into may not be the same memory."""
+
+    def upload(run: str) -> bool:
+        service = serve(state_dir=tmp_path / run)
+        service.register(run).raise_for_status()
+        sent = {rollout_file((f"{n}a", f"{n}b"), lengths=(20_000, 20_000), run=run) for n in range(12)}
+        for file in sent:
+            assert service.post(file).status_code == 202
+        return {path.read_bytes() for path in service.spooled()} == sent
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(upload, ("one", "two"))) == [True, True]

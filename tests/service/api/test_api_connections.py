@@ -44,7 +44,7 @@ def test_a_flood_on_one_connection_takes_no_memory_and_stalls_nobody(process: Pr
     closed = []
     with process.connect() as connection:
         connection.sendall(begin)
-        flooding = threading.Thread(target=lambda: closed.append(pour(connection, piece, 60 * MIB)))
+        flooding = threading.Thread(target=lambda: closed.append(pour(connection, piece)))
         flooding.start()
         served = [process.answers() for _ in range(5)]
         flooding.join(60)

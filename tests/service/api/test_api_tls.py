@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import ssl
+import struct
 import subprocess
 import threading
 import time
@@ -91,6 +93,26 @@ def test_long_bodies_on_one_connection_are_the_files(secure: RunningService) -> 
         headers = HEADERS | {"Content-Length": str(len(file))}
         assert secure.client.post("/rollouts", content=pieces, headers=headers).status_code == 202
     assert {path.read_bytes() for path in secure.spooled()} == set(files)
+
+
+@pytest.mark.parametrize("abrupt", [False, True])
+def test_a_client_that_leaves_in_a_long_body_leaves_nothing(
+    secure: RunningService, authority: Authority, abrupt: bool
+) -> None:
+    """Wherever it leaves: at once after the header, the protocol that asyncio's TLS tells is still the HTTP one."""
+    body = rollout_file(lengths=(20_000, 20_000))
+    head = f"POST /rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {HEADERS['Content-Type']}\r\n"
+    dice = random.Random(0)
+    for _ in range(20):
+        cut = dice.randint(3000, 2_500_000)
+        with (
+            socket.create_connection(("127.0.0.1", secure.port), timeout=20) as raw,
+            authority.context.wrap_socket(raw, server_hostname="127.0.0.1") as client,
+        ):
+            if abrupt:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:cut])
+    eventually(lambda: not secure.spooled(), 5)
 
 
 @pytest.mark.usefixtures("trusting")
@@ -249,7 +271,7 @@ def test_a_flood_on_one_connection_takes_no_memory_and_stalls_nobody(process: Se
     closed = []
     with contextlib.suppress(OSError), process.connect() as connection:
         connection.sendall(begin)
-        flooding = threading.Thread(target=lambda: closed.append(pour(connection, piece, 2000 * MIB)))
+        flooding = threading.Thread(target=lambda: closed.append(pour(connection, piece)))
         flooding.start()
         served = [process.answers() for _ in range(5)]
         flooding.join(60)
