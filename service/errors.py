@@ -5,6 +5,7 @@
     ├── RunNotFound             no such run has been registered
     ├── RunConflict             the run exists with another target
     ├── RunClosed               a person has closed the run for what was sent
+    ├── RunDamaged              a file of the run on the service's disk cannot be read
     ├── TooManyReporters        a run has as many reporters as it may, and none was silent for long
     ├── VersionNotFound         no such drafter version, or no such file in it
     ├── RegistryError           the registry on disk contradicts itself, or a staged drafter is unusable
@@ -18,6 +19,10 @@
 
 A broken rollout file is `rl_hooks.wire.WireError`. The HTTP layer turns all of them into problem documents.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
 
 
 class ServiceError(Exception):
@@ -38,6 +43,14 @@ class RunConflict(ServiceError):  # noqa: N818
 
 class RunClosed(ServiceError):  # noqa: N818
     """A person has closed the run for what was sent; nothing of it was kept."""
+
+
+class RunDamaged(ServiceError):  # noqa: N818
+    """A file of the run on the service's disk cannot be read, or is not what was written."""
+
+    def __init__(self, run: str, path: Path, why: object, cure: str = "") -> None:
+        ways = ", or ".join(filter(None, (cure, "put a copy of it back", f"DELETE /runs/{run}")))
+        super().__init__(f"{path.name} of run {run!r} is damaged: {' '.join(str(why).split())[:300]}; {ways}")
 
 
 class TooManyReporters(ServiceError):  # noqa: N818

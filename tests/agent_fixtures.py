@@ -467,7 +467,7 @@ def start_agent(service_url: str, *engines: HasUrl, cache: Path, **changes: Any)
         assert not thread.is_alive()
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 15.0) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Wait until `condition` is true, and return its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

@@ -31,6 +31,7 @@ from service.errors import (
     RegistryError,
     RunClosed,
     RunConflict,
+    RunDamaged,
     RunNotFound,
     TooManyReporters,
     VersionNotFound,
@@ -157,6 +158,8 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
             return Problem(409, "run-conflict", str(error))
         case RunClosed():
             return Problem(409, "run-closed", str(error))
+        case RunDamaged():
+            return Problem(503, "run-damaged", str(error))
         case TooManyReporters():
             return Problem(429, "too-many-reporters", str(error), field="reporter", headers=retry)
         case RegistryBusy():
@@ -212,6 +215,7 @@ def install(app: FastAPI, retry_after_seconds: int) -> None:
         VersionNotFound,
         RunConflict,
         RunClosed,
+        RunDamaged,
         TooManyReporters,
         RegistryError,
         ObjectStoreError,

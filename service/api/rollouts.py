@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -150,14 +150,18 @@ async def post_rollouts(
             "last_dead_reason": outcome.last_dead_reason,
             "known_rollouts": outcome.known,
             "last_rows": record.last_rows,
-            "warning": None
-            if not outcome.known
-            else (
-                f"rollouts came in an earlier batch ({outcome.known} of {header.rollouts}) and are not used again: a "
-                "rollout's id must be its own within a run, whatever its policy version"
-            ),
+            "warning": _warning(outcome, header.rollouts),
         }
     )
+
+
+def _warning(outcome: Enqueued, rollouts: int) -> str | None:
+    own = "a rollout's id must be its own within a run, whatever its policy version"
+    if outcome.outcome == "duplicate" and outcome.other:
+        return f"other rollouts came with the same ids, and these are not used: {own}, after a restart too"
+    if outcome.known:
+        return f"rollouts came in an earlier batch ({outcome.known} of {rollouts}) and are not used again: {own}"
+    return None
 
 
 async def _check_queue(context: ServiceContext, run: str, length: int) -> None:
@@ -168,7 +172,7 @@ async def _check_queue(context: ServiceContext, run: str, length: int) -> None:
     items, size, rollouts = await context.soon(context.queue(run).depth())
     full = items >= settings.queue_max_items or rollouts >= settings.queue_max_rollouts
     if full or size + length > settings.queue_limit_bytes:
-        await context.queue(run).count_rejected()
+        await context.soon(context.queue(run).count_rejected())
         raise _queue_full(context, run, f"{items} batches, {size} bytes, {rollouts} rollouts")
 
 
@@ -278,8 +282,12 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> En
         context.accepted_for.add(run)
         log.info("%s: first batch accepted since this process began: policy %d, %d rollouts, %d tokens",
                  run, batch.policy_version, batch.rollouts, batch.tokens)  # fmt: skip
-    if outcome.outcome != "accepted" and not await _is_named(context, run, batch):
-        spool.delete(run, batch.blob)
+    if outcome.outcome != "accepted":
+        first = await context.queue(run).batch(batch.batch_id)
+        # It may name this very file: Redis stored the entry, its answer was lost, and redis-py's retry found it.
+        if first is None or first["blob"] != batch.blob:
+            spool.delete(run, batch.blob)
+        outcome = replace(outcome, other=first is not None and int(first.get("bytes", batch.bytes)) != batch.bytes)
     if outcome.outcome == "disowned":
         raise Problem(
             503,
@@ -291,15 +299,6 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> En
     if outcome.outcome == "full":
         raise _queue_full(context, run, outcome.state)
     return outcome
-
-
-async def _is_named(context: ServiceContext, run: str, batch: Batch) -> bool:
-    """Whether the batch's entry names this very file.
-
-    It does after this sequence: Redis stored the entry, its answer was lost, and redis-py's retry found a duplicate.
-    """
-    known = await context.queue(run).batch(batch.batch_id)
-    return known is not None and known["blob"] == batch.blob
 
 
 @router.get("/rollouts/{rollout_id:path}")

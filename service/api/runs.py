@@ -28,7 +28,7 @@ from service.errors import RunNotFound
 from service.monitor.headline import Headline
 from service.monitor.records import State
 from service.monitor.worth import step_speedup
-from service.storage.admission.nearness import check_finite, check_head, join_run
+from service.storage.admission.nearness import check_finite, check_head, is_readable, join_run
 from service.storage.admission.sent import check_initial_drafter
 from service.storage.layout import RUN_NAME, FileId, file_id
 from service.storage.runs import (
@@ -70,7 +70,8 @@ _POLL_SECONDS: Final = 0.1
 async def put_run(run: str, request: Request, response: Response, context: Context, caller: Caller) -> dict[str, Any]:
     """Register a run: its target's configuration, embedding, head and, optionally, a first drafter.
 
-    A run that exists is left as it is, unless the worker cannot begin with its file (`worker_error` says why).
+    A run that exists is left as it is, unless the worker cannot begin with its file (`worker_error` says why), or
+    nobody can read that any more.
     """
     if not RUN_NAME.fullmatch(run):
         raise Problem(422, "bad-run-name", "a run is named by 1 to 64 of A-Z a-z 0-9 . _ -", field="run")
@@ -97,15 +98,18 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
         created = refused is not None or not context.layout.run_json(run).exists()
-        if created:
+        if created or not await asyncio.to_thread(is_readable, context.layout, run):
             await asyncio.to_thread(check_initial_drafter, upload.path)
+            await context.check_redis()  # it may have stopped while the file came, and to forget may rightly take long
             forget = _forgetting(context, run)  # the keys of an earlier run of this name
             created = await context.locking(commit_run, context.layout, records[0], upload, forget, refused=refused)
             if created and refused is not None:
-                await context.store(run).forget_refusal()  # the refusal was of the file that was replaced
+                await context.soon(context.store(run).forget_refusal())  # the refusal was of the file that was replaced
         if not created:
             warning = await _join(context, records[0], upload)
-    await context.queue(run).ensure_group()  # also for a run that exists: Redis may have been emptied since
+    await context.soon(
+        context.queue(run).ensure_group()
+    )  # also for a run that exists: Redis may have been emptied since
     response.status_code = 201 if created else 200
     return await describe(context, run) | ({} if warning is None else {"warning": warning})
 
@@ -149,7 +153,7 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
             for part in joined.new_head:
                 await asyncio.to_thread(head.write, part)
             _keep_head(context, record.run, record.policy_version, head, joined.as_of_ns)
-        await context.store(record.run).raise_latest_head(record.policy_version)
+        await context.soon(context.store(record.run).raise_latest_head(record.policy_version))
     return joined.warning
 
 
@@ -174,11 +178,11 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     that came is accepted: a trainer sends it before its rollouts, which nothing would let in.
     """
     most = context.settings.max_heads
-    newest = await context.store(run).latest_policy()
+    newest = await context.soon(context.store(run).latest_policy())
     left = await asyncio.to_thread(forget_unneeded_heads, context.layout, run, -1 if newest is None else newest, most)
     if left < most or context.layout.head(run, version).exists():
         return
-    waiting = (await context.queue(run).depth()).items
+    waiting = (await context.soon(context.queue(run).depth())).items
     active = read_state(context.layout, run).state == "active"
     if active and not waiting and (newest is None or version > newest):
         return
@@ -199,7 +203,7 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
     if not context.layout.run_json(run).exists() or not untouched(context.layout, run):
         return None
     file = file_id(context.layout.target(run))
-    refused = (await context.store(run).worker()).refused
+    refused = (await context.soon(context.store(run).worker())).refused
     return file if file is not None and refused == tuple(file) else None
 
 
@@ -400,7 +404,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         await asyncio.to_thread(check_finite, upload.path)
         await asyncio.to_thread(check_head, context.layout, run, upload.path)
         _keep_head(context, run, versions[0], upload)
-    latest = await context.store(run).raise_latest_head(versions[0])
+    latest = await context.soon(context.store(run).raise_latest_head(versions[0]))
     return {"run": run, "policy_version": versions[0], "latest_head": latest}
 
 

@@ -337,7 +337,7 @@ class Enqueued:
 
     `disowned`: the reaper had already marked the file as an orphan, and may have deleted it. `gone`: the dead batch
     that was to be put back has no file any more. `known`: its rollouts that came in an earlier batch; a duplicate's all
-    did, or its `known` were left out when it was accepted.
+    did, or its `known` were left out when it was accepted. `other`: a file of another size came with the same ids.
     """
 
     outcome: Literal["accepted", "duplicate", "full", "disowned", "gone"]
@@ -346,6 +346,7 @@ class Enqueued:
     dead_total: int = 0  # of the run so far
     last_dead_reason: str = ""  # of the newest of them
     known: int = 0
+    other: bool = False
 
 
 class AsyncRolloutQueue:

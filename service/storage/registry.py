@@ -38,7 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import to_json
 
 from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
@@ -50,6 +50,7 @@ from service.errors import (
     RegistryBusy,
     RegistryError,
     RunConflict,
+    RunDamaged,
     VersionNotFound,
 )
 from service.monitor.records import HeldVersion, RunEvent
@@ -159,6 +160,8 @@ class Registry:
             return Manifest.model_validate_json(path.read_bytes())
         except FileNotFoundError as error:
             raise VersionNotFound(f"run {run!r} has no drafter version {version!r}; see GET /drafters") from error
+        except (ValidationError, OSError) as error:
+            raise RunDamaged(run, path, error) from error
 
     def versions(self, run: str) -> list[str]:
         """Complete versions on disk, oldest first."""
@@ -465,11 +468,13 @@ class Registry:
     def _pointer(self, run: str) -> dict[str, Any] | None:
         try:
             text = self._layout.latest(run).read_bytes()
+            pointer = json.loads(text)
         except FileNotFoundError:
             return None
-        pointer = json.loads(text)
+        except (ValueError, OSError) as error:
+            raise RunDamaged(run, self._layout.latest(run), error) from error
         if not isinstance(pointer, dict) or not {"sequence", "version", "reason"} <= pointer.keys():
-            raise RegistryError(f"{self._layout.latest(run)} is not a pointer of sequence, version and reason")
+            raise RunDamaged(run, self._layout.latest(run), "it is no pointer of sequence, version and reason")
         return pointer
 
     def _require_served(self, run: str, version: str | None) -> dict[str, Any] | None:

@@ -33,9 +33,9 @@ from rl_hooks.wire import (
     WireError,
     target_fingerprint,
 )
-from service.errors import RunClosed, RunConflict, RunNotFound
+from service.errors import RunClosed, RunConflict, RunDamaged, RunNotFound
 from service.monitor.records import RunState, State
-from service.storage.admission.nearness import differences
+from service.storage.admission.nearness import differences, is_readable, load_target
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.registry import Registry, locked
 from service.storage.spool import Upload
@@ -188,18 +188,24 @@ def read_head_header(record: RunRecord, header: Header) -> int:
 
 
 def load_run(layout: Layout, run: str) -> RunRecord:
-    """The record of a registered run; raises RunNotFound."""
+    """The record of a registered run; raises RunNotFound, or RunDamaged."""
+    path = layout.run_json(run)
     try:
-        return RunRecord.model_validate_json(layout.run_json(run).read_bytes())
+        record = RunRecord.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         raise RunNotFound(f"run {run!r} is not registered; PUT /runs/{run} first") from error
+    except (ValidationError, OSError) as error:
+        raise RunDamaged(run, path, error) from error
+    if record.run != run:
+        raise RunDamaged(run, path, f"it is of run {record.run!r}")
+    return record
 
 
 def check_same(layout: Layout, existing: RunRecord, record: RunRecord, header: Header) -> None:
     """Raise RunConflict when the run is registered with another target. `header`: of the file that gave `record`."""
     if existing.target_fingerprint == record.target_fingerprint:
         return
-    registered = MappedFile(layout.target(record.run)).header
+    registered = load_target(layout, record.run).header
     raise RunConflict(
         f"run {record.run!r} is registered with another target. This one has "
         f"{differences(_identity(registered), _identity(header))}. Use another run name (the hook's run=)"
@@ -233,6 +239,7 @@ def commit_run(
     `forget` deletes what an earlier run of this name left in Redis. It is called under the lock and only if the run
     does not exist, so it never deletes keys of this run. `refused`: id of the target file that the worker refused. If
     that is still the run's target, this one replaces it; queued batches stay, heads of the old target are deleted.
+    A target that nobody can read is replaced by one of the same configuration; whose weights it had, nobody can tell.
     """
     layout.make_run(record.run)
     upload.sync()
@@ -247,7 +254,8 @@ def commit_run(
                 head.unlink()  # of the replaced target
         else:
             check_same(layout, load_run(layout, record.run), record, MappedFile(upload.path).header)
-            return False
+            if is_readable(layout, record.run):
+                return False
         upload.keep(layout.target(record.run))
         replace_file(layout.run_json(record.run), record.model_dump_json(indent=1).encode())
     return True

@@ -25,7 +25,7 @@ from drafter.vocabulary import DraftVocabulary
 from rl_hooks.durable import AtomicDirectory
 from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import with_layers
-from service.errors import RegistryError, WorkerError
+from service.errors import RegistryError, RunDamaged, WorkerError
 from service.settings import Settings
 from service.storage.history.digest import Sent
 from service.storage.layout import Layout
@@ -192,7 +192,7 @@ class Lineage:
             return self._verified[version]
         try:
             self._registry.verify(self._run, version)
-        except (RegistryError, ValueError) as error:  # ValueError: its manifest cannot be read
+        except (RegistryError, RunDamaged) as error:  # RunDamaged: of its manifest
             log.error("%s: %s: %s; it is left out of all comparisons", self._run, version, error)
             self._verified[version] = False
         except OSError as error:  # it may be readable the next time

@@ -21,17 +21,18 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_hooks.wire import HEAD_FORMAT, MappedFile, Tensor, WireError, encode
-from service.errors import RunConflict
+from service.errors import RunConflict, RunDamaged
 from service.storage.layout import Layout
 
 #: Largest distance of two heads of one run. Unrelated heads are 1 to 1.42 apart, whatever their norms.
 FARTHEST: Final = 0.5
 _SAMPLED_ROWS: Final = 256
 _SCANNED_AT_ONCE: Final = 1 << 22
-#: Unsigned type of each float's width, its bits without the sign, and the smallest of them that is no finite number.
+#: Unsigned type of each float's width, its bits without the sign, and the smallest of them that is refused: those of
+#: 2^20, in float16 of infinity.
 _BITS: Final[Mapping[str, tuple[str, int, int]]] = {
-    "F32": ("<u4", 0x7FFFFFFF, 0x7F800000),
-    "BF16": ("<u2", 0x7FFF, 0x7F80),
+    "F32": ("<u4", 0x7FFFFFFF, 0x49800000),
+    "BF16": ("<u2", 0x7FFF, 0x4980),
     "F16": ("<u2", 0x7FFF, 0x7C00),
 }
 #: Most differing config fields that an error names.
@@ -58,7 +59,7 @@ def join_run(layout: Layout, run: str, path: Path) -> Joined:
     abandoned attempt (`Target.at`). Version 0 hides no head, because an engine's tap always says 0: a tap of an engine
     that loaded its weights from disk looks like a trainer that starts again. That trainer's next head hides the others.
     """
-    registered, offered = MappedFile(layout.target(run)), MappedFile(path)
+    registered, offered = load_target(layout, run), MappedFile(path)
     head = _Head.of(offered, int(offered.header.metadata["policy_version"]))
     kept = _kept_heads(layout, run, registered)
     config = differences(_config(registered), _config(offered))
@@ -76,11 +77,32 @@ def join_run(layout: Layout, run: str, path: Path) -> Joined:
 
 def check_head(layout: Layout, run: str, path: Path) -> None:
     """Raise RunConflict where a PUT /runs/{run}/head body is not near any head of the run. Call in a thread."""
-    _check_near(run, _Head.of(MappedFile(path), 0), _kept_heads(layout, run, MappedFile(layout.target(run))))
+    _check_near(run, _Head.of(MappedFile(path), 0), _kept_heads(layout, run, load_target(layout, run)))
+
+
+def load_target(layout: Layout, run: str) -> MappedFile:
+    """The registered target of a run; raises RunDamaged. The next PUT of the run replaces a file that raises it."""
+    path = layout.target(run)
+    try:
+        return MappedFile(path)
+    except (WireError, OSError) as error:
+        raise RunDamaged(run, path, error, f"PUT /runs/{run} again") from error
+
+
+def is_readable(layout: Layout, run: str) -> bool:
+    """Whether the registered target of a run is a file that can be read."""
+    try:
+        load_target(layout, run)
+    except RunDamaged:
+        return False
+    return True
 
 
 def check_finite(path: Path) -> None:
-    """Raise WireError where a tensor holds NaN or infinity. Reads all of it: call in a thread."""
+    """Raise WireError where a tensor holds NaN, infinity, or a magnitude of 2^20. Reads all of it: call in a thread.
+
+    No trained weight is near that, and one that is finite and far above makes every forward overflow.
+    """
     file = MappedFile(path)
     for name, info in file.header.tensors.items():
         if info.dtype not in _BITS:
@@ -89,7 +111,7 @@ def check_finite(path: Path) -> None:
         flat = file.array(name).reshape(-1).view(kind)
         for begin in range(0, flat.size, _SCANNED_AT_ONCE):
             if int((flat[begin : begin + _SCANNED_AT_ONCE] & flat.dtype.type(mask)).max()) >= first_bad:
-                raise WireError(name, "holds NaN or infinity; check the policy that sent it")
+                raise WireError(name, "holds NaN, infinity, or values of 2^20 and more; check what sent it")
 
 
 def differences(registered: Mapping[str, Any], offered: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.run import check_run
 from rl_hooks.wire import DRAFTER_FORMAT, Header, MappedFile, Tensor, WireError, encode
 from service.errors import RunConflict
-from service.storage.admission.nearness import check_finite
+from service.storage.admission.nearness import check_finite, load_target
 from service.storage.layout import Layout
 from service.storage.registry import Manifest, Registry
 from service.storage.runs import json_object
@@ -106,7 +106,7 @@ def check_initial_drafter(path: Path) -> None:
 
 
 def _target(layout: Layout, run: str) -> tuple[dict[str, Any], list[int]]:
-    metadata = MappedFile(layout.target(run)).header.metadata
+    metadata = load_target(layout, run).header.metadata
     return json_object(metadata["config"], "config"), json_object(metadata["aux_layers"], "aux_layers")["layers"]
 
 

@@ -125,6 +125,16 @@ def test_the_same_ids_of_another_policy_version_are_the_same_rollouts(
     assert len(service.spooled()) == 1
 
 
+def test_other_rollouts_under_ids_that_came_are_not_used_and_the_answer_says_so(service: RunningService) -> None:
+    """A trainer's own loop that names rollouts by step and place, and starts again from step 0."""
+    assert service.post(rollout_file()).json()["warning"] is None
+    assert service.post(rollout_file()).json()["warning"] is None, "the same file again"
+    reply = service.post(rollout_file(lengths=(7, 9)))
+    assert (reply.status_code, reply.json()["duplicate"]) == (200, True)
+    assert "other rollouts came with the same ids" in reply.json()["warning"]
+    assert len(service.spooled()) == 1
+
+
 def test_concurrent_duplicates_leave_one_entry_and_its_file(service: RunningService, queue: RolloutQueue) -> None:
     body = rollout_file(lengths=(3000, 2000), tensors=None)
     statuses: list[int] = []

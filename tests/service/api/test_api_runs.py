@@ -396,9 +396,14 @@ def test_a_damaged_head_of_the_run_stands_in_nobodys_way(bare: RunningService) -
     assert put_policy(bare, policy(weights(0), weights(1)), policy_version="5").status_code == 200
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
-def test_weights_that_are_no_numbers_are_refused_by_name(bare: RunningService, bad: float, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("bad", "dtype"),
+    [(bad, dtype) for bad in (np.nan, np.inf, -np.inf) for dtype in ("F32", "BF16", "F16")]
+    + [(bad, dtype) for bad in (2.0**20, -3e38) for dtype in ("F32", "BF16")],
+)
+def test_weights_that_are_no_numbers_or_overflow_are_refused_by_name(
+    bare: RunningService, bad: float, dtype: str
+) -> None:
     sound, rotten = weights(0), weights(1)
     rotten[VOCAB - 1, HIDDEN - 1] = bad
     casts: dict[str, Callable[[FloatArray], wire.Tensor]] = {
@@ -413,7 +418,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(bare: RunningService, b
     ):
         reply = put_policy(bare, tensors)
         assert (reply.status_code, reply.json()["field"]) == (422, name)
-        assert "holds NaN or infinity" in reply.json()["detail"]
+        assert "holds NaN, infinity, or values of 2^20" in reply.json()["detail"]
     assert bare.layout.run_names() == []
     assert put_policy(bare, {"embed_tokens": cast(sound), "lm_head": cast(sound)}).status_code == 201
     assert put_head(bare, 1, {"lm_head": cast(rotten)}).status_code == 422

@@ -24,7 +24,7 @@ from drafter.errors import CheckpointError
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
-from service.errors import RegistryError
+from service.errors import RegistryError, RunDamaged
 from service.storage.registry import Registry
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.process import Worker
@@ -104,7 +104,7 @@ def test_an_archived_drafter_that_is_not_as_published_is_left_out_and_the_run_go
     assert of_run.existing(first) is None
     said = [r.message for r in caplog.records if first in r.message and "left out" in r.message]
     assert len(said) == 1, "once"
-    with pytest.raises((RegistryError, ValueError)):
+    with pytest.raises((RegistryError, RunDamaged)):
         of_run.train_from(first)
     restarted._close()
 

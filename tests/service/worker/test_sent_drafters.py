@@ -26,6 +26,7 @@ from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.access.audit import AuditLog
 from service.cli.main import app
+from service.storage.admission import sent as admission
 from service.storage.registry import Registry
 from service.worker import promotion
 
@@ -154,7 +155,8 @@ def flipped(tensors: dict[str, Tensor]) -> None:
 
 
 HOSTILE: dict[str, tuple[Callable[[Bench], bytes], int, str]] = {
-    "NaN": (lambda b: body(b.world.drafter(), spoilt("fc.weight", float("nan"))), 422, "NaN or infinity"),
+    "NaN": (lambda b: body(b.world.drafter(), spoilt("fc.weight", float("nan"))), 422, "holds NaN, infinity, or"),
+    "an overflow": (lambda b: body(b.world.drafter(), spoilt("fc.weight", -3e38)), 422, "or values of 2^20 and more"),
     "a name": (lambda b: body(b.world.drafter(), renamed), 422, "tensors missing: norm.weight"),
     "two exports": (lambda b: body(b.world.drafter(), flipped), 422, "they come from two exports"),
     "a width": (lambda b: body(b.world.drafter(), intermediate_size=25), 422, "must be"),
@@ -188,9 +190,10 @@ def test_what_is_no_drafter_of_the_lineage_is_refused_when_it_is_sent(
 
 
 def test_weights_that_overflow_are_the_senders_fault_and_no_batchs(
-    bench: Bench, service: RunningService, served: str
+    bench: Bench, service: RunningService, served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are finite, so nothing but a replay shows it."""
+    """A service before this one let them in: they are finite, so nothing but a replay shows it."""
+    monkeypatch.setattr(admission, "check_finite", lambda _: None)
     wild = body(
         bench.world.drafter(), lambda t: t.update({n: v * 1e30 for n, v in t.items() if n.endswith("proj.weight")})
     )

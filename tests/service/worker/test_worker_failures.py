@@ -690,6 +690,8 @@ def test_a_run_that_kills_the_worker_when_it_is_opened_is_set_aside_and_the_othe
         bench.wait(lambda: bench.state(batch) == "trained" or not alive(pid))
         assert alive(pid), "the fourth worker opened the run again"
         assert bench.state(batch) == "trained"
+        # It may be said later: the run's lease is that of the process that died, until it expires.
+        bench.wait(lambda: error_of(bench) or not alive(pid))
         assert "died 3 times while it opened this run" in error_of(bench)
 
 
