@@ -5,7 +5,7 @@
     ├── RunNotFound             no such run has been registered
     ├── RunConflict             the run exists with another target
     ├── RunClosed               a person has closed the run for what was sent
-    ├── RunDamaged              a file of the run on the service's disk cannot be read
+    ├── RunDamaged              a file of the run on the service's disk is not what was written
     ├── TooManyReporters        a run has as many reporters as it may, and none was silent for long
     ├── VersionNotFound         no such drafter version, or no such file in it
     ├── RegistryError           the registry on disk contradicts itself, or a staged drafter is unusable
@@ -46,7 +46,7 @@ class RunClosed(ServiceError):  # noqa: N818
 
 
 class RunDamaged(ServiceError):  # noqa: N818
-    """A file of the run on the service's disk cannot be read, or is not what was written."""
+    """A file of the run on the service's disk is not what was written, or is gone."""
 
     def __init__(self, run: str, path: Path, why: object, cure: str = "") -> None:
         ways = ", or ".join(filter(None, (cure, "put a copy of it back", f"DELETE /runs/{run}")))

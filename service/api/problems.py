@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Final
@@ -62,6 +64,8 @@ RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 BODY_STATE: Final = "draftalign.body"
 #: Scope key, true once a request was refused: its connection is closed first when connections run out.
 REFUSED: Final = "draftalign.refused"
+#: Of the machine, not of a request.
+_DISK: Final = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 _METHODS: Final = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _LINGER_SECONDS: Final = 10.0
 _LINGER_IDLE_SECONDS: Final = 1.0
@@ -183,6 +187,8 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
         case HTTPException():
             kind = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
             return Problem(error.status_code, kind, str(error.detail), headers=error.headers)
+        case OSError() if error.errno in _DISK:
+            return Problem(503, "disk", f"the service cannot use its files: {os.strerror(error.errno)}", headers=retry)
         case ClientDisconnect():
             return Problem(400, "client-left", "the client left before the end of the body; nothing was kept")
         case _:
@@ -208,6 +214,12 @@ def install(app: FastAPI, retry_after_seconds: int) -> None:
             log.debug("%s %s: %s", request.method, request.url.path, problem.detail)
         return ProblemResponse(problem, request.scope)
 
+    async def handle_os(request: Request, error: Exception) -> ProblemResponse:
+        if not (isinstance(error, OSError) and error.errno in _DISK):
+            raise error  # as any other exception that nobody foresaw
+        return await handle(request, error)
+
+    app.add_exception_handler(OSError, handle_os)
     for kind in (
         Problem,
         WireError,

@@ -160,7 +160,7 @@ class Registry:
             return Manifest.model_validate_json(path.read_bytes())
         except FileNotFoundError as error:
             raise VersionNotFound(f"run {run!r} has no drafter version {version!r}; see GET /drafters") from error
-        except (ValidationError, OSError) as error:
+        except (ValidationError, IsADirectoryError) as error:
             raise RunDamaged(run, path, error) from error
 
     def versions(self, run: str) -> list[str]:
@@ -471,7 +471,7 @@ class Registry:
             pointer = json.loads(text)
         except FileNotFoundError:
             return None
-        except (ValueError, OSError) as error:
+        except (ValueError, IsADirectoryError) as error:
             raise RunDamaged(run, self._layout.latest(run), error) from error
         if not isinstance(pointer, dict) or not {"sequence", "version", "reason"} <= pointer.keys():
             raise RunDamaged(run, self._layout.latest(run), "it is no pointer of sequence, version and reason")

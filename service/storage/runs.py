@@ -194,7 +194,7 @@ def load_run(layout: Layout, run: str) -> RunRecord:
         record = RunRecord.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         raise RunNotFound(f"run {run!r} is not registered; PUT /runs/{run} first") from error
-    except (ValidationError, OSError) as error:
+    except (ValidationError, IsADirectoryError) as error:
         raise RunDamaged(run, path, error) from error
     if record.run != run:
         raise RunDamaged(run, path, f"it is of run {record.run!r}")

@@ -81,11 +81,14 @@ def check_head(layout: Layout, run: str, path: Path) -> None:
 
 
 def load_target(layout: Layout, run: str) -> MappedFile:
-    """The registered target of a run; raises RunDamaged. The next PUT of the run replaces a file that raises it."""
+    """The registered target of a run; raises RunDamaged. The next PUT of the run replaces a file that raises it.
+
+    So no other OSError becomes one: a service with too many open files must not have its target replaced.
+    """
     path = layout.target(run)
     try:
         return MappedFile(path)
-    except (WireError, OSError) as error:
+    except (WireError, FileNotFoundError, IsADirectoryError) as error:
         raise RunDamaged(run, path, error, f"PUT /runs/{run} again") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 from service_fixtures import HEADERS, RunningService, head_file, publish, rollout_file, run_file
+
+from rl_hooks.wire import MappedFile
 
 Damage = Callable[[Path], None]
 ROUTES = [
@@ -113,3 +116,28 @@ def test_a_target_that_nobody_can_read_is_replaced_by_the_next_put(service: Runn
     assert sound.read_bytes() == expected
     assert put(service, "damaged").status_code == 200
     assert service.post(rollout_file(run="damaged")).status_code == 202
+
+
+def test_a_sound_target_is_not_replaced_where_files_cannot_be_opened_for_a_moment(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next policy of that name would take the place of the registered one."""
+    begin(service, "sound")
+    target = file_of(service, "sound", "target.safetensors")
+    before = target.stat().st_ino
+    opened = MappedFile.__init__
+
+    def refusing(self: MappedFile, path: Path) -> None:
+        if path == target:
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        opened(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MappedFile, "__init__", refusing)
+        reply = put(service, "sound")
+        assert (reply.status_code, reply.json()["detail"]) == (
+            503,
+            "the service cannot use its files: Too many open files",
+        )
+    assert target.stat().st_ino == before
+    assert put(service, "sound").status_code == 200
