@@ -125,13 +125,15 @@ class TargetHead:
             found[part] = (logits / batch.divisor).logsumexp(-1).to(found)
         return replace(batch, logsumexp=found, normalised=True)
 
-    def logprob_gap(self, batch: RolloutBatch) -> tuple[float, int]:
+    def logprob_gap(self, batch: RolloutBatch, limit: float = 0.0) -> tuple[float, int]:
         """Mean |recomputed - logged| log p in nats over the response tokens whose row is held, and their number.
 
         One figure that catches a pre-norm state, a stale head, a wrong temperature and a shifted mask. Where sampling
         was truncated (`batch.warped`), a logged log p above the recomputed one is rightful as far as the tokens that
         were cut off had probability: what is above that on 32 tokens is added, if the head is whole. Where it is,
-        the sender's logsumexp is recomputed on those 32 as well, and the larger of the two gaps is returned.
+        the sender's logsumexp is recomputed on those 32 as well, and the larger of the two gaps is returned. That reads
+        the whole head: in its own dtype, and in float32 (ten times as long in bfloat16 on a CPU) where the first says
+        more than half of `limit`.
         Of long batches 16,384 tokens are compared. Which ones is drawn each time, and the 32 as well: a sender that
         knew them could be honest there alone. (nan, 0) when no token could be.
         """
@@ -149,20 +151,26 @@ class TargetHead:
             return found, tokens
         some = torch.nonzero(compared).flatten()
         some = some[_drawn(tokens, min(tokens, _WHOLE_TOKENS))]
-        logits = self._logits(batch, some)
+        logits = self._logits(batch, some, self.lm_head.dtype)
+        if batch.warped or not _off(logits, batch, some) <= limit / 2:
+            logits = self._logits(batch, some, torch.float32)
         if batch.warped:
             most = recomputed[some] - _kept_mass(logits, batch).log().to(recomputed.device)
             found += float((batch.logprobs[some].float() - most).double().clamp(min=0).mean())
-        sent = batch.logsumexp[some - 1].to(logits)
-        off = (logits.logsumexp(-1) - sent).abs().double()
-        return max(found, float(torch.where(off.isfinite(), off, math.inf).mean())), tokens
+        return max(found, _off(logits, batch, some)), tokens
 
-    def _logits(self, batch: RolloutBatch, t: Tensor) -> Tensor:
-        """Tempered logits f32[n, V] of the distributions that tokens t int64[n] were drawn from."""
-        hidden = batch.last_rows(t - 1).to(self.lm_head.device, torch.float32)
-        parts = [hidden @ part.float().T for part in torch.split(self.lm_head, _GAP_CHUNK_ROWS)]
+    def _logits(self, batch: RolloutBatch, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """Tempered logits f32[n, V] of what tokens t int64[n] were drawn from; the product is in `dtype`."""
+        hidden = batch.last_rows(t - 1).to(self.lm_head.device, dtype)
+        parts = [(hidden @ part.to(dtype).T).float() for part in torch.split(self.lm_head, _GAP_CHUNK_ROWS)]
         logits: Tensor = self.logit_map.apply(torch.cat(parts, dim=-1)) / batch.divisor
         return logits
+
+
+def _off(logits: Tensor, batch: RolloutBatch, t: Tensor) -> float:
+    """Mean |logsumexp of logits [n, V] - the sender's for tokens t int64[n]|; infinite where one is not finite."""
+    off = (logits.logsumexp(-1) - batch.logsumexp[t - 1].to(logits)).abs().double()
+    return float(torch.where(off.isfinite(), off, math.inf).mean())
 
 
 def _kept_mass(logits: Tensor, batch: RolloutBatch) -> Tensor:

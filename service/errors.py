@@ -48,9 +48,9 @@ class RunClosed(ServiceError):  # noqa: N818
 class RunDamaged(ServiceError):  # noqa: N818
     """A file of the run on the service's disk is not what was written, or is gone."""
 
-    def __init__(self, run: str, path: Path, why: object, cure: str = "") -> None:
-        ways = ", or ".join(filter(None, (cure, "put a copy of it back", f"DELETE /runs/{run}")))
-        super().__init__(f"{path.name} of run {run!r} is damaged: {' '.join(str(why).split())[:300]}; {ways}")
+    def __init__(self, run: str, path: Path, why: object) -> None:
+        said = " ".join(str(why).partition("For further information")[0].split())[:300]
+        super().__init__(f"{path.name} of run {run!r} is damaged: {said}; put a copy of it back, or DELETE /runs/{run}")
 
 
 class TooManyReporters(ServiceError):  # noqa: N818

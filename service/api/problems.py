@@ -65,7 +65,17 @@ BODY_STATE: Final = "draftalign.body"
 #: Scope key, true once a request was refused: its connection is closed first when connections run out.
 REFUSED: Final = "draftalign.refused"
 #: Of the machine, not of a request.
-_DISK: Final = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
+_DISK: Final = {
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOMEM,
+}
 _METHODS: Final = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _LINGER_SECONDS: Final = 10.0
 _LINGER_IDLE_SECONDS: Final = 1.0
@@ -163,7 +173,7 @@ def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
         case RunClosed():
             return Problem(409, "run-closed", str(error))
         case RunDamaged():
-            return Problem(503, "run-damaged", str(error))
+            return Problem(503, "run-damaged", str(error), headers=retry)
         case TooManyReporters():
             return Problem(429, "too-many-reporters", str(error), field="reporter", headers=retry)
         case RegistryBusy():

@@ -28,7 +28,7 @@ from service.errors import RunNotFound
 from service.monitor.headline import Headline
 from service.monitor.records import State
 from service.monitor.worth import step_speedup
-from service.storage.admission.nearness import check_finite, check_head, is_readable, join_run
+from service.storage.admission.nearness import check_finite, check_head, join_run
 from service.storage.admission.sent import check_initial_drafter
 from service.storage.layout import RUN_NAME, FileId, file_id
 from service.storage.runs import (
@@ -40,6 +40,7 @@ from service.storage.runs import (
     commit_run,
     delete_run,
     forget_unneeded_heads,
+    load_target,
     read_head_header,
     read_run_header,
     read_state,
@@ -70,8 +71,7 @@ _POLL_SECONDS: Final = 0.1
 async def put_run(run: str, request: Request, response: Response, context: Context, caller: Caller) -> dict[str, Any]:
     """Register a run: its target's configuration, embedding, head and, optionally, a first drafter.
 
-    A run that exists is left as it is, unless the worker cannot begin with its file (`worker_error` says why), or
-    nobody can read that any more.
+    A run that exists is left as it is, unless the worker cannot begin with its file (`worker_error` says why).
     """
     if not RUN_NAME.fullmatch(run):
         raise Problem(422, "bad-run-name", "a run is named by 1 to 64 of A-Z a-z 0-9 . _ -", field="run")
@@ -98,7 +98,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
         created = refused is not None or not context.layout.run_json(run).exists()
-        if created or not await asyncio.to_thread(is_readable, context.layout, run):
+        if created:
             await asyncio.to_thread(check_initial_drafter, upload.path)
             await context.check_redis()  # it may have stopped while the file came, and to forget may rightly take long
             forget = _forgetting(context, run)  # the keys of an earlier run of this name
@@ -144,7 +144,8 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
 
     The run stays as it is. The trainer's head may become the run's at its policy version: `join_run` has the rule.
     """
-    joined = await asyncio.to_thread(join_run, context.layout, record.run, upload.path)
+    registered = await asyncio.to_thread(load_target, context.layout, record.run)
+    joined = await asyncio.to_thread(join_run, context.layout, record.run, registered, upload.path)
     if joined.new_head is not None:
         await _check_heads(context, record.run, record.policy_version)
         size = parts_bytes(joined.new_head)
@@ -402,7 +403,8 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(_check_ids, upload, record.vocab_size)
         await asyncio.to_thread(check_finite, upload.path)
-        await asyncio.to_thread(check_head, context.layout, run, upload.path)
+        registered = await asyncio.to_thread(load_target, context.layout, run)
+        await asyncio.to_thread(check_head, context.layout, run, registered, upload.path)
         _keep_head(context, run, versions[0], upload)
     latest = await context.soon(context.store(run).raise_latest_head(versions[0]))
     return {"run": run, "policy_version": versions[0], "latest_head": latest}

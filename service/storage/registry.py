@@ -473,7 +473,11 @@ class Registry:
             return None
         except (ValueError, IsADirectoryError) as error:
             raise RunDamaged(run, self._layout.latest(run), error) from error
-        if not isinstance(pointer, dict) or not {"sequence", "version", "reason"} <= pointer.keys():
+        if not isinstance(pointer, dict) or not (
+            type(pointer.get("sequence")) is int
+            and isinstance(pointer.get("reason"), str)
+            and VERSION_NAME.fullmatch(str(pointer.get("version")))
+        ):
             raise RunDamaged(run, self._layout.latest(run), "it is no pointer of sequence, version and reason")
         return pointer
 

@@ -35,7 +35,7 @@ from rl_hooks.wire import (
 )
 from service.errors import RunClosed, RunConflict, RunDamaged, RunNotFound
 from service.monitor.records import RunState, State
-from service.storage.admission.nearness import differences, is_readable, load_target
+from service.storage.admission.nearness import differences
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.registry import Registry, locked
 from service.storage.spool import Upload
@@ -201,6 +201,20 @@ def load_run(layout: Layout, run: str) -> RunRecord:
     return record
 
 
+def load_target(layout: Layout, run: str) -> MappedFile:
+    """The file that a run was registered with; raises RunDamaged.
+
+    A PUT does not replace a damaged one: nobody could tell whether it is the same policy's.
+    """
+    path = layout.target(run)
+    try:
+        file = MappedFile(path)
+        read_run_header(run, file.header, begins=False)
+    except (WireError, FileNotFoundError, IsADirectoryError) as error:
+        raise RunDamaged(run, path, error) from error
+    return file
+
+
 def check_same(layout: Layout, existing: RunRecord, record: RunRecord, header: Header) -> None:
     """Raise RunConflict when the run is registered with another target. `header`: of the file that gave `record`."""
     if existing.target_fingerprint == record.target_fingerprint:
@@ -239,7 +253,6 @@ def commit_run(
     `forget` deletes what an earlier run of this name left in Redis. It is called under the lock and only if the run
     does not exist, so it never deletes keys of this run. `refused`: id of the target file that the worker refused. If
     that is still the run's target, this one replaces it; queued batches stay, heads of the old target are deleted.
-    A target that nobody can read is replaced by one of the same configuration; whose weights it had, nobody can tell.
     """
     layout.make_run(record.run)
     upload.sync()
@@ -254,8 +267,7 @@ def commit_run(
                 head.unlink()  # of the replaced target
         else:
             check_same(layout, load_run(layout, record.run), record, MappedFile(upload.path).header)
-            if is_readable(layout, record.run):
-                return False
+            return False
         upload.keep(layout.target(record.run))
         replace_file(layout.run_json(record.run), record.model_dump_json(indent=1).encode())
     return True

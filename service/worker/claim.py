@@ -93,7 +93,7 @@ class ClaimScorer:
         batch = loaded.batch
         policy = self._target.at(batch.policy_version, batch=loaded.path)
         try:
-            gap, checked = policy.needed_head().logprob_gap(batch)
+            gap, checked = policy.needed_head().logprob_gap(batch, self._settings.logprob_gap_nats)
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
             fates.fail(loaded, error, "cannot be compared with the policy's head")
             return None

@@ -29,7 +29,7 @@ from drafter.batch import RolloutBatch
 from drafter.errors import TargetHeadError
 from drafter.policy import Policy, TargetHead
 from rl_hooks.wire import LogitMap, MappedFile, WireError
-from service.errors import WorkerError
+from service.errors import RunDamaged, WorkerError
 from service.storage.layout import Layout
 from service.storage.runs import check_registered
 
@@ -181,8 +181,11 @@ class Target:
         return sorted({i for i in ids if type(i) is int and 0 <= i < self.embed_tokens.shape[0]})
 
     def lm_head(self) -> Tensor:
-        """The registered head, [V, Ht] on the host as it was sent."""
-        file = MappedFile(self._path)
+        """The registered head, [V, Ht] on the host as it was sent. RunDamaged: no batch's fault."""
+        try:
+            file = MappedFile(self._path)
+        except WireError as error:
+            raise RunDamaged(self._path.parent.name, self._path, error) from error
         return read_tensor(file, "embed_tokens" if self.tied else "lm_head")
 
     @property

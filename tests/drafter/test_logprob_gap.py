@@ -112,7 +112,21 @@ def test_a_normaliser_that_moves_with_the_log_probabilities_does_not_hide_them(
     for seed, sharpness in enumerate((1.0, 3.0, 8.0)):
         head, batch, raw = drawn(seed, sharpness, 0.005, 0.004, 0.7, truncation)
         lie = replace(batch, logprobs=raw - shift, logsumexp=batch.logsumexp + shift)
-        assert head.logprob_gap(lie)[0] > LIMIT_NATS
+        assert head.logprob_gap(lie, LIMIT_NATS)[0] > LIMIT_NATS
+
+
+@pytest.mark.parametrize("limit", [0.0, LIMIT_NATS])
+def test_what_a_product_in_bfloat16_rounds_kills_no_batch(limit: float) -> None:
+    """The sender had float32. At a low temperature the product is off by more than the limit."""
+    _, batch, _ = drawn(0, 8.0, 0.0, 0.0, 0.03, TRUNCATIONS[0])
+    weight = drawn(0, 8.0, 0.0, 0.0, 0.03, TRUNCATIONS[0])[0].lm_head.bfloat16()
+    logits = batch.last_hidden.float() @ weight.float().T / batch.divisor
+    rounded = (batch.last_hidden @ weight.T).float() / batch.divisor
+    assert (rounded.logsumexp(-1) - logits.logsumexp(-1)).abs().mean() > LIMIT_NATS
+    logged = batch.logprobs.clone()
+    logged[1:] = logits.log_softmax(-1)[:-1].gather(1, batch.input_ids[1:, None])[:, 0]
+    honest = replace(batch, logprobs=logged, logsumexp=logits.logsumexp(-1))
+    assert TargetHead(weight).logprob_gap(honest, limit)[0] < 1e-3
 
 
 @pytest.mark.parametrize("truncation", [(0.9, 0), (1.0, 5)])

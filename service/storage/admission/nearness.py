@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_hooks.wire import HEAD_FORMAT, MappedFile, Tensor, WireError, encode
-from service.errors import RunConflict, RunDamaged
+from service.errors import RunConflict
 from service.storage.layout import Layout
 
 #: Largest distance of two heads of one run. Unrelated heads are 1 to 1.42 apart, whatever their norms.
@@ -48,8 +48,8 @@ class Joined:
     as_of_ns: int | None = None  # time to give its file; None: its arrival
 
 
-def join_run(layout: Layout, run: str, path: Path) -> Joined:
-    """Compare a registration, the file at `path`, with the existing run. Reads files: call in a thread.
+def join_run(layout: Layout, run: str, registered: MappedFile, path: Path) -> Joined:
+    """Compare a registration, the file at `path`, with the existing run's. Reads files: call in a thread.
 
     Raises RunConflict if it is of another policy. A head that differs from the head in force at its policy version is
     kept as that version's head: the trainer continues from there and does not send it again.
@@ -59,7 +59,7 @@ def join_run(layout: Layout, run: str, path: Path) -> Joined:
     abandoned attempt (`Target.at`). Version 0 hides no head, because an engine's tap always says 0: a tap of an engine
     that loaded its weights from disk looks like a trainer that starts again. That trainer's next head hides the others.
     """
-    registered, offered = load_target(layout, run), MappedFile(path)
+    offered = MappedFile(path)
     head = _Head.of(offered, int(offered.header.metadata["policy_version"]))
     kept = _kept_heads(layout, run, registered)
     config = differences(_config(registered), _config(offered))
@@ -75,30 +75,9 @@ def join_run(layout: Layout, run: str, path: Path) -> Joined:
     return Joined(_ignored(run, registered, offered), None if is_kept else head.as_file(), as_of_ns)
 
 
-def check_head(layout: Layout, run: str, path: Path) -> None:
+def check_head(layout: Layout, run: str, registered: MappedFile, path: Path) -> None:
     """Raise RunConflict where a PUT /runs/{run}/head body is not near any head of the run. Call in a thread."""
-    _check_near(run, _Head.of(MappedFile(path), 0), _kept_heads(layout, run, load_target(layout, run)))
-
-
-def load_target(layout: Layout, run: str) -> MappedFile:
-    """The registered target of a run; raises RunDamaged. The next PUT of the run replaces a file that raises it.
-
-    So no other OSError becomes one: a service with too many open files must not have its target replaced.
-    """
-    path = layout.target(run)
-    try:
-        return MappedFile(path)
-    except (WireError, FileNotFoundError, IsADirectoryError) as error:
-        raise RunDamaged(run, path, error, f"PUT /runs/{run} again") from error
-
-
-def is_readable(layout: Layout, run: str) -> bool:
-    """Whether the registered target of a run is a file that can be read."""
-    try:
-        load_target(layout, run)
-    except RunDamaged:
-        return False
-    return True
+    _check_near(run, _Head.of(MappedFile(path), 0), _kept_heads(layout, run, registered))
 
 
 def check_finite(path: Path) -> None:

@@ -369,6 +369,7 @@ def test_a_redis_that_hangs_while_a_file_comes_is_named_within_two_seconds_of_it
     if route == "rollouts":
         assert "send it again" in reply.json()["detail"]
         eventually(lambda: len(service.spooled()) == 1)  # whichever of the two is queued
+        assert Redis.from_url(own_valkey.url).xlen(Keys("default").queue) == 1
 
 
 def test_a_stall_of_the_api_itself_is_not_blamed_on_redis(

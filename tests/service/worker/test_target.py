@@ -13,7 +13,8 @@ from worker_fixtures import CONFIG, HIDDEN, LAYERS, VOCAB, Bench, World, joined
 
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
-from service.errors import WorkerError
+from service.errors import RunDamaged, WorkerError
+from service.worker.inbox import is_batch_fault
 from service.worker.target import Target, read_tensor
 
 
@@ -48,6 +49,15 @@ def test_it_reads_what_was_registered(bench: Bench) -> None:
     assert target.initial_drafter is None
     assert torch.equal(target.embed_tokens, bench.world.embed)
     assert torch.equal(target.at(0).needed_head().lm_head, bench.world.heads[0])
+
+
+def test_a_target_that_is_damaged_while_the_run_is_open_is_no_batchs_fault(bench: Bench) -> None:
+    target = Target.open(bench.layout, "default")
+    path = bench.layout.target("default")
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(RunDamaged, match=r"target\.safetensors of run 'default' is damaged") as raised:
+        target.at(0)
+    assert not is_batch_fault(raised.value)
 
 
 def test_the_newest_head_not_newer_than_asked_is_used_also_when_it_comes_later(bench: Bench) -> None:
