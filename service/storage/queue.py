@@ -337,7 +337,7 @@ class Enqueued:
 
     `disowned`: the reaper had already marked the file as an orphan, and may have deleted it. `gone`: the dead batch
     that was to be put back has no file any more. `known`: its rollouts that came in an earlier batch; a duplicate's all
-    did, or its `known` were left out when it was accepted. `other`: the file that came first with these ids has another size.
+    did, or its `known` were left out when it was accepted. `other`: the first file with these ids has another size.
     """
 
     outcome: Literal["accepted", "duplicate", "full", "disowned", "gone"]
