@@ -122,8 +122,11 @@ def spoilt(tensors: dict[str, Tensor], change: Change, metadata: dict[str, str])
 
 
 def test_hostile_heads_drafters_and_reports_of_one_run_leave_the_other_one_trained(
-    bench: Bench, service: RunningService, workers: Nest, tmp_path: Path
+    bench: Bench, service: RunningService, workers: Nest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The API lets in what overflows, as a service before this one did, so that the worker meets it."""
+    for module in ("service.api.runs", "service.storage.admission.sent"):
+        monkeypatch.setattr(f"{module}.check_finite", lambda _: None)
     world, drafter = bench.world, bench.world.trained_drafter(tmp_path)
     for run in ("honest", "evil", "lab"):
         bench.register(world.run_file(drafter=drafter), run=run)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from service_fixtures import with_last_rows
 from torch import Tensor
 from worker_fixtures import World, joined
 
+import drafter.policy
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes, screen
 from drafter.errors import BatchRejected
 from drafter.replay.lossless import drafters_favour
@@ -352,7 +355,8 @@ def learnt_and_scored(
     batch = newest.batch
     screen(batch)
     found.append(replay(trainer.drafter, batch, policy, depth=4).alpha)
-    found.append(policy.needed_head().logprob_gap(batch))
+    with mock.patch.object(drafter.policy, "_UNFORESEEN", random.Random(0)):
+        found.append(policy.needed_head().logprob_gap(batch))
     normalised = policy.needed_head().normalise(replace(batch, normalised=False)).logsumexp
     found.append(normalised[wire.predicting_rows(batch.loss_mask.numpy())])
     found.append(str(drafters_favour(trainer.drafter, batch, policy)))
