@@ -152,7 +152,7 @@ class TargetHead:
         some = torch.nonzero(compared).flatten()
         some = some[_drawn(tokens, min(tokens, _WHOLE_TOKENS))]
         logits = self._logits(batch, some, self.lm_head.dtype)
-        if batch.warped or not _off(logits, batch, some) <= limit / 2:
+        if not _off(logits, batch, some) <= limit / 2:
             logits = self._logits(batch, some, torch.float32)
         if batch.warped:
             most = recomputed[some] - _kept_mass(logits, batch).log().to(recomputed.device)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from engine_fixtures import elicit_prompts, odd_prompts
+from engine_fixtures import base_policy, elicit_prompts, odd_prompts, random_drafter, trained_drafter, write
 from safetensors.torch import load_file, save_file
 from service_fixtures import RunningService
 from torch import Tensor
@@ -93,6 +93,13 @@ class Load:
         while self.served < goal:
             assert not self.failures, f"{self.failures[0]!r}; the server's log ends:\n{self.server.log_end()}"
             threading.Event().wait(0.02)
+
+
+def write_drafters(directory: Path) -> Path:
+    """What server and agent share: `random`, with which the server starts, and `trained`."""
+    write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), directory / "random")
+    write(trained_drafter(), directory / "trained")
+    return directory
 
 
 def alpha(server: Server, prompts: list[list[int]]) -> float:

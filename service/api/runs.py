@@ -107,9 +107,8 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
                 await context.soon(context.store(run).forget_refusal())  # the refusal was of the file that was replaced
         if not created:
             warning = await _join(context, records[0], upload)
-    await context.soon(
-        context.queue(run).ensure_group()
-    )  # also for a run that exists: Redis may have been emptied since
+    # Also for a run that exists: Redis may have been emptied since.
+    await context.soon(context.queue(run).ensure_group())
     response.status_code = 201 if created else 200
     return await describe(context, run) | ({} if warning is None else {"warning": warning})
 

@@ -204,7 +204,8 @@ def load_run(layout: Layout, run: str) -> RunRecord:
 def load_target(layout: Layout, run: str) -> MappedFile:
     """The file that a run was registered with; raises RunDamaged.
 
-    A PUT does not replace a damaged one: nobody could tell whether it is the same policy's.
+    A PUT does not replace a damaged one: nobody could tell whether it is the same policy's. Other OSErrors pass as they
+    are: a service with too many open files has no damaged target.
     """
     path = layout.target(run)
     try:

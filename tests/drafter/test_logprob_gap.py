@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -25,6 +26,7 @@ VOCAB, HIDDEN, ROLLOUTS, TOKENS = 1000, 64, 8, 65
 TRUNCATIONS = ((1.0, 0), (0.95, 0), (0.7, 0), (0.3, 0), (1.0, 50), (1.0, 5), (0.9, 20))  # top_p, top_k
 LIMIT_NATS = Settings.model_fields["logprob_gap_nats"].default
 Truncation = tuple[float, int]
+World = Callable[[TargetHead, RolloutBatch, torch.Generator], tuple[TargetHead, Tensor]]
 
 
 def kept(p: Tensor, top_p: float, top_k: int) -> Tensor:
@@ -113,6 +115,29 @@ def test_a_normaliser_that_moves_with_the_log_probabilities_does_not_hide_them(
         head, batch, raw = drawn(seed, sharpness, 0.005, 0.004, 0.7, truncation)
         lie = replace(batch, logprobs=raw - shift, logsumexp=batch.logsumexp + shift)
         assert head.logprob_gap(lie, LIMIT_NATS)[0] > LIMIT_NATS
+
+
+def moved_together(head: TargetHead, batch: RolloutBatch, generator: torch.Generator) -> tuple[TargetHead, Tensor]:
+    """The sender's head has moved by one vector in every row, 0.5 % of them: no log p does, but every logsumexp."""
+    moved = torch.randn(HIDDEN, generator=generator)
+    moved *= 0.005 * head.lm_head.norm(dim=1).mean() / moved.norm()
+    return head, batch.logsumexp + batch.last_hidden.float() @ moved / batch.divisor
+
+
+def logits_in_bfloat16(head: TargetHead, batch: RolloutBatch, _: torch.Generator) -> tuple[TargetHead, Tensor]:
+    """The sender rounds its logits."""
+    weight = head.lm_head.bfloat16()
+    return TargetHead(weight), ((batch.last_hidden @ weight.T).float() / batch.divisor).logsumexp(-1)
+
+
+@pytest.mark.parametrize("world", [moved_together, logits_in_bfloat16])
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0])
+def test_an_honest_normaliser_that_is_a_little_off_lives(world: World, temperature: float) -> None:
+    """At a temperature of 0.1 a third of these die: what is off is divided by it."""
+    for seed, sharpness, truncation in product(range(2), (1.0, 3.0, 8.0), TRUNCATIONS):
+        held, batch, _ = drawn(seed, sharpness, 0.0, 0.0, temperature, truncation)
+        held, logsumexp = world(held, batch, torch.Generator().manual_seed(seed + 99))
+        assert held.logprob_gap(replace(batch, logsumexp=logsumexp), LIMIT_NATS)[0] <= LIMIT_NATS
 
 
 @pytest.mark.parametrize("limit", [0.0, LIMIT_NATS])

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_fixtures import base_policy, random_drafter, trained_drafter, write
+from engine_fixtures import trained_drafter
+from server_load import write_drafters
 from vllm_server.vllm_process import PYTHON, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter
@@ -18,10 +19,7 @@ if not PYTHON.exists():
 @pytest.fixture(scope="session")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The configured directory: `random` (what the server starts with) and `trained`."""
-    directory = tmp_path_factory.mktemp("drafters")
-    write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), directory / "random")
-    write(trained_drafter(), directory / "trained")
-    return directory
+    return write_drafters(tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.fixture(scope="session")
