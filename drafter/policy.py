@@ -31,25 +31,17 @@ _UNFORESEEN = random.SystemRandom()
 
 
 class TargetHead:
-    """The policy's lm_head: whole [V, Ht], or only the rows of the target tokens `ids`. It may lie on any device."""
+    """The policy's lm_head [V, Ht]. It may lie on any device."""
 
-    def __init__(self, lm_head: Tensor, ids: Tensor | None = None, logit_map: LogitMap = _PLAIN) -> None:
+    def __init__(self, lm_head: Tensor, logit_map: LogitMap = _PLAIN) -> None:
         if lm_head.ndim != 2 or not lm_head.numel():
             raise TargetHeadError(f"lm_head must be [tokens, hidden] and not empty, got shape {tuple(lm_head.shape)}")
         largest = [part.abs().amax() for part in torch.split(lm_head, _GAP_CHUNK_ROWS)]  # NaN, if any is
         if not bool(torch.isfinite(torch.stack(largest)).all()):
             raise TargetHeadError("lm_head holds NaN or infinity; keep the head that was used before")
-        if ids is not None and (ids.shape != lm_head.shape[:1] or torch.unique(ids).numel() != ids.numel()):
-            raise TargetHeadError(f"expected one distinct id for each of the {lm_head.shape[0]} rows")
         self.lm_head = lm_head.detach()
         self.logit_map = logit_map
-        self._ids = None if ids is None else ids.to("cpu", torch.int64)
         self._slices: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is the policy's whole head, row by row."""
-        return self._ids is None
 
     @property
     def hidden_size(self) -> int:
@@ -57,13 +49,9 @@ class TargetHead:
         return self.lm_head.shape[1]
 
     def _places(self, tokens: Tensor) -> Tensor:
-        """Row of each target token, int64 on the CPU; -1 where it is not held."""
+        """Row of each target token, int64 on the CPU; -1 where the head has none."""
         tokens = tokens.to("cpu", torch.int64)
-        if self._ids is None:
-            return torch.where((tokens >= 0) & (tokens < self.lm_head.shape[0]), tokens, -1)
-        order = torch.argsort(self._ids)
-        place = torch.searchsorted(self._ids[order], tokens).clamp(max=self._ids.numel() - 1)
-        return torch.where(self._ids[order][place] == tokens, order[place], -1)
+        return torch.where((tokens >= 0) & (tokens < self.lm_head.shape[0]), tokens, -1)
 
     def rows(
         self, vocabulary: DraftVocabulary, device: torch.device | None = None, dtype: torch.dtype = torch.float32
@@ -76,8 +64,7 @@ class TargetHead:
             missing = int((places < 0).sum())
             if missing:
                 raise TargetHeadError(
-                    f"{missing} of {len(vocabulary)} draft tokens have no row in this head; send the whole lm_head, or "
-                    "the rows of every draft token"
+                    f"{missing} of {len(vocabulary)} draft tokens have no row in this head; send the whole lm_head"
                 )
             self._slices[key] = self.lm_head[places.to(self.lm_head.device)].to(device=device, dtype=dtype)
         return self._slices[key]
@@ -85,8 +72,8 @@ class TargetHead:
     def token_logprobs(self, batch: RolloutBatch, rows: Tensor | None = None) -> Tensor:
         """Recomputed log p of every token, f32[T]: f(W[x[t]].last_hidden[t-1]) / tau - logsumexp[t-1].
 
-        nan where a token is the first of its rollout, its row of the head is not held or that of the state was not
-        sent, or `rows` bool[T] is not true. Infinite where features overflow. Compare with `batch.logprobs`.
+        nan where a token is the first of its rollout, the head has no row of it, the row of the state was not sent, or
+        `rows` bool[T] is not true. Infinite where features overflow. Compare with `batch.logprobs`.
         """
         if batch.last_hidden.shape[1] != self.hidden_size:
             raise TargetHeadError(f"last_hidden is {batch.last_hidden.shape[1]} wide, the head {self.hidden_size}")
@@ -109,13 +96,10 @@ class TargetHead:
     def normalise(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch with the logsumexp that its sender did not know, where it says something of a response token.
 
-        That multiplies its rows by the whole head: done once, before a batch is scored and kept. Raises
-        `TargetHeadError` where only some rows of the head are held.
+        That multiplies its rows by the whole head: done once, before a batch is scored and kept.
         """
         if batch.normalised:
             return batch
-        if not self.whole:
-            raise TargetHeadError("these rollouts came without normalisers, which takes the whole lm_head; send it")
         found = torch.ones_like(batch.logsumexp)  # of rows that nothing reads: any finite number
         rows = torch.nonzero(batch.loss_mask).flatten() - 1
         step = max(1, _LOGITS_AT_ONCE // len(self.lm_head))
@@ -126,14 +110,13 @@ class TargetHead:
         return replace(batch, logsumexp=found, normalised=True)
 
     def logprob_gap(self, batch: RolloutBatch, limit: float = 0.0) -> tuple[float, int]:
-        """Mean |recomputed - logged| log p in nats over the response tokens whose row is held, and their number.
+        """Mean |recomputed - logged| log p in nats over the response tokens, and their number.
 
         One figure that catches a pre-norm state, a stale head, a wrong temperature and a shifted mask. Where sampling
         was truncated (`batch.warped`), a logged log p above the recomputed one is rightful as far as the tokens that
-        were cut off had probability: what is above that on 32 tokens is added, if the head is whole. Where it is,
-        the sender's logsumexp is recomputed on those 32 as well, and the larger of the two gaps is returned. That reads
-        the whole head: in its own dtype, and in float32 (ten times as long in bfloat16 on a CPU) where the first says
-        more than half of `limit`.
+        were cut off had probability: what is above that on 32 tokens is added. The sender's logsumexp is recomputed on
+        those 32 as well, and the larger of the two gaps is returned. That reads the whole head: in its own dtype, and
+        in float32 (ten times as long in bfloat16 on a CPU) where the first says more than half of `limit`.
         Of long batches 16,384 tokens are compared. Which ones is drawn each time, and the 32 as well: a sender that
         knew them could be honest there alone. (nan, 0) when no token could be.
         """
@@ -147,8 +130,6 @@ class TargetHead:
             return float("nan"), 0
         gap = (recomputed[compared] - batch.logprobs[compared].float()).double()
         found = float((gap.clamp(min=0) if batch.warped else gap.abs()).mean())
-        if not self.whole:
-            return found, tokens
         some = torch.nonzero(compared).flatten()
         some = some[_drawn(tokens, min(tokens, _WHOLE_TOKENS))]
         logits = self._logits(batch, some, self.lm_head.dtype)

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +150,15 @@ def run_file(
     return joined(wire.encode(own | dict(tensors or {}), meta | dict(metadata or {})))
 
 
-def head_file(policy_version: int, *, ids: list[int] | None = None, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Body of PUT /runs/{run}/head."""
-    tensors = {"lm_head": f32(VOCAB if ids is None else len(ids), HIDDEN)}
+def head_file(
+    policy_version: int,
+    *,
+    rows: int | None = None,
+    ids: Sequence[int] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """Body of PUT /runs/{run}/head. `rows` and `ids` are for those that are refused."""
+    tensors = {"lm_head": f32(rows or (VOCAB if ids is None else len(ids)), HIDDEN)}
     if ids is not None:
         tensors["ids"] = i32(*ids)
     meta = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version)}

@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
 from drafter.batch import RolloutBatch
-from drafter.errors import BatchRejected, DrafterError, TargetHeadError
+from drafter.errors import BatchRejected, DrafterError
 from drafter.model.draft_model import DraftModel
 from drafter.model.pointwise import rms_norm, take_rows
 from drafter.mtp.experts import Cast, Experts, SwiGLU
@@ -99,12 +99,10 @@ class MtpDrafter(DraftModel):
         return super().plan(batch, steps)
 
     def unroll(self, plan: Plan, batch: RolloutBatch, policy: Policy, *, dtype: torch.dtype | None = None) -> Unrolled:
-        """Run every step of `plan` on last_hidden; see `DraftModel.unroll`. The policy's head must be whole."""
-        if policy.head is None or not policy.head.whole:
-            raise TargetHeadError("an MTP drafter draws from the policy's whole lm_head; send all of its rows")
+        """Run every step of `plan` on last_hidden; see `DraftModel.unroll`. The policy must have its head."""
         embed_tokens = policy.embedding(self.config.vocab_size, self.config.hidden_size)
         weight = self.eh_proj.weight
-        head = policy.head.rows(self.vocabulary, weight.device, dtype or weight.dtype)
+        head = policy.needed_head().rows(self.vocabulary, weight.device, dtype or weight.dtype)
         return unroll_mtp(self, plan, batch.input_ids, batch.last_hidden, embed_tokens, head, dtype=dtype)
 
     def weights(self, lm_head: Tensor, dtype: torch.dtype | None = None) -> MtpWeights:

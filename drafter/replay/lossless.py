@@ -25,7 +25,6 @@ import torch
 
 from drafter.batch import RolloutBatch
 from drafter.device import working_dtype
-from drafter.errors import TargetHeadError
 from drafter.model.draft_model import DraftModel
 from drafter.model.matmul import times_wide
 from drafter.model.pointwise import rms_norm
@@ -48,16 +47,13 @@ class Excess(NamedTuple):
 def drafters_favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Excess | None:
     """Compare with what the policy would have drawn; None where its law is not known.
 
-    That is so without its head's rows, and where sampling was truncated (top-p, top-k) or greedy.
+    That is so without its head, and where sampling was truncated (top-p, top-k) or greedy.
     """
     if policy.head is None or batch.warped or batch.temperature == 0:
         return None
     device = next(drafter.parameters()).device
     dtype = working_dtype(device)
-    try:
-        head = policy.head.rows(drafter.vocabulary, device, dtype or torch.float32)  # [D, Ht]
-    except TargetHeadError:
-        return None
+    head = policy.head.rows(drafter.vocabulary, device, dtype or torch.float32)  # [D, Ht]
     batch = batch.some(_TOKENS).to(device)
     plan = drafter.plan(batch, 1).to(device)
     unrolled = drafter.unroll(plan, batch, policy, dtype=dtype)

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any, Final, Literal
 
-import numpy as np
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_jsonable_python
 from redis.exceptions import RedisError
 
-from rl_hooks.wire import Header, MappedFile, WireError, parts_bytes
+from rl_hooks.wire import Header, parts_bytes
 from service.access.tokens import Token
 from service.api.auth import Caller, audit
 from service.api.context import Context, ServiceContext
@@ -386,7 +385,7 @@ async def post_drift(
     },
 )
 async def put_head(run: str, request: Request, context: Context) -> dict[str, Any]:
-    """Receive the policy's head, or rows of it, after it has moved."""
+    """Receive the policy's head, whole, after it has moved."""
     record = context.run(run)
     check_open(context.layout, run)
     length = check_announcement(request, context.settings.max_run_bytes)
@@ -400,22 +399,12 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     check_room(context, length)
     with context.spool.reserve(length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
-        await asyncio.to_thread(_check_ids, upload, record.vocab_size)
         await asyncio.to_thread(check_finite, upload.path)
         registered = await asyncio.to_thread(load_target, context.layout, run)
         await asyncio.to_thread(check_head, context.layout, run, registered, upload.path)
         _keep_head(context, run, versions[0], upload)
     latest = await context.soon(context.store(run).raise_latest_head(versions[0]))
     return {"run": run, "policy_version": versions[0], "latest_head": latest}
-
-
-def _check_ids(upload: Upload, vocab_size: int) -> None:
-    file = MappedFile(upload.path)
-    if "ids" not in file:
-        return
-    ids = file.array("ids")
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or np.unique(ids).size != ids.size:
-        raise WireError("ids", f"must be distinct token ids from 0 to {vocab_size - 1}")
 
 
 def check_room(context: ServiceContext, length: int) -> None:

@@ -173,17 +173,12 @@ def read_head_header(record: RunRecord, header: Header) -> int:
     if header.metadata.get("format") != HEAD_FORMAT:
         raise WireError("format", f"expected {HEAD_FORMAT!r}, got {header.metadata.get('format')!r}")
     tensors = dict(header.tensors)
-    head, ids = tensors.pop("lm_head", None), tensors.pop("ids", None)
-    if tensors:
+    head = tensors.pop("lm_head", None)
+    if tensors:  # `ids` too: with some rows of the head nobody can tell whether log-probabilities are the policy's
         raise WireError(min(tensors)[:80], "is not a tensor of this format; leave it out")
     if head is None:
         raise WireError("lm_head", "is missing; it is required")
-    rows = record.vocab_size
-    if ids is not None:
-        if ids.dtype != "I32" or len(ids.shape) != 1 or not 0 < ids.shape[0] <= record.vocab_size:
-            raise WireError("ids", f"must be I32 of 1 to {record.vocab_size} ids, got {ids.dtype} {list(ids.shape)}")
-        rows = ids.shape[0]
-    _check_matrix("lm_head", head, (rows, record.hidden_size))
+    _check_matrix("lm_head", head, (record.vocab_size, record.hidden_size))
     return _policy_version(header)
 
 

@@ -117,7 +117,6 @@ class Learner:
     def begin(self) -> None:
         """Begin with the run's drafter, if it has one."""
         self.lineage.begin()
-        self._require_head_rows()
 
     def resume(self, checkpoint: WorkerCheckpoint) -> dict[str, Any]:
         """Go on from the newest checkpoint; returns the state in it."""
@@ -126,7 +125,6 @@ class Learner:
         self.controller = Controller.from_json(state["controller"])
         self.journal.restore(state)
         self.lineage.check_vocabulary()
-        self._require_head_rows()
         self.gate.restore(state.get("gate"))
         self.recent.restore(
             state["recent"], self._layout.spool(self.run), self.target.normalised, state.get("recent_known")
@@ -154,11 +152,6 @@ class Learner:
         )
         self.recent.settle()
 
-    def _require_head_rows(self) -> None:
-        """Heads that lack rows of the draft vocabulary are of no use from now on."""
-        if self.begun:
-            self.target.require_rows(self.lineage.candidate.vocabulary.ids)
-
     # --- from scratch
     def count_tokens(self, batches: Sequence[RolloutBatch]) -> None:
         """Count the response tokens from which the draft vocabulary is to be chosen."""
@@ -170,7 +163,6 @@ class Learner:
         if int(self.token_counts.sum()) < self._settings.vocab_min_tokens:
             return False
         self.lineage.begin_from_scratch(self.token_counts)
-        self._require_head_rows()
         return True
 
     def report_vocabulary(self, batches_waiting: int) -> None:

@@ -80,10 +80,6 @@ class ReceivedHeads:
         """Never offer this file again."""
         self._useless.add((version, file))
 
-    def reconsider(self) -> None:
-        """Offer all files again."""
-        self._useless.clear()
-
     def in_force(self, policy_version: int, batch: Path | None) -> Iterator[tuple[int, Upload]]:
         """The heads of `policy_version` and below, that in force first, then what would be in its place."""
         found, batch_ns = self._up_to(policy_version), None
@@ -138,7 +134,6 @@ class Target:
         self.embed_tokens = read_tensor(file, "embed_tokens").to(device)  # [V, Ht]
         self._received = ReceivedHeads(layout, run)
         self._policies: OrderedDict[tuple[int, Upload | None], Policy] = OrderedDict()  # least recently used first
-        self._required: Tensor | None = None  # token ids whose rows a head must have
 
     @property
     def tied(self) -> bool:
@@ -237,12 +232,6 @@ class Target:
         self._policies.move_to_end(key)
         return self._policies[key]
 
-    def require_rows(self, ids: Tensor) -> None:
-        """From now on use only heads that hold the rows of these token ids: the draft vocabulary's."""
-        self._required = ids
-        self._policies.clear()
-        self._received.reconsider()
-
     def forget_before(self, policy_version: int, *, newest: int) -> None:
         """Delete received heads that no batch of `policy_version` or later can need.
 
@@ -257,11 +246,9 @@ class Target:
 
     def _load(self, version: int) -> Policy:
         file = MappedFile(self._received.path(version))
-        rows = read_tensor(file, "lm_head")
-        ids = torch.from_numpy(np.array(file.array("ids"))).long() if "ids" in file else None
-        if ids is not None and self._required is not None:
-            missing = int((~torch.isin(self._required, ids)).sum())
-            if missing:
-                raise TargetHeadError(f"{missing} of {self._required.numel()} draft tokens have no row in it")
-        embed = rows.to(self._device) if self.tied and ids is None else self.embed_tokens
-        return Policy(version, embed, TargetHead(rows, ids, self.logit_map))
+        head = read_tensor(file, "lm_head")  # [V, Ht]
+        if head.shape != self.embed_tokens.shape:  # an older service took some of its rows as well
+            wanted = list(self.embed_tokens.shape)
+            raise TargetHeadError(f"it is {list(head.shape)}, expected {wanted}; send the whole head")
+        embed = head.to(self._device) if self.tied else self.embed_tokens
+        return Policy(version, embed, TargetHead(head, self.logit_map))

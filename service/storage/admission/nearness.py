@@ -70,7 +70,7 @@ def join_run(layout: Layout, run: str, registered: MappedFile, path: Path) -> Jo
     newest = max(kept, key=_Head.received)
     ahead, apart = newest is not in_force, _compare(head, in_force)
     went_back = ahead and head.version > 0
-    is_kept = apart is not None and apart[0] == 0.0 and not went_back
+    is_kept = apart[0] == 0.0 and not went_back
     as_of_ns = in_force.changed_ns if ahead and not went_back else None
     return Joined(_ignored(run, registered, offered), None if is_kept else head.as_file(), as_of_ns)
 
@@ -128,19 +128,13 @@ class _Head:
         return self.file.header.tensors[self.tensor].dtype
 
     @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """The token ids whose rows it holds, in the order of its rows."""
-        if "ids" in self.file:
-            return self.file.array("ids").astype(np.int64)
-        return np.arange(self.file.header.tensors[self.tensor].shape[0])
+    def tokens(self) -> int:
+        """How many tokens it has a row of."""
+        return self.file.header.tensors[self.tensor].shape[0]
 
     def rows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """The rows of these tokens, flat."""
-        at = ids
-        if "ids" in self.file:
-            order = np.argsort(self.ids)
-            at = order[np.searchsorted(self.ids, ids, sorter=order)]
-        raw = self.file.array(self.tensor)[at]
+        raw = self.file.array(self.tensor)[ids]
         if self.dtype == "BF16":
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
         return raw.astype(np.float64).reshape(-1)
@@ -157,7 +151,9 @@ def _kept_heads(layout: Layout, run: str, registered: MappedFile) -> list[_Head]
     for path in layout.heads(run).glob("*.safetensors"):
         # The worker may have just deleted it, or it is damaged: the others suffice.
         with contextlib.suppress(OSError, WireError):
-            found.append(_Head.of(MappedFile(path), int(path.stem), path.stat().st_mtime_ns))
+            head = _Head.of(MappedFile(path), int(path.stem), path.stat().st_mtime_ns)
+            if head.tokens == found[0].tokens:  # an older service took some of its rows as well
+                found.append(head)
     return found
 
 
@@ -165,12 +161,10 @@ def _check_near(run: str, head: _Head, kept: Sequence[_Head], besides: str = "")
     compared = []
     for one in sorted(kept, key=lambda one: one.version, reverse=True):  # the newest is most probably near
         apart = _compare(head, one)
-        if apart is None:
-            continue
         if apart[0] <= FARTHEST:
             return
         compared.append((*apart, one.version))
-    distance, cosine, version = min(compared)  # never empty: the registered head has every token's row
+    distance, cosine, version = min(compared)
     of = "registered with it" if version < 0 else f"of its policy version {version}"
     raise RunConflict(
         f"run {run!r} is another policy's: this {head.tensor} is {distance:.2f} from the nearest of the run's, "
@@ -179,13 +173,9 @@ def _check_near(run: str, head: _Head, kept: Sequence[_Head], besides: str = "")
     )
 
 
-def _compare(one: _Head, other: _Head) -> tuple[float, float] | None:
-    """Distance and cosine of two heads; None if they share no token."""
-    whole = "ids" not in one.file and "ids" not in other.file
-    shared = one.ids if whole else np.intersect1d(one.ids, other.ids, assume_unique=True)
-    if not shared.size:
-        return None
-    ids = shared[np.linspace(0, shared.size - 1, min(_SAMPLED_ROWS, shared.size)).astype(np.int64)]
+def _compare(one: _Head, other: _Head) -> tuple[float, float]:
+    """Distance and cosine of two heads of as many tokens."""
+    ids = np.linspace(0, one.tokens - 1, min(_SAMPLED_ROWS, one.tokens)).astype(np.int64)
     a, b = one.rows(ids), other.rows(ids)
     larger, product = max(np.linalg.norm(a), np.linalg.norm(b)), np.linalg.norm(a) * np.linalg.norm(b)
     distance = float(np.linalg.norm(a - b) / larger) if larger > 0 else 0.0

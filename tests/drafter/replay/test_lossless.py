@@ -57,8 +57,6 @@ def test_nothing_is_said_where_the_law_is_not_known() -> None:
     assert drafters_favour(w.drafter, replace(w.batch, top_k=5), w.policy) is None
     assert drafters_favour(w.drafter, replace(w.batch, temperature=0.0), w.policy) is None
     assert drafters_favour(w.drafter, w.batch, Policy(0, w.embed_tokens)) is None
-    few = TargetHead(w.head[:2], ids=torch.tensor([0, 1]))
-    assert drafters_favour(w.drafter, w.batch, Policy(0, w.embed_tokens, few)) is None
     broken = replace(w.batch, last_hidden=torch.full_like(w.batch.last_hidden, math.nan))
     assert drafters_favour(w.drafter, broken, w.policy) is None
 

@@ -157,8 +157,8 @@ def test_hostile_heads_drafters_and_reports_of_one_run_leave_the_other_one_train
         metadata = {"format": wire.HEAD_FORMAT, "policy_version": str(number)}
         body = spoilt({"lm_head": world.heads[0].clone()}, change, metadata)
         reply = service.client.put("/runs/evil/head", content=body, headers=HEADERS)
-        assert reply.status_code in {201, 409}, f"{name}: {reply.text}"
-        if reply.status_code == 409:  # in a vocabulary of more than 256 such rows may be none that the API compares
+        assert reply.status_code in {201, 409, 422}, f"{name}: {reply.text}"
+        if reply.status_code != 201:  # another vocabulary may hide such rows from the API; an older one took parts
             bench.layout.head("evil", number).write_bytes(body)
         send(f"head {number}", number)
     bench.wait(judged, 90)

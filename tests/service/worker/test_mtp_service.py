@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from service_fixtures import HEADERS, RunningService
 from typer.testing import CliRunner
-from worker_fixtures import CONFIG, FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined, recorded_windows
+from worker_fixtures import CONFIG, FINGERPRINT, HIDDEN, LAYERS, Bench, World, joined, recorded_windows
 
 from drafter.batch import load_batch
 from drafter.errors import TargetHeadError
@@ -20,7 +20,7 @@ from drafter.files.checkpoint import write_drafter
 from drafter.files.kinds import read_kind
 from drafter.files.mtp import write_mtp
 from drafter.mtp.module import MtpConfig, MtpDrafter
-from drafter.policy import Policy, TargetHead
+from drafter.policy import Policy
 from drafter.replay.replay import replay
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
@@ -145,12 +145,11 @@ def test_it_draws_from_the_head_of_each_batchs_policy(
             assert torch.equal(policy.needed_head().lm_head, bench.world.heads[version])
 
 
-def test_a_head_of_some_rows_cannot_serve_it(bench: Bench, tmp_path: Path) -> None:
+def test_it_cannot_be_replayed_without_the_policys_head(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "batch.safetensors"
     path.write_bytes(bench.world.rollout_file("a"))
-    rows = TargetHead(bench.world.heads[0], ids=torch.arange(VOCAB))
-    with pytest.raises(TargetHeadError, match="whole lm_head"):
-        replay(module(), load_batch(path), Policy(0, bench.world.embed, rows), depth=2)
+    with pytest.raises(TargetHeadError, match="lm_head of policy version 0 is needed"):
+        replay(module(), load_batch(path), Policy(0, bench.world.embed), depth=2)
 
 
 def test_rollouts_without_the_prompts_states_are_refused_and_the_hook_is_told_so(bench: Bench, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import redis.asyncio
 import torch
 from redis import Redis
-from service_fixtures import joined
 from service_fixtures import run_file as plain_run_file
 from worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World, recorded_windows
 
@@ -28,7 +27,6 @@ from drafter.files.checkpoint import (
 )
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from rl_hooks import wire
-from rl_hooks.sending.features import as_wire
 from service.storage.registry import Manifest, Registry
 from service.storage.reports import AsyncStore
 from service.storage.runs import delete_run, withdraw_run
@@ -628,17 +626,3 @@ def test_rollouts_without_normalisers_are_scored_trained_and_trained_again_after
     more = bench.post("more")
     bench.drain(heir)
     assert bench.state(more) == "trained"
-
-
-def test_rollouts_without_normalisers_need_a_whole_head(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    world = bench.world
-    bench.register(world.run_file(drafter=world.drafter()))
-    world.move_head(3, seed=1)
-    ids = torch.arange(DRAFT)
-    meta = {"format": wire.HEAD_FORMAT, "policy_version": "3"}
-    part = {"lm_head": as_wire(world.heads[3][ids]), "ids": as_wire(ids.int())}
-    bench.layout.head("default", 3).write_bytes(joined(wire.encode(part, meta)))
-    lost, kept = bench.post("x", policy_version=3, change=without_normalisers), bench.post("y", policy_version=3)
-    bench.drain(bench.worker())
-    assert (bench.state(lost), bench.state(kept)) == ("dead", "trained")
-    assert "without normalisers" in caplog.text
