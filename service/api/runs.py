@@ -106,6 +106,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
                 await context.soon(context.store(run).forget_refusal())  # the refusal was of the file that was replaced
         if not created:
             warning = await _join(context, records[0], upload)
+            await context.soon(context.store(run).note_registration(records[0].policy_version))
     # Also for a run that exists: Redis may have been emptied since.
     await context.soon(context.queue(run).ensure_group())
     response.status_code = 201 if created else 200
@@ -152,7 +153,7 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
             for part in joined.new_head:
                 await asyncio.to_thread(head.write, part)
             _keep_head(context, record.run, record.policy_version, head, joined.as_of_ns)
-        await context.soon(context.store(record.run).raise_latest_head(record.policy_version))
+        await context.soon(context.store(record.run).note_head(record.policy_version))
     return joined.warning
 
 
@@ -403,8 +404,8 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         registered = await asyncio.to_thread(load_target, context.layout, run)
         await asyncio.to_thread(check_head, context.layout, run, registered, upload.path)
         _keep_head(context, run, versions[0], upload)
-    latest = await context.soon(context.store(run).raise_latest_head(versions[0]))
-    return {"run": run, "policy_version": versions[0], "latest_head": latest}
+    await context.soon(context.store(run).note_head(versions[0]))
+    return {"run": run, "policy_version": versions[0], "latest_head": versions[0]}
 
 
 def check_room(context: ServiceContext, length: int) -> None:

@@ -79,6 +79,7 @@ async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
         scores=list((await store.scores()).values()),
         acceptances=await store.acceptances(),
         history=await asyncio.to_thread(context.registry.events, run),
+        returns=await store.returns(),
     )
 
 
@@ -153,7 +154,7 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings, attempt: i
 
     `attempt`: from 1; Problem 404 where there is none of that number.
     """
-    sick, found = snapshot.watch.sick, attempts(snapshot.scores, settings.max_policy_lag)
+    sick, found = snapshot.watch.sick, attempts(snapshot.scores, settings.max_policy_lag, snapshot.returns)
     number = len(found) if attempt is None else attempt
     if not 1 <= number <= len(found):
         raise Problem(404, "no-such-attempt", f"run {run!r} has {len(found)} attempts, none is number {number}")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -134,10 +134,14 @@ class Attempt(Generic[_Scored]):
         return (self.began is None or at >= self.began) and (self.ended is None or at < self.ended)
 
 
-def attempts(scores: Iterable[_Scored], max_lag: int | None = None) -> list[Attempt[_Scored]]:
+def attempts(
+    scores: Iterable[_Scored], max_lag: int | None = None, returns: Sequence[float] = ()
+) -> list[Attempt[_Scored]]:
     """Tell a trainer's attempts apart, oldest first; there always is one.
 
-    The next begins at the first of `_IN_A_ROW` batches, by arrival, that are all more than `max_lag` policy versions
+    `returns`: Unix seconds, ascending, at which a trainer registered again below the policy version that came last. The
+    next attempt begins at the first of the next `_IN_A_ROW` batches, by arrival, that is below what came before. Where
+    nobody registers, it begins at the first of `_IN_A_ROW` batches that are all more than `max_lag` policy versions
     below what came before. A single batch of an absurd version is not taken for the policy.
     """
     reach = _USUAL_LAG if max_lag is None else max_lag
@@ -145,11 +149,16 @@ def attempts(scores: Iterable[_Scored], max_lag: int | None = None) -> list[Atte
     policies = [record.policy_version or 0 for record in records]
     starts, top = [0], -math.inf
     falls = any(policy < highest - reach for policy, highest in zip(policies, accumulate(policies, max), strict=True))
-    for index, policy in enumerate(policies) if falls else ():
+    expected, waiting = 0, deque(returns)  # batches of which one may be the first of a trainer that has returned
+    for index, policy in enumerate(policies) if falls or returns else ():
+        while waiting and waiting[0] < _arrived(records[index]):
+            waiting.popleft()
+            expected = _IN_A_ROW
         ahead = policies[index : index + _IN_A_ROW]
-        if len(ahead) == _IN_A_ROW and max(ahead) < top - reach:
+        if (expected and policy < top) or (len(ahead) == _IN_A_ROW and max(ahead) < top - reach):
             starts.append(index)
-            top = -math.inf
+            expected, top = 0, -math.inf
+        expected = max(0, expected - 1)
         near = policies[max(starts[-1], index - _IN_A_ROW + 1) : index + _IN_A_ROW]
         if sum(other >= policy - reach for other in near) > 1:
             top = max(top, policy)

@@ -51,9 +51,10 @@ class RunSnapshot:
     `scores`: all, or the newest ones; then `replayed` has of all policy versions what a cause needs. `counters`:
     the hash `da:{run}:counters` (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total,
     dropped_total`). `latest`: None before the first publish. `published`: how many versions, whatever the history has
-    forgotten. `last_report` (Unix seconds): for a headline, which is read without the records of engines that fell
-    silent; None where those are here. `watch`: live beside replay α. `pushes`: when the drafter was pushed again, the
-    last times, oldest first. `worth`: what acceptance is worth in time. `dead_letters`: the newest ones.
+    forgotten. `returns`: Unix seconds at which trainers registered again to go back. `last_report` (Unix seconds): for
+    a headline, which is read without the records of engines that fell silent; None where those are here. `watch`: live
+    beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest first. `worth`: what acceptance
+    is worth in time. `dead_letters`: the newest ones.
     `oldest_queued`, `last_arrival`, `registered`: Unix seconds. `state`, `held`: what a person wants of the run, and
     of what it serves.
     """
@@ -63,6 +64,7 @@ class RunSnapshot:
     replayed: Sequence[Replay] | None = None
     acceptances: Sequence[AcceptanceRecord] = ()
     history: Sequence[RunEvent] = ()
+    returns: Sequence[float] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
     worker: WorkerGauges = field(default_factory=WorkerGauges)
     latest: ServedDrafter | None = None

@@ -116,7 +116,7 @@ class Series:
             moved = await asyncio.to_thread(self._apply, found.changed) if found.changed else False
             self._cursor = found.cursor
             if moved:
-                await asyncio.to_thread(self._order)
+                await asyncio.to_thread(self._order, await self._store.returns())
             if found.sizes == (len(self._batches), sum(name[0] == "a" for name in self._counts)):
                 return
         await self._read_all()
@@ -132,7 +132,7 @@ class Series:
         if found is not None:
             await asyncio.to_thread(self._apply, found.changed)
             self._cursor = found.cursor
-        await asyncio.to_thread(self._order)
+        await asyncio.to_thread(self._order, await self._store.returns())
 
     def _apply(self, changed: Iterable[Change]) -> bool:
         """Take changes in; returns whether batches are among them."""
@@ -173,11 +173,11 @@ class Series:
     def _touch(self, policies: Iterable[int | None]) -> None:
         self._stale.update(policy for policy in policies if policy is not None)
 
-    def _order(self) -> None:
-        """Put the batches into order, and tell attempts apart."""
+    def _order(self, returns: Sequence[float]) -> None:
+        """Put the batches into order, and tell attempts apart. `returns`: when a trainer went back."""
         began = self._attempts[-1].began
         ordered = sorted(self._batches.values(), key=lambda batch: batch.arrival)
-        self._attempts = attempts(ordered, self._max_lag)
+        self._attempts = attempts(ordered, self._max_lag, returns)
         if began != self._attempts[-1].began:
             self._touch(chain(self._points, self._counted))
         self._batch_ids = {}

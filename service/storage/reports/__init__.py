@@ -42,6 +42,8 @@ from service.storage.reports.engine_counts import (
 MAX_SCORES: Final = 4096
 #: The order in which so many of the last scored batches arrived is kept: all that a headline is made of.
 RECENT_SCORES: Final = LOOK_BACK
+#: Of the times at which trainers went back, the number that is kept.
+_RETURNS: Final = 64
 #: Records of a reporter, its last used ones, that a headline looks at.
 NEWEST_REPORTS: Final = 8
 #: Records that are read at once.
@@ -68,7 +70,7 @@ class StoreKeys:
     scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
     acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
     live_order, unplaced, drift, lease = _Key(), _Key(), _Key(), _Key()
-    changes, scored = _Key(), _Key()
+    changes, scored, returns = _Key(), _Key(), _Key()
     judged = _Key()  # of earlier versions
 
     def __init__(self, run: str) -> None:
@@ -326,7 +328,7 @@ class AsyncStore:
             await self._redis.delete(self._keys.lease)
 
     async def latest_head(self) -> int | None:
-        """Highest policy version whose head was received."""
+        """Policy version of the head that was received last; None before the first."""
         value = await self._redis.get(self._keys.latest_head)
         return None if value is None else int(value)
 
@@ -340,17 +342,21 @@ class AsyncStore:
         keys = [key async for key in self._redis.scan_iter(match=f"{glob_escape(self._keys.prefix)}*", count=1000)]
         return int(await self._redis.delete(*keys)) if keys else 0
 
-    async def raise_latest_head(self, policy_version: int) -> int:
-        """Note that a head was received; returns the highest policy version so far."""
-        return int(await self._redis.eval(_RAISE, 1, self._keys.latest_head, policy_version))
+    async def note_head(self, policy_version: int) -> None:
+        """Note that a head was received. The last counts, not the highest: trainers go back, or name nonsense."""
+        await self._redis.set(self._keys.latest_head, policy_version)
 
+    async def note_registration(self, policy_version: int) -> None:
+        """Note that a trainer registered again, where it does so below the policy version that came last."""
+        newest = await self.latest_policy()
+        if newest is not None and policy_version < newest:
+            with contextlib.suppress(OutOfMemoryError):  # curves of two attempts are one then
+                await self._redis.xadd(self._keys.returns, {"to": policy_version}, maxlen=_RETURNS, approximate=False)
 
-#: Compare and set in one step: several API replicas may receive heads at once.
-_RAISE = """
-local highest = math.max(tonumber(redis.call('GET', KEYS[1]) or '0'), tonumber(ARGV[1]))
-redis.call('SET', KEYS[1], string.format('%.0f', highest))
-return highest
-"""
+    async def returns(self) -> list[float]:
+        """When trainers went back, in Unix seconds of the clock that batches are ordered by, oldest first."""
+        found = await self._redis.xrange(self._keys.returns)
+        return [int(_text(name).partition("-")[0]) / 1000.0 for name, _ in found]
 
 
 def glob_escape(text: str) -> str:

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -169,11 +170,14 @@ def test_events_are_passed_on_as_the_registry_wrote_them() -> None:
     assert alpha_series("r", [], [], [RunEvent.of(event)], 3).events == [event]
 
 
-def split(policies: list[int], max_lag: int | None = None) -> list[list[int | None]]:
-    """The policy versions of each attempt, where batches arrived in that order, one a second."""
+def split(policies: list[int], max_lag: int | None = None, returns: Sequence[float] = ()) -> list[list[int | None]]:
+    """The policy versions of each attempt, where batches arrived in that order, one a second.
+
+    `returns`: a trainer registered again after so many batches.
+    """
     scores = [record_fixtures.score(score(p, entry_id=f"{1000 * n}-0")) for n, p in enumerate(policies, 1)]
     random.Random(1).shuffle(scores)  # their order is by arrival
-    found = attempts(scores, max_lag)
+    found = attempts(scores, max_lag, [after + 0.5 for after in returns])
     for one, following in itertools.pairwise(found):
         assert one.ended == following.began
     assert (found[0].began, found[-1].ended) == (None, None)
@@ -187,6 +191,27 @@ def test_a_trainer_that_starts_again_opens_another_attempt() -> None:
     assert split(first + again + first) == [first, again, first], "from a checkpoint, then from step 0"
     assert split([p for p in first for _ in range(5)] + first)[1] == first
     assert split([]) == [[]]
+
+
+def test_a_trainer_that_registers_again_opens_an_attempt_however_early_it_starts_again() -> None:
+    for died in (1, 2, 5, 13, 18, 60):
+        first, again = list(range(died + 1)), list(range(30))
+        assert split(first + again, returns=[died + 1]) == [first, again], died
+    resumed = [10, 11, 12, 13, 14]
+    assert split([*range(14), *resumed], returns=[14]) == [list(range(14)), resumed]
+    assert split([0, 1, 0, 1, 0, 1, 2], returns=[2, 4]) == [[0, 1], [0, 1], [0, 1, 2]]
+    first, again = list(range(14)), list(range(8))
+    assert split([*first, 13, 13, *again], returns=[14]) == [[*first, 13, 13], again], "an engine had sent some more"
+    assert split([*range(100), *range(12), *range(60)], returns=[100, 112])[1:] == [list(range(12)), list(range(60))]
+
+
+def test_a_trainer_that_registers_again_and_goes_on_opens_no_attempt() -> None:
+    steps = list(range(40))
+    assert split(steps, returns=[20]) == [steps], "it went on where it was"
+    assert split([*range(21), *range(20, 40)], returns=[21]) == [[*range(21), *range(20, 40)]], "with the same step"
+    assert split(steps, returns=[0, 40]) == [steps], "and nothing came before or after"
+    late = [*range(20), *range(20, 30), 28, *range(30, 40)]
+    assert split(late, returns=[20]) == [late], "what is late after its first eight batches is only late"
 
 
 def test_late_or_absurd_batches_open_no_attempt() -> None:

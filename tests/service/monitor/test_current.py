@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from record_fixtures import score
-from service_fixtures import RunningService
+from service_fixtures import HEADERS, RunningService
 from worker_fixtures import Bench
 
 from service.monitor.alpha import Compared
@@ -93,6 +93,38 @@ def test_the_service_follows_a_trainer_that_resumed(bench: Bench, serve: Callabl
             assert float(gauge) == policy
     versions = [p["policy_version"] for p in service.client.get("/alpha").json()["points"]]
     assert versions == [3, 4, 6, 7, 999_999_999_999_999]
+
+
+def test_a_trainer_that_dies_early_and_registers_again_mixes_no_curves(
+    bench: Bench, serve: Callable[..., RunningService]
+) -> None:
+    bench.begin()
+    service, worker = serve(), bench.worker()
+
+    def attempt(name: str, policies: Sequence[int]) -> None:
+        for policy in policies:
+            bench.post(f"{name}/{policy}", policy_version=policy, rollouts=2)
+        bench.drain(worker)
+
+    def shown(which: str) -> list[tuple[int, int]]:
+        points = service.client.get("/alpha", params={"attempt": which} if which else {}).json()["points"]
+        return [(point["policy_version"], point["rollouts"]) for point in points]
+
+    def register() -> None:
+        reply = service.client.put("/runs/default", content=bench.world.run_file(), headers=HEADERS)
+        assert reply.status_code == 200, reply.text
+
+    register()
+    attempt("first", range(5))
+    assert shown("") == [(policy, 2) for policy in range(5)]
+    register()
+    attempt("second", range(3))
+    assert shown("") == [(policy, 2) for policy in range(3)], "followed"
+    assert shown("2") == shown(""), "and read anew"
+    assert shown("1") == [(policy, 2) for policy in range(5)]
+    again = serve()  # another API process, which has followed nothing
+    points = again.client.get("/alpha").json()["points"]
+    assert [point["policy_version"] for point in points] == [0, 1, 2]
 
 
 def test_the_tilt_is_pooled_over_the_batches_whose_law_is_known() -> None:
