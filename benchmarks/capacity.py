@@ -221,7 +221,7 @@ def real(seconds: float) -> list[str]:
                     with contextlib.suppress(httpx.HTTPError):
                         sender.post("/rollouts?run=default", content=body, headers=headers)
                     number, size = number + 1, len(body)
-                most = max(most, int(store.hget("da:{default}:counters", "bytes") or 0))
+                most = max(most, int((store.get("da:{default}:held") or b"0 0").split()[1]))
                 due += 1 / (rate or 2.0)
                 time.sleep(max(0.0, due - time.monotonic()))
             while store.xlen("da:{default}:queue") and time.monotonic() - began < length + 30:

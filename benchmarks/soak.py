@@ -51,6 +51,7 @@ from worker_fixtures import DRAFT, World  # noqa: E402 - after the path is set
 
 from rl_hooks.wire import CONTENT_TYPE  # noqa: E402
 from service.cli.valkey import EmbeddedValkey  # noqa: E402
+from service.storage.queue import COUNTERS, counts  # noqa: E402
 
 ROLLOUTS: Final = 8
 _ROLLOUTS_BOUNDED: Final = 2
@@ -289,8 +290,8 @@ def soak(minutes: float, rate: float, tokens: int, *, bounded: bool = False) -> 
             deadline = time.monotonic() + 120  # what is still queued has its turn
             while client.xlen("da:{default}:queue") and time.monotonic() < deadline:
                 time.sleep(0.5)
-            counters = client.hgetall("da:{default}:counters")  # and the id of the newest entry
-            recording.ends = {str(name): int(count) for name, count in counters.items() if str(count).isdigit()}
+            values = client.hmget("da:{default}:counters", COUNTERS)
+            recording.ends = counts(values, client.get("da:{default}:held"))
             for key in client.scan_iter("da:{default}:*"):
                 kind = key.removeprefix("da:{default}:").partition(":")[0]
                 recording.keys[kind] = recording.keys.get(kind, 0) + (client.memory_usage(key) or 0)

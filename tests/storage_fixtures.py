@@ -27,7 +27,7 @@ class RolloutQueue(queue.RolloutQueue):
     def counters(self) -> dict[str, int]:
         """All counters, zero where nothing was counted yet."""
         values = self._redis.hmget(self._keys.counters, *COUNTERS)
-        return dict(zip(COUNTERS, (int(v or 0) for v in values), strict=True))
+        return queue.counts(values, self._redis.get(self._keys.held))
 
     def batch(self, batch_id: str) -> dict[str, str] | None:
         """The fate of one batch, or None if it is unknown or was forgotten."""

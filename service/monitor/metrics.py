@@ -49,8 +49,8 @@ class RunSnapshot:
     """What is stored about one run, read at one moment: `now`, in Unix seconds.
 
     `scores`: all, or the newest ones; then `replayed` has of all policy versions what a cause needs. `counters`:
-    the hash `da:{run}:counters` (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total,
-    dropped_total`). `latest`: None before the first publish. `published`: how many versions, whatever the history has
+    the queue's (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total, dropped_total`).
+    `latest`: None before the first publish. `published`: how many versions, whatever the history has
     forgotten. `returns`: Unix seconds at which trainers registered again to go back. `last_report` (Unix seconds): for
     a headline, which is read without the records of engines that fell silent; None where those are here. `watch`: live
     beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest first. `worth`: what acceptance

@@ -46,6 +46,8 @@ COUNTERS: Final = (
     "put_back_total",
     "dead_file_bytes",
 )
+#: What `held.lua` keeps in one string: all but the last are counters.
+HELD: Final = ("items", "bytes", "rollouts", "accepted_total", "put_back_total", "newest")
 EndState = Literal["trained", "skipped"]
 _LUA: Final = Path(__file__).with_name("lua")
 
@@ -63,6 +65,8 @@ class Keys:
         self.prefix = f"da:{{{run}}}:"
         self.queue = self.prefix + "queue"
         self.counters = self.prefix + "counters"
+        self.held = self.prefix + "held"
+        self.last_death = self.prefix + "last_death"
         self.dead = self.prefix + "dead"
         self.dead_files = self.prefix + "dead_files"
 
@@ -144,7 +148,7 @@ class RolloutQueue:
         self._redis: Any = redis  # redis-py types every reply as "maybe awaitable"
         self._keys = Keys(run)
         self._remembered_bytes = remembered_bytes
-        self._finish = redis.register_script(lua("remember") + lua("finish"))
+        self._finish = redis.register_script(lua("held") + lua("remember") + lua("finish"))
         self._sweep = redis.register_script(lua("sweep"))
         self._heartbeat = redis.register_script(lua("heartbeat"))
 
@@ -367,7 +371,7 @@ class AsyncRolloutQueue:
         self._keys = Keys(run)
         self._remembered_bytes = remembered_bytes
         self._max_rollouts = max_rollouts
-        self._enqueue = redis.register_script(lua("remember") + lua("enqueue"))
+        self._enqueue = redis.register_script(lua("held") + lua("remember") + lua("enqueue"))
         self._disown = redis.register_script(lua("disown"))
 
     async def ensure_group(self) -> None:
@@ -381,7 +385,8 @@ class AsyncRolloutQueue:
 
     async def depth(self) -> Depth:
         """Items, bytes and rollouts in the queue now."""
-        return Depth(*(int(n or 0) for n in await self._redis.hmget(self._keys.counters, *Depth._fields)))
+        held = await self._held()
+        return Depth(*(int(held[name] or 0) for name in Depth._fields))
 
     async def arrivals(self) -> Arrivals:
         """When batches arrived, by the clock of Redis."""
@@ -390,7 +395,7 @@ class AsyncRolloutQueue:
         except ResponseError:  # there is no stream: Redis was emptied
             return Arrivals(None, None)
         first = stream["first-entry"]
-        newest = await self._redis.hget(self._keys.counters, "newest")  # not what was put back
+        newest = (await self._held())["newest"]  # not what was put back
         return Arrivals(None if first is None else _seconds(first[0]), _seconds(newest or stream["last-generated-id"]))
 
     async def dead_letters(self, count: int) -> list[dict[str, str]]:
@@ -447,9 +452,29 @@ class AsyncRolloutQueue:
         return None if value is None else text(value)
 
     async def counters(self) -> dict[str, int]:
-        """All counters, zero where nothing was counted yet."""
-        values = await self._redis.hmget(self._keys.counters, *COUNTERS)
-        return dict(zip(COUNTERS, (int(v or 0) for v in values), strict=True))
+        """All counters at one moment, zero where nothing was counted yet."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(self._keys.counters, *COUNTERS)
+            pipe.get(self._keys.held)
+            return counts(*await pipe.execute())
+
+    async def _held(self) -> dict[str, Any]:
+        """Values of `HELD`; those of a run whose queue no service of now has changed yet are in the hash."""
+        value = await self._redis.get(self._keys.held)
+        if value:
+            return parts(value)
+        return dict(zip(HELD, await self._redis.hmget(self._keys.counters, *HELD), strict=True))
+
+
+def parts(held: object) -> dict[str, str]:
+    """The string `held` by the names in `HELD`."""
+    return dict(zip(HELD, text(held).split(" "), strict=True))
+
+
+def counts(values: Sequence[Any], held: object) -> dict[str, int]:
+    """All `COUNTERS` from the hash's values and the string `held`, None where there is none yet."""
+    both = dict(zip(COUNTERS, values, strict=True)) | (parts(held) if held else {})
+    return {name: int(both[name] or 0) for name in COUNTERS}
 
 
 def lua(name: str) -> str:

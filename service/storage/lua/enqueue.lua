@@ -1,5 +1,6 @@
--- De-duplicate by batch and by rollout, bound by items, bytes and rollouts, count and enqueue one batch, atomically. Redis 6.2
--- commands only, and `remember.lua`. Puts a dead batch back too: with its own file, never at the cost of a batch that waits.
+-- De-duplicate by batch and by rollout, bound by items, bytes and rollouts, count and enqueue one batch, atomically.
+-- Redis 6.2 commands only, `held.lua` and `remember.lua`. Puts a dead batch back too: with its own file, never at the
+-- cost of a batch that waits.
 -- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream  5 files of dead batches
 --       (the others share their hash tag, so also their slot)
 -- ARGV: 1 max_items  2 max_bytes  3 overflow (reject|drop_oldest)  4 group  5 ended_seconds  6 key prefix
@@ -12,23 +13,28 @@
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local prefix, bytes, back = ARGV[6], tonumber(ARGV[9]), ARGV[15] ~= ''
 local file = ARGV[8] .. ':' .. ARGV[9]
-local taken_total = back and 'put_back_total' or 'accepted_total'
-local held = redis.call('HMGET', counters, 'items', 'bytes', 'rollouts', 'dead_total', taken_total)
-for i = 1, #held do held[i] = tonumber(held[i] or '0') end
 
--- How many of the run's batches died so far, and why the newest did: the answer to the sender's next batch says it.
-local function deaths()
-  local total, reason = held[4], ''
-  local letter = total > 0 and redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
-  for i = 1, letter and #letter[2] or 0, 2 do
-    if letter[2][i] == 'reason' then reason = letter[2][i + 1] end
+-- All strings that matter here, in one command up to 1,000 rollouts, since each costs as much as many keys of one: the
+-- three of the queue and the file, then those of the rollouts, in the file's order.
+local OTHERS, AT_ONCE = 3, 1003 -- keys of one command: Lua's stack has a few thousand places
+local names = { prefix .. 'held', prefix .. 'last_death', prefix .. 'orphan:' .. ARGV[8] }
+local ids = cjson.decode(ARGV[14])
+for _, id in ipairs(ids) do names[#names + 1] = prefix .. 'rollout:' .. id end
+local function read()
+  local found = {}
+  for first = 1, #names, AT_ONCE do
+    local some = redis.call('MGET', unpack(names, first, math.min(first + AT_ONCE - 1, #names)))
+    for i = 1, #some do found[#found + 1] = some[i] end
   end
-  return tostring(total), reason
+  return found
 end
+local found = read()
+local held = held_of(prefix, counters, found[1])
+-- How many of the run's batches died so far, and why the newest did: the answer to the sender's next batch says it.
+local total, reason = string.match(found[2] or redis.call('GET', names[2]) or '0 ', '^(%S+) (.*)$')
 
 local function duplicate(state, known)
   if not back then redis.call('HINCRBY', counters, 'duplicates_total', 1) end
-  local total, reason = deaths()
   return { 'duplicate', state, total, reason, tostring(known) }
 end
 
@@ -43,26 +49,24 @@ if back and died and letter and letter ~= ARGV[15] then return duplicate(state, 
 if back and not (died and redis.call('ZSCORE', KEYS[5], file)) then return { 'gone' } end
 
 local function leave_the_dead()
-  if letter then redis.call('XDEL', KEYS[4], letter) end
+  if letter then
+    redis.call('XDEL', KEYS[4], letter)
+    total, reason = tell_last_death(prefix, total)
+  end
   if redis.call('ZREM', KEYS[5], file) == 1 then redis.call('HINCRBY', counters, 'dead_file_bytes', -bytes) end
 end
 
 -- Rollouts that another batch brought before, by their place in the file. A batch that died or was skipped trained
 -- nothing: its rollouts are whose who brings them next.
-local ids = cjson.decode(ARGV[14])
-local AT_ONCE = 1000 -- keys of one command: Lua's stack has a few thousand places
 local function brought_before()
   local known, states = {}, {}
-  for first = 0, #ids - 1, AT_ONCE do
-    local keys = {}
-    for place = first + 1, math.min(first + AT_ONCE, #ids) do keys[place - first] = prefix .. 'rollout:' .. ids[place] end
-    for i, other in ipairs(redis.call('MGET', unpack(keys))) do
-      if other and other ~= ARGV[7] then
-        states[other] = states[other] or redis.call('HGET', prefix .. 'batch:' .. other, 'state') or 'expired'
-        if states[other] == 'queued' or states[other] == 'trained' or states[other] == 'held_out' then
-          known[#known + 1] = first + i - 1
-          state = states[other]
-        end
+  for place = 0, #ids - 1 do
+    local other = found[OTHERS + 1 + place]
+    if other and other ~= ARGV[7] then
+      states[other] = states[other] or redis.call('HGET', prefix .. 'batch:' .. other, 'state') or 'expired'
+      if states[other] == 'queued' or states[other] == 'trained' or states[other] == 'held_out' then
+        known[#known + 1] = place
+        state = states[other]
       end
     end
   end
@@ -78,7 +82,7 @@ if #known == #ids then
   return duplicate(state, #known)
 end
 
-if redis.call('EXISTS', prefix .. 'orphan:' .. ARGV[8]) == 1 then return { 'disowned' } end
+if found[3] then return { 'disowned' } end
 
 local function over()
   return held[1] + 1 > tonumber(ARGV[1]) or held[2] + bytes > tonumber(ARGV[2])
@@ -100,9 +104,7 @@ if ARGV[3] == 'drop_oldest' and over() then
     local fields = {}
     for i = 1, #oldest[2], 2 do fields[oldest[2][i]] = oldest[2][i + 1] end
     redis.call('XDEL', queue, oldest[1])
-    held[1] = redis.call('HINCRBY', counters, 'items', -1)
-    held[2] = redis.call('HINCRBY', counters, 'bytes', -tonumber(fields['bytes']))
-    held[3] = redis.call('HINCRBY', counters, 'rollouts', -tonumber(fields['rollouts']))
+    held[1], held[2], held[3] = held[1] - 1, held[2] - tonumber(fields['bytes']), held[3] - tonumber(fields['rollouts'])
     redis.call('HINCRBY', counters, 'dropped_total', 1)
     local key = prefix .. 'batch:' .. fields['batch_id']
     redis.call('HSET', key, 'state', 'skipped', 'reason', 'dropped: the queue was full and newer rollouts came')
@@ -111,11 +113,16 @@ if ARGV[3] == 'drop_oldest' and over() then
   end
 end
 
-if #dropped > 0 then known = brought_before() end -- of batches that wait still
+if #dropped > 0 then
+  redis.call('SET', names[1], written(held))
+  found = read()
+  known = brought_before() -- of batches that wait still
+end
 
 if over() then
   redis.call('HINCRBY', counters, 'rejected_total', 1)
-  local reply = { 'full', tostring(held[1]), tostring(held[2]), tostring(held[3]) }
+  local reply = { 'full' }
+  for i = 1, 3 do reply[i + 1] = string.format('%.0f', held[i]) end
   for _, blob in ipairs(dropped) do reply[#reply + 1] = blob end
   return reply
 end
@@ -128,25 +135,25 @@ local entry_id = redis.call('XADD', queue, '*', 'batch_id', ARGV[7], 'blob', ARG
   'known', #known > 0 and cjson.encode(known) or '[]', 'put_back', back and '1' or '0',
   'arrived', belated and came or '')
 if died then leave_the_dead() end
--- Of the newest batch, not the highest version: a trainer may go back to an earlier checkpoint.
-redis.call('HSET', counters, 'items', held[1] + 1, 'bytes', held[2] + bytes, 'rollouts', held[3] + tonumber(ARGV[11]),
-  taken_total, held[5] + 1, unpack(back and {} or { 'newest', entry_id }))
 if state then redis.call('DEL', batch) end
 redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', ARGV[8], 'bytes', ARGV[9],
   'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
   'rollout_ids', ARGV[14], 'known_rollouts', #known, unpack(back and { 'arrived', came } or {}))
-local taken, new = {}, back and {} or { prefix .. 'latest_policy', ARGV[13] }
-for _, place in ipairs(known) do taken[place + 1] = true end
-for place, id in ipairs(ids) do
-  if not taken[place] then
-    new[#new + 1], new[#new + 2] = prefix .. 'rollout:' .. id, ARGV[7]
-  end
-  if #new >= 2 * AT_ONCE or place == #ids and #new > 0 then
+
+held = { held[1] + 1, held[2] + bytes, held[3] + tonumber(ARGV[11]), held[4], held[5], held[6] }
+if back then held[5] = held[5] + 1 else held[4], held[6] = held[4] + 1, entry_id end
+local taken, new = {}, { names[1], written(held) }
+-- Of the newest batch, not the highest version: a trainer may go back to an earlier checkpoint.
+if not back then new[3], new[4] = prefix .. 'latest_policy', ARGV[13] end
+for _, place in ipairs(known) do taken[place] = true end
+for place = 0, #ids - 1 do
+  if #new > 2 * AT_ONCE then
     redis.call('MSET', unpack(new))
     new = {}
   end
+  if not taken[place] then new[#new + 1], new[#new + 2] = names[OTHERS + 1 + place], ARGV[7] end
 end
-local total, reason = deaths()
+if #new > 0 then redis.call('MSET', unpack(new)) end
 local reply = { 'accepted', entry_id, total, reason, tostring(#known) }
 for _, blob in ipairs(dropped) do reply[#reply + 1] = blob end
 return reply

@@ -1,5 +1,5 @@
 -- End one entry: acknowledge, delete, count and, for a dead letter, keep its fields and its file. Redis 6.2
--- commands, and `remember.lua`.
+-- commands, `held.lua` and `remember.lua`.
 -- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream  5 files of dead batches
 -- ARGV: 1 group  2 entry_id  3 state (trained|skipped|dead)  4 reason  5 ended_seconds  6 key prefix
 --       7 dead letters kept  8 '1' if a dead one's file is kept  9 bytes that may be remembered of batches that ended
@@ -11,12 +11,13 @@ if not entry then return 0 end
 redis.call('XDEL', queue, ARGV[2])
 local fields = {}
 for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-redis.call('HINCRBY', counters, 'items', -1)
-redis.call('HINCRBY', counters, 'bytes', -tonumber(fields['bytes']))
-redis.call('HINCRBY', counters, 'rollouts', -tonumber(fields['rollouts']))
+local name = ARGV[6] .. 'held'
+local held = held_of(ARGV[6], counters, redis.call('GET', name))
+held[1], held[2], held[3] = held[1] - 1, held[2] - tonumber(fields['bytes']), held[3] - tonumber(fields['rollouts'])
+redis.call('SET', name, written(held))
 redis.call('HSET', batch, 'state', ARGV[3], 'reason', ARGV[4])
 if ARGV[3] == 'dead' then
-  redis.call('HINCRBY', counters, 'dead_total', 1)
+  redis.call('SET', ARGV[6] .. 'last_death', redis.call('HINCRBY', counters, 'dead_total', 1) .. ' ' .. ARGV[4])
   local letter = { 'XADD', KEYS[4], 'MAXLEN', '~', ARGV[7], '*' }
   for _, value in ipairs(entry[2]) do letter[#letter + 1] = value end
   letter[#letter + 1] = 'entry_id'

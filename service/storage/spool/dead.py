@@ -80,7 +80,9 @@ class DeadLetters:
     async def discard(self, batch_id: str) -> tuple[str | None, str | None]:
         """Take a dead batch from the list and give its file up. Returns its state, and the file to delete, if any."""
         keys = [self._keys.counters, self._keys.batch(batch_id), self._keys.dead, self._keys.dead_files]
-        reply = [text(v) for v in await self._redis.eval(lua("discard"), len(keys), *keys)]
+        reply = [
+            text(v) for v in await self._redis.eval(lua("held") + lua("discard"), len(keys), *keys, self._keys.prefix)
+        ]
         state, blob, *_ = (*reply, None, None)
         return state, blob
 

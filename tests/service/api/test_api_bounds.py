@@ -29,7 +29,7 @@ from service.api import rollouts as rollouts_api
 from service.cli.valkey import EmbeddedValkey
 from service.storage import registry
 from service.storage.layout import Layout
-from service.storage.queue import Keys
+from service.storage.queue import Keys, parts
 from service.storage.ready import WriteTest
 from service.storage.registry import Registry
 
@@ -85,7 +85,7 @@ def test_so_many_rollouts_wait_in_the_queue_and_room_comes_back_as_they_end(
     for entry in queue.claim("worker", 1000, 0.0):
         assert queue.ack(entry, "trained")
     assert service.post(rollout_file(("f", "g", "h"))).status_code == 202
-    assert redis_client.hget(Keys("default").counters, "rollouts") == b"3"
+    assert parts(redis_client.get(Keys("default").held))["rollouts"] == "3"
 
 
 def test_rows_that_are_shared_stand_for_no_more_bytes_than_a_file_may_have(

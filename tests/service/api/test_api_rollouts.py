@@ -100,6 +100,20 @@ def test_the_fate_of_a_batch_can_be_asked_by_batch_or_rollout_id(service: Runnin
     assert service.client.get("/rollouts/y", params={"run": "other"}).status_code == 404
 
 
+def test_an_upload_is_seven_commands_of_redis(service: RunningService, redis_client: Redis) -> None:
+    """One before its body is read, and the script with five in it."""
+
+    def done() -> int:
+        found: dict[str, dict[str, int]] = redis_client.info("commandstats")
+        return sum(one["calls"] for name, one in found.items() if name != "cmdstat_info")
+
+    for start in range(2):  # the first loads the script
+        before = done()
+        body = rollout_file(tuple(f"{start}-{number}" for number in range(8)))
+        assert service.client.post("/rollouts?run=default", content=body, headers=HEADERS).status_code == 202
+    assert done() - before == 7
+
+
 def test_sending_a_batch_twice_queues_it_once(service: RunningService, queue: RolloutQueue) -> None:
     first = service.post(rollout_file())
     again = service.post(rollout_file(("b", "a")))

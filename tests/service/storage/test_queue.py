@@ -23,7 +23,9 @@ from service.storage.queue import (
     Enqueued,
     Entry,
     Keys,
+    parts,
 )
+from service.storage.spool.dead import DeadLetters
 
 
 def make_batch(number: int, *, size: int = 100, tokens: int = 10, ids: tuple[str, ...] | None = None) -> Batch:
@@ -115,15 +117,71 @@ def commands_done(client: Any) -> int:
 
 
 def test_an_enqueue_is_few_commands_however_many_rollouts_it_names(bench: Bench) -> None:
-    """The script, eight in it, and two more for every further thousand rollouts."""
+    """The script, five in it, and two more for every further thousand rollouts, after a death too."""
     bench.put(make_batch(1))  # it loads the script
+    assert bench.worker.dead_letter(bench.claim()[0], "broken")
     cost = {}
-    for number, rollouts in ((2, 1), (3, 999), (4, 2500)):
+    for number, rollouts in ((2, 1), (3, 1000), (4, 2500)):
         before = commands_done(bench.client)
         bench.put(make_batch(number, ids=tuple(f"{number}-{n}" for n in range(rollouts))))
         cost[rollouts] = commands_done(bench.client) - before
-    assert cost == {1: 9, 999: 9, 2500: 13}
-    assert len(bench.client.keys(Keys("default").rollout("*"))) == 2 + 1 + 999 + 2500
+    assert cost == {1: 6, 1000: 6, 2500: 10}
+    assert len(bench.client.keys(Keys("default").rollout("*"))) == 2 + 1 + 1000 + 2500
+
+
+def as_of_before(bench: Bench) -> str:
+    """Leave the numbers as services of before did; returns the newest entry's id."""
+    keys, client = Keys("default"), bench.client
+    held = parts(client.get(keys.held))
+    client.hset(keys.counters, mapping=held)
+    client.delete(keys.held, keys.last_death)
+    return held["newest"]
+
+
+def test_the_numbers_of_an_older_service_are_taken_over_once(bench: Bench) -> None:
+    """It kept all in the hash, and asked the dead letters why the newest batch died."""
+    bench.put(*(make_batch(number) for number in range(3)))
+    assert bench.worker.dead_letter(bench.claim(max_tokens=10)[0], "broken")
+    before, newest = bench.worker.counters(), as_of_before(bench)
+
+    async def read() -> tuple[Any, Any, Any]:
+        async with redis.asyncio.Redis.from_url(bench.url) as other:
+            queue = AsyncRolloutQueue(other, "default")
+            return await queue.counters(), tuple(await queue.depth()), (await queue.arrivals()).last
+
+    unchanged = asyncio.run(read())
+    assert unchanged == (before, (2, 200, 4), int(newest.partition("-")[0]) / 1000)
+    assert bench.put(make_batch(3)) == Enqueued("accepted", "queued", (), 1, "broken")
+    assert bench.worker.ack(bench.claim(max_tokens=10)[0])
+    assert bench.worker.counters() == before | {"accepted_total": 4, "acked_total": 1}
+    assert not bench.client.hexists(Keys("default").counters, "items")
+
+
+@pytest.mark.parametrize("first", ["an end", "a drop", "a refusal"])
+def test_whatever_comes_first_takes_an_older_services_numbers_over(bench: Bench, first: str) -> None:
+    bench.put(make_batch(1), make_batch(2))
+    as_of_before(bench)
+    if first == "an end":
+        assert bench.worker.ack(bench.claim(max_tokens=10)[0])
+    else:
+        bench.put(make_batch(3), max_items=2, overflow="drop_oldest" if first == "a drop" else "reject")
+    assert bench.worker.depth() == ((1, 100) if first == "an end" else (2, 200))
+    assert bench.worker.counters()["accepted_total"] == 2 + (first == "a drop")
+
+
+def test_after_the_newest_letter_is_gone_the_one_before_says_why_a_batch_died(bench: Bench) -> None:
+    bench.put(make_batch(1), make_batch(2))
+    for number, entry in enumerate(bench.claim()):
+        assert bench.worker.dead_letter(entry, f"reason {number}")
+
+    async def discard(number: int) -> None:
+        async with redis.asyncio.Redis.from_url(bench.url) as client:
+            await DeadLetters(client, AsyncRolloutQueue(client, "default")).discard(make_batch(number).batch_id)
+
+    asyncio.run(discard(2))
+    assert bench.put(make_batch(3)) == Enqueued("accepted", "queued", (), 2, "reason 0")
+    asyncio.run(discard(1))
+    assert bench.put(make_batch(4)) == Enqueued("accepted", "queued", (), 2, "")
 
 
 def test_of_many_rollouts_those_that_came_before_are_told_by_their_place(bench: Bench) -> None:
@@ -189,8 +247,6 @@ def test_whoever_sends_the_next_batch_hears_how_many_died_and_why_the_newest_did
     assert bench.put(make_batch(3)) == Enqueued("duplicate", "queued", (), 2, "reason 1")
     dropping = bench.put(make_batch(4), max_items=1, overflow="drop_oldest")
     assert dropping == Enqueued("accepted", "queued", (make_batch(3).blob,), 2, "reason 1")
-    bench.client.delete(Keys("default").dead)
-    assert bench.put(make_batch(5)).last_dead_reason == ""
 
 
 def test_a_batch_whose_file_was_lost_may_be_sent_again(bench: Bench) -> None:
