@@ -112,7 +112,8 @@ class Settings(BaseSettings):
     remembered_bytes: int = Field(
         128 * MIB,
         gt=0,
-        description="Redis' memory for the fates of a run's ended batches and their rollouts; the oldest go first.",
+        description="Redis' memory for the fates of a run's ended batches and their rollouts; the oldest go first."
+        " All runs together: twice that.",
     )
     queue_max_items: int = Field(10_000, gt=0, description="Most batches in a run's queue; above it 429.")
     queue_max_rollouts: int = Field(

@@ -30,7 +30,7 @@ from service.reading.series import Series
 from service.reading.shared import Shared
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
-from service.storage.queue import AsyncRolloutQueue
+from service.storage.queue import AsyncRolloutQueue, fair_bound
 from service.storage.ready import PROBE_SECONDS, WriteTest
 from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
@@ -235,6 +235,7 @@ class ServiceContext:
         registered = self.layout.run_names()
         for run in {*self._runs, *self._series, *self._engines, *self._recent}.difference(registered):
             self.drop(run)  # another process deleted it
+        await self._shorten_memory(registered)
         for run in registered:
             most = 0 if full else settings.dead_letter_bytes
             given_up = await self.dead(run).sweep(older_than_seconds=settings.dead_letter_seconds, max_bytes=most)
@@ -246,6 +247,17 @@ class ServiceContext:
                     self.spool.delete(run, blob)
                     gone += 1
         return gone
+
+    async def _shorten_memory(self, runs: Sequence[str]) -> None:
+        """Keep what Redis remembers of all runs together below twice what one may take: those that have most give way.
+
+        Runs that ended keep theirs for 7 days, and would fill Redis for those that go on.
+        """
+        held = {run: await self.queue(run).remembered() for run in runs}
+        most = fair_bound(list(held.values()), 2 * self.settings.remembered_bytes)
+        for run in (run for run, size in held.items() if size > most):
+            size = await self.queue(run).shorten(most)
+            log.info("run %s: what Redis remembers of ended batches was cut to %.1f MiB", run, size / (1 << 20))
 
 
 def _signing_key(path: Path | None) -> SigningKey | None:

@@ -50,6 +50,8 @@ COUNTERS: Final = (
 HELD: Final = ("items", "bytes", "rollouts", "accepted_total", "put_back_total", "newest")
 EndState = Literal["trained", "skipped"]
 _LUA: Final = Path(__file__).with_name("lua")
+#: Batches that one call of `shorten.lua` looks at: it takes a millisecond or two, in which Redis does nothing else.
+_SHORTENED_AT_ONCE: Final = 64
 
 
 class Keys:
@@ -373,6 +375,7 @@ class AsyncRolloutQueue:
         self._max_rollouts = max_rollouts
         self._enqueue = redis.register_script(lua("held") + lua("remember") + lua("enqueue"))
         self._disown = redis.register_script(lua("disown"))
+        self._shorten = redis.register_script(lua("remember") + lua("shorten"))
 
     async def ensure_group(self) -> None:
         """Create the stream and its consumer group, and list the run; idempotent."""
@@ -382,6 +385,23 @@ class AsyncRolloutQueue:
             if "BUSYGROUP" not in str(error):
                 raise
         await self._redis.sadd(Keys.RUNS, self.run)
+
+    async def remembered(self) -> int:
+        """Bytes of Redis that the batches of this run take that ended and are remembered."""
+        return await self._shortened(0, 0)
+
+    async def shorten(self, most_bytes: int) -> int:
+        """Forget batches that ended, the first ones first, until the rest takes `most_bytes`; returns what it takes.
+
+        Of dead batches whose files are kept, only once all take twice that.
+        """
+        held = before = await self._shortened(most_bytes, _SHORTENED_AT_ONCE)
+        while held > most_bytes and (held := await self._shortened(most_bytes, _SHORTENED_AT_ONCE)) < before:
+            before = held
+        return held
+
+    async def _shortened(self, most_bytes: int, looks: int) -> int:
+        return int(await self._shorten(keys=[self._keys.counters], args=[self._keys.prefix, most_bytes, looks]))
 
     async def depth(self) -> Depth:
         """Items, bytes and rollouts in the queue now."""
@@ -475,6 +495,20 @@ def counts(values: Sequence[Any], held: object) -> dict[str, int]:
     """All `COUNTERS` from the hash's values and the string `held`, None where there is none yet."""
     both = dict(zip(COUNTERS, values, strict=True)) | (parts(held) if held else {})
     return {name: int(both[name] or 0) for name in COUNTERS}
+
+
+def fair_bound(held: Sequence[int], most: int) -> int:
+    """The largest bound for each of several runs at which what they hold is at most `most` together.
+
+    Who holds less than the bound gives up nothing.
+    """
+    left = most
+    for place, one in enumerate(sorted(held)):
+        share = left // (len(held) - place)
+        if one > share:
+            return share
+        left -= one
+    return most
 
 
 def lua(name: str) -> str:

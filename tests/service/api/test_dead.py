@@ -226,6 +226,32 @@ def reap(bench: Bench, **changes: Any) -> None:
     asyncio.run(once())
 
 
+def test_runs_that_ended_give_way_where_redis_remembers_too_much_of_all(bench: Bench, serve: Serve) -> None:
+    """Each within its own bound: a week's finished runs would fill Redis for the one that goes on."""
+    service = serve()
+    sizes = {"old": 60, "older": 40, "small": 3}
+
+    def known(run: str) -> int:
+        return len(bench.redis.keys(f"da:{{{run}}}:batch:*"))
+
+    for run, batches in sizes.items():
+        bench.register(run=run)
+        queue = RolloutQueue(bench.redis, run)
+        queue.ensure_group()
+        for number in range(batches):
+            assert service.post(bench.world.rollout_file(f"{number}", run=run)).status_code == 202
+            for entry in queue.claim("w", 10**9, 1000.0):
+                queue.ack(entry)
+    each = int(bench.redis.hget("da:{old}:counters", "remembered_bytes") or 0) // 60
+    reap(bench, remembered_bytes=54 * each)
+    assert {run: known(run) for run in sizes} == sizes, "together they are below twice the bound of one"
+    reap(bench, remembered_bytes=22 * each)
+    assert known("small") == 3, "it has less than its share"
+    assert known("old") == pytest.approx(20, abs=1)
+    assert known("older") == pytest.approx(20, abs=1)
+    assert service.post(bench.world.rollout_file("59", run="old")).json()["duplicate"], "the newest are known"
+
+
 def test_the_reaper_keeps_a_dead_batchs_file_until_it_is_old_or_the_disk_is_full(bench: Bench, serve: Serve) -> None:
     service = serve()
     bench.begin()

@@ -125,6 +125,8 @@ async def rollouts_live(worker: Any, api: Any, dead: Any) -> None:
     assert (await api.arrivals()).oldest is not None
     assert worker.newest_policy() == 4
 
+    assert await api.remembered() > await api.shorten(0) == 0, "of the one that was dropped"
+
     first, second, third = worker.claim("one", 1000, HOUR)
     worker.release("one", [third])
     assert [entry.deliveries for entry in worker.own_pending("one", [first.entry_id, second.entry_id])] == [1]

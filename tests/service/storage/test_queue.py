@@ -23,6 +23,7 @@ from service.storage.queue import (
     Enqueued,
     Entry,
     Keys,
+    fair_bound,
     parts,
 )
 from service.storage.spool.dead import DeadLetters
@@ -310,6 +311,58 @@ def test_small_batches_make_room_for_large_ones_and_a_lower_bound_is_reached(
     lower = Bench(redis_url, redis_client, 10_000)
     train(lower, *range(200, 210))
     assert remembered(bench) <= 10_000
+
+
+def shorten(bench: Bench, most: int) -> int:
+    async def once() -> int:
+        async with redis.asyncio.Redis.from_url(bench.url) as client:
+            queue = AsyncRolloutQueue(client, "default")
+            left = await queue.shorten(most)
+            assert left == await queue.remembered()
+            return left
+
+    return asyncio.run(once())
+
+
+def test_what_is_remembered_can_be_cut_also_while_redis_is_full(bench: Bench) -> None:
+    train(bench, *range(200), rollouts=2)
+    held = remembered(bench)
+    assert shorten(bench, held) == held, "it is no more than that"
+    bench.client.config_set("maxmemory", 1)
+    try:
+        left = shorten(bench, held // 10)
+    finally:
+        bench.client.config_set("maxmemory", 0)
+    assert held // 20 < left == remembered(bench) <= held // 10
+    known = [bench.worker.batch(make_batch(number).batch_id) is not None for number in range(200)]
+    assert known == sorted(known), "the newest are known"
+    assert sum(known) == pytest.approx(20, abs=1)
+    keys = Keys("default")
+    assert bench.client.llen(keys.prefix + "ended") == sum(known)
+    assert len(bench.client.keys(keys.rollout("*"))) == 2 * sum(known)
+    assert shorten(bench, 0) == remembered(bench) == 0
+    assert shorten(bench, 0) == 0
+    train(bench, 300)
+    assert remembered(bench) > 0, "it goes on"
+
+
+def test_a_dead_batch_whose_file_is_kept_outlives_a_cut_until_such_take_twice_the_bound(bench: Bench) -> None:
+    for number in range(10):
+        bench.put(make_batch(number))
+        (entry,) = bench.claim()
+        bench.worker.dead_letter(entry, "bad", keep_file=True)
+    each = remembered(bench) // 10
+    assert shorten(bench, 5 * each + 5) == remembered(bench) == pytest.approx(10 * each, abs=20)
+    assert shorten(bench, 3 * each) == pytest.approx(6 * each, abs=20)
+
+
+@pytest.mark.parametrize("held", [[], [5], [0, 0], [3, 9, 100], [50, 50, 50], [1, 2, 3, 400, 400]])
+@pytest.mark.parametrize("most", [0, 1, 60, 90, 10_000])
+def test_a_fair_bound_is_the_largest_that_keeps_the_sum(held: list[int], most: int) -> None:
+    bound = fair_bound(held, most)
+    assert sum(min(one, bound) for one in held) <= most
+    if bound < most:
+        assert sum(min(one, bound + 1) for one in held) > most
 
 
 def test_a_batch_of_more_than_may_be_remembered_is_known_until_the_next(redis_url: str, redis_client: Redis) -> None:
