@@ -62,7 +62,7 @@ coverage: $(VENV)/.ready ## The lines of service, drafter and rl_hooks that no t
 	@$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report --skip-covered --show-missing
 
 chaos: $(VENV)/.ready ## The long form of the fault tests: 100 kills, a stop before every step, 1,000 bits (20 minutes)
-	@DRAFTALIGN_CHAOS_KILLS=100 DRAFTALIGN_HANDOVERS=0 DRAFTALIGN_FLIPS=1000 $(BIN)/python -m pytest -m chaos $(ARGS)
+	@DRAFTALIGN_CHAOS_KILLS=100 DRAFTALIGN_HANDOVERS=0 DRAFTALIGN_RANK_KILLS=0 DRAFTALIGN_FLIPS=1000 $(BIN)/python -m pytest -m chaos $(ARGS)
 
 .PHONY: mutants
 mutants: $(VENV)/.ready ## Change gate, acceptance, drift and controller: which changes no test notices? (ARGS="service.monitor.controller*")

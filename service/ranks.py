@@ -151,7 +151,7 @@ def run_on_ranks(settings: Settings) -> None:
     """Run the worker until SIGTERM or SIGINT: alone, or as one of the processes that `torchrun` has started."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         settings = settings.model_copy(update={"device": own_device(settings.device)})
-    device = use_device(settings.device)
+    device = use_device(settings.device, settings.gpu_memory_share)
     with joined(device) as ranks:
         if ranks.rank == 0:
             run_worker(settings)

@@ -158,6 +158,12 @@ class Settings(BaseSettings):
 
     # --- the worker
     device: str = Field("cpu", description="Torch device that the worker trains on, for example `cuda:0`.")
+    gpu_memory_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory that the worker may take, where something else runs on it.",
+    )
     draft_vocab_size: int = Field(32_000, ge=1, description="Draft vocabulary of a drafter that starts from scratch.")
     vocab_min_tokens: int = Field(50_000, ge=1, description="Response tokens needed to build that vocabulary.")
     claim_tokens: int = Field(65_536, gt=0, description="Token budget of one claim from the queue.")

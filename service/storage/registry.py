@@ -251,10 +251,12 @@ class Registry:
         with locked(self._layout, run):
             pointer = self._require_served(run, instead_of)
             self._require_free(run)
+            sequence = 1 + (0 if pointer is None else pointer["sequence"])
+            self._forget_unpointed(run, digest, sequence)
             manifest = Manifest(
                 run=run,
                 version=self._next_version(run, digest),
-                sequence=1 + (0 if pointer is None else pointer["sequence"]),
+                sequence=sequence,
                 reason=reason,
                 digest=digest,
                 files=files,
@@ -453,6 +455,17 @@ class Registry:
         pointer, existing = self._pointer(run), self.versions(run)
         taken = [*existing[-1:], *([] if pointer is None else [pointer["version"]])]  # a pruned one's is not used again
         return f"v{1 + max(map(_number, taken), default=0):06d}-{digest[:8]}"
+
+    def _forget_unpointed(self, run: str, digest: str, sequence: int) -> None:
+        """Delete the newest version where its publisher died before `latest` pointed to it, and it comes again now.
+
+        Else a version that nobody was ever offered would stay in the archive, and the same files would have two names.
+        """
+        for version in self.versions(run)[-1:]:
+            with contextlib.suppress(RunDamaged):  # of its manifest: then it stays, and hinders nothing
+                manifest = self.get(run, version)
+                if manifest.digest == digest and manifest.sequence == sequence:
+                    self._delete(run, version)
 
     def _commit(self, staged: Path, manifest: Manifest) -> None:
         write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())

@@ -70,6 +70,10 @@ _DEATHS_AT_WORK = MAX_DELIVERIES + 1
 _DIED_SECONDS = 20.0
 _DIED_MOST_SECONDS = 86_400.0
 _ERROR_CHARACTERS = 2000
+_MEMORY_ADVICE = (
+    "the GPU's memory ran out: lower DRAFTALIGN_TRAIN_STEP_TOKENS, raise DRAFTALIGN_GPU_MEMORY_SHARE where it is set, "
+    "or stop what else runs on this GPU"
+)
 #: After an exception that nobody foresaw; twice as long after each further one, up to `_REFUSED_SECONDS`.
 _FAILED_SECONDS = 1.0
 
@@ -225,16 +229,18 @@ class Worker:
         self._runs[run].worker = None
 
     def _refuse(self, run: str, error: Exception) -> None:
-        log.error("run %s: %s", run, error)
-        self._close_until(run, _REFUSED_SECONDS, str(error))
+        told = advised(str(error))
+        log.error("run %s: %s", run, told)
+        self._close_until(run, _REFUSED_SECONDS, told)
 
     def _fail(self, run: str, error: Exception) -> None:
         """Close a run for an exception that nobody foresaw; raises it again where the whole process is of no use."""
         if is_device_fault(error):
             raise error
-        log.error("run %s: it is closed, and opened again from its last checkpoint", run, exc_info=error)
+        told = advised(f"{type(error).__name__}: {error}")
+        log.error("run %s: %s; it is closed, and opened again from its last checkpoint", run, told, exc_info=error)
         state = self._runs.setdefault(run, _Run())
-        self._close_until(run, state.back_off(_FAILED_SECONDS), f"{type(error).__name__}: {error}")
+        self._close_until(run, state.back_off(_FAILED_SECONDS), told)
 
     def _leave_alone(self, run: str, error: OSError) -> None:
         """Neither open nor close a run for a while: its part of the disk fails, and nothing of it was acknowledged."""
@@ -501,21 +507,28 @@ def checked_device(name: str) -> torch.device:
     return device
 
 
-def use_device(name: str) -> torch.device:
-    """Make a device this process's. Raises `ConfigurationError` when there is none of that name."""
+def use_device(name: str, memory_share: float = 1.0) -> torch.device:
+    """Make a device, and that share of its memory, this process's. Raises `ConfigurationError` when there is none."""
     device = checked_device(name)
     if name == "cpu":
         torch.set_num_threads(1)  # on shared cores, threads that wait for each other are far slower than one
     elif device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # Triton starts its kernels on the current one
+        if memory_share < 1:
+            torch.cuda.set_per_process_memory_fraction(memory_share, device.index or 0)
     return device
+
+
+def advised(error: str) -> str:
+    """What is said of an error: of a GPU's memory that ran out, with what to do. That first: the rest is cut off."""
+    return f"{_MEMORY_ADVICE}: {error}" if "CUDA out of memory" in error else error
 
 
 def run_worker(settings: Settings, on_signal: Callable[[int, Callable[..., None]], Any] = signal.signal) -> None:
     """Run a worker in this process until SIGTERM or SIGINT."""
     if settings.redis_url is None:
         raise ConfigurationError("a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
-    use_device(settings.device)
+    use_device(settings.device, settings.gpu_memory_share)
     worker = Worker(settings, connect(settings.redis_url.get_secret_value()))
     for number in (signal.SIGTERM, signal.SIGINT):
         on_signal(number, lambda *_: worker.stop())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,24 +23,28 @@ import torch
 from agent_fixtures import eventually
 from rank_fixtures import run_two_ranks
 from safetensors.torch import load_file
-from worker_fixtures import Bench, World, final_state, states
+from worker_fixtures import Bench, World, final_state, states, wait_until_gone
 
 import drafter.training.ranks
 import service.ranks
 import service.storage.lease
+import service.worker.checkpoint
 import service.worker.process
 import service.worker.scoring
 from drafter.batch import RolloutBatch, load_batch
 from drafter.device import RanksLost
 from drafter.errors import BatchRejected
+from drafter.replay.gate import Trial
 from drafter.replay.replay import replay
+from drafter.training.optimizer import Optimizer
 from drafter.training.ranks import JoinedRanks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.ranks import FollowedRun, Follower
 from service.settings import Settings
-from service.storage.queue import MAX_DELIVERIES
+from service.storage.queue import MAX_DELIVERIES, RolloutQueue
+from service.storage.registry import Registry
 from service.storage.runs import change_state
-from service.worker.checkpoint import hand_over, taken_over
+from service.worker.checkpoint import WorkerCheckpoint, hand_over, taken_over
 from service.worker.process import Worker
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
@@ -169,6 +175,116 @@ def test_a_killed_rank_ends_all_and_the_next_start_learns_what_an_undisturbed_on
         assert run_ranks(bench, lambda: bench.drain(bench.worker())) == 0
         two = outcome(bench)
     assert_alike(one_process(tmp_path / "one", redis_url, five, **changes), two)
+
+
+#: The gate publishes what gains anything, and Muon moves the matrices: two ranks repeat each other to the bit.
+PUBLISHING: dict[str, Any] = {"claim_tokens": 1, "train_passes": 3.0, "learning_rate": 1e-2, "gate_min_gain": 1e-4}
+
+#: How many (moment, rank) pairs are drawn; 0: all of them.
+RANK_KILLS = int(os.environ.get("DRAFTALIGN_RANK_KILLS", "4"))
+SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
+
+#: Where a rank is killed: owner, method, before or after it, at which call. Both ranks score, train and exchange; the
+#: rest rank 0 does while rank 1 waits for its next order. The calls lie behind the first version that the gate chose.
+DEATHS: dict[str, tuple[Any, str, str, int]] = {
+    "scoring": (service.worker.scoring, "replay", "before", 9),
+    "scored": (service.worker.scoring, "replay", "after", 9),
+    "in the middle of a window": (DrafterTrainer, "_accumulate", "before", 7),
+    "before Muon's exchange": (Optimizer, "exchange", "before", 7),
+    "in Muon's exchange": (JoinedRanks, "give", "before", 14),
+    "after Muon's exchange": (Optimizer, "exchange", "after", 7),
+    "before a checkpoint": (WorkerCheckpoint, "save", "before", 3),
+    "while a checkpoint is written": (service.worker.checkpoint, "write_kind", "before", 4),
+    "after a checkpoint": (WorkerCheckpoint, "save", "after", 3),
+    "before a publication": (Registry, "publish", "before", 1),
+    "while a version is published": (Registry, "_point", "before", 1),
+    "between pointer and history": (Registry, "_append", "before", 1),
+    "after a publication": (Registry, "publish", "after", 1),
+    "before the acknowledgement": (RolloutQueue, "ack", "before", 3),
+    "after the acknowledgement": (RolloutQueue, "ack", "after", 3),
+}
+
+
+def killed_at(moment: str, dies: int, directory: Path) -> Callable[[int], None]:
+    """That rank is killed at that moment, by itself where it comes there, else by the rank that does."""
+    owner, name, when, call = DEATHS[moment]
+    both = owner in (service.worker.scoring, DrafterTrainer, Optimizer, JoinedRanks)
+
+    def arm(rank: int) -> None:
+        (directory / f"pid {rank}").write_text(str(os.getpid()))
+        if rank != (dies if both else 0):
+            return
+        real, calls = getattr(owner, name), itertools.count(1)
+
+        def kill() -> None:
+            (directory / "killed").touch()
+            victim = int((directory / f"pid {dies}").read_text())
+            os.kill(victim, signal.SIGKILL)
+            if dies != rank:
+                wait_until_gone(victim)
+
+        def dying(*arguments: Any, **named: Any) -> Any:
+            now = next(calls) == call
+            if now and when == "before":
+                kill()
+            found = real(*arguments, **named)
+            if now and when == "after":
+                kill()
+            return found
+
+        setattr(owner, name, dying)
+
+    return arm
+
+
+def learnt_by_two(directory: Path, redis_url: str, fault: Callable[[int], object] | None = None) -> dict[str, Any]:
+    """What two ranks make of five batches where the gate publishes whatever gains, with a death at `fault`."""
+    with Bench(directory, redis_url, **PUBLISHING) as bench:
+        bench.redis.flushall()
+        bench.begin()
+        registry = Registry(bench.layout)
+        bench.worker()  # publishes the first drafter
+        first = registry.latest("default")
+        assert first is not None
+        for number, name in enumerate("abcde"):  # else what served a batch is what serves when it is scored
+            bench.post(name, rollouts=3 + number, drafter_version=first.version)
+
+        def lead() -> None:
+            try:
+                bench.drain(bench.worker())
+            except RanksLost:
+                os._exit(3)
+
+        if fault is not None:
+            assert run_ranks(bench, lead, fault) != 0
+        assert run_ranks(bench, lead) == 0
+        events = [e for e in registry.history("default") if e["event"] in ("published", "rolled_back")]
+        moves = [(e["event"], e["sequence"], e["version"], e["parent"]) for e in events]
+        for version in registry.versions("default"):
+            registry.verify("default", version)
+        latest = registry.latest("default")
+        assert latest is not None
+        return final_state(bench) | {"moves": moves, "latest": (latest.sequence, latest.version)}
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_whatever_moment_a_rank_is_killed_at_nothing_is_lost_and_nothing_trained_twice(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, moments, counters, scores and published versions to the bit what two undisturbed ranks have."""
+    print(f"DRAFTALIGN_CHAOS_SEED={SEED} DRAFTALIGN_RANK_KILLS={RANK_KILLS}")
+    monkeypatch.setattr(Trial, "error", 0.0)  # one look is proof
+    calm = learnt_by_two(tmp_path / "calm", redis_url)
+    assert len(calm["moves"]) == 4, "the first drafter, and what the gate chose after each of three turns"
+    everywhere = list(itertools.product(DEATHS, (0, 1)))
+    for moment, dies in random.Random(SEED).sample(everywhere, RANK_KILLS) if RANK_KILLS else everywhere:
+        where = f"rank {dies} is killed {moment}"
+        directory = tmp_path / where
+        directory.mkdir()
+        found = learnt_by_two(directory / "state", redis_url, killed_at(moment, dies, directory))
+        assert (directory / "killed").exists(), f"{where}: it never came there"
+        assert found == calm, where
 
 
 @pytest.mark.parametrize("faulty", [0, 1])

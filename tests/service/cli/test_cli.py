@@ -9,18 +9,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from pydantic import SecretStr
 from worker_fixtures import World, alive
 
+import service.ranks
+import service.worker.process
 from service.cli.up import _check_device
 from service.errors import ConfigurationError
-from service.settings import redis_place
-from service.worker.process import checked_device
+from service.ranks import run_on_ranks
+from service.settings import Settings, redis_place
+from service.worker.process import checked_device, run_worker, use_device
 
 ROOT = Path(__file__).parents[3]
 HEADERS = {"Content-Type": "application/x-safetensors"}
@@ -294,6 +298,42 @@ def test_a_device_that_is_not_there_is_named_before_anything_starts(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigurationError, match=message):
         checked_device(device)
+
+
+@pytest.mark.parametrize(
+    ("share", "capped"), [(0.3, [(0.3, 1)]), (1.0, [])], ids=["shared", "all of it: torch's own way"]
+)
+def test_the_worker_takes_its_share_of_the_gpus_memory(
+    share: float, capped: list[tuple[float, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    caps: list[tuple[float, int]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, index: caps.append((share, index)))
+    assert use_device("cuda:1", share) == torch.device("cuda:1")
+    assert (taken, caps) == ([1], capped)
+
+
+@pytest.mark.parametrize("start", [run_worker, run_on_ranks])
+def test_every_start_of_a_worker_heeds_its_share(
+    start: Callable[[Settings], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def use(name: str, share: float) -> None:
+        asked.append((name, share))
+        raise KeyboardInterrupt
+
+    for module in (service.worker.process, service.ranks):
+        monkeypatch.setattr(module, "use_device", use)
+    with pytest.raises(KeyboardInterrupt):
+        start(
+            Settings(
+                state_dir=tmp_path, redis_url=SecretStr("redis://127.0.0.1:1"), device="cuda", gpu_memory_share=0.4
+            )
+        )
+    assert asked == [("cuda", 0.4)]
 
 
 def test_up_says_so_too_and_starts_nothing() -> None:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from service_fixtures import publish
@@ -246,6 +247,26 @@ def test_a_move_whose_event_is_lost_leaves_all_of_it_in_the_pointer(registry: Re
     recovered, pushed = registry.history("default")[-2:]
     assert (recovered["recovered"], recovered["gate"]["gain"], pushed["event"]) == (True, 0.1, "pushed_again")
     assert registry.offer("default") == recovered
+
+
+def test_what_a_publisher_that_died_had_not_pointed_to_is_the_same_version_when_it_comes_again(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor publishes the same files: no second name for them, and no number is left out."""
+    first = publish(registry)
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_point", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            publish(registry, content=b"next")
+    (left,) = set(registry.versions("default")) - {first.version}
+    second = publish(registry, content=b"next", reason="judged again")
+    assert (second.version, second.sequence) == (left, 2)
+    assert registry.get("default", left).reason == "judged again"
+    third = publish(registry, content=b"next")
+    assert registry.versions("default") == [first.version, left, third.version], "one that was offered stays"
+    registry.path("default", third.version, MANIFEST).write_text("{")
+    fourth = publish(registry, content=b"next")
+    assert fourth.sequence == 4
 
 
 def test_parallel_publishers_and_rollbacks_never_share_a_sequence(registry: Registry) -> None:

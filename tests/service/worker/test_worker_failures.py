@@ -398,6 +398,23 @@ def test_memory_that_runs_out_is_not_laid_to_the_batch_at_once(
     assert bench.state(batch) == "trained"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("on rank 1: OutOfMemoryError: CUDA out of memory")],
+    ids=["here", "on another rank"],
+)
+def test_a_run_whose_gpu_memory_ran_out_says_what_to_do(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    bench.post_file(bench.world.rollout_file("x", run=FIRST))
+    monkeypatch.setattr(Learner, "train", broken(error, lambda *_: True, Learner.train))
+    worker._turn()
+    told = error_of(bench)
+    assert told is not None
+    assert "lower DRAFTALIGN_TRAIN_STEP_TOKENS, raise DRAFTALIGN_GPU_MEMORY_SHARE" in told
+    assert str(error) in told
+
+
 @pytest.mark.parametrize("where", ["train", "judge"])
 @pytest.mark.parametrize(
     "error",
