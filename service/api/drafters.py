@@ -199,13 +199,14 @@ async def get_drafters(request: Request, context: Context, run: RunQuery = "defa
 
     def read() -> bytes:
         registry = context.registry
-        latest = registry.latest(run)
+        latest, (manifests, damaged) = registry.latest(run), registry.manifests(run)
         facts = {
             "run": run,
             "latest": None if latest is None else latest.model_dump(),
             "held": to_jsonable_python(registry.held(run)),
             "waiting": list(registry.sent(run)),
-            "versions": [registry.get(run, version).model_dump() for version in registry.versions(run)],
+            "versions": [manifest.model_dump() for manifest in manifests],
+            "damaged": damaged,
         }
         history = b",".join(event.text for event in registry.events(run))
         return to_json(facts, inf_nan_mode="null")[:-1] + b',"history":[' + history + b"]}"

@@ -24,7 +24,6 @@ Handles files and objects only: no torch, no tensors.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import heapq
 import json
@@ -131,10 +130,11 @@ class Registry:
         while pointer is not None:
             try:
                 manifest = self.get(run, pointer["version"])
-            except VersionNotFound:
+            except VersionNotFound as error:
                 moved = self._pointer(run)  # `latest` may have moved, and the old version been pruned
                 if moved == pointer:
-                    raise
+                    path = self._layout.drafter(run, pointer["version"]) / MANIFEST
+                    raise RunDamaged(run, path, f"it is gone, and {pointer['version']} is served") from error
                 pointer = moved
             else:
                 return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
@@ -170,6 +170,18 @@ class Registry:
             return []
         names = (p.name for p in directory.iterdir() if VERSION_NAME.fullmatch(p.name) and (p / MANIFEST).is_file())
         return sorted(names, key=_number)
+
+    def manifests(self, run: str) -> tuple[list[Manifest], dict[str, str]]:
+        """Manifests of the versions on disk, oldest first; of damaged ones, what is wrong with them."""
+        found, damaged = list[Manifest](), dict[str, str]()
+        for version in self.versions(run):
+            try:
+                found.append(self.get(run, version))
+            except VersionNotFound:  # pruned meanwhile
+                continue
+            except RunDamaged as error:
+                damaged[version] = str(error)
+        return found, damaged
 
     def history(self, run: str) -> list[dict[str, Any]]:
         """The newest recorded events, verdicts of canaries among them, oldest first. A torn line is skipped."""
@@ -284,9 +296,7 @@ class Registry:
         """
         files, digest = _digests(staged)
         with locked(self._layout, run):
-            known = {
-                manifest.digest: manifest for manifest in map(functools.partial(self.get, run), self.versions(run))
-            }
+            known = {manifest.digest: manifest for manifest in self.manifests(run)[0]}
             manifest, waiting = known.get(digest), self.sent(run).keys()
             if manifest is not None and manifest.version in waiting:
                 return manifest, False
@@ -427,8 +437,8 @@ class Registry:
             pointer = self._pointer(run)
             safe = set(protect) | set(self.versions(run)[-keep:]) | ({pointer["version"]} if pointer else set())
             gone = [version for version in self.versions(run) if version not in safe]
-            stored = self.versions(run) if self.objects is not None else []
-            digests = {version: self.get(run, version).digest for version in stored}
+            manifests, damaged = self.manifests(run) if self.objects is not None else ([], {})
+            digests = {manifest.version: manifest.digest for manifest in manifests}
             for version in gone:
                 self._delete(run, version)
             for path in self._layout.drafters(run).glob(".*"):
@@ -436,7 +446,9 @@ class Registry:
                     shutil.rmtree(path, ignore_errors=True)
             for path in self._layout.run(run).glob(".latest-*"):
                 path.unlink()
-        if self.objects is not None:
+        if self.objects is not None and damaged:  # nobody knows which objects are theirs
+            log.error("run %s: no object is deleted while manifests are damaged: %s", run, "; ".join(damaged.values()))
+        elif self.objects is not None:
             kept = {digest for version, digest in digests.items() if version not in gone}
             try:  # not under the lock, since a store may be slow
                 self.objects.keep_only(run, kept, {digests[version] for version in gone})

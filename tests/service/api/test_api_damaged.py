@@ -123,6 +123,35 @@ def test_a_copy_that_is_put_back_heals_a_target_and_a_put_does_not(service: Runn
     assert service.post(rollout_file(run="damaged")).status_code == 202
 
 
+def test_a_served_version_that_is_gone_is_damage_and_not_a_run_without_drafters(service: RunningService) -> None:
+    begin(service, "damaged")
+    file_of(service, "damaged", "manifest.json").unlink()
+    for route in ("/drafter/latest?run=damaged", "/drafters?run=damaged", "/runs/damaged"):
+        reply = service.client.get(route)
+        assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:run-damaged"), route
+        assert "manifest.json of run 'damaged' is damaged: it is gone" in reply.json()["detail"]
+
+
+@pytest.mark.parametrize("damage", [emptied, no_text, a_list])
+def test_an_old_version_whose_manifest_is_damaged_is_named_beside_the_others(
+    service: RunningService, damage: Damage
+) -> None:
+    begin(service, "damaged")
+    old = service.registry.versions("damaged")[0]
+    second = publish(service.registry, "damaged", b"second", instead_of=old)
+    damage(file_of(service, "damaged", "manifest.json"))
+    reply = service.client.get("/drafters?run=damaged")
+    assert reply.status_code == 200, reply.text
+    shown = reply.json()
+    assert [one["version"] for one in shown["versions"]] == [shown["latest"]["version"]]
+    assert list(shown["damaged"]) == [old]
+    assert "manifest.json of run 'damaged' is damaged" in shown["damaged"][old]
+    assert all(answer.status_code < 500 for answer in sweep(service, "damaged"))
+    service.client.patch("/runs/damaged", json={"state": "archived", "reason": "over"}).raise_for_status()
+    publish(service.registry, "damaged", b"third", instead_of=second.version)
+    assert service.registry.prune("damaged", keep=1)[0] == old, "as any other"
+
+
 @pytest.mark.parametrize("pointer", ['{"sequence": null, "version": 5, "reason": ""}', '{"sequence": 1}', '"v1"'])
 def test_a_pointer_of_other_types_is_damaged(service: RunningService, pointer: str) -> None:
     begin(service, "damaged")
