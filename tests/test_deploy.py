@@ -292,7 +292,8 @@ def test_kubernetes_manifests_name_commands_settings_and_each_other() -> None:
 
 def test_engine_and_agent_see_the_cache_under_one_path() -> None:
     engine, agent = (next(c for c in _containers() if c["name"] == name) for name in ("engine", "agent"))
-    (seen,), (written,) = engine["volumeMounts"], agent["volumeMounts"]
+    (seen,), (written, own) = engine["volumeMounts"], agent["volumeMounts"]
+    assert own["name"] == "tmp"
     assert seen["mountPath"] == written["mountPath"]
     assert f"--cache-dir={written['mountPath']}" in agent["args"]
     assert seen["readOnly"]
@@ -323,17 +324,55 @@ def test_kubernetes_manifests_agree_with_the_schemas() -> None:
 
 
 def test_only_api_and_worker_reach_valkey_and_no_container_of_ours_writes_to_its_image() -> None:
-    (policy,) = [d["spec"] for d in _manifests() if d["kind"] == "NetworkPolicy"]
-    pods = {
-        d["metadata"]["name"]: d["spec"]["template"] for d in _manifests() if d["kind"] in ("StatefulSet", "Deployment")
-    }
-    del pods["engine"]  # somebody else's image
+    policy, pods = _policies()["draftalign-valkey"], _pods()
     assert policy["podSelector"]["matchLabels"] == pods["draftalign-valkey"]["metadata"]["labels"]
     ((peer,),) = [rule["from"] for rule in policy["ingress"]]
     for name in ("draftalign", "draftalign-api", "draftalign-worker"):
         assert peer["podSelector"]["matchLabels"].items() <= pods[name]["metadata"]["labels"].items()
-    for pod in pods.values():
-        assert all(c["securityContext"]["readOnlyRootFilesystem"] for c in pod["spec"]["containers"])
+    ours = [c for pod in pods.values() for c in pod["spec"]["containers"] if c["name"] != "engine"]  # somebody else's
+    assert len(ours) == len(pods) + 1
+    for container in ours:
+        context = container["securityContext"]
+        assert context["readOnlyRootFilesystem"], container["name"]
+        assert not context["allowPrivilegeEscalation"]
+        assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def _policies() -> dict[str, dict[str, Any]]:
+    return {d["metadata"]["name"]: d["spec"] for d in _manifests() if d["kind"] == "NetworkPolicy"}
+
+
+def _pods() -> dict[str, dict[str, Any]]:
+    found = [d for d in _manifests() if d["kind"] in ("StatefulSet", "Deployment")]
+    return {d["metadata"]["name"]: d["spec"]["template"] for d in found}
+
+
+def test_of_each_pod_of_the_service_only_the_ports_that_others_need_can_be_reached() -> None:
+    pods, policies = _pods(), _policies()
+    assert policies.keys() == pods.keys() - {"engine"}
+    for name, policy in policies.items():
+        assert policy["podSelector"]["matchLabels"] == pods[name]["metadata"]["labels"], "of these pods and no others"
+        assert policy["policyTypes"] == ["Ingress"]
+        (rule,) = policy["ingress"]
+        if name == "draftalign-worker":
+            (peer,) = rule["from"]
+            assert peer == {"podSelector": policy["podSelector"]}, "ranks trust whoever reaches them"
+        else:
+            declared = [p["name"] for c in pods[name]["spec"]["containers"] for p in c.get("ports", [])]
+            assert [port["port"] for port in rule["ports"]] == declared
+
+
+def test_all_that_is_deployed_speaks_of_settings_that_exist() -> None:
+    """In comments and examples too: somebody copies them."""
+    own = {"DRAFTALIGN_TOKEN", "DRAFTALIGN_URL", "DRAFTALIGN_RUN"}  # of agents and engines
+    own.add("DRAFTALIGN_READ_TOKEN")  # of compose, for Prometheus
+    known = own | {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields}
+    paths = [
+        ROOT / "docker-compose.yml",
+        *(p for p in DEPLOY.rglob("*") if p.suffix in (".py", ".yml", ".yaml", ".md")),
+    ]
+    for path in [*paths, DEPLOY / "Dockerfile"]:
+        assert set(re.findall(r"DRAFTALIGN_[A-Z_]*[A-Z]", path.read_text())) <= known, path
 
 
 def test_replicas_of_the_api_share_the_workers_volume_and_grow_with_their_load() -> None:

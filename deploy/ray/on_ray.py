@@ -1,7 +1,7 @@
 """draftalign's API and worker as actors of a Ray cluster, beside the trainer and the engines that run there.
 
     export DRAFTALIGN_REDIS_URL=redis://10.0.0.2:6379/0 DRAFTALIGN_STATE_DIR=/shared/draftalign
-    export DRAFTALIGN_HOST=0.0.0.0 DRAFTALIGN_TOKENS_FILE=/shared/tokens.json      # off loopback: tokens
+    export DRAFTALIGN_HOST=0.0.0.0 DRAFTALIGN_TOKEN_FILE=/shared/tokens.jsonl      # off loopback: tokens
     python deploy/ray/on_ray.py up --worker-gpus 1          # prints the API's URL
     python deploy/ray/on_ray.py down
 
@@ -85,8 +85,13 @@ class Part:
 def up(worker_gpus: float = 0.0, *, spread: bool = False) -> str:
     """Start both parts, detached from this process; returns the API's URL. Raises ConfigurationError.
 
-    `worker_gpus`: of one node; with 0 the worker runs on a CPU unless DRAFTALIGN_DEVICE says otherwise.
+    `worker_gpus`: 1, or a part of one; with 0 the worker runs on a CPU unless DRAFTALIGN_DEVICE says otherwise.
     """
+    if not 0.0 <= worker_gpus <= 1.0:
+        raise ConfigurationError(
+            f"worker_gpus is {worker_gpus:g}, but this worker is one process, which uses one GPU: from 0 to 1. For "
+            "several, start `torchrun ... draftalign worker` in a job of its own: docs/guide/operating.md, Several GPUs"
+        )
     settings = Settings()
     if settings.redis_url is None:
         raise ConfigurationError("DRAFTALIGN_REDIS_URL must be set: a Redis that outlives any node of the cluster")
@@ -158,7 +163,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("do", choices=("up", "down"))
-    parser.add_argument("--worker-gpus", type=float, default=0.0, help="GPUs of the worker (default: 0, a CPU)")
+    parser.add_argument("--worker-gpus", type=float, default=0.0, help="1, or a part of one (default: 0, a CPU)")
     parser.add_argument("--spread", action="store_true", help="on two nodes; the state directory must be shared")
     given = parser.parse_args()
     ray.init(namespace=NAMESPACE, log_to_driver=False)
