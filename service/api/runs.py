@@ -319,7 +319,7 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
     worker = await context.store(run).worker()
     standing = await read_standing(context, run)
     return (
-        record.model_dump()
+        record.model_dump(exclude={"crc32"})
         | standing
         | {
             "state": to_jsonable_python(read_state(context.layout, run)),

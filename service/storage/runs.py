@@ -11,6 +11,7 @@ import json
 import shutil
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -43,6 +44,7 @@ from service.storage.spool import Upload
 _FLOATS: Final = ("F32", "BF16", "F16")
 #: Prefix of what is being deleted; no run's name begins so.
 _DELETED: Final = ".deleted-"
+_READ_BYTES: Final = 1 << 20
 _CONFIG_INTS: Final = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
@@ -65,6 +67,7 @@ class RunRecord(BaseModel):
     last_rows: LastRows = "all"  # that its drafters read; a run of an older service has not looked, and takes all
     bytes: int
     created: float
+    crc32: int | None = None  # of target.safetensors; of a run of an older service it is not known
 
 
 def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunRecord:
@@ -196,8 +199,8 @@ def load_run(layout: Layout, run: str) -> RunRecord:
     return record
 
 
-def load_target(layout: Layout, run: str) -> MappedFile:
-    """The file that a run was registered with; raises RunDamaged.
+def load_target(layout: Layout, run: str, *, whole: bool = False) -> MappedFile:
+    """The file that a run was registered with; raises RunDamaged. `whole`: compare each byte with what was registered.
 
     A PUT does not replace a damaged one: nobody could tell whether it is the same policy's. Other OSErrors pass as they
     are: a service with too many open files has no damaged target.
@@ -208,7 +211,19 @@ def load_target(layout: Layout, run: str) -> MappedFile:
         read_run_header(run, file.header, begins=False)
     except (WireError, FileNotFoundError, IsADirectoryError) as error:
         raise RunDamaged(run, path, error) from error
+    known = load_run(layout, run).crc32 if whole else None
+    if known is not None and crc32_of(path) != known:
+        raise RunDamaged(run, path, "its bytes are not those that were registered (CRC-32 differs)")
     return file
+
+
+def crc32_of(path: Path) -> int:
+    """CRC-32 of a file, which finds what a disk damages; whoever writes here can forge it. Blocks."""
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            found = zlib.crc32(piece, found)
+    return found
 
 
 def check_same(layout: Layout, existing: RunRecord, record: RunRecord, header: Header) -> None:
@@ -252,6 +267,7 @@ def commit_run(
     """
     layout.make_run(record.run)
     upload.sync()
+    record = record.model_copy(update={"crc32": crc32_of(upload.path)})
     with locked(layout, record.run):
         check_not_withdrawn(layout, record.run)
         if not layout.run_json(record.run).exists():

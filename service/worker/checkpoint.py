@@ -11,7 +11,6 @@ import contextlib
 import json
 import shutil
 import uuid
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ from drafter.training.ranks import Ranks
 from drafter.training.trainer import DrafterTrainer
 from rl_hooks.durable import AtomicDirectory
 from service.errors import WorkerError
+from service.storage.runs import crc32_of
 
 _PREFIX = "checkpoint-"
 _SUMS = "crc32.json"
-_READ_BYTES = 1 << 20
 _MEND = "put back a copy, or move the directory away: the run then goes on from its newest published drafter"
 
 
@@ -114,15 +113,7 @@ def _write(trainer: DrafterTrainer, directory: Path) -> None:
 
 
 def _sums(directory: Path) -> dict[str, int]:
-    return {p.relative_to(directory).as_posix(): _crc32(p) for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
-def _crc32(path: Path) -> int:
-    found = 0
-    with path.open("rb") as file:
-        while piece := file.read(_READ_BYTES):
-            found = zlib.crc32(piece, found)
-    return found
+    return {p.relative_to(directory).as_posix(): crc32_of(p) for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
 def _check_sums(directory: Path) -> None:
@@ -134,7 +125,7 @@ def _check_sums(directory: Path) -> None:
         wanted = dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); {_MEND}") from error
-    found = {name: _crc32(directory / name) if (directory / name).is_file() else None for name in wanted}
+    found = {name: crc32_of(directory / name) if (directory / name).is_file() else None for name in wanted}
     if damaged := sorted(name for name in wanted if found[name] != wanted[name]):
         raise CheckpointError(f"{directory}: {', '.join(damaged)} not as written (CRC-32 differs); {_MEND}")
 

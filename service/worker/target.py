@@ -29,9 +29,9 @@ from drafter.batch import RolloutBatch
 from drafter.errors import TargetHeadError
 from drafter.policy import Policy, TargetHead
 from rl_hooks.wire import LogitMap, MappedFile, WireError
-from service.errors import RunDamaged, WorkerError
+from service.errors import WorkerError
 from service.storage.layout import Layout
-from service.storage.runs import check_registered
+from service.storage.runs import check_registered, load_target
 
 log = logging.getLogger("draftalign.worker")
 
@@ -121,9 +121,9 @@ class Target:
     """The target of a run. `config` is the target's transformers configuration; `device` is where drafters run."""
 
     def __init__(self, layout: Layout, run: str, device: torch.device) -> None:
-        self._path = layout.target(run)
+        self._layout, self._run = layout, run
         self._device = device
-        file = MappedFile(self._path)  # closed again: runs are many, and few of them are at work
+        file = load_target(layout, run, whole=True)  # closed again: runs are many, and few of them are at work
         self._header = file.header
         metadata = self._header.metadata
         self.config: Mapping[str, Any] = json.loads(metadata["config"])
@@ -142,7 +142,7 @@ class Target:
 
     @classmethod
     def open(cls, layout: Layout, run: str, device: torch.device | str = "cpu") -> Self:
-        """Read a registered run; WorkerError when its file is not what PUT /runs accepts."""
+        """Read a run. WorkerError when its file is not what PUT /runs accepts, RunDamaged when it is not as it was sent."""
         try:
             return cls(layout, run, torch.device(device))
         except (KeyError, TypeError, ValueError, OSError) as error:
@@ -154,7 +154,7 @@ class Target:
         names = [n for n in self._header.tensors if n.startswith("drafter.")]
         if not names:
             return None
-        file = MappedFile(self._path)
+        file = load_target(self._layout, self._run, whole=True)
         tensors = {n.removeprefix("drafter."): read_tensor(file, n) for n in names}
         return {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}  # as all that is published
 
@@ -177,10 +177,7 @@ class Target:
 
     def lm_head(self) -> Tensor:
         """The registered head, [V, Ht] on the host as it was sent. RunDamaged: no batch's fault."""
-        try:
-            file = MappedFile(self._path)
-        except WireError as error:
-            raise RunDamaged(self._path.parent.name, self._path, error) from error
+        file = load_target(self._layout, self._run, whole=True)
         return read_tensor(file, "embed_tokens" if self.tied else "lm_head")
 
     @property
@@ -202,8 +199,7 @@ class Target:
             try:
                 self._cached(version, file)
             except (WireError, TargetHeadError) as error:
-                run = self._path.parent.name
-                log.warning("run %s: the head of policy version %d is not used: %s", run, version, error)
+                log.warning("run %s: the head of policy version %d is not used: %s", self._run, version, error)
                 self._received.refuse(version, file)
             else:
                 return version, file

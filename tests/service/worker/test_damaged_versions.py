@@ -28,6 +28,7 @@ from service.errors import RegistryError, RunDamaged
 from service.storage.registry import Registry
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.process import Worker
+from service.worker.target import Target
 
 RUN = "default"
 FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "100"))
@@ -126,6 +127,57 @@ def test_a_bit_that_flips_in_a_checkpoint_is_refused(bench: Bench, worker: Worke
             checkpoint.drafter()
         path.write_bytes(before)
     checkpoint.drafter()
+
+
+def test_a_bit_that_flips_in_what_a_run_was_registered_with_is_refused(bench: Bench) -> None:
+    """In the weights too: an embedding with one huge value makes every drafter of the run useless."""
+    bench.begin()
+    path, rng = bench.layout.target(RUN), random.Random(SEED)
+    for _ in range(FLIPS):
+        before = flip(path, rng)
+        with pytest.raises(
+            RunDamaged, match=r"target\.safetensors of run 'default' is damaged: .*put a copy of it back"
+        ):
+            Target.open(bench.layout, RUN)
+        path.write_bytes(before)
+    target = Target.open(bench.layout, RUN)
+    flip(path, rng)
+    for read in (target.lm_head, lambda: target.initial_drafter):
+        with pytest.raises(RunDamaged):
+            read()
+
+
+def test_a_run_whose_target_is_damaged_says_so_and_goes_on_when_a_copy_is_put_back(
+    bench: Bench, worker: Worker, tmp_path: Path
+) -> None:
+    worker._close()
+    path = bench.layout.target(RUN)
+    copy = shutil.copy2(path, tmp_path / "copy")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    batch = bench.post("b")
+    for _ in range(5):
+        restarted._turn()
+    error = Store(bench.redis, RUN).worker().error
+    assert error is not None
+    assert "target.safetensors of run 'default' is damaged: its bytes are not those that were registered" in error
+    assert bench.state(batch) == "queued", "no batch is to blame"
+    shutil.copy2(copy, path)
+    for _ in range(5):
+        restarted._turn()
+    assert bench.state(batch) == "trained"
+    assert not Store(bench.redis, RUN).worker().error
+    restarted._close()
+
+
+def test_a_run_of_an_older_service_whose_sum_is_not_known_is_opened(bench: Bench) -> None:
+    bench.begin()
+    record = json.loads(bench.layout.run_json(RUN).read_text())
+    assert record.pop("crc32") is not None
+    bench.layout.run_json(RUN).write_text(json.dumps(record))
+    Target.open(bench.layout, RUN)
 
 
 @pytest.mark.parametrize("way", ["a copy is put back", "it is moved away"])

@@ -12,7 +12,7 @@ from worker_fixtures import CONFIG, HIDDEN, LAYERS, VOCAB, Bench, World, joined
 
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
-from service.errors import RunDamaged, WorkerError
+from service.errors import RunDamaged
 from service.worker.inbox import is_batch_fault
 from service.worker.target import Target, read_tensor
 
@@ -208,7 +208,7 @@ def test_strangers_among_the_heads_are_ignored(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["gone", "torn", "config"])
-def test_a_run_that_cannot_be_opened_says_what_to_do(bench: Bench, spoil: str) -> None:
+def test_a_run_whose_file_is_damaged_says_what_to_do(bench: Bench, spoil: str) -> None:
     path = bench.layout.target("default")
     if spoil == "gone":
         path.unlink()
@@ -216,7 +216,7 @@ def test_a_run_that_cannot_be_opened_says_what_to_do(bench: Bench, spoil: str) -
         path.write_bytes(path.read_bytes()[:-1])
     else:
         path.write_bytes(bench.world.run_file(metadata={"config": "not JSON"}))
-    with pytest.raises(WorkerError, match=r"run 'default' cannot be opened: .*PUT /runs/default again"):
+    with pytest.raises(RunDamaged, match=r"target\.safetensors of run 'default' is damaged: .*put a copy of it back"):
         Target.open(bench.layout, "default")
 
 

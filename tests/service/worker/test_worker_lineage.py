@@ -237,8 +237,8 @@ def test_a_run_that_cannot_be_worked_on_is_named_in_the_log_and_the_others_go_on
         run="aa-broken",
         checked=False,
     )
-    bench.register(run="bb-unsized")
-    bench.layout.target("bb-unsized").write_bytes(plain_run_file({k: v for k, v in CONFIG.items() if "inter" not in k}))
+    unsized = plain_run_file({k: v for k, v in CONFIG.items() if "inter" not in k})
+    bench.register(unsized, run="bb-unsized", checked=False)
     bench.register(bench.world.run_file(drafter=bench.world.drafter()))
     batch = bench.post("a")
     worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
