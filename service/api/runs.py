@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -37,8 +36,10 @@ from service.storage.runs import (
     check_open,
     check_same,
     commit_run,
+    crc32_of,
     delete_run,
     forget_unneeded_heads,
+    keep_head,
     load_target,
     read_head_header,
     read_run_header,
@@ -152,12 +153,15 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
         with context.spool.reserve(size), context.spool.upload() as head:
             for part in joined.new_head:
                 await asyncio.to_thread(head.write, part)
-            _keep_head(context, record.run, record.policy_version, head, joined.as_of_ns)
+            crc32 = await asyncio.to_thread(crc32_of, head.path)
+            _keep_head(context, record.run, record.policy_version, head, crc32, joined.as_of_ns)
         await context.soon(context.store(record.run).note_head(record.policy_version))
     return joined.warning
 
 
-def _keep_head(context: ServiceContext, run: str, version: int, head: Upload, as_of_ns: int | None = None) -> None:
+def _keep_head(
+    context: ServiceContext, run: str, version: int, head: Upload, crc32: int, as_of_ns: int | None = None
+) -> None:
     """Store an uploaded head, with the time of its arrival or with an earlier time.
 
     Heads are ordered by their files' times (`Target.at`). So a later head gets a later time whatever the clock says.
@@ -166,9 +170,7 @@ def _keep_head(context: ServiceContext, run: str, version: int, head: Upload, as
     for path in context.layout.heads(run).glob("*.safetensors"):
         with contextlib.suppress(FileNotFoundError):  # the worker deletes old heads
             later = max(later, path.stat().st_mtime_ns + 1)
-    time_ns = later if as_of_ns is None else as_of_ns
-    os.utime(head.path, ns=(time_ns, time_ns))
-    head.keep(context.layout.head(run, version))
+    keep_head(head, context.layout.head(run, version), later if as_of_ns is None else as_of_ns, crc32)
 
 
 async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
@@ -403,7 +405,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         await asyncio.to_thread(check_finite, upload.path)
         registered = await asyncio.to_thread(load_target, context.layout, run)
         await asyncio.to_thread(check_head, context.layout, run, registered, upload.path)
-        _keep_head(context, run, versions[0], upload)
+        _keep_head(context, run, versions[0], upload, await asyncio.to_thread(crc32_of, upload.path))
     await context.soon(context.store(run).note_head(versions[0]))
     return {"run": run, "policy_version": versions[0], "latest_head": versions[0]}
 

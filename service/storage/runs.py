@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import time
 import uuid
@@ -276,13 +277,40 @@ def commit_run(
             # Until the new run.json exists the run is not registered, and no rollouts are accepted for it.
             layout.run_json(record.run).unlink()
             for head in layout.heads(record.run).glob("*.safetensors"):
-                head.unlink()  # of the replaced target
+                delete_head(head)  # of the replaced target
         else:
             check_same(layout, load_run(layout, record.run), record, MappedFile(upload.path).header)
             return False
         upload.keep(layout.target(record.run))
         replace_file(layout.run_json(record.run), record.model_dump_json(indent=1).encode())
     return True
+
+
+def keep_head(upload: Upload, path: Path, came_ns: int, crc32: int) -> None:
+    """Store a received head as of this time (Unix ns), with the sum of its bytes beside it."""
+    os.utime(upload.path, ns=(came_ns, came_ns))
+    _sum_of(path).write_text(f"{came_ns} {crc32}")  # first: with another time it is of another head, and says nothing
+    upload.keep(path)
+
+
+def check_head_bytes(path: Path) -> None:
+    """Raise WireError where a head is not as it was received. One that came without a sum passes. Blocks."""
+    try:
+        came_ns, known = map(int, _sum_of(path).read_text().split())
+    except (FileNotFoundError, ValueError):
+        return
+    if path.stat().st_mtime_ns == came_ns and crc32_of(path) != known:
+        raise WireError("file", "its bytes are not those that were received (CRC-32 differs)")
+
+
+def delete_head(path: Path) -> None:
+    """Delete a head, and the sum beside it; idempotent."""
+    path.unlink(missing_ok=True)
+    _sum_of(path).unlink(missing_ok=True)
+
+
+def _sum_of(head: Path) -> Path:
+    return head.with_suffix(".crc32")
 
 
 def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: int) -> int:
@@ -305,7 +333,7 @@ def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: in
     spare = [path for path, (came, version) in found.items() if came > last_batch_ns and version > newest_policy]
     spare.sort(key=found.__getitem__)
     for path in spare[: max(0, len(spare) - most // 2)]:
-        path.unlink(missing_ok=True)
+        delete_head(path)
         del found[path]
     return len(found)
 

@@ -31,7 +31,7 @@ from drafter.policy import Policy, TargetHead
 from rl_hooks.wire import LogitMap, MappedFile, WireError
 from service.errors import WorkerError
 from service.storage.layout import Layout
-from service.storage.runs import check_registered, load_target
+from service.storage.runs import check_head_bytes, check_registered, delete_head, load_target
 
 log = logging.getLogger("draftalign.worker")
 
@@ -101,7 +101,7 @@ class ReceivedHeads:
         needed = {max(older), max(older.items(), key=_received)[0]}
         for version in older.keys() - needed:
             if older[version].changed_ns <= known[in_force].changed_ns:
-                self.path(version).unlink(missing_ok=True)
+                delete_head(self.path(version))
 
     def _up_to(self, policy_version: int) -> dict[int, Upload]:
         stems = [p.stem for p in self._layout.heads(self._run).glob("*.safetensors")]
@@ -142,7 +142,7 @@ class Target:
 
     @classmethod
     def open(cls, layout: Layout, run: str, device: torch.device | str = "cpu") -> Self:
-        """Read a run. WorkerError when its file is not what PUT /runs accepts, RunDamaged when it is not as it was sent."""
+        """Read a run. WorkerError when its file is no body of PUT /runs, RunDamaged when it is not as it was sent."""
         try:
             return cls(layout, run, torch.device(device))
         except (KeyError, TypeError, ValueError, OSError) as error:
@@ -241,6 +241,7 @@ class Target:
         return Policy(self.policy_version, self.embed_tokens, head)
 
     def _load(self, version: int) -> Policy:
+        check_head_bytes(self._received.path(version))
         file = MappedFile(self._received.path(version))
         head = read_tensor(file, "lm_head")  # [V, Ht]
         if head.shape != self.embed_tokens.shape:  # an older service took some of its rows as well

@@ -148,7 +148,11 @@ def test_a_token_of_some_runs_leaves_room_for_the_runs_of_the_others(
 
 
 def heads(service: RunningService) -> list[int]:
-    return sorted(int(path.stem) for path in service.layout.heads("default").iterdir())
+    """Policy versions whose heads are kept; each has the sum of its bytes beside it, and no other is there."""
+    paths = list(service.layout.heads("default").iterdir())
+    kept, sums = (sorted(int(p.stem) for p in paths if p.suffix == end) for end in (".safetensors", ".crc32"))
+    assert kept == sums
+    return kept
 
 
 def put_head(service: RunningService, version: int) -> httpx.Response:

@@ -10,10 +10,11 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from redis import Redis
 from service_fixtures import HEADERS, RunningService
 from storage_fixtures import Store
@@ -170,6 +171,32 @@ def test_a_run_whose_target_is_damaged_says_so_and_goes_on_when_a_copy_is_put_ba
     assert bench.state(batch) == "trained"
     assert not Store(bench.redis, RUN).worker().error
     restarted._close()
+
+
+def test_a_bit_that_flips_in_a_head_costs_that_head_alone(
+    bench: Bench, serve: Callable[..., RunningService], caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.begin()
+    service = serve()
+    rng, world, sent = random.Random(SEED), bench.world, {}
+    for version in (1, 2):
+        world.heads[version] = world.heads[0] * (1 + 0.01 * version)
+        body = world.head_file(version)
+        assert service.client.put(f"/runs/{RUN}/head", content=body, headers=HEADERS).status_code == 201
+        sent[version] = world.heads[version]
+    path = bench.layout.head(RUN, 2)
+    stat = path.stat()
+    for _ in range(FLIPS):
+        before = flip(path, rng)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # a disk that damages bytes says nothing of it
+        used = Target.open(bench.layout, RUN).at(2).needed_head().lm_head
+        assert torch.equal(used, sent[1]), "the one before is the nearest that is sound"
+        path.write_bytes(before)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert torch.equal(Target.open(bench.layout, RUN).at(2).needed_head().lm_head, sent[2])
+    assert "the head of policy version 2 is not used" in caplog.text
+    Target.open(bench.layout, RUN).forget_before(2, newest=2)
+    assert not path.with_name("1.crc32").exists()
 
 
 def test_a_run_of_an_older_service_whose_sum_is_not_known_is_opened(bench: Bench) -> None:
