@@ -217,7 +217,8 @@ def real(seconds: float) -> list[str]:
             memory, first, most, due = store.info("memory")["used_memory"], number, 0, began
             while time.monotonic() - began < length:
                 if rate:
-                    body = world.rollout_file(f"b-{number}", lengths=[tokens] * ROLLOUTS, policy_version=number // 8)
+                    name, lengths = f"b-{number}", [tokens] * ROLLOUTS
+                    body = world.rollout_file(name, lengths=lengths, policy_version=number // 8, last_rows="predicting")
                     with contextlib.suppress(httpx.HTTPError):
                         sender.post("/rollouts?run=default", content=body, headers=headers)
                     number, size = number + 1, len(body)
@@ -236,7 +237,8 @@ def real(seconds: float) -> list[str]:
                 seen.append((files / spent, used["worker"], api, most, kept))
         store.close()
     drafter = DrafterConfig(16, 16, 32, 2, 1, 8, 40, 30, (1, 2, 3))
-    lines = [f"bytes of a file: {size} measured, {file_bytes(drafter, ROLLOUTS, tokens, 'bfloat16')} planned"]
+    planned = file_bytes(drafter, ROLLOUTS, tokens, "bfloat16", prompt_share=3 / tokens)
+    lines = [f"bytes of a file: {size} measured, {planned} planned"]
     lines.append(f"without posts: API {idle['api']:.4f} cores, worker {idle['worker']:.3f}")
     r0, w0, *_ = seen[1]
     for rate, busy, api, most, kept in seen[1:]:

@@ -19,8 +19,8 @@ from service.settings import Settings
 
 Basis = Literal["arithmetic", "measured on two cores", "assumed"]
 #: Measured on two shared cores: CPU seconds of the API for a GiB, a post, a report of an engine, a push to one; idle.
-INGEST_CPU: Final = 1.6
-POST_CPU: Final = 0.0056
+INGEST_CPU: Final = 1.0
+POST_CPU: Final = 0.0025
 IDLE_CPU: Final = 0.003
 REPORT_CPU: Final = 0.003
 PUSH_CPU: Final = 0.00013
@@ -29,8 +29,8 @@ REPORT_SECONDS: Final = 5.0
 #: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days within the default
 #: `remembered_bytes`; of a batch's scores, of which 4,608 batches are kept.
 FATE_BYTES: Final = 106
-BATCH_BYTES: Final = 74 * 8
-SCORE_BYTES: Final = 164 * 8
+BATCH_BYTES: Final = 94 * 8
+SCORE_BYTES: Final = 162 * 8
 _SCORES_KEPT: Final = 4608
 _KEPT_DAYS: Final = 7
 _REMEMBERED_BYTES: Final = 128 * 2**20  # of a run
