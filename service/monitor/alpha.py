@@ -140,9 +140,10 @@ def attempts(
     """Tell a trainer's attempts apart, oldest first; there always is one.
 
     `returns`: Unix seconds, ascending, at which a trainer registered again below the policy version that came last. The
-    next attempt begins at the first of the next `_IN_A_ROW` batches, by arrival, that is below what came before. Where
-    nobody registers, it begins at the first of `_IN_A_ROW` batches that are all more than `max_lag` policy versions
-    below what came before. A single batch of an absurd version is not taken for the policy.
+    next attempt begins at the first of the next `_IN_A_ROW` batches, by arrival, that is two versions or more below
+    what came before, with the two after it below as well: one that is alone is only late. Where nobody registers, it
+    begins at the first of `_IN_A_ROW` batches that are all more than `max_lag` policy versions below what came before.
+    A single batch of an absurd version is not taken for the policy.
     """
     reach = _USUAL_LAG if max_lag is None else max_lag
     records = sorted((s for s in scores if s.policy_version is not None), key=lambda score: score.arrival)
@@ -155,7 +156,8 @@ def attempts(
             waiting.popleft()
             expected = _IN_A_ROW
         ahead = policies[index : index + _IN_A_ROW]
-        if (expected and policy < top) or (len(ahead) == _IN_A_ROW and max(ahead) < top - reach):
+        returned = expected and policy < top - 1 and max(ahead[:3]) < top
+        if returned or (len(ahead) == _IN_A_ROW and max(ahead) < top - reach):
             starts.append(index)
             expected, top = 0, -math.inf
         expected = max(0, expected - 1)

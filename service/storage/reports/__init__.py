@@ -347,9 +347,12 @@ class AsyncStore:
         await self._redis.set(self._keys.latest_head, policy_version)
 
     async def note_registration(self, policy_version: int) -> None:
-        """Note that a trainer registered again, where it does so below the policy version that came last."""
+        """Note that a trainer registered again, where it does so below the policy version that came last.
+
+        By three and more: an engine registers as well, and may be a step or two behind.
+        """
         newest = await self.latest_policy()
-        if newest is not None and policy_version < newest:
+        if newest is not None and policy_version < newest - 2:
             with contextlib.suppress(OutOfMemoryError):  # curves of two attempts are one then
                 await self._redis.xadd(self._keys.returns, {"to": policy_version}, maxlen=_RETURNS, approximate=False)
 

@@ -194,12 +194,13 @@ def test_a_trainer_that_starts_again_opens_another_attempt() -> None:
 
 
 def test_a_trainer_that_registers_again_opens_an_attempt_however_early_it_starts_again() -> None:
-    for died in (1, 2, 5, 13, 18, 60):
+    for died in (3, 5, 13, 18, 60):
         first, again = list(range(died + 1)), list(range(30))
         assert split(first + again, returns=[died + 1]) == [first, again], died
     resumed = [10, 11, 12, 13, 14]
     assert split([*range(14), *resumed], returns=[14]) == [list(range(14)), resumed]
-    assert split([0, 1, 0, 1, 0, 1, 2], returns=[2, 4]) == [[0, 1], [0, 1], [0, 1, 2]]
+    assert split([0, 1, 2, 3, 0, 1, 2, 3, 0, 1], returns=[4, 8]) == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1]]
+    assert split([0, 1, 2, 3, 0], returns=[4])[1] == [0], "at its first batch already"
     first, again = list(range(14)), list(range(8))
     assert split([*first, 13, 13, *again], returns=[14]) == [[*first, 13, 13], again], "an engine had sent some more"
     assert split([*range(100), *range(12), *range(60)], returns=[100, 112])[1:] == [list(range(12)), list(range(60))]
@@ -212,6 +213,17 @@ def test_a_trainer_that_registers_again_and_goes_on_opens_no_attempt() -> None:
     assert split(steps, returns=[0, 40]) == [steps], "and nothing came before or after"
     late = [*range(20), *range(20, 30), 28, *range(30, 40)]
     assert split(late, returns=[20]) == [late], "what is late after its first eight batches is only late"
+
+
+@pytest.mark.parametrize(("late", "most"), [((0,), 0), ((0, 0, 1), 0), ((0, 0, 0, 1, 1, 2), 100)])
+def test_a_registration_in_the_middle_of_a_run_hardly_opens_an_attempt(late: tuple[int, ...], most: int) -> None:
+    """1,000 runs of four batches a step, each so many versions late; somebody registers far below at any moment."""
+    opened = 0
+    for seed in range(1000):
+        draw = random.Random(seed)
+        policies = [max(0, step - draw.choice(late)) for step in range(60) for _ in range(4)]
+        opened += len(split(policies, returns=[draw.randrange(len(policies))])) > 1
+    assert opened <= most
 
 
 def test_late_or_absurd_batches_open_no_attempt() -> None:
