@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ from rl_hooks.format.engines import EngineName, limits
 from service.errors import WorkerError
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.runs import read_run_header
+from service.storage.runs import commit_run, read_run_header
+from service.storage.spool import Spool
 from service.worker.lineage import Lineage
 from service.worker.target import Target
 
@@ -58,9 +60,12 @@ def put_runs(case: Case, directory: Path) -> None:
 
 
 def worker(case: Case, directory: Path) -> None:
-    layout = Layout(directory / "state")
-    layout.make_run("run")
-    layout.target("run").write_bytes(run_body(case))
+    layout, body = Layout(directory / "state"), run_body(case)
+    with mock.patch("service.storage.runs._check_for_worker"):  # its verdict is asked by itself
+        record = read_run_header("run", wire.parse_header(body))
+    with Spool(layout).upload() as upload:
+        upload.write(body)
+        commit_run(layout, record, upload)
     settings = Settings(state_dir=layout.root)
     Lineage(settings, layout, "run", Target.open(layout, "run")).begin()
 

@@ -28,9 +28,10 @@ from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import Captured, score_rows
 from rl_hooks.sending.registration import _LOGIT_RULES, RunRegistration, head_weight
 from rl_hooks.trainer.capture import FeatureCapture, find_decoder
-from rl_hooks.wire import LogitMap, WireError
+from rl_hooks.wire import LogitMap, WireError, parse_header
 from service.storage.layout import Layout
-from service.storage.runs import read_run_header
+from service.storage.runs import commit_run, read_run_header
+from service.storage.spool import Spool
 from service.worker.target import Target
 
 AUX = (1, 3, 4)
@@ -103,9 +104,10 @@ def rollouts(seen: Observed, temperature: float = 1.0) -> RolloutBatch:
 
 def registered(seen: Observed, directory: Path) -> Target:
     """What the worker makes of the registration's bytes."""
-    layout = Layout(directory)
-    layout.make_run("families")
-    layout.target("families").write_bytes(b"".join(bytes(part) for part in seen.registration.encode()))
+    layout, body = Layout(directory), b"".join(bytes(part) for part in seen.registration.encode())
+    with Spool(layout).upload() as upload:
+        upload.write(body)
+        commit_run(layout, read_run_header("families", parse_header(body)), upload)
     return Target.open(layout, "families")
 
 

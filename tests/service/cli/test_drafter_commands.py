@@ -55,6 +55,8 @@ from rl_hooks.sending.features import as_wire
 from service.cli.main import app
 from service.errors import ConfigurationError
 from service.storage.layout import Layout
+from service.storage.runs import commit_run, read_run_header
+from service.storage.spool import Spool
 
 ENTERING = list(LAYERS)
 ROOT = Path(__file__).resolve().parents[3]
@@ -236,14 +238,20 @@ def test_eval_refuses_rollouts_with_the_states_of_other_layers(
     assert "reads the states entering layers" in refused("eval", other, rollouts, "--target", embedding)
 
 
+def registered(run: str, world: World, directory: Path) -> Layout:
+    """A state directory with this run."""
+    layout, body = Layout(directory), world.run_file()
+    with Spool(layout).upload() as upload:
+        upload.write(body)
+        commit_run(layout, read_run_header(run, wire.parse_header(body)), upload)
+    return layout
+
+
 def test_eval_takes_the_embedding_of_each_policy_version_from_a_run(tmp_path: Path) -> None:
     """Tied heads move the embedding; a drafter that is fed the old one drafts worse than it does live."""
     world = World(tied=True)
     moved = world.move_head(5)
-    layout = Layout(tmp_path / "state")
-    layout.make_run("tied")
-    layout.target("tied").write_bytes(world.run_file())
-    layout.run_json("tied").write_text("{}")
+    layout = registered("tied", world, tmp_path / "state")
     layout.head("tied", 5).write_bytes(world.head_file(5))
     directory = tmp_path / "drafter"
     directory.mkdir()
@@ -275,10 +283,7 @@ LATENT = {
 def test_eval_scores_an_mtp_module_with_the_head_of_each_policy_version(tmp_path: Path) -> None:
     world = World()
     moved = world.move_head(5)
-    layout = Layout(tmp_path / "state")
-    layout.make_run("mtp")
-    layout.target("mtp").write_bytes(world.run_file())
-    layout.run_json("mtp").write_text("{}")
+    layout = registered("mtp", world, tmp_path / "state")
     layout.head("mtp", 5).write_bytes(world.head_file(5))
     torch.manual_seed(0)
     module = MtpDrafter(MtpConfig.from_target(CONFIG | LATENT))
