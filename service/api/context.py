@@ -235,7 +235,6 @@ class ServiceContext:
         registered = self.layout.run_names()
         for run in {*self._runs, *self._series, *self._engines, *self._recent}.difference(registered):
             self.drop(run)  # another process deleted it
-        await self._shorten_memory(registered)
         for run in registered:
             most = 0 if full else settings.dead_letter_bytes
             given_up = await self.dead(run).sweep(older_than_seconds=settings.dead_letter_seconds, max_bytes=most)
@@ -246,6 +245,7 @@ class ServiceContext:
                 if await self.queue(run).disown(blob.partition(".")[0], blob):
                     self.spool.delete(run, blob)
                     gone += 1
+        await self._shorten_memory(registered)
         return gone
 
     async def _shorten_memory(self, runs: Sequence[str]) -> None:
@@ -257,7 +257,8 @@ class ServiceContext:
         most = fair_bound(list(held.values()), 2 * self.settings.remembered_bytes)
         for run in (run for run, size in held.items() if size > most):
             size = await self.queue(run).shorten(most)
-            log.info("run %s: what Redis remembers of ended batches was cut to %.1f MiB", run, size / (1 << 20))
+            if size < held[run]:
+                log.info("run %s: what Redis remembers of ended batches was cut to %.1f MiB", run, size / (1 << 20))
 
 
 def _signing_key(path: Path | None) -> SigningKey | None:

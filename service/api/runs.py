@@ -155,7 +155,8 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
                 await asyncio.to_thread(head.write, part)
             crc32 = await asyncio.to_thread(crc32_of, head.path)
             _keep_head(context, record.run, record.policy_version, head, crc32, joined.as_of_ns)
-        await context.soon(context.store(record.run).note_head(record.policy_version))
+        if joined.as_of_ns is None:  # else a later one stays in force
+            await context.soon(context.store(record.run).note_head(record.policy_version))
     return joined.warning
 
 

@@ -150,8 +150,9 @@ def attempts(
     policies = [record.policy_version or 0 for record in records]
     starts, top = [0], -math.inf
     falls = any(policy < highest - reach for policy, highest in zip(policies, accumulate(policies, max), strict=True))
-    expected, waiting = 0, deque(returns)  # batches of which one may be the first of a trainer that has returned
-    for index, policy in enumerate(policies) if falls or returns else ():
+    kept = [time for time in returns if records and time > _arrived(records[0])]  # what was before them is forgotten
+    expected, waiting = 0, deque(kept)  # batches of which one may be the first of a trainer that has returned
+    for index, policy in enumerate(policies) if falls or kept else ():
         while waiting and waiting[0] < _arrived(records[index]):
             waiting.popleft()
             expected = _IN_A_ROW

@@ -289,7 +289,8 @@ def commit_run(
 def keep_head(upload: Upload, path: Path, came_ns: int, crc32: int) -> None:
     """Store a received head as of this time (Unix ns), with the sum of its bytes beside it."""
     os.utime(upload.path, ns=(came_ns, came_ns))
-    _sum_of(path).write_text(f"{came_ns} {crc32}")  # first: with another time it is of another head, and says nothing
+    # First: with another time it is of another head, and says nothing.
+    replace_file(_sum_of(path), f"{came_ns} {crc32}".encode())
     upload.keep(path)
 
 

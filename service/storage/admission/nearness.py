@@ -152,7 +152,8 @@ def _kept_heads(layout: Layout, run: str, registered: MappedFile) -> list[_Head]
         # The worker may have just deleted it, or it is damaged: the others suffice.
         with contextlib.suppress(OSError, WireError):
             head = _Head.of(MappedFile(path), int(path.stem), path.stat().st_mtime_ns)
-            if head.tokens == found[0].tokens:  # an older service took some of its rows as well
+            # An older service took some rows as well, or all of them in another order.
+            if "ids" not in head.file and head.tokens == found[0].tokens:
                 found.append(head)
     return found
 

@@ -211,6 +211,8 @@ def test_a_trainer_that_registers_again_and_goes_on_opens_no_attempt() -> None:
     assert split(steps, returns=[20]) == [steps], "it went on where it was"
     assert split([*range(21), *range(20, 40)], returns=[21]) == [[*range(21), *range(20, 40)]], "with the same step"
     assert split(steps, returns=[0, 40]) == [steps], "and nothing came before or after"
+    old = [20, 22, 20, 21, 20, 21, 22, 23]
+    assert split(old, returns=[0]) == [old], "records of before it are forgotten: it says nothing of what is left"
     late = [*range(20), *range(20, 30), 28, *range(30, 40)]
     assert split(late, returns=[20]) == [late], "what is late after its first eight batches is only late"
 

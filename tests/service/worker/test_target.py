@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from worker_fixtures import CONFIG, HIDDEN, LAYERS, VOCAB, Bench, World, joined
@@ -24,8 +25,10 @@ def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
         yield made
 
 
-def put(bench: Bench, version: int, lm_head: torch.Tensor) -> None:
+def put(bench: Bench, version: int, lm_head: torch.Tensor, ids: list[int] | None = None) -> None:
     tensors = {"lm_head": as_wire(lm_head)}
+    if ids is not None:  # as an older service took them
+        tensors["ids"] = wire.Tensor.of(np.array(ids, np.int32), "I32")
     meta = {"format": wire.HEAD_FORMAT, "policy_version": str(version)}
     bench.layout.head("default", version).write_bytes(joined(wire.encode(tensors, meta)))
 
@@ -98,7 +101,8 @@ def test_a_head_of_some_rows_which_an_older_service_took_is_passed_over(
     target = Target.open(bench.layout, "default")
     put(bench, 1, head(1.0))
     put(bench, 2, head(2.0, rows=4))
-    assert in_force(target, 2) == 1.0
+    put(bench, 3, head(3.0), ids=list(range(VOCAB))[::-1])
+    assert in_force(target, 3) == 1.0
     assert "the head of policy version 2 is not used: it is [4, " in caplog.text
 
 
