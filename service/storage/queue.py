@@ -50,7 +50,7 @@ COUNTERS: Final = (
 HELD: Final = ("items", "bytes", "rollouts", "accepted_total", "put_back_total", "newest")
 EndState = Literal["trained", "skipped"]
 _LUA: Final = Path(__file__).with_name("lua")
-#: Batches that one call of `shorten.lua` looks at: Redis does nothing else meanwhile (36 ms where they have 2,000 rollouts each).
+#: Batches that one call of `shorten.lua` looks at. Redis does nothing else meanwhile: 36 ms at 2,000 rollouts each.
 _SHORTENED_AT_ONCE: Final = 64
 
 
