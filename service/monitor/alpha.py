@@ -135,14 +135,15 @@ class Attempt(Generic[_Scored]):
 
 
 def attempts(
-    scores: Iterable[_Scored], max_lag: int | None = None, returns: Sequence[float] = ()
+    scores: Iterable[_Scored], max_lag: int | None = None, returns: Sequence[tuple[float, int]] = ()
 ) -> list[Attempt[_Scored]]:
     """Tell a trainer's attempts apart, oldest first; there always is one.
 
-    `returns`: Unix seconds, ascending, at which a trainer registered again below the policy version that came last. The
-    next attempt begins at the first of the next `_IN_A_ROW` batches, by arrival, that is two versions or more below
-    what came before, with the two after it below as well: one that is alone is only late. Where nobody registers, it
-    begins at the first of `_IN_A_ROW` batches that are all more than `max_lag` policy versions below what came before.
+    `returns`: Unix seconds, ascending, at which a trainer registered again below the policy version that came last, and
+    at which version. The next attempt begins at the first of the next `_IN_A_ROW` batches, by arrival, that is nearer
+    to that version than to what came before; the two after it, once they have come, must be below what came before as
+    well. What is nearer to what came before, or alone, is only late. Where nobody registers, the next attempt begins at
+    the first of `_IN_A_ROW` batches that are all more than `max_lag` policy versions below what came before.
     A single batch of an absurd version is not taken for the policy.
     """
     reach = _USUAL_LAG if max_lag is None else max_lag
@@ -150,14 +151,13 @@ def attempts(
     policies = [record.policy_version or 0 for record in records]
     starts, top = [0], -math.inf
     falls = any(policy < highest - reach for policy, highest in zip(policies, accumulate(policies, max), strict=True))
-    kept = [time for time in returns if records and time > _arrived(records[0])]  # what was before them is forgotten
-    expected, waiting = 0, deque(kept)  # batches of which one may be the first of a trainer that has returned
+    kept = [one for one in returns if records and one[0] > _arrived(records[0])]  # what was before them is forgotten
+    expected, to, waiting = 0, 0, deque(kept)  # batches of which one may be the first of a trainer that has returned
     for index, policy in enumerate(policies) if falls or kept else ():
-        while waiting and waiting[0] < _arrived(records[index]):
-            waiting.popleft()
-            expected = _IN_A_ROW
+        while waiting and waiting[0][0] < _arrived(records[index]):
+            expected, to = _IN_A_ROW, waiting.popleft()[1]
         ahead = policies[index : index + _IN_A_ROW]
-        returned = expected and policy < top - 1 and max(ahead[:3]) < top
+        returned = expected and policy < top - 1 and policy - to < top - policy and max(ahead[:3]) < top
         if returned or (len(ahead) == _IN_A_ROW and max(ahead) < top - reach):
             starts.append(index)
             expected, top = 0, -math.inf

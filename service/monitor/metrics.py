@@ -64,7 +64,7 @@ class RunSnapshot:
     replayed: Sequence[Replay] | None = None
     acceptances: Sequence[AcceptanceRecord] = ()
     history: Sequence[RunEvent] = ()
-    returns: Sequence[float] = ()
+    returns: Sequence[tuple[float, int]] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
     worker: WorkerGauges = field(default_factory=WorkerGauges)
     latest: ServedDrafter | None = None

@@ -173,8 +173,8 @@ class Series:
     def _touch(self, policies: Iterable[int | None]) -> None:
         self._stale.update(policy for policy in policies if policy is not None)
 
-    def _order(self, returns: Sequence[float]) -> None:
-        """Put the batches into order, and tell attempts apart. `returns`: when a trainer went back."""
+    def _order(self, returns: Sequence[tuple[float, int]]) -> None:
+        """Put the batches into order, and tell attempts apart. `returns`: when a trainer went back, and whereto."""
         began = self._attempts[-1].began
         ordered = sorted(self._batches.values(), key=lambda batch: batch.arrival)
         self._attempts = attempts(ordered, self._max_lag, returns)

@@ -356,10 +356,10 @@ class AsyncStore:
             with contextlib.suppress(OutOfMemoryError):  # curves of two attempts are one then
                 await self._redis.xadd(self._keys.returns, {"to": policy_version}, maxlen=_RETURNS, approximate=False)
 
-    async def returns(self) -> list[float]:
-        """When trainers went back, in Unix seconds of the clock that batches are ordered by, oldest first."""
+    async def returns(self) -> list[tuple[float, int]]:
+        """When trainers went back, in Unix seconds of the clock that batches are ordered by, and to which version."""
         found = await self._redis.xrange(self._keys.returns)
-        return [int(_text(name).partition("-")[0]) / 1000.0 for name, _ in found]
+        return [(int(_text(name).partition("-")[0]) / 1000.0, int(fields[b"to"])) for name, fields in found]
 
 
 def glob_escape(text: str) -> str:
