@@ -356,6 +356,19 @@ def test_a_dead_batch_whose_file_is_kept_outlives_a_cut_until_such_take_twice_th
     assert shorten(bench, 3 * each) == pytest.approx(6 * each, abs=20)
 
 
+def test_a_cut_goes_on_behind_many_dead_batches_whose_files_are_kept(bench: Bench) -> None:
+    for number in range(300):
+        bench.put(make_batch(number))
+        (entry,) = bench.claim()
+        bench.worker.dead_letter(entry, "bad", keep_file=True)
+    dead = remembered(bench)
+    train(bench, *range(300, 330))
+    assert remembered(bench) > dead
+    assert shorten(bench, dead * 2 // 3) == pytest.approx(dead, abs=20), "those are spared below twice the bound"
+    assert all(bench.worker.batch(make_batch(number).batch_id) for number in (0, 299))
+    assert not any(bench.worker.batch(make_batch(number).batch_id) for number in range(300, 330))
+
+
 @pytest.mark.parametrize("held", [[], [5], [0, 0], [3, 9, 100], [50, 50, 50], [1, 2, 3, 400, 400]])
 @pytest.mark.parametrize("most", [0, 1, 60, 90, 10_000])
 def test_a_fair_bound_is_the_largest_that_keeps_the_sum(held: list[int], most: int) -> None:
