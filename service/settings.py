@@ -8,7 +8,6 @@ DRAFTALIGN_TOKENS="s3cret:write,read;0ther:admin" two tokens with their scopes
 from __future__ import annotations
 
 import ipaddress
-import shutil
 from pathlib import Path
 from typing import Final, Literal, Self
 from urllib.parse import urlsplit
@@ -120,7 +119,10 @@ class Settings(BaseSettings):
         131_072, gt=0, description="Most rollouts in a run's queue; above it 429. Redis has a key for each."
     )
     queue_max_bytes: int | None = Field(
-        None, gt=0, description="Most bytes in a run's queue; above it 429. Unset: 3/4 of the size of the spool's disk."
+        None,
+        gt=0,
+        description="Most bytes in a run's queue; above it 429. Set or not, a run gets at most 3/4 of what it has and"
+        " what is free on the spool's disk.",
     )
     spool_min_free_bytes: int = Field(256 * MIB, ge=0, description="Free disk below which uploads get 429.")
     spool_fsync: bool = Field(False, description="Force each rollout file to disk before its 202.")
@@ -230,15 +232,6 @@ class Settings(BaseSettings):
             raise ValueError(f"drafters_url must begin with one of {', '.join(OBJECT_SCHEMES)}")
         self.token_scopes()
         return self
-
-    @property
-    def queue_limit_bytes(self) -> int:
-        """Bytes at which a run's queue is full. The rest is for checkpoints, drafters, other runs."""
-        if self.queue_max_bytes is not None:
-            return self.queue_max_bytes
-        directory = self.state_dir.absolute()
-        there = next(path for path in (directory, *directory.parents) if path.exists())  # it may be made later
-        return shutil.disk_usage(there).total * 3 // 4
 
     def token_scopes(self) -> dict[str, frozenset[Scope]]:
         """Map each configured token to its scopes; `admin` includes the others."""

@@ -106,7 +106,7 @@ def sample_run(
         }
     counters = {"items": 2, "bytes": 9_400_000, "accepted_total": policies} if policies else {"items": 0, "bytes": 0}
     latest = {"version": f"v{version:06d}-{version:08x}", "sequence": sequence, "created": now} if version else None
-    return stored(scores, acceptances, history, counters, worker, latest)
+    return stored(scores, acceptances, history, counters, worker, latest, queue_limit_bytes=16 << 30)
 
 
 def _event(
@@ -170,7 +170,7 @@ def serving(
                 document = run_document(run, runs[run], Settings(), None if attempt is None else int(attempt))
                 self._answer(200, "application/json", json.dumps(document, allow_nan=False).encode())
             elif url.path == "/metrics":
-                self._answer(200, CONTENT_TYPE, render(runs, queue_limit_bytes=16 << 30))
+                self._answer(200, CONTENT_TYPE, render(runs))
             else:
                 server.unexpected.append(self.path)  # type: ignore[attr-defined]
                 self._answer(404, "text/plain", b"")

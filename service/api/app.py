@@ -112,7 +112,7 @@ async def _reap(context: ServiceContext) -> None:
             if gone:
                 log.info("removed %d spooled files that no queue entry names", gone)
         except (RedisError, OSError) as error:
-            log.debug("the spool was not swept: %s", error)
+            log.warning("the spool was not swept: %s", error)
         await asyncio.sleep(_REAP_SECONDS)
 
 
@@ -163,7 +163,6 @@ async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
         metrics.render,
         snapshots,
         unreadable=unreadable,
-        queue_limit_bytes=context.settings.queue_limit_bytes,
         token_file_broken=None if context.settings.token_file is None else context.tokens.trouble is not None,
     )
 

@@ -145,6 +145,20 @@ class ServiceContext:
             self._series[run] = Series(self.store(run), self.settings.max_policy_lag)
         return self._series[run]
 
+    def share_bytes(self, held: int, run: str = "") -> int:
+        """Bytes that one run may have of the spool's disk, where its files there take `held`, with those on their way.
+
+        Three quarters of those and of what is free, so that others always find room. (Dynamic thresholds: Choudhury and
+        Hahne, IEEE/ACM Transactions on Networking 6(2), 1998.)
+        """
+        free = self.spool.free_bytes() - self.settings.spool_min_free_bytes
+        return (held + self.spool.reserved_bytes(run) + max(free, 0)) * 3 // 4
+
+    def queue_limit_bytes(self, held: int, run: str) -> int:
+        """Bytes at which the queue of a run that holds `held` is full."""
+        share = self.share_bytes(held, run)
+        return share if self.settings.queue_max_bytes is None else min(share, self.settings.queue_max_bytes)
+
     def dead(self, run: str) -> DeadLetters:
         """The dead batches of a run."""
         return DeadLetters(self.redis, self.queue(run))
@@ -228,24 +242,31 @@ class ServiceContext:
         They come from a crash between rename and enqueue, or between acknowledgement and deletion; or they are of dead
         batches, and kept for too long, too large together, or in the way while the disk is nearly full.
         """
-        settings, age = self.settings, self.settings.orphan_age_seconds
+        settings = self.settings
         full = self.spool.free_bytes() < settings.spool_min_free_bytes
-        gone = await asyncio.to_thread(self.spool.reap_uploads, age)
+        gone = await asyncio.to_thread(self.spool.reap_uploads, settings.orphan_age_seconds)
         await asyncio.to_thread(sweep_deleted, self.layout)
         registered = self.layout.run_names()
         for run in {*self._runs, *self._series, *self._engines, *self._recent}.difference(registered):
             self.drop(run)  # another process deleted it
         for run in registered:
-            most = 0 if full else settings.dead_letter_bytes
-            given_up = await self.dead(run).sweep(older_than_seconds=settings.dead_letter_seconds, max_bytes=most)
-            for blob in given_up:
-                self.spool.delete(run, blob)
-            for blob in await asyncio.to_thread(self.spool.old_blobs, run, age):
-                # One atomic step: a paused API process may enqueue this file now (docs/guide/operating.md).
-                if await self.queue(run).disown(blob.partition(".")[0], blob):
-                    self.spool.delete(run, blob)
-                    gone += 1
+            try:
+                gone += await self._reap_run(run, 0 if full else settings.dead_letter_bytes)
+            except (redis.exceptions.RedisError, OSError) as error:  # while Redis is full, the cut below is what helps
+                log.warning("run %s: its spool was not swept: %s", run, error)
         await self._shorten_memory(registered)
+        return gone
+
+    async def _reap_run(self, run: str, dead_bytes: int) -> int:
+        settings, gone = self.settings, 0
+        given_up = await self.dead(run).sweep(older_than_seconds=settings.dead_letter_seconds, max_bytes=dead_bytes)
+        for blob in given_up:
+            self.spool.delete(run, blob)
+        for blob in await asyncio.to_thread(self.spool.old_blobs, run, settings.orphan_age_seconds):
+            # One atomic step: a paused API process may enqueue this file now (docs/guide/operating.md).
+            if await self.queue(run).disown(blob.partition(".")[0], blob):
+                self.spool.delete(run, blob)
+                gone += 1
         return gone
 
     async def _shorten_memory(self, runs: Sequence[str]) -> None:

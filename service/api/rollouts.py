@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
+from redis.exceptions import OutOfMemoryError
 from starlette.responses import FileResponse
 
 from rl_hooks.wire import (
@@ -95,15 +96,17 @@ async def post_rollouts(
     """Queue one rollout file. Send `Expect: 100-continue`, so that a refusal costs no transfer."""
     length = check_announcement(request, context.settings.max_body_bytes)
     check_room(context, length)
+    limit_bytes = 0
     if run is None:
         await context.check_redis()  # without it the body could not be queued
     else:
         context.run(run)
         check_open(context.layout, run, for_rollouts=True)
-        await _check_queue(context, run, length)
+        limit_bytes = await _check_queue(context, run, length)
     headers: list[RolloutHeader] = []
 
     async def on_header(header: Header) -> None:
+        nonlocal limit_bytes
         rollouts = check_rollout_header(header)
         if run is not None and rollouts.run != run:
             raise WireError("run", f"the request names run {run!r}, the file {rollouts.run[:80]!r}")
@@ -126,10 +129,10 @@ async def post_rollouts(
         _check_run(context.run(rollouts.run), rollouts)
         if run is None:
             check_open(context.layout, rollouts.run, for_rollouts=True)
-            await _check_queue(context, rollouts.run, length)
+            limit_bytes = await _check_queue(context, rollouts.run, length)
         headers.append(rollouts)
 
-    with context.spool.reserve(length), context.spool.upload() as upload:
+    with context.spool.reserve(length, run or ""), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         header = headers[0]
         record = context.run(header.run)
@@ -137,7 +140,7 @@ async def post_rollouts(
             _check_index(upload, header, record.vocab_size)
         else:
             await asyncio.to_thread(_check_index, upload, header, record.vocab_size)
-        outcome = await _enqueue(context, upload, header, length)
+        outcome = await _enqueue(context, upload, header, length, limit_bytes)
     duplicate = outcome.outcome == "duplicate"
     response.status_code = 200 if duplicate else 202
     return Receipt.model_validate(
@@ -164,25 +167,30 @@ def _warning(outcome: Enqueued, rollouts: int) -> str | None:
     return None
 
 
-async def _check_queue(context: ServiceContext, run: str, length: int) -> None:
+async def _check_queue(context: ServiceContext, run: str, length: int) -> int:
+    """Refuse a file that would not fit the run's queue; returns the bytes at which that is full."""
     settings = context.settings
-    if settings.overflow == "drop_oldest":
-        await context.check_redis()
-        return  # room is made when the entry is added
     items, size, rollouts = await context.soon(context.queue(run).depth())
+    coming = context.spool.reserved_bytes(run)
+    limit_bytes = context.queue_limit_bytes(size, run)
     full = items >= settings.queue_max_items or rollouts >= settings.queue_max_rollouts
-    if full or size + length > settings.queue_limit_bytes:
+    full = full or size + coming + length > limit_bytes
+    if settings.overflow == "drop_oldest":
+        full = coming + length > limit_bytes  # else room is made when the entry is added
+    if full:
         await context.soon(context.queue(run).count_rejected())
-        raise _queue_full(context, run, f"{items} batches, {size} bytes, {rollouts} rollouts")
+        held = f"{items} batches, {size} bytes and {coming} on their way, {rollouts} rollouts"
+        raise _queue_full(context, run, held, limit_bytes)
+    return limit_bytes
 
 
-def _queue_full(context: ServiceContext, run: str, held: str) -> Problem:
+def _queue_full(context: ServiceContext, run: str, held: str, limit_bytes: int) -> Problem:
     settings = context.settings
     return Problem(
         429,
         "queue-full",
         f"the queue of run {run!r} holds {held}; the limits are {settings.queue_max_items} batches, "
-        f"{settings.queue_limit_bytes} bytes and {settings.queue_max_rollouts} rollouts. Try again when the worker has "
+        f"{limit_bytes} bytes and {settings.queue_max_rollouts} rollouts. Try again when the worker has "
         "caught up",
         headers={"Retry-After": str(settings.retry_after_seconds)},
     )
@@ -221,7 +229,9 @@ def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None
     check_index(header, input_ids, cu_seqlens, loss_mask, vocab_size, aux_rows)
 
 
-async def _enqueue(context: ServiceContext, upload: Upload, header: RolloutHeader, length: int) -> Enqueued:
+async def _enqueue(
+    context: ServiceContext, upload: Upload, header: RolloutHeader, length: int, limit_bytes: int
+) -> Enqueued:
     """Move the file into the spool, then add its queue entry: an entry never names a missing file.
 
     If Redis fails in between, the entry may or may not exist, so the file stays. Without an entry the reaper deletes
@@ -248,7 +258,7 @@ async def _enqueue(context: ServiceContext, upload: Upload, header: RolloutHeade
         policy_version_max=header.policy_version_max,
         rollout_ids=header.rollout_ids,
     )
-    finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch))
+    finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch, limit_bytes))
     try:
         for seconds in (PROBE_SECONDS, _AWAKE_SECONDS):
             done, _ = await asyncio.wait({finishing}, timeout=seconds)
@@ -271,11 +281,26 @@ def _tell_late(batch_id: str, finishing: asyncio.Future[Enqueued]) -> None:
         log.warning("batch %s, of a client that waits no more: %s", batch_id, error or finishing.result().outcome)
 
 
-async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> Enqueued:
+async def _delete_unless_named(context: ServiceContext, run: str, batch: Batch) -> dict[str, str] | None:
+    """Delete a file that was not queued; returns what the queue knows of its batch.
+
+    It may name this very file: Redis stored the entry, its answer was lost, and redis-py's retry found it.
+    """
+    first = await context.queue(run).batch(batch.batch_id)
+    if first is None or first["blob"] != batch.blob:
+        context.spool.delete(run, batch.blob)
+    return first
+
+
+async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, limit_bytes: int) -> Enqueued:
     settings, spool = context.settings, context.spool
-    outcome = await context.queue(run).enqueue(
-        batch, max_items=settings.queue_max_items, max_bytes=settings.queue_limit_bytes, overflow=settings.overflow
-    )
+    try:
+        outcome = await context.queue(run).enqueue(
+            batch, max_items=settings.queue_max_items, max_bytes=limit_bytes, overflow=settings.overflow
+        )
+    except OutOfMemoryError:  # the script changed nothing, and each try leaves a file
+        await _delete_unless_named(context, run, batch)
+        raise
     for dropped in outcome.dropped:
         spool.delete(run, dropped)
     if outcome.outcome == "accepted" and run not in context.accepted_for:
@@ -283,10 +308,7 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> En
         log.info("%s: first batch accepted since this process began: policy %d, %d rollouts, %d tokens",
                  run, batch.policy_version, batch.rollouts, batch.tokens)  # fmt: skip
     if outcome.outcome != "accepted":
-        first = await context.queue(run).batch(batch.batch_id)
-        # It may name this very file: Redis stored the entry, its answer was lost, and redis-py's retry found it.
-        if first is None or first["blob"] != batch.blob:
-            spool.delete(run, batch.blob)
+        first = await _delete_unless_named(context, run, batch)
         outcome = replace(outcome, other=first is not None and int(first.get("bytes", batch.bytes)) != batch.bytes)
     if outcome.outcome == "disowned":
         raise Problem(
@@ -297,7 +319,7 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch) -> En
             headers={"Retry-After": str(settings.retry_after_seconds)},
         )
     if outcome.outcome == "full":
-        raise _queue_full(context, run, outcome.state)
+        raise _queue_full(context, run, outcome.state, limit_bytes)
     return outcome
 
 
@@ -396,11 +418,12 @@ async def retry_dead(
     if batch["state"] == "dead":
         _kept(context, run, batch_id, batch)
     seen = batch if letter_id is None else {**batch, "letter_id": letter_id}
+    limit_bytes = context.queue_limit_bytes((await context.queue(run).depth()).bytes, run)
     outcome = await context.dead(run).put_back(
-        batch_id, seen, max_items=settings.queue_max_items, max_bytes=settings.queue_limit_bytes
+        batch_id, seen, max_items=settings.queue_max_items, max_bytes=limit_bytes
     )
     if outcome.outcome == "full":
-        raise _queue_full(context, run, outcome.state)
+        raise _queue_full(context, run, outcome.state, limit_bytes)
     if outcome.outcome in ("gone", "disowned"):
         raise _gone(run, batch_id)
     if outcome.outcome == "accepted":

@@ -39,6 +39,7 @@ from service.storage.runs import (
     crc32_of,
     delete_run,
     forget_unneeded_heads,
+    heads_bytes,
     keep_head,
     load_target,
     read_head_header,
@@ -400,8 +401,8 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         versions.append(read_head_header(record, header))
         await _check_heads(context, run, versions[0])
 
-    check_room(context, length)
-    with context.spool.reserve(length), context.spool.upload() as upload:
+    check_room(context, length, run, held=await asyncio.to_thread(heads_bytes, context.layout, run))
+    with context.spool.reserve(length, run), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
         registered = await asyncio.to_thread(load_target, context.layout, run)
@@ -411,14 +412,26 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     return {"run": run, "policy_version": versions[0], "latest_head": versions[0]}
 
 
-def check_room(context: ServiceContext, length: int) -> None:
-    """Refuse an upload that would leave too little free disk."""
-    free = context.spool.free_bytes() - length
-    if free < context.settings.spool_min_free_bytes:
-        raise Problem(
-            429,
-            "spool-low",
-            f"{length} bytes would leave {max(free, 0)} free in the spool; at least "
-            f"{context.settings.spool_min_free_bytes} must stay free. Try again when the worker has caught up",
-            headers={"Retry-After": str(context.settings.retry_after_seconds)},
+def check_room(context: ServiceContext, length: int, run: str = "", held: int = 0) -> None:
+    """Refuse an upload that would leave too little free disk, or too little for others (`ServiceContext.share_bytes`).
+
+    `held`: bytes of such files that the run has. `run`: '' where it is not known yet, or is not there yet.
+    """
+    free, least = context.spool.free_bytes() - length, context.settings.spool_min_free_bytes
+    share, coming = context.share_bytes(held, run), context.spool.reserved_bytes(run)
+    if free < least:
+        found = f"{length} bytes would leave {max(free, 0)} free in the spool; at least {least} must stay free"
+    elif held + coming + length > share:
+        whose = f"run {run!r}" if run else "uploads whose run is not known yet"
+        found = (
+            f"{length} bytes are too many beside {held + coming} that are there or on their way: {whose} may have "
+            f"{share} of the spool's disk, so that others find room"
         )
+    else:
+        return
+    raise Problem(
+        429,
+        "spool-low",
+        f"{found}. Try again when the worker has caught up",
+        headers={"Retry-After": str(context.settings.retry_after_seconds)},
+    )

@@ -92,13 +92,16 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     now = time.time()
     engines = await context.engines(run)
     moves = await asyncio.to_thread(context.registry.digest, run)
+    counters = await queue.counters()
+    limit_bytes = context.queue_limit_bytes(counters["bytes"], run)
     return RunSnapshot(
         scores=(await context.recent(run)).newest,
         watch=engines.watch,
         worth=engines.worth,
         pushes=list(moves.pushed),
         published=moves.published,
-        counters=await queue.counters(),
+        counters=counters,
+        queue_limit_bytes=limit_bytes & -1 << max(0, limit_bytes.bit_length() - 6),  # the same for a while
         worker=await context.store(run).worker(),
         latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
         now=now,
@@ -246,6 +249,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     reports = [record for found in _engines(snapshot).values() for record in found]
     vocabulary = worker.vocabulary or Vocabulary()
     queued, size = int(counters.get("items") or 0), int(counters.get("bytes") or 0)
+    limit_bytes = snapshot.queue_limit_bytes
     return RunFacts(
         now=snapshot.now,
         registered=snapshot.registered,
@@ -254,7 +258,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         action=worker.action,
         accepted=int(counters.get("accepted_total") or 0),
         queued=queued,
-        queue_fill=max(queued / settings.queue_max_items, size / settings.queue_limit_bytes),
+        queue_fill=max(queued / settings.queue_max_items, size / limit_bytes if limit_bytes else 0.0),
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,
         last_scored=max((r.created for r in recent), default=None),

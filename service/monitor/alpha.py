@@ -140,10 +140,11 @@ def attempts(
     """Tell a trainer's attempts apart, oldest first; there always is one.
 
     `returns`: Unix seconds, ascending, at which a trainer registered again below the policy version that came last, and
-    at which version. The next attempt begins at the first of the next `_IN_A_ROW` batches, by arrival, that is nearer
-    to that version than to what came before; the two after it, once they have come, must be below what came before as
-    well. What is nearer to what came before, or alone, is only late. Where nobody registers, the next attempt begins at
-    the first of `_IN_A_ROW` batches that are all more than `max_lag` policy versions below what came before.
+    at which version (or that of the first head that it sent). The next attempt begins at the first of the next
+    `_IN_A_ROW` batches, by arrival, that is nearer to that version than to what came before; the two after it, once
+    they have come, must be below what came before as well. What is nearer to what came before, or alone, is only late.
+    Where nobody registers, the next attempt begins at the first of `_IN_A_ROW` batches that are all more than `max_lag`
+    policy versions below what came before.
     A single batch of an absurd version is not taken for the policy.
     """
     reach = _USUAL_LAG if max_lag is None else max_lag
@@ -152,16 +153,17 @@ def attempts(
     starts, top = [0], -math.inf
     falls = any(policy < highest - reach for policy, highest in zip(policies, accumulate(policies, max), strict=True))
     kept = [one for one in returns if records and one[0] > _arrived(records[0])]  # what was before them is forgotten
-    expected, to, waiting = 0, 0, deque(kept)  # batches of which one may be the first of a trainer that has returned
+    waiting = deque(kept)
+    registered: dict[int, int] = {}  # at which version, and the last batch that may be the first of that trainer
     for index, policy in enumerate(policies) if falls or kept else ():
         while waiting and waiting[0][0] < _arrived(records[index]):
-            expected, to = _IN_A_ROW, waiting.popleft()[1]
+            registered[waiting.popleft()[1]] = index + _IN_A_ROW - 1
         ahead = policies[index : index + _IN_A_ROW]
-        returned = expected and policy < top - 1 and policy - to < top - policy and max(ahead[:3]) < top
+        near_one = any(index <= last and policy - to < top - policy for to, last in registered.items())
+        returned = near_one and policy < top - 1 and max(ahead[:3]) < top
         if returned or (len(ahead) == _IN_A_ROW and max(ahead) < top - reach):
             starts.append(index)
-            expected, top = 0, -math.inf
-        expected = max(0, expected - 1)
+            registered, top = {}, -math.inf
         near = policies[max(starts[-1], index - _IN_A_ROW + 1) : index + _IN_A_ROW]
         if sum(other >= policy - reach for other in near) > 1:
             top = max(top, policy)

@@ -50,6 +50,7 @@ class RunSnapshot:
 
     `scores`: all, or the newest ones; then `replayed` has of all policy versions what a cause needs. `counters`:
     the queue's (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total, dropped_total`).
+    `queue_limit_bytes`: at which it is full.
     `latest`: None before the first publish. `published`: how many versions, whatever the history has
     forgotten. `returns`: Unix seconds at which trainers registered again to go back. `last_report` (Unix seconds): for
     a headline, which is read without the records of engines that fell silent; None where those are here. `watch`: live
@@ -66,6 +67,7 @@ class RunSnapshot:
     history: Sequence[RunEvent] = ()
     returns: Sequence[tuple[float, int]] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
+    queue_limit_bytes: int | None = None
     worker: WorkerGauges = field(default_factory=WorkerGauges)
     latest: ServedDrafter | None = None
     dead_letters: Sequence[Mapping[str, str]] = ()
@@ -90,15 +92,14 @@ def render(
     stores: Mapping[str, RunSnapshot],
     *,
     unreadable: Sequence[str] = (),
-    queue_limit_bytes: int | None = None,
     token_file_broken: bool | None = None,
 ) -> bytes:
-    """Render the snapshots (run name -> snapshot) in the text format. `queue_limit_bytes`: the setting, per run.
+    """Render the snapshots (run name -> snapshot) in the text format.
 
     `unreadable`: runs of which nothing could be read. `token_file_broken`: None where there is no token file.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshots(stores, unreadable, queue_limit_bytes, token_file_broken))
+    registry.register(_Snapshots(stores, unreadable, token_file_broken))
     return generate_latest(registry)
 
 
@@ -109,12 +110,10 @@ class _Snapshots(Collector):
         self,
         stores: Mapping[str, RunSnapshot],
         unreadable: Sequence[str],
-        queue_limit_bytes: int | None,
         token_file_broken: bool | None,
     ) -> None:
         self._stores = stores
         self._unreadable = unreadable
-        self._queue_limit_bytes = queue_limit_bytes
         self._token_file_broken = token_file_broken
 
     def collect(self) -> Iterable[Metric]:
@@ -130,9 +129,6 @@ class _Snapshots(Collector):
         for run in self._unreadable:
             text = "1 for a run whose state could not be read; the API's log says why."
             families.gauge("draftalign_run_unreadable", text, 1, run=run)
-        families.gauge(
-            "draftalign_queue_limit_bytes", "Spooled bytes at which a run's queue answers 429.", self._queue_limit_bytes
-        )
         families.gauge(
             "draftalign_token_file_broken",
             "1 while the token file cannot be used and the tokens before it stay valid.",
@@ -299,6 +295,8 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         "draftalign_queue_entries", "Batches in the queue, pending included.", counters.get("items"), run=run
     )
     families.gauge("draftalign_queue_bytes", "Spooled bytes of those batches.", counters.get("bytes"), run=run)
+    text = "Spooled bytes at which the queue answers 429; less while others fill the disk."
+    families.gauge("draftalign_queue_limit_bytes", text, snapshot.queue_limit_bytes, run=run)
     text = "Bytes of files of dead batches, which are kept to be put back."
     families.gauge("draftalign_dead_file_bytes", text, counters.get("dead_file_bytes"), run=run)
     for name, key, text in (

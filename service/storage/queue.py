@@ -405,7 +405,7 @@ class AsyncRolloutQueue:
 
     async def _shortened(self, most_bytes: int, looks: int) -> tuple[int, int, int]:
         """Bytes that are remembered then, batches that were looked at, and batches that are left."""
-        args = [self._keys.prefix, most_bytes, looks, _SHORTENED_BYTES]
+        args: list[str | int] = [self._keys.prefix, most_bytes, looks, _SHORTENED_BYTES]
         held, looked, left = await self._shorten(keys=[self._keys.counters], args=args)
         return int(held), int(looked), int(left)
 
@@ -486,10 +486,11 @@ class AsyncRolloutQueue:
 
     async def _held(self) -> dict[str, Any]:
         """Values of `HELD`; those of a run whose queue no service of now has changed yet are in the hash."""
-        value = await self._redis.get(self._keys.held)
-        if value:
-            return parts(value)
-        return dict(zip(HELD, await self._redis.hmget(self._keys.counters, *HELD), strict=True))
+        async with self._redis.pipeline(transaction=True) as pipe:  # one moment: a script moves them
+            pipe.get(self._keys.held)
+            pipe.hmget(self._keys.counters, *HELD)
+            value, before = await pipe.execute()
+        return parts(value) if value else dict(zip(HELD, before, strict=True))
 
 
 def parts(held: object) -> dict[str, str]:

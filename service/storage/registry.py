@@ -165,11 +165,13 @@ class Registry:
 
     def versions(self, run: str) -> list[str]:
         """Complete versions on disk, oldest first."""
+        return [name for name in self._directories(run) if (self._layout.drafter(run, name) / MANIFEST).is_file()]
+
+    def _directories(self, run: str) -> list[str]:
+        """Of complete versions, and of those whose manifest is gone."""
         directory = self._layout.drafters(run)
-        if not directory.is_dir():
-            return []
-        names = (p.name for p in directory.iterdir() if VERSION_NAME.fullmatch(p.name) and (p / MANIFEST).is_file())
-        return sorted(names, key=_number)
+        names = (p.name for p in directory.iterdir()) if directory.is_dir() else ()
+        return sorted(filter(VERSION_NAME.fullmatch, names), key=_number)
 
     def manifests(self, run: str) -> tuple[list[Manifest], dict[str, str]]:
         """Manifests of the versions on disk, oldest first; of damaged ones, what is wrong with them."""
@@ -438,6 +440,8 @@ class Registry:
             safe = set(protect) | set(self.versions(run)[-keep:]) | ({pointer["version"]} if pointer else set())
             gone = [version for version in self.versions(run) if version not in safe]
             manifests, damaged = self.manifests(run) if self.objects is not None else ([], {})
+            lost = set(self._directories(run)).difference(self.versions(run))
+            damaged |= {version: f"version {version} has no {MANIFEST}" for version in lost}
             digests = {manifest.version: manifest.digest for manifest in manifests}
             for version in gone:
                 self._delete(run, version)

@@ -289,9 +289,9 @@ def commit_run(
 def keep_head(upload: Upload, path: Path, came_ns: int, crc32: int) -> None:
     """Store a received head as of this time (Unix ns), with the sum of its bytes beside it."""
     os.utime(upload.path, ns=(came_ns, came_ns))
-    # First: with another time it is of another head, and says nothing.
-    replace_file(_sum_of(path), f"{came_ns} {crc32}".encode())
+    _sum_of(path).unlink(missing_ok=True)  # a death before the end leaves a head without one, never another head's
     upload.keep(path)
+    replace_file(_sum_of(path), f"{came_ns} {crc32}".encode())
 
 
 def check_head_bytes(path: Path) -> None:
@@ -312,6 +312,15 @@ def delete_head(path: Path) -> None:
 
 def _sum_of(head: Path) -> Path:
     return head.with_suffix(".crc32")
+
+
+def heads_bytes(layout: Layout, run: str) -> int:
+    """Bytes of the heads that were received of a run. Blocks."""
+    total = 0
+    for path in layout.heads(run).glob("*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):  # the worker deletes heads too
+            total += path.stat().st_size
+    return total
 
 
 def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: int) -> int:

@@ -44,6 +44,8 @@ MAX_SCORES: Final = 4096
 RECENT_SCORES: Final = LOOK_BACK
 #: Of the times at which trainers went back, the number that is kept.
 _RETURNS: Final = 64
+#: A trainer that has registered again sends its head, if it moved, before its first rollouts; then it is too late.
+_AWAITED_SECONDS: Final = 24 * 3600
 #: Records of a reporter, its last used ones, that a headline looks at.
 NEWEST_REPORTS: Final = 8
 #: Records that are read at once.
@@ -70,7 +72,7 @@ class StoreKeys:
     scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
     acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
     live_order, unplaced, drift, lease = _Key(), _Key(), _Key(), _Key()
-    changes, scored, returns = _Key(), _Key(), _Key()
+    changes, scored, returns, awaited_head = _Key(), _Key(), _Key(), _Key()
     judged = _Key()  # of earlier versions
 
     def __init__(self, run: str) -> None:
@@ -343,18 +345,30 @@ class AsyncStore:
         return int(await self._redis.delete(*keys)) if keys else 0
 
     async def note_head(self, policy_version: int) -> None:
-        """Note that a head was received. The last counts, not the highest: trainers go back, or name nonsense."""
+        """Note that a head was received. The last counts, not the highest: trainers go back, or name nonsense.
+
+        The first after a registration says at which version that trainer really begins: many register at version 0.
+        """
         await self._redis.set(self._keys.latest_head, policy_version)
+        if await self._redis.delete(self._keys.awaited_head):
+            await self._note_return(policy_version)
 
     async def note_registration(self, policy_version: int) -> None:
         """Note that a trainer registered again, where it does so below the policy version that came last.
 
         By three and more: an engine registers as well, and may be a step or two behind.
         """
+        if await self._note_return(policy_version):
+            with contextlib.suppress(OutOfMemoryError):
+                await self._redis.set(self._keys.awaited_head, policy_version, ex=_AWAITED_SECONDS)
+
+    async def _note_return(self, policy_version: int) -> bool:
         newest = await self.latest_policy()
-        if newest is not None and policy_version < newest - 2:
-            with contextlib.suppress(OutOfMemoryError):  # curves of two attempts are one then
-                await self._redis.xadd(self._keys.returns, {"to": policy_version}, maxlen=_RETURNS, approximate=False)
+        if newest is None or policy_version >= newest - 2:
+            return False
+        with contextlib.suppress(OutOfMemoryError):  # curves of two attempts are one then
+            await self._redis.xadd(self._keys.returns, {"to": policy_version}, maxlen=_RETURNS, approximate=False)
+        return True
 
     async def returns(self) -> list[tuple[float, int]]:
         """When trainers went back, in Unix seconds of the clock that batches are ordered by, and to which version."""

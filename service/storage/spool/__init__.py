@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,30 +58,36 @@ class Upload:
 
 
 class Spool:
-    """The spool of one state directory. `reserved_bytes` are reserved for uploads in progress."""
+    """The spool of one state directory."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self.reserved_bytes = 0
+        self._reserved: Counter[str] = Counter()
 
     def upload(self) -> Upload:
         """Begin to receive a file."""
         return Upload(self._layout.spool_tmp)
 
     @contextlib.contextmanager
-    def reserve(self, size: int) -> Iterator[None]:
-        """Reserve `size` bytes, so that parallel uploads do not count on the same free space."""
-        self.reserved_bytes += size
+    def reserve(self, size: int, run: str = "") -> Iterator[None]:
+        """Reserve `size` bytes, so that parallel uploads do not count on the same free space. `run`: '' is unknown."""
+        self._reserved[run] += size
         try:
             yield
         finally:
-            self.reserved_bytes -= size
+            self._reserved[run] -= size
+            if not self._reserved[run]:
+                del self._reserved[run]
+
+    def reserved_bytes(self, run: str) -> int:
+        """What a run's uploads in progress have reserved."""
+        return self._reserved[run]
 
     def free_bytes(self) -> int:
         """Free space of the spool's filesystem, less what uploads in progress may still take."""
         self._layout.spool_tmp.mkdir(parents=True, exist_ok=True)
         status = os.statvfs(self._layout.spool_tmp)
-        return status.f_bavail * status.f_frsize - self.reserved_bytes
+        return status.f_bavail * status.f_frsize - self._reserved.total()
 
     def new_blob(self, batch_id: str) -> str:
         """A fresh name for a batch's file."""

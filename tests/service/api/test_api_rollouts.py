@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -217,54 +216,6 @@ def test_a_queue_full_by_bytes_answers_429(serve: Serve) -> None:
     service.register()
     assert service.post(body, "default").status_code == 202
     assert service.post(rollout_file(("3", "4")), "default").status_code == 429
-
-
-def disk_of(total: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the disk of the state directory have this size."""
-    usage = SimpleNamespace(total=total, used=0, free=total)
-    monkeypatch.setattr("service.settings.shutil.disk_usage", lambda _path: usage)
-
-
-def test_by_default_a_queue_is_bounded_by_the_size_of_its_disk(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = rollout_file(("1", "2"))
-    disk_of((len(body) + 10) * 4 // 3, monkeypatch)
-    service = serve()
-    service.register()
-    assert service.post(body, "default").status_code == 202
-    reply = service.post(rollout_file(("3", "4")), "default")
-    assert (reply.status_code, reply.json()["type"]) == (429, "urn:draftalign:queue-full")
-    disk_of(4 * len(body), monkeypatch)
-    assert service.post(rollout_file(("3", "4")), "default").status_code == 202
-
-
-def test_by_default_two_steps_of_64_ranks_wait_on_a_disk_with_room_for_them(
-    serve: Serve, queue: RolloutQueue, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = 65_536 * 32_782  # of a rank's step: the hook's `max_tokens`, an 8B policy in bfloat16, all rows
-    ranks = 2 * 64
-    disk_of(400 << 30, monkeypatch)
-    settings = serve().settings
-
-    async def fill() -> list[str]:
-        async with redis.asyncio.Redis.from_url(redis_url) as client:
-            sender = AsyncRolloutQueue(client, "default")
-            return [
-                (
-                    await sender.enqueue(
-                        Batch(f"{n:032x}", f"{n:032x}.{n:032x}.safetensors", size, 65_536, 1, 0, 0, (f"r{n}",)),
-                        max_items=settings.queue_max_items,
-                        max_bytes=settings.queue_limit_bytes,
-                        overflow=settings.overflow,
-                    )
-                ).outcome
-                for n in range(ranks + 40)
-            ]
-
-    outcomes = asyncio.run(fill())
-    taken = outcomes.count("accepted")
-    assert outcomes == ["accepted"] * taken + ["full"] * (len(outcomes) - taken)
-    assert ranks <= taken < ranks + 40, "and a quarter of the disk is left for the rest"
-    assert queue.depth() == (taken, taken * size)
 
 
 def test_drop_oldest_takes_the_newest_and_deletes_the_dropped_file(serve: Serve, queue: RolloutQueue) -> None:

@@ -25,7 +25,7 @@ from worker_fixtures import Bench
 from rl_hooks import wire
 from service.api.context import ServiceContext
 from service.cli.main import app as command_line
-from service.storage.queue import Entry, RolloutQueue
+from service.storage.queue import Entry, Keys, RolloutQueue
 
 Serve = Callable[..., RunningService]
 DEAD = "/runs/default/dead"
@@ -224,6 +224,39 @@ def reap(bench: Bench, **changes: Any) -> None:
             await ServiceContext(bench.settings.model_copy(update=changes), client).reap()
 
     asyncio.run(once())
+
+
+def test_a_full_redis_keeps_no_file_of_refused_uploads_and_its_memory_is_cut_all_the_same(
+    bench: Bench, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = serve()
+    for run, batches in {"old": 60, "other": 1}.items():
+        bench.register(run=run)
+        queue = RolloutQueue(bench.redis, run)
+        queue.ensure_group()
+        for number in range(batches):
+            assert service.post(bench.world.rollout_file(str(number), run=run)).status_code == 202
+            for entry in queue.claim("w", 10**9, 1000.0):
+                queue.ack(entry)
+                service.layout.blob(run, entry.blob).unlink()
+    taken = int(bench.redis.hget(Keys("old").counters, "remembered_bytes") or 0)
+    left = service.layout.spool("other") / f"{'ab' * 16}.{'cd' * 16}.safetensors"
+    left.write_bytes(b"of an API that was killed")
+    os.utime(left, (time.time() - 3600,) * 2)
+    bench.redis.config_set("maxmemory", max(int(bench.redis.info("memory")["used_memory"]) - 20_000, 1))
+    try:
+        for _ in range(3):
+            refused = service.post(bench.world.rollout_file("new", run="other"))
+            assert (refused.status_code, refused.json()["type"]) == (503, "urn:draftalign:redis-full")
+        assert list(service.layout.spool("other").iterdir()) == [left]
+        reap(bench, remembered_bytes=taken // 12)
+        assert int(bench.redis.hget(Keys("old").counters, "remembered_bytes") or 0) < taken // 5
+        assert "run other: its spool was not swept" in caplog.text
+    finally:
+        bench.redis.config_set("maxmemory", 0)
+    reap(bench)
+    assert not left.exists(), "once there is room"
+    assert service.post(bench.world.rollout_file("new", run="other")).status_code == 202
 
 
 def test_runs_that_ended_give_way_where_redis_remembers_too_much_of_all(bench: Bench, serve: Serve) -> None:

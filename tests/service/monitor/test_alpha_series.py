@@ -208,6 +208,15 @@ def test_a_trainer_that_registers_again_opens_an_attempt_however_early_it_starts
     assert split([*range(100), *range(12), *range(60)], returns=[100, 112])[1:] == [list(range(12)), list(range(60))]
 
 
+def test_of_several_registrations_at_one_moment_each_counts() -> None:
+    first, resumed = list(range(100)), list(range(90, 130))
+    scores = [record_fixtures.score(score(p, entry_id=f"{1000 * n}-0")) for n, p in enumerate(first + resumed, 1)]
+    for registered in ((90,), (90, 0), (0, 90), (0, 0, 90, 0)):
+        marks = [(100.5 + n / 100, to) for n, to in enumerate(registered)]
+        assert [len(one.scores) for one in attempts(scores, None, marks)] == [100, 40], registered
+    assert len(attempts(scores, None, [(100.5, 0)])) == 1, "nearer to what came before than to 0"
+
+
 def test_a_trainer_that_registers_again_and_goes_on_opens_no_attempt() -> None:
     steps = list(range(40))
     assert split(steps, returns=[20]) == [steps], "it went on where it was"

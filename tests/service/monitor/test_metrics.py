@@ -51,7 +51,7 @@ NAMES = {
     "draftalign_drift_cause": {"run", "cause"},
     "draftalign_queue_entries": {"run"},
     "draftalign_queue_bytes": {"run"},
-    "draftalign_queue_limit_bytes": set(),
+    "draftalign_queue_limit_bytes": {"run"},
     "draftalign_token_file_broken": set(),
     "draftalign_rollouts_accepted_total": {"run"},
     "draftalign_rollouts_duplicate_total": {"run"},
@@ -86,6 +86,7 @@ def full_snapshot() -> RunSnapshot:
     favour = {"excess": 1.0, "variance": 50.0, "tokens": 400}
     newest = {"policy_version": 8, "favour": favour, **{name: sums(alpha) for name, alpha in drafters.items()}}
     return stored(
+        queue_limit_bytes=1 << 30,
         scores=[
             {"policy_version": 7, "frozen": sums(9.0), "logprob_sum": -50.0, "logprob_tokens": 100},
             newest,
@@ -164,7 +165,6 @@ def test_names_and_labels_are_the_documented_ones() -> None:
     text = render(
         {"a": full_snapshot(), "b": full_snapshot()},
         unreadable=["c"],
-        queue_limit_bytes=1 << 30,
         token_file_broken=True,
     )
     found: dict[str, set[str]] = {}
@@ -177,7 +177,7 @@ def test_names_and_labels_are_the_documented_ones() -> None:
 
 
 def test_values_come_through() -> None:
-    text = render({"default": full_snapshot()}, queue_limit_bytes=1 << 30, token_file_broken=False)
+    text = render({"default": full_snapshot()}, token_file_broken=False)
     alpha = {d: value(text, "draftalign_alpha", run="default", drafter=d) for d in ("served", "frozen", "best", "live")}
     assert alpha == {"served": 3.5, "frozen": 1.75, "best": 3.625, "live": 138 / 40}
     assert value(text, "draftalign_publication_lag", run="default") == pytest.approx(0.125)
@@ -308,7 +308,7 @@ def test_promtool_accepts_the_output(stores: dict[str, Any]) -> None:
         pytest.skip("promtool is not installed (Debian package prometheus)")
     done = subprocess.run(
         [promtool, "check", "metrics"],
-        input=render(stores, queue_limit_bytes=1, token_file_broken=True),
+        input=render(stores, token_file_broken=True),
         capture_output=True,
         timeout=30,
     )

@@ -76,7 +76,7 @@ def test_what_the_version_before_had_stored_reads_as_it_did(
         "no-engines": asyncio.run(snapshot(None, acceptances=[])),
         "new": RunSnapshot(now=5.0),
     }
-    rendered = render(runs, queue_limit_bytes=1 << 34).decode()
+    rendered = render(runs).decode()
     assert rounded(rendered) == rounded((RECORDED / "metrics.txt").read_text())
     documents = [run_document(run, found, Settings()) for run, found in runs.items()]
     assert [(one.pop("attempt"), len(one.pop("attempts"))) for one in documents] == [(1, 1)] * len(runs)

@@ -247,14 +247,15 @@ def test_a_store_that_is_away_keeps_no_version_from_being_pruned(store: Store, r
     assert registry.versions("default") == [second.version]
 
 
+@pytest.mark.parametrize("gone", [False, True])
 def test_no_object_is_deleted_while_a_manifest_is_damaged_and_versions_are_pruned_all_the_same(
-    store: Store, registry: Registry, caplog: pytest.LogCaptureFixture
+    store: Store, registry: Registry, caplog: pytest.LogCaptureFixture, gone: bool
 ) -> None:
     """Which objects are its version's, nobody knows then."""
     first, second, third = (publish(registry, content=content) for content in (b"1", b"2", b"3"))
     path = registry.path("default", second.version, "manifest.json")
     sound = path.read_bytes()
-    path.write_bytes(b"{")
+    path.unlink() if gone else path.write_bytes(b"{")
     assert registry.prune("default", 1, protect={second.version}) == [first.version]
     assert store.stored() == sorted(keys(first) + keys(second) + keys(third))
     assert "no object is deleted while manifests are damaged" in caplog.text

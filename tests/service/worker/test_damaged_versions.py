@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.errors import RegistryError, RunDamaged
 from service.storage.registry import Registry
+from service.storage.spool import Upload
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.process import Worker
 from service.worker.target import Target
@@ -197,6 +199,31 @@ def test_a_bit_that_flips_in_a_head_costs_that_head_alone(
     assert "the head of policy version 2 is not used" in caplog.text
     Target.open(bench.layout, RUN).forget_before(2, newest=2)
     assert not path.with_name("1.crc32").exists()
+
+
+def test_a_death_while_a_head_is_replaced_leaves_the_one_before_in_use(
+    bench: Bench, serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    service, world = serve(), bench.world
+    first = world.heads[0].clone()
+
+    def register(factor: float) -> int:
+        world.heads[0] = first * factor
+        return service.client.put(f"/runs/{RUN}", content=world.run_file(), headers=HEADERS).status_code
+
+    assert register(1.01) == 200
+    kept = world.heads[0]
+    world.heads[5] = first * 1.02
+    assert service.client.put(f"/runs/{RUN}/head", content=world.head_file(5), headers=HEADERS).status_code == 201
+
+    def dies(_upload: Upload, _path: Path) -> None:
+        raise OSError(errno.EIO, "in the middle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Upload, "keep", dies)
+        assert register(1.03) == 503
+    assert torch.equal(Target.open(bench.layout, RUN).at(0).needed_head().lm_head, kept)
 
 
 def test_a_run_of_an_older_service_whose_sum_is_not_known_is_opened(bench: Bench) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +350,40 @@ def test_a_state_that_cannot_be_read_pauses_the_run_and_says_so(bench: Bench, se
 
 
 # --- attempts
+def test_a_trainer_that_resumes_is_told_by_its_first_head_where_it_registered_at_version_0(
+    bench: Bench, service: RunningService
+) -> None:
+    """So does a hook by default; and engines register at 0 meanwhile."""
+    bench.begin()
+    worker = bench.worker()
+
+    def attempt(name: str, policies: Iterable[int]) -> None:
+        for policy in policies:
+            bench.post(f"{name}/{policy}", policy_version=policy, rollouts=2)
+        bench.drain(worker)
+
+    def register(version: int) -> None:
+        body = bench.world.run_file(metadata={"policy_version": str(version)})
+        assert service.client.put("/runs/default", content=body, headers=HEADERS).status_code == 200
+
+    attempt("first", range(13))
+    register(0)
+    for version in (8, 9):
+        bench.world.heads[version] = bench.world.heads[0]
+        head = service.client.put("/runs/default/head", content=bench.world.head_file(version), headers=HEADERS)
+        assert head.status_code == 201
+    attempt("second", range(8, 14))
+    register(9)
+    register(0)
+    attempt("third", range(9, 12))
+    found = service.client.get("/alpha").json()["attempts"]
+    assert [(one["first_policy"], one["last_policy"], one["batches"]) for one in found] == [
+        (0, 12, 13),
+        (8, 13, 6),
+        (9, 11, 3),
+    ]
+
+
 def test_a_trainer_that_starts_again_is_shown_apart_from_its_first_attempt(
     bench: Bench, service: RunningService, workers: Nest
 ) -> None:

@@ -1,0 +1,123 @@
+"""One run's files and uploads leave room on the spool's disk for the others."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from redis import Redis
+from service_fixtures import HEADERS, RunningService, head_file, rollout_file
+from storage_fixtures import RolloutQueue
+
+from rl_hooks.wire import CONTENT_TYPE
+from service.storage.spool import Spool
+
+Serve = Callable[..., RunningService]
+Disk = Callable[[int], None]
+BODY = len(rollout_file(("a0",), run="other"))
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """Let the state directory's disk have so many bytes free now, and less as files come."""
+
+    def taken() -> int:
+        total = 0
+        for path in (tmp_path / "state").rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size if path.is_file() else 0
+        return total
+
+    def resize(free: int) -> None:
+        size = taken() + free
+        monkeypatch.setattr(
+            "service.storage.spool.os.statvfs", lambda _path: SimpleNamespace(f_bavail=size - taken(), f_frsize=1)
+        )
+
+    return resize
+
+
+def flood(service: RunningService, run: str, prefix: str) -> int:
+    """Send until the queue is full; returns how many files it took."""
+    for number in range(200):
+        reply = service.post(rollout_file((f"{prefix}{number}",), run=run), run)
+        if reply.status_code == 429:
+            assert reply.json()["type"] in ("urn:draftalign:queue-full", "urn:draftalign:spool-low")
+            return number
+        assert reply.status_code == 202
+    raise AssertionError("nothing ended the flood")
+
+
+def test_a_run_that_floods_leaves_room_for_others(serve: Serve, disk: Disk, redis_client: Redis) -> None:
+    service = serve(spool_min_free_bytes=0)
+    for run in ("flood", "other", "third"):
+        assert service.register(run).status_code == 201
+    disk(80 * BODY)
+    first = flood(service, "flood", "a")
+    assert 58 <= first <= 61, "three quarters of the disk"
+    assert service.register("fourth").status_code == 201
+    second = flood(service, "other", "b")
+    assert 9 <= second <= 15, "three quarters of what is left"
+    assert flood(service, "third", "c") >= 1
+    queue = RolloutQueue(redis_client, "flood")
+    for entry in queue.claim("w", 1000, 60.0):
+        queue.ack(entry)
+        Spool(service.layout).delete("flood", entry.blob)
+    assert flood(service, "other", "d") >= 20, "room comes back to who goes on"
+
+
+def test_a_bound_that_is_set_holds_on_a_large_disk(serve: Serve, disk: Disk) -> None:
+    service = serve(queue_max_bytes=3 * BODY, max_body_bytes=3 * BODY, spool_min_free_bytes=0)
+    service.register()
+    disk(1000 * BODY)
+    assert flood(service, "default", "a") == 3
+
+
+@contextlib.contextmanager
+def slow_uploads(service: RunningService, path: str, length: int, most: int) -> Iterator[int]:
+    """Announce files of `length` bytes, send a part of each and stay; yields how many were let in."""
+    method = "PUT" if path.endswith("/head") else "POST"
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {CONTENT_TYPE}\r\n"
+        f"Content-Length: {length}\r\nExpect: 100-continue\r\n\r\n"
+    ).encode()
+    with contextlib.ExitStack() as stack:
+        let_in = 0
+        for _ in range(most):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=10))
+            connection.sendall(head)
+            answer = connection.recv(4096)
+            let_in += answer.startswith(b"HTTP/1.1 100")
+            assert answer.startswith((b"HTTP/1.1 100", b"HTTP/1.1 429"))
+        yield let_in
+
+
+@pytest.mark.parametrize("path", ["/rollouts?run=slow", "/rollouts", "/runs/slow/head", "/drafters?run=slow"])
+def test_uploads_that_stay_on_their_way_leave_room_for_others(serve: Serve, disk: Disk, path: str) -> None:
+    service = serve(spool_min_free_bytes=0)
+    for run in ("slow", "other"):
+        service.register(run)
+    disk(100 * BODY)
+    with slow_uploads(service, path, 10 * BODY, 12) as let_in:
+        assert 1 <= let_in <= 8
+        assert service.post(rollout_file(("1",), run="other"), "other").status_code == 202
+    assert service.post(rollout_file(("2",), run="other"), "other").status_code == 202
+
+
+def test_heads_of_a_run_leave_room_for_others(serve: Serve, disk: Disk) -> None:
+    service = serve(spool_min_free_bytes=0, max_heads=64)
+    for run in ("heads", "other"):
+        service.register(run)
+    disk(10 * len(head_file(1)))
+    codes = []
+    for version in range(1, 12):
+        reply = service.client.put("/runs/heads/head", content=head_file(version), headers=HEADERS)
+        codes.append(reply.status_code)
+    assert codes.count(201) in (6, 7, 8)
+    assert reply.json()["type"] == "urn:draftalign:spool-low"
+    assert "others find room" in reply.json()["detail"]
+    assert service.post(rollout_file(("1",), run="other"), "other").status_code == 202
