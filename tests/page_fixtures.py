@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from record_fixtures import stored
 
+from service.api.app import page_html
 from service.api.snapshot import run_document
 from service.monitor.metrics import CONTENT_TYPE, RunSnapshot, render
 from service.monitor.records import DrafterSums
@@ -159,7 +160,7 @@ def serving(
             if left < 0:
                 self.connection.shutdown(socket.SHUT_RDWR)
             elif url.path == "/":
-                self._answer(200, "text/html; charset=utf-8", PAGE.read_bytes())
+                self._answer(200, "text/html; charset=utf-8", page_html().encode())
             elif url.path == "/alpha" and status != 200:
                 problem = {"title": "no", "detail": "a token with the scope read is needed"}
                 self._answer(status, "application/problem+json", json.dumps(problem).encode())

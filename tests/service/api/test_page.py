@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import page_fixtures
 import pytest
 import torch
 from browser_fixtures import CHROMIUM, Browser, running_browser
@@ -24,6 +25,7 @@ from storage_fixtures import Store
 from worker_fixtures import Bench, nest
 
 import service.monitor.headline
+from service.api.app import page_html
 from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import DrafterSums, Lane, RunEvent
@@ -89,6 +91,18 @@ def test_the_page_asks_nobody_but_its_own_origin() -> None:
     assert "default-src 'none'" in text
     assert "innerHTML" not in text
     assert "insertAdjacentHTML" not in text
+
+
+@needs_browser
+def test_a_script_that_got_into_the_page_does_not_run(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = "<script>document.body.dataset.stolen = 'yes'</script><img src='data:,' onerror=\"document.title = 'no'\">"
+    monkeypatch.setattr(page_fixtures, "page_html", lambda: page_html().replace("</body>", mine + "</body>"))
+    with serving({"default": sample_run(60)}) as url:
+        dom = browser.dom(url, 2.5)
+    assert mine[:20] in dom
+    assert "data-stolen" not in dom
+    assert "<title>no</title>" not in dom
+    assert "tokens per round" in Document(dom).texts["headline"], "its own script ran"
 
 
 @needs_browser
