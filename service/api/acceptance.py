@@ -197,17 +197,21 @@ async def get_alpha(
     attempt: Annotated[
         int | None, Query(ge=1, description="Which attempt of the trainer; by default the last.")
     ] = None,
+    since: Annotated[
+        str | None, Query(max_length=64, description="`cursor` of the answer before: only what changed of the last.")
+    ] = None,
 ) -> Response:
     """Read the α series and the registry's events of an attempt, the newest figures, and the headline."""
     context.run(run)
     await context.check_redis()
     if attempt is None:
-        return tagged(request, await context.answers.get(("alpha", run), lambda: _last_attempt(context, run)))
+        kind = ("alpha", run, since)
+        return tagged(request, await context.answers.get(kind, lambda: _last_attempt(context, run, since)))
     return tagged(request, await _attempt(context, run, attempt))
 
 
-async def _last_attempt(context: ServiceContext, run: str) -> bytes:
-    return await asyncio.to_thread(run_text, run, await read_followed(context, run), context.settings)
+async def _last_attempt(context: ServiceContext, run: str, since: str | None) -> bytes:
+    return await asyncio.to_thread(run_text, run, await read_followed(context, run, since), context.settings)
 
 
 async def _attempt(context: ServiceContext, run: str, attempt: int) -> bytes:

@@ -38,7 +38,7 @@ from service.api.context import Context, ServiceContext
 from service.api.drafters import tagged
 from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.problems import Problem
-from service.api.snapshot import read_followed, watch_headlines
+from service.api.snapshot import read_now, watch_headlines
 from service.errors import ConfigurationError, RunNotFound
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
 from service.monitor import metrics
@@ -153,7 +153,7 @@ async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
     unreadable = []
     for run in runs:
         try:
-            snapshots[run] = (await read_followed(context, run)).snapshot
+            snapshots[run] = await read_now(context, run)
         except RunNotFound:
             continue  # deleted meanwhile
         except RedisError:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Final
@@ -41,7 +42,8 @@ from service.monitor.records import (
     Vocabulary,
     arrival,
 )
-from service.reading.series import Batch
+from service.reading.deltas import Delta
+from service.reading.series import Batch, Series
 from service.settings import Settings
 from service.storage.reports import NEWEST_REPORTS
 from service.storage.runs import read_state
@@ -53,22 +55,48 @@ _WATCH_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """A run as it was last read. `points`: of the trainer's last attempt, as JSON. `attempts`: all of them."""
+    """A run as it was last read. `attempts`: of the trainer, all of them. Of the last one, as JSON: `points`, `events`.
+
+    `cursor`: of now, for the next reader's `since`. `delta`: what changed since the one that was given; None: read all.
+    """
 
     snapshot: RunSnapshot
-    points: Sequence[bytes]
     attempts: Sequence[Attempt[Batch]]
+    points: Sequence[bytes]
+    events: Sequence[bytes]
+    cursor: str
+    delta: Delta | None
 
 
-async def read_followed(context: ServiceContext, run: str) -> Followed:
-    """Read what has changed of a run since the last call."""
+async def read_now(context: ServiceContext, run: str) -> RunSnapshot:
+    """Read what is true now of a run: what has changed since the last call."""
+    async with _followed(context, run) as (snapshot, _):
+        return snapshot
+
+
+async def read_followed(context: ServiceContext, run: str, since: str | None = None) -> Followed:
+    """Read the last attempt of a run too. `since`: a reader's cursor."""
+    async with _followed(context, run) as (snapshot, series):
+
+        def compare() -> Followed:
+            chosen = series.attempts[-1]
+            there = (event for event in snapshot.history if chosen.has(event.time))
+            points, events = series.points, [event.text for event in placed(there, chosen.scores)]
+            cursor = series.deltas.take(points, events)
+            delta = None if since is None else series.deltas.since(since)
+            return Followed(snapshot, series.attempts, list(points.values()), events, cursor, delta)
+
+        return await asyncio.to_thread(compare)
+
+
+@asynccontextmanager
+async def _followed(context: ServiceContext, run: str) -> AsyncIterator[tuple[RunSnapshot, Series]]:
     bounded = await _read_bounded(context, run)
     history = await asyncio.to_thread(context.registry.events, run)
     series = context.series(run)
     async with series.lock:
         await series.refresh(bounded.watch.sick)
-        snapshot = replace(bounded, acceptances=series.acceptances, replayed=series.served, history=history)
-        return Followed(snapshot, series.points, series.attempts)
+        yield replace(bounded, acceptances=series.acceptances, replayed=series.served, history=history), series
 
 
 async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
@@ -170,13 +198,19 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings, attempt: i
 
 
 def run_text(run: str, followed: Followed, settings: Settings) -> bytes:
-    """The JSON of `run_document` for the last attempt, from what was followed."""
-    snapshot, chosen = followed.snapshot, followed.attempts[-1]
-    events = placed((event for event in snapshot.history if chosen.has(event.time)), chosen.scores)
-    rest = {"servers": servers(snapshot.acceptances), "attempt": len(followed.attempts)}
-    rest |= _said_now(snapshot, followed.attempts, settings)
-    parts = [to_json({"run": run, "depth": settings.depth})[:-1], b',"points":[', b",".join(followed.points)]
-    parts += [b'],"events":[', b",".join(event.text for event in events), b"],", to_json(rest, inf_nan_mode="null")[1:]]
+    """The JSON of `run_document` for the last attempt, from what was followed, and a `cursor`.
+
+    Where a reader's cursor is known, `points` and `events` are those that changed, beside `gone` and `kept_events`.
+    """
+    snapshot, delta = followed.snapshot, followed.delta
+    rest: dict[str, Any] = {"servers": servers(snapshot.acceptances), "attempt": len(followed.attempts)}
+    rest |= _said_now(snapshot, followed.attempts, settings) | {"cursor": followed.cursor}
+    points, events = followed.points, followed.events
+    if delta is not None:
+        points, events = delta.points, delta.events
+        rest |= {"gone": delta.gone, "kept_events": delta.kept_events}
+    parts = [to_json({"run": run, "depth": settings.depth})[:-1], b',"points":[', b",".join(points)]
+    parts += [b'],"events":[', b",".join(events), b"],", to_json(rest, inf_nan_mode="null")[1:]]
     return b"".join(parts)
 
 

@@ -25,6 +25,7 @@ from pydantic_core import to_json
 from service.monitor.alpha import Attempt, attempts, pool_point
 from service.monitor.counts import sound
 from service.monitor.records import AcceptanceRecord, Arrival, DrafterSums, ScoreRecord, read
+from service.reading.deltas import Deltas
 from service.storage.reports import AsyncStore, Change
 from service.storage.reports.engine_counts import live_record
 
@@ -58,6 +59,7 @@ class Series:
 
     def __init__(self, store: AsyncStore, max_lag: int | None) -> None:
         self.lock = asyncio.Lock()
+        self.deltas = Deltas()
         self._store, self._max_lag = store, max_lag
         self._cursor: str | None = None
         self._batches: dict[str, Batch] = {}
@@ -85,9 +87,9 @@ class Series:
         return [Served(policy, served) for policy, (_, served) in sorted(self._points.items()) if served is not None]
 
     @property
-    def points(self) -> list[bytes]:
-        """The points of the last attempt as JSON, by policy version."""
-        return [text for _, (text, _) in sorted(self._points.items()) if text]
+    def points(self) -> dict[int, bytes]:
+        """The points of the last attempt as JSON, by policy version in ascending order."""
+        return {policy: text for policy, (text, _) in sorted(self._points.items()) if text}
 
     async def refresh(self, sick: Collection[tuple[str, str | None]] = ()) -> int:
         """Catch up; returns how many policy versions were pooled. `sick`: whose counts are no evidence."""

@@ -138,6 +138,8 @@ def train(rank: int, service: Receiver | None, found: dict[str, Any], path: Path
         for one, p in zip(batch, proximal, strict=True):
             one["prox_logp"] = p
         actor.ppo_update(actor.compute_advantages(batch))
+        logged = [name for name in actor.export_stats() if "draftalign" in name]
+        found.setdefault("logged", []).append(sorted(logged))
         if service is not None:
             assert actor.hook.flush(20)
             found.setdefault("sent_in_update", []).append(len(service.rollouts()) - sent_before)

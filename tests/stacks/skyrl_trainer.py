@@ -34,7 +34,13 @@ ROLLOUTS, PROMPT, RESPONSE, STEPS = 4, 8, 12, 2
 TEMPERATURE = 0.7
 AUX = (2, 4, 5)
 VOCABULARY = 512
-EXTENDED = ("init_model", "_forward_backward_micro", "optim_step", "broadcast_to_inference_engines")
+EXTENDED = (
+    "init_model",
+    "forward_backward",
+    "_forward_backward_micro",
+    "optim_step",
+    "broadcast_to_inference_engines",
+)
 
 
 def varlen(module: Any, q: Any, k: Any, v: Any, _mask: Any, **more: Any) -> tuple[torch.Tensor, None]:
@@ -152,7 +158,8 @@ def train(
         for mini in range(2):
             batch = rollouts(100 * step + 10 * mini + rank)
             expected = alone(whole, batch)
-            worker.forward_backward(batch)
+            logged = worker.forward_backward(batch).metrics
+            found.setdefault("logged", []).append(sorted(name for name in logged if name.startswith("draftalign/")))
             if service is not None:
                 hook = worker.draftalign.hook
                 assert hook.flush(20), hook.stats()

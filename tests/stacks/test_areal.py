@@ -34,6 +34,11 @@ def test_what_the_weights_of_now_drew_is_sent_rollout_by_rollout(ranks: list[dic
     assert found["areals"] == pytest.approx([0.0, 0.0], abs=1e-5), "its own pass agrees with each rollout alone"
 
 
+def test_what_areal_logs_of_a_step_has_the_hooks_numbers(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["logged"] == [["draftalign/dropped", "draftalign/overhead_seconds"]] * 2
+    assert ranks[1]["logged"] == [[]] * 2
+
+
 def test_rank_0_registers_the_run_and_sends_heads(ranks: list[dict[str, Any]]) -> None:
     assert [found["heads"] for found in ranks] == [["/runs/default", "/runs/default/head"], []]
 

@@ -20,7 +20,7 @@ def _ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_the_first_mini_batch_sees_is_sent_rollout_by_rollout(ranks: list[dict[str, Any]], rank: int) -> None:
     found = ranks[rank]
-    assert found["extended"] == [True] * 4, "by Ray's setup hook, when SkyRL's module was imported"
+    assert found["extended"] == [True] * 5, "by Ray's setup hook, when SkyRL's module was imported"
     # Of two steps with two mini-batches of four, the second one's weights are not those that drew the rollouts.
     stats = {"captured_rollouts": 8, "failures": 0, "skipped_stale": 8, "last_failure": ""}
     assert found["stats"] == stats
@@ -35,6 +35,11 @@ def test_what_the_first_mini_batch_sees_is_sent_rollout_by_rollout(ranks: list[d
         assert step["features"] < 2**-7  # bfloat16's rounding, against each rollout alone
         assert step["logp"] < 1e-5
         assert step.get("head", rank == 1)
+
+
+def test_what_skyrl_logs_of_an_update_has_the_hooks_numbers(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["logged"] == [["draftalign/dropped", "draftalign/overhead_seconds"]] * 4
+    assert ranks[1]["logged"] == [[]] * 4
 
 
 def test_supervised_batches_are_left_out(ranks: list[dict[str, Any]]) -> None:

@@ -76,6 +76,12 @@ class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
                     captured.enter_context(hook.capture(**told))
                 super().forward_backward_batch([item], process_output_fn, forward_only)
 
+    def export_stats(self) -> dict[str, float]:
+        """As AReaL's, which logs those of rank 0, and the hook's numbers."""
+        stats: dict[str, float] = super().export_stats()
+        hook = self.hook if self.data_parallel_rank == 0 else None
+        return stats if hook is None else stats | (hook.guard(hook.metrics) or {})
+
     def _told(self, hook: DrafterHook, packed: dict[str, Any], places: list[int]) -> dict[str, Any] | None:
         """What `capture` is to be told of a packed micro-batch, whose rollouts have `places` in the batch; or None."""
         if "multi_modal_input" in packed:

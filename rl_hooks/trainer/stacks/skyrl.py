@@ -69,6 +69,7 @@ class _Policy:
 def extend(kind: Any) -> None:
     """Have SkyRL's `FSDPPolicyWorkerBase` send rollouts. In place: Ray looks methods up on the class."""
     init, micro, step = kind.init_model, kind._forward_backward_micro, kind.optim_step
+    update = kind.forward_backward
     push = kind.broadcast_to_inference_engines
     if not inspect.iscoroutinefunction(push):
         raise UnsupportedTrainerError("broadcast_to_inference_engines is no coroutine: this is no SkyRL 0.3.0")
@@ -88,6 +89,14 @@ def extend(kind: Any) -> None:
         with policy.hook.capture(**told):
             return micro(self, *args, **more)
 
+    @functools.wraps(update)
+    def forward_backward(self: Any, *args: Any, **more: Any) -> Any:
+        made = update(self, *args, **more)
+        if self.draftalign is not None and dist.get_rank() == 0:  # SkyRL logs rank 0's
+            hook = self.draftalign.hook
+            made.metrics.update(hook.guard(hook.metrics) or {})
+        return made
+
     @functools.wraps(step)
     def optim_step(self: Any, *args: Any, **more: Any) -> Any:
         if self.draftalign is not None:
@@ -103,4 +112,5 @@ def extend(kind: Any) -> None:
 
     kind.draftalign = None  # of a worker that has not begun
     kind.init_model, kind._forward_backward_micro, kind.optim_step = init_model, forward_backward_micro, optim_step
+    kind.forward_backward = forward_backward
     kind.broadcast_to_inference_engines = broadcast_to_inference_engines

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 import signal
 import time
@@ -24,8 +26,10 @@ from service_fixtures import HEADERS, RunningService, run_file
 from storage_fixtures import Store
 from worker_fixtures import Bench, nest
 
+import service.api.acceptance as service_acceptance
 import service.monitor.headline
 from service.api.app import page_html
+from service.api.context import ServiceContext
 from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import DrafterSums, Lane, RunEvent
@@ -522,6 +526,36 @@ def test_behind_tokens_a_password_opens_the_page_and_alpha_is_drawn(
     if drawn:
         assert page.texts["connection"] == "live"
         assert not page.hidden("full")
+
+
+@needs_browser
+def test_a_page_that_stays_open_reads_what_changed_and_shows_all(
+    serve: Callable[..., RunningService], redis_client: Redis, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = serve()
+    service.register()
+    store, scores = Store(redis_client, "default"), list(sample_run(12).scores)
+    for number, record in enumerate(scores[:-1]):
+        store.put_score(f"{number:032x}", record)
+    whole, asked = service_acceptance._last_attempt, list[tuple[str | None, int]]()
+
+    async def answer(context: ServiceContext, run: str, since: str | None) -> bytes:
+        text = await whole(context, run, since)
+        asked.append((since, len(json.loads(text)["points"])))
+        if len(asked) == 1:  # the next answer has one point more
+            await asyncio.to_thread(store.put_score, "f" * 32, scores[-1])
+        return text
+
+    monkeypatch.setattr(service_acceptance, "_last_attempt", answer)
+    page = browse(service.url, browser, seconds=30)
+    versions = sorted({record.policy_version for record in scores})
+    assert asked[0] == (None, len(versions) - 1)
+    assert all(since is not None for since, _ in asked[1:])
+    assert [points for _, points in asked[1:4]] == [1, 0, 0][: len(asked) - 1]
+    fresh = browse(service.url, browser)
+    drawn = [{a["data-series"]: a.get("d") for a in one.having("data-series")} for one in (page, fresh)]
+    assert drawn[0] == drawn[1]
+    assert page.texts["tiles"].split("Worker")[0] == fresh.texts["tiles"].split("Worker")[0]
 
 
 def test_the_description_of_the_api_is_drawn_from_what_the_service_itself_serves(

@@ -340,6 +340,6 @@ def test_a_point_is_json(redis_url: str, redis_client: Redis) -> None:
     async def work(series: Series, asked: list[int]) -> None:
         Store(redis_client, "default").put_score("a" * 32, score(scored(8)))
         await series.refresh()
-        assert [json.loads(point)["alpha_served"] for point in series.points] == [2.08]
+        assert [json.loads(point)["alpha_served"] for point in series.points.values()] == [2.08]
 
     on_series(redis_url, work)
