@@ -548,7 +548,7 @@ def test_a_page_that_stays_open_reads_what_changed_and_shows_all(
 
     monkeypatch.setattr(service_acceptance, "_last_attempt", answer)
     page = browse(service.url, browser, seconds=30)
-    versions = sorted({record.policy_version for record in scores})
+    versions = {record.policy_version for record in scores}
     assert asked[0] == (None, len(versions) - 1)
     assert all(since is not None for since, _ in asked[1:])
     assert [points for _, points in asked[1:4]] == [1, 0, 0][: len(asked) - 1]
