@@ -143,7 +143,9 @@ class World:
     def verdict(self) -> None:
         """The gate refuses a candidate."""
         gate = {"gain": 0.0041, "low": -0.0123, "high": 0.0205, "rollouts": 64, "needed": 0.0}
-        self.registry.record("default", {"event": "refused", "reason": "no gain that is beyond chance", "gate": gate})
+        self.registry.history.record(
+            "default", {"event": "refused", "reason": "no gain that is beyond chance", "gate": gate}
+        )
 
     def look(self, path: str) -> None:
         """As a page or a scraper that has the last answer."""

@@ -145,7 +145,7 @@ class WorkerRun:
 
     def events(self) -> list[dict[str, Any]]:
         """The run's history."""
-        return self.registry.history(NAME)
+        return self.registry.history.read(NAME)
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> bytes:

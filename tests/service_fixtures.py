@@ -16,8 +16,9 @@ import numpy as np
 from rl_hooks import wire
 from service.api.app import make_server
 from service.settings import Settings
+from service.storage.drafters.versions import Manifest
 from service.storage.layout import Layout
-from service.storage.registry import Manifest, Registry
+from service.storage.registry import Registry
 
 VOCAB, HIDDEN, LAYERS = 50, 8, (2, 4, 5)
 CONFIG: dict[str, Any] = {

@@ -21,7 +21,7 @@ from service.monitor.live.blocks import Block
 from service.monitor.live.watch import EngineVerdict, VerdictName, push_is_due, watch
 from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
 from service.settings import Settings
-from service.storage.registry import Manifest
+from service.storage.drafters.versions import Manifest
 from service.storage.runs import check_open
 
 router = APIRouter(tags=["acceptance"])
@@ -129,7 +129,7 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
         found = report.canary
         event = {"event": f"canary_{found.outcome}", "version": found.version, "reporter": report.reporter}
         facts = {"offer": found.sequence, "canary": found.model_dump()}
-        await asyncio.to_thread(context.registry.record_verdict, report.run, event | facts)
+        await asyncio.to_thread(context.registry.history.record_verdict, report.run, event | facts)
     verdict = await _judge(context, report, blocks)
     pushed = await _push_again(context, report, verdict) if verdict.name == "dead" else None
     return AcceptanceReply(
@@ -168,7 +168,7 @@ async def _push_again(context: ServiceContext, report: AcceptanceReport, verdict
     run, latest = report.run, context.registry.latest(report.run)
     if latest is None or latest.version != report.drafter_version:
         return None
-    pushes = (await asyncio.to_thread(context.registry.digest, run)).pushed
+    pushes = (await asyncio.to_thread(context.registry.history.digest, run)).pushed
     if not push_is_due(context.live_rule, verdict, list(pushes), time.time()):
         return None
     reason = f"drafter dead in {report.reporter}: {verdict.text}"

@@ -122,7 +122,7 @@ class ServiceContext:
         for kept in (self._runs, self._recent, self._engines, self._queues, self._pointers, self._series):
             kept.pop(run, None)
         self.accepted_for.discard(run)
-        self.registry.drop(run)
+        self.registry.history.drop(run)
 
     def queue(self, run: str) -> AsyncRolloutQueue:
         """The queue of a run."""

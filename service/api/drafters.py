@@ -26,7 +26,7 @@ from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_
 from service.errors import ObjectStoreError
 from service.reading.pointer import Pointer, Served
 from service.storage.admission.sent import admit, read_sent_header
-from service.storage.registry import MANIFEST, Manifest
+from service.storage.drafters.versions import MANIFEST, Manifest
 from service.storage.runs import check_open
 
 log = logging.getLogger("draftalign.api")
@@ -204,11 +204,11 @@ async def get_drafters(request: Request, context: Context, run: RunQuery = "defa
             "run": run,
             "latest": None if latest is None else latest.model_dump(),
             "held": to_jsonable_python(registry.held(run)),
-            "waiting": list(registry.sent(run)),
+            "waiting": list(registry.history.sent(run)),
             "versions": [manifest.model_dump() for manifest in manifests],
             "damaged": damaged,
         }
-        history = b",".join(event.text for event in registry.events(run))
+        history = b",".join(event.text for event in registry.history.events(run))
         return to_json(facts, inf_nan_mode="null")[:-1] + b',"history":[' + history + b"]}"
 
     return tagged(request, await context.answers.get(("drafters", run), lambda: asyncio.to_thread(read)))

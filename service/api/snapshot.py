@@ -92,7 +92,7 @@ async def read_followed(context: ServiceContext, run: str, since: str | None = N
 @asynccontextmanager
 async def _followed(context: ServiceContext, run: str) -> AsyncIterator[tuple[RunSnapshot, Series]]:
     bounded = await _read_bounded(context, run)
-    history = await asyncio.to_thread(context.registry.events, run)
+    history = await asyncio.to_thread(context.registry.history.events, run)
     series = context.series(run)
     async with series.lock:
         await series.refresh(bounded.watch.sick)
@@ -106,7 +106,7 @@ async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
         await _read_bounded(context, run),
         scores=list((await store.scores()).values()),
         acceptances=await store.acceptances(),
-        history=await asyncio.to_thread(context.registry.events, run),
+        history=await asyncio.to_thread(context.registry.history.events, run),
         returns=await store.returns(),
     )
 
@@ -119,7 +119,7 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     arrivals = await queue.arrivals()
     now = time.time()
     engines = await context.engines(run)
-    moves = await asyncio.to_thread(context.registry.digest, run)
+    moves = await asyncio.to_thread(context.registry.history.digest, run)
     counters = await queue.counters()
     limit_bytes = context.queue_limit_bytes(counters["bytes"], run)
     return RunSnapshot(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from service.storage.drafters.versions import Manifest
 from service.storage.layout import FileId, file_id
-from service.storage.registry import Manifest
 
 #: How often a watcher looks.
 _LOOK_SECONDS: Final = 0.1

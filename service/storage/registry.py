@@ -1,8 +1,6 @@
-"""Published drafters of each run: immutable version directories, one pointer, and an append-only history.
+"""What each run serves: a pointer to one of its versions (`drafters/versions.py`), and how it moves (`history/events.py`).
 
 Invariants, also after loss of power at any line:
-* A version directory is complete or invisible: files and manifest are fsynced in a staging directory beside it, then
-  one rename (atomic on one filesystem) makes it appear. It never changes afterwards.
 * `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
   take a new number, so a reader that remembers the last sequence can refuse anything older.
 * `publish` is compare-and-set on `latest`: a drafter replaces only the version that it was judged against. So a worker
@@ -12,9 +10,6 @@ Invariants, also after loss of power at any line:
 * A hold is part of `latest.json`, so it appears and ends in the same rename as a move. While it is there, nothing but
   another hold moves `latest` to another version: what was judged before it and is published after it raises
   `LatestHeld`.
-* The history is bounded. What must not be forgotten stands at the head of each new piece of it: versions that wait for
-  the gate, how many were published, the newest move. Canaries' verdicts have a file of their own, because whoever may
-  read a run may report them: they push nothing else out.
 * One `flock` per run serialises the API (rollback, push-again) and the worker (publish). After `LOCK_SECONDS` the error
   names the holder: a paused process (a debugger, a paused container) keeps the lock until it goes on or is killed.
 
@@ -24,104 +19,45 @@ Handles files and objects only: no torch, no tensors.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import heapq
 import json
-import logging
-import os
-import shutil
-import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import to_json
 
-from rl_hooks.durable import AtomicDirectory, replace_file, write_synced
+from rl_hooks.durable import replace_file
 from rl_hooks.lock import LockHeld, exclusive
 from service.errors import (
     LatestHeld,
     LatestMoved,
-    ObjectStoreError,
     RegistryBusy,
-    RegistryError,
     RunConflict,
     RunDamaged,
     VersionNotFound,
 )
-from service.monitor.records import HeldVersion, RunEvent
-from service.storage.history.digest import CARRIED, HistoryDigest, Sent, canary_key
-from service.storage.history.lines import Followed, LineFile
-from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
-from service.storage.objects import Objects
+from service.monitor.records import HeldVersion
+from service.storage.drafters.versions import MANIFEST, Manifest, Versions, digests_of, version_number
+from service.storage.history.digest import Sent
+from service.storage.history.events import History
+from service.storage.layout import VERSION_NAME, Layout
 
-log = logging.getLogger("draftalign.registry")
-
-MANIFEST = "manifest.json"
 #: For `instead_of`: replace the served version, whichever it is.
 ANY = "*"
-_READ_BYTES = 1 << 20
 #: How long to wait for a run's lock. It is held for renames, and for deleting old versions.
 LOCK_SECONDS = 30.0
-#: Age at which a staging directory was left by a publisher that died.
-_LEFTOVER_SECONDS = 3600.0
-#: Size of a piece of the history; the newest full one is kept. Some 6,000 events, all read by each scrape.
-_HISTORY_BYTES = 2 << 20
-#: The same of the canaries' verdicts: some 3,000.
-_VERDICT_BYTES = 1 << 20
 #: Events with which a version begins to be served.
 OFFERS = ("published", "rolled_back")
 
 
-class VersionFile(BaseModel):
-    """One file of a version, with its digest."""
-
-    model_config = ConfigDict(frozen=True)
-    name: str
-    bytes: int
-    sha256: str
-
-
-class Manifest(BaseModel):
-    """What `GET /drafter/latest` answers. `sequence` and `reason` are the pointer's, the rest is the version's."""
-
-    model_config = ConfigDict(frozen=True)
-    run: str
-    version: str
-    sequence: int
-    reason: str
-    digest: str
-    files: tuple[VersionFile, ...]
-    parent: str | None
-    policy_version: int
-    kind: Literal["eagle3", "mtp"] = "eagle3"
-    config_fingerprint: str
-    d2t_sha256: str
-    aux_layers: tuple[int, ...]
-    aux_layers_convention: Literal["entering"] = "entering"
-    created: float
-    alpha: dict[str, Any] | None = None
-    gate: dict[str, Any] | None = None
-
-    @property
-    def etag(self) -> str:
-        """Strong entity tag: changes whenever `latest` moves."""
-        return f'"{self.sequence}-{self.version}"'
-
-
-class Registry:
-    """The registry of one state directory."""
+class Registry(Versions):
+    """The versions in one state directory, which of them is served, and the history of that."""
 
     def __init__(self, layout: Layout, drafters_url: str | None = None) -> None:
         """`drafters_url`: of the object store that gets each version before `latest` names it."""
-        self._layout = layout
-        self.objects = None if drafters_url is None else Objects(drafters_url)
-        self._digests: dict[Path, HistoryDigest] = {}
-        self._events: dict[str, tuple[Followed[RunEvent], ...]] = {}
-        self._reading = threading.Lock()
+        super().__init__(layout, drafters_url)
+        self.history = History(layout)
 
     # --- reading
     def latest(self, run: str) -> Manifest | None:
@@ -140,12 +76,6 @@ class Registry:
                 return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
         return None
 
-    def sent(self, run: str) -> dict[str, Sent]:
-        """Versions that people sent and that are not judged yet, oldest first."""
-        digest = self.digest(run)
-        with self._reading:
-            return dict(digest.sent)
-
     def held(self, run: str) -> HeldVersion | None:
         """The version that a person holds; None where `latest` may move."""
         pointer = self._pointer(run)
@@ -153,92 +83,14 @@ class Registry:
             return None
         return HeldVersion(pointer["version"], str(hold.get("reason")), hold.get("since"), hold.get("by"))
 
-    def get(self, run: str, version: str) -> Manifest:
-        """Manifest of one version as it was published."""
-        path = self._layout.drafter(run, version) / MANIFEST
-        try:
-            return Manifest.model_validate_json(path.read_bytes())
-        except FileNotFoundError as error:
-            raise VersionNotFound(f"run {run!r} has no drafter version {version!r}; see GET /drafters") from error
-        except (ValidationError, IsADirectoryError) as error:
-            raise RunDamaged(run, path, error) from error
-
-    def versions(self, run: str) -> list[str]:
-        """Complete versions on disk, oldest first."""
-        return [name for name in self._directories(run) if (self._layout.drafter(run, name) / MANIFEST).is_file()]
-
-    def _directories(self, run: str) -> list[str]:
-        """Of complete versions, and of those whose manifest is gone."""
-        directory = self._layout.drafters(run)
-        names = (p.name for p in directory.iterdir()) if directory.is_dir() else ()
-        return sorted(filter(VERSION_NAME.fullmatch, names), key=_number)
-
-    def manifests(self, run: str) -> tuple[list[Manifest], dict[str, str]]:
-        """Manifests of the versions on disk, oldest first; of damaged ones, what is wrong with them."""
-        found, damaged = list[Manifest](), dict[str, str]()
-        for version in self.versions(run):
-            try:
-                found.append(self.get(run, version))
-            except VersionNotFound:  # pruned meanwhile
-                continue
-            except RunDamaged as error:
-                damaged[version] = str(error)
-        return found, damaged
-
-    def history(self, run: str) -> list[dict[str, Any]]:
-        """The newest recorded events, verdicts of canaries among them, oldest first. A torn line is skipped."""
-        both = self._history(run).read(), self._verdicts(run).read()
-        found = heapq.merge(*both, key=lambda event: RunEvent.of(event).time or 0.0)
-        return [event for event in found if event.get("event") != CARRIED]
-
-    def events(self, run: str) -> list[RunEvent]:
-        """The history, for whoever looks into it often: each line is read once."""
-        if run not in self._events:
-            files = self._history(run), self._verdicts(run)
-            self._events[run] = tuple(Followed(file, RunEvent.of) for file in files)
-        found = heapq.merge(*(followed.read() for followed in self._events[run]), key=lambda event: event.time or 0.0)
-        return [event for event in found if event.event != CARRIED]
-
     def offer(self, run: str) -> dict[str, Any] | None:
         """The event with which the served version began to be served. A crash may have kept it from the history."""
         pointer = self._pointer(run)
         if pointer is not None and pointer.get("event") in OFFERS:
             return {name: value for name, value in pointer.items() if name != "held"}
-        moves = self._history(run).read()  # of before it was pushed again, or of an older service
-        return next((event for event in reversed(moves) if event.get("event") in OFFERS), None)
-
-    def drop(self, run: str) -> None:
-        """Keep nothing of a run that was deleted."""
-        self._events.pop(run, None)
-        with self._reading:
-            for file in (self._history(run), self._verdicts(run)):
-                self._digests.pop(file.path, None)
-
-    def digest(self, run: str) -> HistoryDigest:
-        """Moves and what waits for the gate, up to date."""
-        return self._digest(self._history(run))
-
-    def _digest(self, file: LineFile) -> HistoryDigest:
-        with self._reading:
-            digest = self._digests.setdefault(file.path, HistoryDigest())
-            if not digest.follow(file.pieces()):
-                digest = self._digests[file.path] = HistoryDigest()
-                digest.follow(file.pieces())
-            return digest
-
-    def path(self, run: str, version: str, name: str) -> Path:
-        """Path of one file that the version's manifest lists (or of the manifest itself)."""
-        manifest = self.get(run, version)
-        names = [file.name for file in manifest.files]
-        if name not in (*names, MANIFEST):
-            raise VersionNotFound(f"drafter {version} has no file {name[:80]!r}; it has {names}")
-        return self._layout.drafter_file(run, version, name)
+        return self.history.last_of(run, OFFERS)  # of before it was pushed again, or of an older service
 
     # --- writing
-    def stage(self, run: str) -> Path:
-        """Make a new, empty staging directory on the registry's filesystem, to be filled and handed to `publish`."""
-        return AtomicDirectory.make(self._layout.drafters(run), ".staged-").path
-
     def publish(
         self,
         run: str,
@@ -260,7 +112,7 @@ class Registry:
         `instead_of`: the version that it was judged against, None where nothing was served. Raises `LatestMoved` when
         another one is served now, `LatestHeld` when a person holds it, `ObjectStoreError` where its object store fails.
         """
-        files, digest = _digests(staged)
+        files, digest = digests_of(staged)
         self._store(run, digest, files, staged)
         with locked(self._layout, run):
             pointer = self._require_served(run, instead_of)
@@ -296,10 +148,10 @@ class Registry:
         `like`: a version of the lineage, whose facts it shares. Files that are a version already only wait again.
         Raises RunConflict where `most_waiting` wait already, or the version is served.
         """
-        files, digest = _digests(staged)
+        files, digest = digests_of(staged)
         with locked(self._layout, run):
             known = {manifest.digest: manifest for manifest in self.manifests(run)[0]}
-            manifest, waiting = known.get(digest), self.sent(run).keys()
+            manifest, waiting = known.get(digest), self.history.sent(run).keys()
             if manifest is not None and manifest.version in waiting:
                 return manifest, False
             if manifest is not None and manifest.version == (self._pointer(run) or {}).get("version"):
@@ -320,7 +172,7 @@ class Registry:
                 manifest = like.model_copy(update=facts)
                 self._commit(staged, manifest)
             said = {"version": manifest.version, "policy_version": manifest.policy_version, "reason": reason, "by": by}
-            self.record(run, {"event": "sent", **said})
+            self.history.record(run, {"event": "sent", **said})
         return manifest, new
 
     def promote(
@@ -375,7 +227,7 @@ class Registry:
                 replace_file(self._layout.latest(run), json.dumps(pointer | {"held": hold}).encode())
                 manifest = manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
             facts = {"policy_version": manifest.policy_version, "reason": reason, "by": by}
-            self.record(run, {"event": "held", "version": version, **facts})
+            self.history.record(run, {"event": "held", "version": version, **facts})
         return manifest
 
     def release(self, run: str, version: str, by: str | None = None) -> Manifest:
@@ -389,7 +241,7 @@ class Registry:
             replace_file(self._layout.latest(run), json.dumps(pointer).encode())
             manifest = self.get(run, version)
             facts = {"policy_version": manifest.policy_version, "by": by}
-            self.record(run, {"event": "released", "version": version, **facts})
+            self.history.record(run, {"event": "released", "version": version, **facts})
         return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
 
     def push_again(self, run: str, reason: str) -> Manifest:
@@ -400,27 +252,6 @@ class Registry:
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
             # Not "pushed again": a person's rollback with those words overrides an agent's canary, and this must not.
             return self._repoint(run, manifest, f"revived: {reason}", "pushed_again", held=held)
-
-    def record(self, run: str, event: Mapping[str, Any]) -> None:
-        """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent.
-
-        Takes no lock, since a paused process could hold it: a line is one write at the file's end.
-        """
-        self._append(run, {"time": time.time(), **event})
-
-    def record_verdict(self, run: str, event: Mapping[str, Any]) -> None:
-        """Append a canary's verdict, durably, unless it is a repeat. An earlier service wrote them into the history."""
-        files = self._verdicts(run), self._history(run)
-        if not any(canary_key(event) in self._digest(file).canaries for file in files):
-            files[0].append({"time": time.time(), **event})
-
-    def verify(self, run: str, version: str) -> None:
-        """Recompute every digest of a version; raises RegistryError that names the file that differs."""
-        for file in self.get(run, version).files:
-            path = self._layout.drafter_file(run, version, file.name)
-            found = _digest(path) if path.is_file() else None
-            if found != file:
-                raise RegistryError(f"{version}/{file.name} no longer matches its manifest; do not serve this version")
 
     def discard(self, run: str, version: str) -> None:
         """Delete a version that is not served: nothing can be done with it."""
@@ -439,38 +270,20 @@ class Registry:
             pointer = self._pointer(run)
             safe = set(protect) | set(self.versions(run)[-keep:]) | ({pointer["version"]} if pointer else set())
             gone = [version for version in self.versions(run) if version not in safe]
-            manifests, damaged = self.manifests(run) if self.objects is not None else ([], {})
-            lost = set(self._directories(run)).difference(self.versions(run))
-            damaged |= {version: f"version {version} has no {MANIFEST}" for version in lost}
-            digests = {manifest.version: manifest.digest for manifest in manifests}
+            used = self._objects_used(run)
             for version in gone:
                 self._delete(run, version)
-            for path in self._layout.drafters(run).glob(".*"):
-                if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
-                    shutil.rmtree(path, ignore_errors=True)
+            self._delete_leftovers(run)
             for path in self._layout.run(run).glob(".latest-*"):
                 path.unlink()
-        if self.objects is not None and damaged:  # nobody knows which objects are theirs
-            log.error("run %s: no object is deleted while manifests are damaged: %s", run, "; ".join(damaged.values()))
-        elif self.objects is not None:
-            kept = {digest for version, digest in digests.items() if version not in gone}
-            try:  # not under the lock, since a store may be slow
-                self.objects.keep_only(run, kept, {digests[version] for version in gone})
-            except ObjectStoreError as error:  # what is left is old by the time that it answers again
-                log.warning("objects of run %s that no version needs were not deleted: %s", run, error)
+        self._delete_objects(run, used, gone)  # not under the lock, since a store may be slow
         return gone
 
     # --- inside
-    def _store(self, run: str, digest: str, files: Sequence[VersionFile], directory: Path) -> None:
-        """Copy a version into the object store, where there is one. Before the lock is taken: it may take long."""
-        if self.objects is not None:
-            for file in files:
-                self.objects.put(run, digest, directory / file.name, file.bytes)
-
     def _next_version(self, run: str, digest: str) -> str:
         pointer, existing = self._pointer(run), self.versions(run)
         taken = [*existing[-1:], *([] if pointer is None else [pointer["version"]])]  # a pruned one's is not used again
-        return f"v{1 + max(map(_number, taken), default=0):06d}-{digest[:8]}"
+        return f"v{1 + max(map(version_number, taken), default=0):06d}-{digest[:8]}"
 
     def _forget_unpointed(self, run: str, digest: str, sequence: int) -> None:
         """Delete the newest version where its publisher died before `latest` pointed to it, and it comes again now.
@@ -482,17 +295,6 @@ class Registry:
                 manifest = self.get(run, version)
                 if manifest.digest == digest and manifest.sequence == sequence:
                     self._delete(run, version)
-
-    def _commit(self, staged: Path, manifest: Manifest) -> None:
-        write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
-        AtomicDirectory(staged).commit(self._layout.drafter(manifest.run, manifest.version))
-
-    def _delete(self, run: str, version: str) -> None:
-        path = self._layout.drafter(run, version)
-        # Renamed first: a half-deleted directory must not look like a version.
-        deleted = path.with_name(f".deleted-{uuid.uuid4().hex}")
-        path.rename(deleted)
-        shutil.rmtree(deleted)
 
     def _pointer(self, run: str) -> dict[str, Any] | None:
         try:
@@ -564,37 +366,23 @@ class Registry:
         # With all of the event: it may be the only place that has it, after a crash before the next line.
         pointer = event | dict(more) | ({} if held is None else {"held": held})
         replace_file(self._layout.latest(run), to_json(pointer, inf_nan_mode="null"))
-        self._append(run, event | dict(more))
+        self.history.record(run, event | dict(more))
 
     def _recover_history(self, run: str) -> None:
         """Append the event that is missing if a crash came between the pointer's rename and the append."""
         pointer = self._pointer(run)
         if pointer is None or (event := self._unrecorded(run, pointer)) is None:
             return
-        self._append(run, {"time": time.time(), "event": "published", **event, "recovered": True})
+        self.history.record(run, {"event": "published", **event, "recovered": True})
 
     def _unrecorded(self, run: str, pointer: Mapping[str, Any]) -> dict[str, Any] | None:
         """The event of the last move, where the history never had it; None where it has, or had and forgot it."""
-        recorded = self.digest(run).sequence
-        if recorded is None and len(self._history(run).pieces()) > 1:  # of an earlier service, which carried nothing on
+        recorded = self.history.digest(run).sequence
+        if recorded is None and self.history.forgot_moves(run):  # of an earlier service, which carried nothing on
             return None
         if recorded is not None and recorded >= pointer["sequence"]:
             return None
         return {name: value for name, value in pointer.items() if name != "held"}
-
-    def _append(self, run: str, event: Mapping[str, Any]) -> None:
-        self._history(run).append(event, head=lambda: self._carried(run))
-
-    def _carried(self, run: str) -> dict[str, Any] | None:
-        digest = self.digest(run)
-        with self._reading:
-            return digest.carried() if len(self._history(run).pieces()) > 1 else None
-
-    def _history(self, run: str) -> LineFile:
-        return LineFile(self._layout.history(run), max_bytes=_HISTORY_BYTES, kept=1)
-
-    def _verdicts(self, run: str) -> LineFile:
-        return LineFile(self._layout.verdicts(run), max_bytes=_VERDICT_BYTES, kept=1)
 
 
 @contextlib.contextmanager
@@ -608,35 +396,3 @@ def locked(layout: Layout, run: str) -> Iterator[None]:
             f"the registry of run {run!r} has been locked for {LOCK_SECONDS:.0f} s by {held.holder}: is it stopped? "
             "Nothing was changed; let it go on or kill it"
         ) from None
-
-
-def _number(version: str) -> int:
-    return int(version[1:].partition("-")[0])
-
-
-def _staged_files(staged: Path) -> list[Path]:
-    paths = sorted(staged.iterdir())
-    for path in paths:
-        if path.is_symlink() or not path.is_file() or not FILE_NAME.fullmatch(path.name) or path.name == MANIFEST:
-            raise RegistryError(f"staged drafter holds {path.name!r}; expected plain files other than {MANIFEST}")
-    if not paths:
-        raise RegistryError(f"staged drafter {staged} is empty; write its files first")
-    return paths
-
-
-def _digests(staged: Path) -> tuple[tuple[VersionFile, ...], str]:
-    """The files of a staged directory, and the digest of all of them."""
-    files = tuple(_digest(path) for path in _staged_files(staged))
-    return files, hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
-
-
-def _digest(path: Path) -> VersionFile:
-    """Digest a file, and force it to the disk."""
-    sha = hashlib.sha256()
-    size = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            sha.update(chunk)
-            size += len(chunk)
-        os.fsync(file.fileno())
-    return VersionFile(name=path.name, bytes=size, sha256=sha.hexdigest())

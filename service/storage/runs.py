@@ -376,7 +376,9 @@ def change_state(
             return before
         after = RunState(state, reason, by, time.time())
         replace_file(layout.run_state(run), _STATE.dump_json(after))
-        Registry(layout).record(run, {"event": f"run_{state}", "reason": reason, "by": by, "previous": before.state})
+        Registry(layout).history.record(
+            run, {"event": f"run_{state}", "reason": reason, "by": by, "previous": before.state}
+        )
     return after
 
 

@@ -27,9 +27,10 @@ from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import with_layers
 from service.errors import RegistryError, RunDamaged, WorkerError
 from service.settings import Settings
+from service.storage.drafters.versions import Manifest
 from service.storage.history.digest import Sent
 from service.storage.layout import Layout
-from service.storage.registry import OFFERS, Manifest, Registry
+from service.storage.registry import OFFERS, Registry
 from service.worker.checkpoint import full_disk_as_os_error, hand_over
 from service.worker.target import Target
 
@@ -204,14 +205,14 @@ class Lineage:
 
     def waiting(self) -> dict[str, Sent]:
         """The versions on disk that people sent and that the gate has not decided about, oldest first."""
-        sent = self._registry.sent(self._run)
+        sent = self._registry.history.sent(self._run)
         on_disk = self._registry.versions(self._run) if sent else []
         return {version: sent[version] for version in sent if version in on_disk}
 
     @property
     def published(self) -> int:
         """How many versions were published so far."""
-        return self._registry.digest(self._run).published
+        return self._registry.history.digest(self._run).published
 
     def train_from(self, version: str) -> None:
         """Train on from a published version, with a fresh trainer."""
@@ -333,7 +334,7 @@ class Lineage:
 
         A worker that dies after that and before its checkpoint finds it again.
         """
-        for past in reversed(self._registry.history(self._run)):
+        for past in reversed(self._registry.history.read(self._run)):
             if past.get("version") == event["version"] and past["event"] in (*OFFERS, event["event"]):
                 if past["event"] == event["event"]:
                     return
@@ -342,4 +343,4 @@ class Lineage:
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Write an event into the run's history."""
-        self._registry.record(self._run, event)
+        self._registry.history.record(self._run, event)

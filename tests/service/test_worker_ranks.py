@@ -258,7 +258,7 @@ def learnt_by_two(directory: Path, redis_url: str, fault: Callable[[int], object
         if fault is not None:
             assert run_ranks(bench, lead, fault) != 0
         assert run_ranks(bench, lead) == 0
-        events = [e for e in registry.history("default") if e["event"] in ("published", "rolled_back")]
+        events = [e for e in registry.history.read("default") if e["event"] in ("published", "rolled_back")]
         moves = [(e["event"], e["sequence"], e["version"], e["parent"]) for e in events]
         for version in registry.versions("default"):
             registry.verify("default", version)

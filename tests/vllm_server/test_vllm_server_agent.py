@@ -143,7 +143,7 @@ def test_a_drafter_that_only_alpha_shows_dead_is_pushed_again_by_the_service(
     assert 1 <= outputs / steps <= 64
     assert 0 < seconds / outputs < 5
     assert {one["depth"] for one in times} <= {DEPTH}  # only of stretches in which the batch size stood still
-    reasons = [e.get("reason", "") for e in service.registry.history("default") if e["event"] == "pushed_again"]
+    reasons = [e.get("reason", "") for e in service.registry.history.read("default") if e["event"] == "pushed_again"]
     print(f"α alive {alive:.3f}, dead {dead:.3f}, revived {revived:.3f}; {reasons}")
     assert len(reasons) == 1
     assert "drafter dead in" in reasons[0]

@@ -31,8 +31,9 @@ from rl_hooks.format.run import check_run
 from rl_hooks.wire import DRAFTER_FORMAT, Header, MappedFile, Tensor, WireError, encode
 from service.errors import RunConflict
 from service.storage.admission.nearness import check_finite
+from service.storage.drafters.versions import Manifest
 from service.storage.layout import Layout
-from service.storage.registry import Manifest, Registry
+from service.storage.registry import Registry
 from service.storage.runs import json_object, load_target
 
 #: Drafters that may wait for the gate at a time: each costs the replay of a batch, one after the other.

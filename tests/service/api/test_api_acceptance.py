@@ -78,7 +78,7 @@ def test_a_drafter_that_dies_is_pushed_again_and_the_history_says_why(engine: En
     assert reply["pushed_again"]["version"] == engine.version
     assert reply["pushed_again"]["sequence"] == 2
     assert reply["pushed_again"]["reason"].startswith("revived: drafter dead in agent http://engine: live α 1.00")
-    event = engine.service.registry.history("default")[-1]
+    event = engine.service.registry.history.read("default")[-1]
     assert (event["event"], event["sequence"]) == ("pushed_again", 2)
     latest = engine.service.client.get("/drafter/latest").json()
     assert latest == reply["pushed_again"]
@@ -94,11 +94,11 @@ def test_pushes_are_limited_in_rate(engine: Engine) -> None:
     second = engine.report(300, 0).json()
     assert second["dead"]
     assert second["pushed_again"] is None
-    assert len(engine.service.registry.history("default")) == 2
+    assert len(engine.service.registry.history.read("default")) == 2
 
 
 def test_a_clock_that_was_set_back_does_not_keep_a_dead_drafter_waiting(engine: Engine) -> None:
-    engine.service.registry.record("default", {"event": "pushed_again", "time": time.time() + 3600.0})
+    engine.service.registry.history.record("default", {"event": "pushed_again", "time": time.time() + 3600.0})
     assert engine.report(300, 0).json()["pushed_again"]
     assert engine.report(300, 0).json()["pushed_again"] is None, "the rate is limited from here on"
 
@@ -126,7 +126,7 @@ def test_the_pause_doubles_with_each_push_that_did_not_help() -> None:
 
 def test_a_drafter_that_dies_again_is_pushed_at_once_again(engine: Engine) -> None:
     """A push that helped is no reason to wait: some engines lose their drafter at each weight sync."""
-    record = engine.service.registry.record
+    record = engine.service.registry.history.record
     for age in (300, 240, 180, 120):
         record("default", {"event": "pushed_again", "time": time.time() - age})
     engine.report(1000, 2000)
@@ -192,7 +192,7 @@ def test_a_canary_verdict_is_kept_once(engine: Engine) -> None:
     canary = {"version": engine.version, "previous": "v0", "outcome": "rolled_back", "sequence": 1, "alpha": 1.1}
     for _ in range(2):
         assert engine.report(10, 1, canary=canary).status_code == 200
-    events = [e for e in engine.service.registry.history("default") if e["event"] == "canary_rolled_back"]
+    events = [e for e in engine.service.registry.history.read("default") if e["event"] == "canary_rolled_back"]
     assert len(events) == 1
     assert events[0]["canary"]["alpha"] == 1.1
 

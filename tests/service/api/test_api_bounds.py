@@ -27,7 +27,7 @@ from storage_fixtures import RolloutQueue
 from rl_hooks import wire
 from service.api import rollouts as rollouts_api
 from service.cli.valkey import EmbeddedValkey
-from service.storage import registry
+from service.storage.history import events
 from service.storage.layout import Layout
 from service.storage.queue import Keys, parts
 from service.storage.ready import WriteTest
@@ -194,7 +194,7 @@ def test_of_a_canary_only_what_is_known_is_kept(service: RunningService) -> None
     canary = {"version": manifest.version, "previous": "", "outcome": "passed", "sequence": 1} | figures
     body = report(manifest.version, canary=canary | {f"x{i}": "y" * 1000 for i in range(50)})
     service.client.post("/acceptance", json=body).raise_for_status()
-    assert service.registry.history("default")[-1]["canary"] == canary
+    assert service.registry.history.read("default")[-1]["canary"] == canary
     assert service.layout.history("default").stat().st_size < 2000
 
 
@@ -204,7 +204,7 @@ def test_a_canary_of_what_was_never_offered_is_refused(service: RunningService, 
     canary = {"version": manifest.version, "previous": "", "outcome": "passed", "sequence": 1} | change
     reply = service.client.post("/acceptance", json=report(manifest.version, canary=canary))
     assert (reply.status_code, kind(reply), reply.json()["field"]) == (422, "bad-canary", "canary")
-    assert len(service.registry.history("default")) == 1
+    assert len(service.registry.history.read("default")) == 1
 
 
 def test_more_accepted_tokens_than_rounds_can_bring_are_refused(service: RunningService) -> None:
@@ -218,31 +218,33 @@ def test_more_accepted_tokens_than_rounds_can_bring_are_refused(service: Running
 def test_the_history_has_a_bound_and_its_digest_goes_on_over_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_HISTORY_BYTES", 2000)
+    monkeypatch.setattr(events, "_HISTORY_BYTES", 2000)
     layout = Layout(tmp_path)
     layout.make_run("r")
     followed, found = Registry(layout), 0
     for number in range(200):
         event = {"event": "published", "time": float(number), "version": f"v{number}"}
-        Registry(layout).record("r", event)
+        Registry(layout).history.record("r", event)
         if number % 7 == 0:
-            found = followed.digest("r").published
+            found = followed.history.digest("r").published
             assert found == number + 1, "each line is read once, also over a piece's end"
     pieces = list((tmp_path / "runs/r").glob("history*.jsonl"))
     assert len(pieces) == 2
     assert sum(path.stat().st_size for path in pieces) < 2 * 2000 + 200
-    versions = [event["version"] for event in followed.history("r")]
+    versions = [event["version"] for event in followed.history.read("r")]
     assert versions == [f"v{i}" for i in range(200 - len(versions), 200)], "the newest, without a gap"
     assert len(versions) > 20
-    assert Registry(layout).digest("r").published == 200, "what was published is counted, whatever of it was deleted"
+    assert Registry(layout).history.digest("r").published == 200, (
+        "what was published is counted, whatever of it was deleted"
+    )
 
 
 def test_a_read_token_cannot_make_a_run_forget(
     serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever may read a run may report verdicts: they push out one another, and no publish, no hold, nothing sent."""
-    monkeypatch.setattr(registry, "_HISTORY_BYTES", 4000)
-    monkeypatch.setattr(registry, "_VERDICT_BYTES", 4000, raising=False)
+    monkeypatch.setattr(events, "_HISTORY_BYTES", 4000)
+    monkeypatch.setattr(events, "_VERDICT_BYTES", 4000)
     service = serve(tokens="reader:read;boss:admin")
     headers = {name: {"Authorization": f"Bearer {name}"} for name in ("reader", "boss")}
     service.client.put("/runs/default", content=run_file(), headers=HEADERS | headers["boss"]).raise_for_status()
@@ -274,12 +276,12 @@ def test_a_history_from_a_backup_is_read_from_its_beginning(tmp_path: Path) -> N
     layout.make_run("r")
     followed = Registry(layout)
     for _ in range(3):
-        followed.record("r", {"event": "published"})
-    assert followed.digest("r").published == 3
+        followed.history.record("r", {"event": "published"})
+    assert followed.history.digest("r").published == 3
     backup = tmp_path / "backup"
     backup.write_text(json.dumps({"event": "published"}) + "\n")
     backup.replace(layout.history("r"))
-    assert followed.digest("r").published == 1
+    assert followed.history.digest("r").published == 1
 
 
 @pytest.fixture

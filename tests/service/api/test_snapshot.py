@@ -25,7 +25,7 @@ from service.api.snapshot import facts_of
 from service.monitor.headline import Headline, RunFacts
 from service.monitor.records import AcceptanceRecord
 from service.settings import Settings
-from service.storage.registry import Registry
+from service.storage.history.events import History
 from service.storage.reports import RECENT_SCORES, AsyncStore, StoreKeys
 
 NOW = 5000.0
@@ -208,13 +208,13 @@ def test_what_a_headline_reads_does_not_grow_with_the_run(
     grow(range(300), range(10))
     assert service.client.get("/alpha").json()["headline"] == read()[0]
     whole: list[str] = []
-    real = Registry.history
+    real = History.read
 
-    def history(self: Registry, run: str) -> Any:
+    def read_all(self: History, run: str) -> Any:
         whole.append(run)
         return real(self, run)
 
-    monkeypatch.setattr(Registry, "history", history)
+    monkeypatch.setattr(History, "read", read_all)
     grow(range(300, 301), range(0))  # what was read before is not read again while no batch was scored
     found, size = read()
     assert found["state"] == "engine_dead"

@@ -55,7 +55,7 @@ def test_what_the_version_before_had_stored_reads_as_it_did(
             "now": 1362.0,
             "scores": list((await store.scores()).values()),
             "acceptances": await store.acceptances(),
-            "history": Registry(layout).events("default"),
+            "history": Registry(layout).history.events("default"),
             "counters": {"items": 2, "bytes": 4096, "accepted_total": 47, "duplicates_total": 0},
             "worker": await store.worker(),
             "latest": ServedDrafter("v000003-0a1b2c3d", 6, 99.5),

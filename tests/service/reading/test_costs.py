@@ -26,9 +26,10 @@ from service.api.context import ServiceContext
 from service.reading.pointer import Pointer
 from service.reading.series import Series
 from service.reading.shared import Shared
+from service.storage.drafters.versions import Manifest
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
-from service.storage.registry import Manifest, Registry
+from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
 
 
@@ -129,7 +130,7 @@ def test_an_answer_is_304_until_something_changes(service: RunningService, redis
         assert (again.status_code, again.content) == (304, b""), path
     before = {path: service.client.get(path).headers["etag"] for path in ("/alpha", "/drafters", "/metrics")}
     Store(redis_client, "default").put_score("a" * 32, score(scored(1)))
-    service.registry.record("default", {"event": "refused", "reason": "no gain"})
+    service.registry.history.record("default", {"event": "refused", "reason": "no gain"})
     for path, etag in before.items():
         reply = service.client.get(path, headers={"If-None-Match": etag})
         assert reply.status_code == 200, path
@@ -247,21 +248,21 @@ def test_each_line_of_the_history_is_read_once_and_a_publish_reads_none_again(tm
     registry = Registry(Layout(tmp_path))
     publish(registry)
     for _ in range(300):
-        registry.record("default", {"event": "refused"})
-    assert len(registry.events("default")) == 301
+        registry.history.record("default", {"event": "refused"})
+    assert len(registry.history.events("default")) == 301
     publish(registry, content=b"second")
-    read = registry.digest("default").bytes_read
+    read = registry.history.digest("default").bytes_read
     size = Layout(tmp_path).history("default").stat().st_size
     assert read == size
 
     def never(run: str) -> list[dict[str, Any]]:
         raise AssertionError(f"the whole history of {run} is read")
 
-    registry.history = never  # type: ignore[method-assign]
+    registry.history.read = never  # type: ignore[method-assign]
     publish(registry, content=b"third")
-    assert sum(file.lines_read for file in registry._events["default"]) == 301
-    assert len(registry.events("default")) == 303
-    assert sum(file.lines_read for file in registry._events["default"]) == 303
+    assert sum(file.lines_read for file in registry.history._events["default"]) == 301
+    assert len(registry.history.events("default")) == 303
+    assert sum(file.lines_read for file in registry.history._events["default"]) == 303
 
 
 def test_many_who_wait_cost_one_look_and_all_learn_of_a_move(

@@ -113,7 +113,9 @@ class World:
 
     def event(self) -> None:
         kind = self.rng.choice(["refused", "rolled_back", "pushed_again", "realised"])
-        self.registry.record("default", {"event": kind, "time": self.now, "gain": self.rng.choice([0.1, float("nan")])})
+        self.registry.history.record(
+            "default", {"event": kind, "time": self.now, "gain": self.rng.choice([0.1, float("nan")])}
+        )
 
     def gauges(self) -> None:
         half = {"value": -0.2, "variance": 0.001}

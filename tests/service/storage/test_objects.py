@@ -27,10 +27,11 @@ from rl_hooks.release import parse_manifest
 from service.api import drafters as service_drafters
 from service.errors import ConfigurationError, ObjectStoreError
 from service.settings import Settings
-from service.storage import objects
+from service.storage.drafters import objects
+from service.storage.drafters.objects import Objects
+from service.storage.drafters.versions import Manifest
 from service.storage.layout import Layout
-from service.storage.objects import Objects
-from service.storage.registry import Manifest, Registry
+from service.storage.registry import Registry
 
 URL = f"s3://{BUCKET}/some/prefix"
 MODEL = drafter_bytes(1)
@@ -199,7 +200,7 @@ def _environment() -> dict[str, str]:
 _UPLOAD = """
 import sys
 from pathlib import Path
-from service.storage.objects import Objects
+from service.storage.drafters.objects import Objects
 objects, size = Objects(sys.argv[1]), int(sys.argv[3])
 small = Path(sys.argv[2]).with_name("small")
 small.write_bytes(b"x")

@@ -18,13 +18,10 @@ import pytest
 from service_fixtures import publish
 
 from service.errors import RegistryBusy, RegistryError, RunNotFound, VersionNotFound
+from service.storage.drafters.versions import MANIFEST
 from service.storage.history.digest import Sent, canary_key
 from service.storage.layout import Layout
-from service.storage.registry import (
-    MANIFEST,
-    Registry,
-    locked,
-)
+from service.storage.registry import Registry, locked
 
 
 @pytest.fixture
@@ -37,7 +34,7 @@ def registry(tmp_path: Path) -> Registry:
 def test_a_run_without_a_drafter_has_no_latest(registry: Registry) -> None:
     assert registry.latest("default") is None
     assert registry.versions("default") == []
-    assert registry.history("default") == []
+    assert registry.history.read("default") == []
 
 
 def test_a_published_version_is_latest_and_verifies(registry: Registry) -> None:
@@ -49,7 +46,7 @@ def test_a_published_version_is_latest_and_verifies(registry: Registry) -> None:
     assert [f.name for f in manifest.files] == ["config.json", "model.safetensors"]
     assert registry.path("default", manifest.version, "model.safetensors").read_bytes() == b"abc"
     registry.verify("default", manifest.version)
-    (event,) = registry.history("default")
+    (event,) = registry.history.read("default")
     assert (event["event"], event["version"], event["sequence"]) == ("published", manifest.version, 1)
 
 
@@ -65,7 +62,7 @@ def test_sequence_grows_with_every_move_and_a_rollback_is_a_new_one(registry: Re
     assert third.sequence == 5
     assert third.version.startswith("v000003-")
     assert len({first.etag, second.etag, back.etag, again.etag, third.etag}) == 5
-    assert [e["event"] for e in registry.history("default")] == [
+    assert [e["event"] for e in registry.history.read("default")] == [
         "published",
         "published",
         "rolled_back",
@@ -119,7 +116,7 @@ def test_a_nan_in_the_evidence_becomes_null(registry: Registry) -> None:
     latest = registry.latest("default")
     assert latest is not None
     assert latest.alpha == {"served": None}
-    assert registry.history("default")[0]["alpha"] == {"served": None}
+    assert registry.history.read("default")[0]["alpha"] == {"served": None}
 
 
 def test_prune_keeps_the_newest_the_served_and_the_protected(registry: Registry) -> None:
@@ -150,8 +147,8 @@ def test_a_torn_last_line_of_the_history_hides_no_other(registry: Registry, tmp_
     publish(registry)
     with Layout(tmp_path).history("default").open("ab") as file:
         file.write(b'{"event": "publis')
-    registry.record("default", {"event": "refused"})
-    assert [e["event"] for e in registry.history("default")] == ["published", "refused"]
+    registry.history.record("default", {"event": "refused"})
+    assert [e["event"] for e in registry.history.read("default")] == ["published", "refused"]
 
 
 def test_an_event_lost_between_pointer_and_history_is_written_by_the_next_move(
@@ -160,7 +157,7 @@ def test_an_event_lost_between_pointer_and_history_is_written_by_the_next_move(
     first = publish(registry)
     Layout(tmp_path).history("default").unlink()  # as if killed before the append
     publish(registry, content=b"second")
-    events = registry.history("default")
+    events = registry.history.read("default")
     assert (events[0]["version"], events[0]["sequence"]) == (first.version, 1)
     assert events[0]["recovered"]
     assert len(events) == 2
@@ -170,38 +167,38 @@ def test_what_a_full_history_deletes_is_neither_forgotten_nor_made_up(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's refusals fill it too. A reader that begins later knows what one knows that read every line."""
-    monkeypatch.setattr("service.storage.registry._HISTORY_BYTES", 2000)
+    monkeypatch.setattr("service.storage.history.events._HISTORY_BYTES", 2000)
     first = publish(registry)
     staged = registry.stage("default")
     (staged / "model.safetensors").write_bytes(b"sent")
     sent, _ = registry.archive("default", staged, like=first, reason="better", by="ada", most_waiting=4)
     for number in range(100):
-        registry.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
+        registry.history.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
     later = Registry(Layout(tmp_path))
-    assert later.sent("default") == registry.sent("default") == {sent.version: Sent("better", "ada", 1)}
-    assert later.digest("default").published == 1
-    assert all(event["event"] == "refused" for event in later.history("default"))
+    assert later.history.sent("default") == registry.history.sent("default") == {sent.version: Sent("better", "ada", 1)}
+    assert later.history.digest("default").published == 1
+    assert all(event["event"] == "refused" for event in later.history.read("default"))
     later.hold("default", first.version, "under test")
-    assert [event["event"] for event in later.history("default") if event["event"] != "refused"] == ["held"]
-    later.record("default", {"event": "refused", "version": sent.version, "reason": "no better"})
+    assert [event["event"] for event in later.history.read("default") if event["event"] != "refused"] == ["held"]
+    later.history.record("default", {"event": "refused", "version": sent.version, "reason": "no better"})
     for number in range(100):
-        registry.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
-    assert not Registry(Layout(tmp_path)).sent("default"), "it does not wait again"
+        registry.history.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
+    assert not Registry(Layout(tmp_path)).history.sent("default"), "it does not wait again"
 
 
 def test_a_drafter_that_is_sent_while_the_history_is_full_is_not_lost(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The API opened the old piece for it, and was stopped; the worker began the next piece meanwhile."""
-    monkeypatch.setattr("service.storage.registry._HISTORY_BYTES", 2000)
+    monkeypatch.setattr("service.storage.history.events._HISTORY_BYTES", 2000)
     first = publish(registry)
     for number in range(30):
-        registry.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
+        registry.history.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
     older = max(Layout(tmp_path).history("default").parent.glob("history-*.jsonl"))
     late = {"event": "sent", "version": first.version, "reason": "better", "by": "ada", "time": 1.0}
     with older.open("a") as file:
         file.write(json.dumps(late) + "\n")
-    assert Registry(Layout(tmp_path)).sent("default") == {first.version: Sent("better", "ada", 1)}
+    assert Registry(Layout(tmp_path)).history.sent("default") == {first.version: Sent("better", "ada", 1)}
 
 
 def test_a_history_that_an_earlier_service_cut_gets_no_false_publish(
@@ -213,18 +210,18 @@ def test_a_history_that_an_earlier_service_cut_gets_no_false_publish(
     verdict = {"event": "canary_passed", "version": first.version, "reporter": "a", "offer": 1, "time": 5.0}
     path.with_stem("history-1").write_text(json.dumps(verdict) + "\n")
     path.write_text(json.dumps(verdict | {"reporter": "b"}) + "\n")
-    registry.record_verdict("default", verdict | {"reporter": "b"})
+    registry.history.record_verdict("default", verdict | {"reporter": "b"})
     registry.hold("default", first.version, "under test")
-    assert [event["event"] for event in registry.history("default")] == ["canary_passed", "canary_passed", "held"]
+    assert [event["event"] for event in registry.history.read("default")] == ["canary_passed", "canary_passed", "held"]
 
 
 def test_a_verdict_is_read_among_the_moves_and_a_repeat_is_none(registry: Registry) -> None:
     first = publish(registry)
     verdict = {"event": "canary_passed", "version": first.version, "reporter": "a", "offer": 1}
     for _ in range(2):
-        registry.record_verdict("default", verdict)
+        registry.history.record_verdict("default", verdict)
     second = publish(registry, content=b"other")
-    found = [(event["event"], event["version"]) for event in registry.history("default")]
+    found = [(event["event"], event["version"]) for event in registry.history.read("default")]
     assert found == [("published", first.version), ("canary_passed", first.version), ("published", second.version)]
 
 
@@ -244,7 +241,7 @@ def test_a_move_whose_event_is_lost_leaves_all_of_it_in_the_pointer(registry: Re
     assert offer == whole
     assert (offer["version"], offer["previous"], offer["gate"]["gain"]) == (sent.version, first.version, 0.1)
     registry.push_again("default", "lost")
-    recovered, pushed = registry.history("default")[-2:]
+    recovered, pushed = registry.history.read("default")[-2:]
     assert (recovered["recovered"], recovered["gate"]["gain"], pushed["event"]) == (True, 0.1, "pushed_again")
     assert registry.offer("default") == recovered
 
@@ -282,7 +279,7 @@ def test_parallel_publishers_and_rollbacks_never_share_a_sequence(registry: Regi
         thread.start()
     for thread in threads:
         thread.join(30)
-    sequences = [e["sequence"] for e in registry.history("default")]
+    sequences = [e["sequence"] for e in registry.history.read("default")]
     assert sequences == list(range(1, 34))
     assert len(registry.versions("default")) == 17
 
@@ -298,16 +295,16 @@ def test_a_lock_that_somebody_keeps_is_an_error_that_names_him_and_hides_no_even
             registry.rollback("default", first.version, "back")
         with pytest.raises(RegistryBusy):
             publish(registry, content=b"second")
-        registry.record("default", {"event": "refused"})
+        registry.history.record("default", {"event": "refused"})
     assert registry.latest("default") == first
-    assert [e["event"] for e in registry.history("default")] == ["published", "refused"]
+    assert [e["event"] for e in registry.history.read("default")] == ["published", "refused"]
     assert publish(registry, content=b"second").sequence == first.sequence + 1
 
 
 def test_events_of_many_writers_are_whole_lines(registry: Registry) -> None:
     def work(number: int) -> None:
         for turn in range(50):
-            registry.record("default", {"event": "refused", "by": [number, turn], "reason": "x" * 3000})
+            registry.history.record("default", {"event": "refused", "by": [number, turn], "reason": "x" * 3000})
 
     publish(registry)
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
@@ -315,7 +312,7 @@ def test_events_of_many_writers_are_whole_lines(registry: Registry) -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    events = registry.history("default")[1:]
+    events = registry.history.read("default")[1:]
     assert sorted(e["by"] for e in events) == [[n, t] for n in range(4) for t in range(50)]
     assert all(len(e["reason"]) == 3000 for e in events)
 
@@ -391,7 +388,7 @@ def test_a_publisher_killed_anywhere_leaves_latest_valid_and_never_older(registr
         registry.verify("default", version)
     after = publish(registry, content=b"after")
     assert after.sequence == latest.sequence + 1
-    sequences = [e["sequence"] for e in registry.history("default")]
+    sequences = [e["sequence"] for e in registry.history.read("default")]
     assert sequences == sorted(set(sequences)), "no event is lost or doubled"
     assert set(sequences) == set(range(1, after.sequence + 1))
 
@@ -404,12 +401,12 @@ def test_a_manifest_on_disk_is_plain_json(registry: Registry, tmp_path: Path) ->
 
 
 def test_a_digest_of_the_history_reads_each_line_once(registry: Registry, tmp_path: Path) -> None:
-    assert not registry.digest("default").pushed
+    assert not registry.history.digest("default").pushed
     publish(registry)
-    registry.record("default", {"event": "pushed_again", "time": 5.0})
+    registry.history.record("default", {"event": "pushed_again", "time": 5.0})
     canary = {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": 1}
-    registry.record("default", canary)
-    digest = registry.digest("default")
+    registry.history.record("default", canary)
+    digest = registry.history.digest("default")
     assert (list(digest.pushed), list(digest.canaries)) == ([5.0], [canary_key(canary)])
     path = Layout(tmp_path).history("default")
     assert digest.bytes_read == path.stat().st_size
@@ -417,15 +414,17 @@ def test_a_digest_of_the_history_reads_each_line_once(registry: Registry, tmp_pa
     path.write_bytes(
         b"x" * (len(whole) - 1) + b"\n" + b'{"event": "pushed_again", "time": 7.0'
     )  # torn by loss of power
-    assert registry.digest("default").pushed == deque([5.0]), "what was read is not read again, and half a line is none"
-    registry.record("default", {"event": "pushed_again", "time": 9.0})
-    assert registry.digest("default").pushed == deque([5.0, 9.0])
+    assert registry.history.digest("default").pushed == deque([5.0]), (
+        "what was read is not read again, and half a line is none"
+    )
+    registry.history.record("default", {"event": "pushed_again", "time": 9.0})
+    assert registry.history.digest("default").pushed == deque([5.0, 9.0])
     path.write_bytes(whole[: whole.index(b"\n") + 1])
-    assert registry.digest("default").pushed == deque(), "a shorter file is another one"
+    assert registry.history.digest("default").pushed == deque(), "a shorter file is another one"
 
 
 def test_a_digest_remembers_a_bounded_number_of_verdicts(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.storage.history.digest._CANARIES_REMEMBERED", 3)
     for offer in range(5):
-        registry.record("default", {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": offer})
-    assert [key[-1] for key in registry.digest("default").canaries] == ["2", "3", "4"]
+        registry.history.record("default", {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": offer})
+    assert [key[-1] for key in registry.history.digest("default").canaries] == ["2", "3", "4"]

@@ -13,7 +13,8 @@ from worker_fixtures import LAYERS, Bench
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.acceptance import Replay
-from service.storage.registry import Manifest, Registry
+from service.storage.drafters.versions import Manifest
+from service.storage.registry import Registry
 from service.worker.loop import RunWorker
 from service.worker.promotion import Gate
 
@@ -84,7 +85,7 @@ def test_a_policy_that_goes_back_finds_the_drafter_that_it_had(
         assert claim(bench, worker, "a", A_AGAIN) == of_a.version
     assert max(replayed[:-1]) <= 8
     assert sum(replayed) < 7 * 32 / 2, "halving: not every version on every rollout"
-    (event,) = (e for e in Registry(bench.layout).history("default") if e["event"] == "rolled_back")
+    (event,) = (e for e in Registry(bench.layout).history.read("default") if e["event"] == "rolled_back")
     assert "re-selected from the archive" in event["reason"]
     assert worker.learner.controller.curve.measured == [], "what was measured was against another drafter"
     # Training goes on from it.

@@ -248,7 +248,7 @@ def test_what_a_version_gains_is_measured_on_rollouts_that_came_after_it(bench: 
     for number in range(24):
         bench.post(f"step{number}", rollouts=64)
         bench.drain(worker)
-    history = Registry(bench.layout).history("default")
+    history = Registry(bench.layout).history.read("default")
     published = [e for e in history if e["event"] == "published" and e.get("gate")]
     realised = [e for e in history if e["event"] == "realised"]
     assert realised

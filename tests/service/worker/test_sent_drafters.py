@@ -292,9 +292,9 @@ def test_a_refused_drafter_that_is_sent_again_is_looked_at_again(bench: Bench, t
         for k in range(6):
             bench.post(f"b{n} {k}", rollouts=32)
             bench.drain(worker)
-            if not registry.sent("default"):
+            if not registry.history.sent("default"):
                 break
-        assert registry.sent("default") == {}
+        assert registry.history.sent("default") == {}
         trials = worker.learner.gate.state["trials"]
         shares.append({name: trial["share"] for name, trial in trials.items() if name.startswith(sent.version)})
         staged = registry.stage("default")
@@ -324,4 +324,4 @@ def test_a_drafter_whose_gain_stays_in_doubt_is_given_up(
     assert again == version
     gate.dismiss_sent([contest])
     assert "3 other versions were published while it waited" in history(service, "refused")[-1]["reason"]
-    assert registry.sent("default") == {}
+    assert registry.history.sent("default") == {}

@@ -27,7 +27,8 @@ from drafter.files.checkpoint import (
 )
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from rl_hooks import wire
-from service.storage.registry import Manifest, Registry
+from service.storage.drafters.versions import Manifest
+from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
 from service.storage.runs import delete_run, withdraw_run
 from service.worker import inbox
@@ -40,7 +41,7 @@ OPEN: dict[str, Any] = {"gate_min_gain": 0.0, "recent_tokens": 100_000, "learnin
 
 
 def events(bench: Bench) -> list[str]:
-    return [e["event"] for e in Registry(bench.layout).history("default")]
+    return [e["event"] for e in Registry(bench.layout).history.read("default")]
 
 
 def turn_until(worker: Worker, done: Callable[[], object]) -> None:
@@ -431,7 +432,7 @@ def test_a_worse_candidate_is_refused_and_the_verdict_is_kept(bench: Bench, tmp_
         bench.post(name)
     bench.drain(worker)
     assert registry.latest("default") == served
-    refused = [e for e in registry.history("default") if e["event"] == "refused"]
+    refused = [e for e in registry.history.read("default") if e["event"] == "refused"]
     assert refused, events(bench)
     judged = [e for e in refused if e["gate"]["low"] is not None]
     assert judged, refused

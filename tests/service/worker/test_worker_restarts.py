@@ -26,6 +26,7 @@ import service.worker.promotion
 from drafter.batch import load_batch
 from drafter.files.checkpoint import write_drafter
 from drafter.training.trainer import DrafterTrainer
+from service.storage.history.events import History
 from service.storage.lease import Leases
 from service.storage.queue import MAX_DELIVERIES
 from service.storage.queue import RolloutQueue as WorkersQueue
@@ -603,18 +604,18 @@ def test_a_death_right_after_a_publish_makes_it_no_refusal_and_its_gain_is_measu
     assert served.gate is not None
     if pushed:
         registry.push_again("default", "the engine lost it")
-    refused = [e for e in registry.history("default") if e["event"] == "refused"]
+    refused = [e for e in registry.history.read("default") if e["event"] == "refused"]
     worker = bench.worker(**EAGER)
     bench.drain(worker)
     assert worker.learner.journal.totals.published == 1
     assert worker.learner.gate.served == served.version
     assert worker.learner.gate.unmeasured, "those that judged it do not measure it"
-    after = [e for e in registry.history("default") if e["event"] == "refused"]
+    after = [e for e in registry.history.read("default") if e["event"] == "refused"]
     assert after == refused, "the candidate is what is served: that is no refusal"
     for n in range(8):
         bench.post(f"b {n}", rollouts=64)
         bench.drain(worker)
-    realised = [e for e in registry.history("default") if e["event"] == "realised"]
+    realised = [e for e in registry.history.read("default") if e["event"] == "realised"]
     assert realised[0]["version"] == served.version
     assert realised[0]["promised"] == served.gate["gain"]
 
@@ -634,13 +635,13 @@ def test_a_death_right_after_a_sent_drafter_is_published_keeps_its_promise_and_w
     with monkeypatch.context() as patch:
         if dies == "before the history has it":
 
-            def dying(self: Registry, run: str, event: dict[str, Any]) -> None:
+            def dying(self: History, run: str, event: dict[str, Any]) -> None:
                 if event["event"] == "published":
                     raise Stopped
                 append(self, run, event)
 
-            append = Registry._append
-            patch.setattr(Registry, "_append", dying)
+            append = History.record
+            patch.setattr(History, "record", dying)
         else:
             die_in(patch, Lineage, "promote", after=True)
         with pytest.raises(Stopped):  # noqa: PT012 - until it has looked often enough
@@ -661,13 +662,13 @@ def test_a_death_right_after_a_sent_drafter_is_published_keeps_its_promise_and_w
     monkeypatch.setattr(service.worker.promotion, "_SETTLED_ROLLOUTS", 1)
     bench.post("b", rollouts=32)
     bench.drain(worker)
-    (realised,) = [e for e in registry.history("default") if e["event"] == "realised"]
+    (realised,) = [e for e in registry.history.read("default") if e["event"] == "realised"]
     assert (realised["version"], realised["before"]) == (sent.version, first.version)
     assert realised["promised"] > 0
     worker.save()
     registry.push_again("default", "lost")
     published = [
-        e for e in registry.history("default") if e.get("version") == sent.version and e["event"] == "published"
+        e for e in registry.history.read("default") if e.get("version") == sent.version and e["event"] == "published"
     ]
     assert [e["gate"]["gain"] for e in published] == [realised["promised"]], "told once"
 
@@ -695,7 +696,7 @@ def test_a_rollback_by_a_person_ends_what_was_being_measured(bench: Bench) -> No
 
 
 def gains(bench: Bench) -> list[str]:
-    return [e["version"] for e in Registry(bench.layout).history("default") if e["event"] == "realised"]
+    return [e["version"] for e in Registry(bench.layout).history.read("default") if e["event"] == "realised"]
 
 
 def test_a_gain_that_is_known_half_is_written_once_whoever_dies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

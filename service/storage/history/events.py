@@ -1,0 +1,106 @@
+"""The history of each run: what was published, refused, moved, held and sent, and the verdicts of canaries.
+
+It is bounded. What must not be forgotten stands at the head of each new piece of it: versions that wait for the gate,
+how many were published, the newest move. Canaries' verdicts have a file of their own, because whoever may read a run
+may report them: they push nothing else out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from service.monitor.records import RunEvent
+from service.storage.history.digest import CARRIED, HistoryDigest, Sent, canary_key
+from service.storage.history.lines import Followed, LineFile
+from service.storage.layout import Layout
+
+#: Size of a piece of the history; the newest full one is kept. Some 6,000 events, all read by each scrape.
+_HISTORY_BYTES = 2 << 20
+#: The same of the canaries' verdicts: some 3,000.
+_VERDICT_BYTES = 1 << 20
+
+
+class History:
+    """The histories in one state directory."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._digests: dict[Path, HistoryDigest] = {}
+        self._events: dict[str, tuple[Followed[RunEvent], ...]] = {}
+        self._reading = threading.Lock()
+
+    def read(self, run: str) -> list[dict[str, Any]]:
+        """The newest recorded events, verdicts of canaries among them, oldest first. A torn line is skipped."""
+        both = self._moves(run).read(), self._verdicts(run).read()
+        found = heapq.merge(*both, key=lambda event: RunEvent.of(event).time or 0.0)
+        return [event for event in found if event.get("event") != CARRIED]
+
+    def events(self, run: str) -> list[RunEvent]:
+        """The history, for whoever looks into it often: each line is read once."""
+        if run not in self._events:
+            files = self._moves(run), self._verdicts(run)
+            self._events[run] = tuple(Followed(file, RunEvent.of) for file in files)
+        found = heapq.merge(*(followed.read() for followed in self._events[run]), key=lambda event: event.time or 0.0)
+        return [event for event in found if event.event != CARRIED]
+
+    def drop(self, run: str) -> None:
+        """Keep nothing of a run that was deleted."""
+        self._events.pop(run, None)
+        with self._reading:
+            for file in (self._moves(run), self._verdicts(run)):
+                self._digests.pop(file.path, None)
+
+    def digest(self, run: str) -> HistoryDigest:
+        """Moves and what waits for the gate, up to date."""
+        return self._digest(self._moves(run))
+
+    def sent(self, run: str) -> dict[str, Sent]:
+        """Versions that people sent and that are not judged yet, oldest first."""
+        digest = self.digest(run)
+        with self._reading:
+            return dict(digest.sent)
+
+    def forgot_moves(self, run: str) -> bool:
+        """Whether pieces of the history are gone, and may have had moves."""
+        return len(self._moves(run).pieces()) > 1
+
+    def last_of(self, run: str, kinds: Collection[str]) -> dict[str, Any] | None:
+        """The newest event of these kinds that is kept."""
+        return next((event for event in reversed(self._moves(run).read()) if event.get("event") in kinds), None)
+
+    def _digest(self, file: LineFile) -> HistoryDigest:
+        with self._reading:
+            digest = self._digests.setdefault(file.path, HistoryDigest())
+            if not digest.follow(file.pieces()):
+                digest = self._digests[file.path] = HistoryDigest()
+                digest.follow(file.pieces())
+            return digest
+
+    def record(self, run: str, event: Mapping[str, Any]) -> None:
+        """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent.
+
+        Takes no lock, since a paused process could hold it: a line is one write at the file's end.
+        """
+        self._moves(run).append({"time": time.time(), **event}, head=lambda: self._carried(run))
+
+    def record_verdict(self, run: str, event: Mapping[str, Any]) -> None:
+        """Append a canary's verdict, durably, unless it is a repeat. An earlier service wrote them into the history."""
+        files = self._verdicts(run), self._moves(run)
+        if not any(canary_key(event) in self._digest(file).canaries for file in files):
+            files[0].append({"time": time.time(), **event})
+
+    def _carried(self, run: str) -> dict[str, Any] | None:
+        digest = self.digest(run)
+        with self._reading:
+            return digest.carried() if self.forgot_moves(run) else None
+
+    def _moves(self, run: str) -> LineFile:
+        return LineFile(self._layout.history(run), max_bytes=_HISTORY_BYTES, kept=1)
+
+    def _verdicts(self, run: str) -> LineFile:
+        return LineFile(self._layout.verdicts(run), max_bytes=_VERDICT_BYTES, kept=1)
