@@ -1,4 +1,4 @@
-"""What each run serves: a pointer to one of its versions (`drafters/versions.py`), and how it moves (`history/events.py`).
+"""What each run serves: a pointer to one of its versions (`drafters/versions.py`); how it moves: `history/events.py`.
 
 Invariants, also after loss of power at any line:
 * `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
