@@ -24,6 +24,11 @@ from deploy_fixtures import (
     read_yaml,
     run,
 )
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.cog.runtime import panelcfg_config
+from grafana_foundation_sdk.models import units
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import generate_latest
 
 from rl_hooks.agent.metrics import AgentMetrics
@@ -220,6 +225,31 @@ def test_dashboard_is_where_grafana_looks() -> None:
     dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
     assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"]}
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def _kept(given: Any, taken: Any) -> Any:
+    """What is left of JSON when it went through a model, without the defaults that the model adds."""
+    if isinstance(given, dict) and isinstance(taken, dict):
+        return {name: _kept(value, taken[name]) for name, value in given.items() if name in taken}
+    if isinstance(given, list) and isinstance(taken, list) and len(given) == len(taken):
+        return [_kept(*pair) for pair in zip(given, taken, strict=True)]
+    return taken
+
+
+def test_the_dashboard_is_of_fields_that_grafana_knows() -> None:
+    """Its own models leave out what they do not know. They check no type of a value."""
+    register_default_plugins()
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
+    for panel in dashboard["panels"]:
+        assert panelcfg_config(panel["type"]) is not None, panel["type"]
+        assert panel["fieldConfig"]["defaults"]["unit"] in vars(units).values(), panel["title"]
+    for annotation in dashboard["annotations"]["list"]:
+        assert annotation.pop("titleFormat"), "Prometheus' own, of which the models know nothing"
+    taken = json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
+    assert _kept(dashboard, taken) == dashboard
+    dashboard["panels"][0]["targets"][0]["legend"] = "x"
+    taken = json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
+    assert _kept(dashboard, taken) != dashboard
 
 
 def test_dockerfile_copies_what_exists_and_all_packages() -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +32,12 @@ from deploy_fixtures import (
     read_yaml,
     run,
 )
+from worker_fixtures import Bench, states
 
 from service.api.auth import PUBLIC
 from service.settings import Settings
 
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
 KUBERNETES = DEPLOY / "kubernetes"
 #: What a user applies; the other folders are parts of these.
 OVERLAYS = ("one-pod", "replicas", "ranks", "keda", "engine")
@@ -342,6 +349,72 @@ def test_ranks_find_each_other() -> None:
     assert options["local-addr"] == "$(POD_IP)"
     assert pod_ip["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
     assert environment("ranks", container)["DRAFTALIGN_DEVICE"] == "cuda", "each rank takes the GPU of its number"
+
+
+class _Node:
+    """A pod of the worker: its torchrun, with the arguments of the manifest, on this machine."""
+
+    def __init__(self, port: int, variables: dict[str, str]) -> None:
+        (container,) = workloads("ranks")["draftalign-worker"]["template"]["spec"]["containers"]
+        here = {"nproc-per-node": "1", "rdzv-endpoint": f"127.0.0.1:{port}", "local-addr": "127.0.0.1"}
+        self._argv: list[str] = [*container["command"], *container["args"]]
+        for number, argument in enumerate(self._argv):
+            name = argument[2:].partition("=")[0]
+            self._argv[number] = f"--{name}={here.pop(name)}" if name in here else argument
+        assert not here
+        beside = str(Path(sys.executable).parent)
+        self._environment = os.environ | variables | {"PATH": f"{beside}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(self._argv, env=self._environment, cwd=ROOT)
+
+    def tend(self) -> None:
+        """Start the container again when it has failed."""
+        if self._process.poll():
+            self._start()
+
+    def replace(self) -> None:
+        """Kill all its processes, and start it again."""
+        self._process.send_signal(signal.SIGSTOP)  # it would start its rank again
+        for child in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+        self._process.kill()
+        self._process.wait(30)
+        self._start()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(90)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ranks_on_two_nodes_train_on_when_either_is_replaced(tmp_path: Path, redis_url: str) -> None:
+    """Two pods as the manifest starts them, killed one after the other: also the one where the other finds it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    with Bench(tmp_path, redis_url, **ADAMW) as bench:
+        bench.begin()
+        given = {k: v for k, v in bench.settings.model_dump(exclude_defaults=True).items() if k != "tokens"}
+        variables = {f"DRAFTALIGN_{k.upper()}": str(v) for k, v in given.items()} | {"DRAFTALIGN_REDIS_URL": redis_url}
+        nodes = [_Node(port, variables) for _ in range(2)]
+
+        def all_trained() -> bool:
+            for node in nodes:
+                node.tend()
+            return set(states(bench)) == {"trained"}
+
+        try:
+            for number, name in enumerate("abc"):
+                if number:
+                    nodes[number % 2].replace()
+                bench.post(name, policy_version=0, rollouts=3)
+                bench.wait(all_trained, 120)
+        finally:
+            for node in nodes:
+                node.stop()
 
 
 @pytest.mark.parametrize("overlay", SERVICE)
