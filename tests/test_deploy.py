@@ -6,6 +6,9 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +269,46 @@ def test_dockerfile_copies_what_exists_and_all_packages() -> None:
     )
     assert re.findall(r"^ARG (\w+)=", text, re.MULTILINE) == ["BASE", "PIP_EXTRA_INDEX_URL", "COMPILER"]
     assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}"}
+
+
+def _cyclonedx() -> Path | None:
+    """The tool that lists packages: of `make sbom`, else on PATH."""
+    found = ROOT / ".venv-sbom" / "bin" / "cyclonedx-py"
+    return found if found.exists() else next(map(Path, filter(None, [shutil.which("cyclonedx-py")])), None)
+
+
+def test_the_image_lists_its_packages_in_what_it_copies_after_the_last_is_installed() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    build, final = text.split("\nFROM ${BASE}\n")
+    (command,) = re.findall(r"/opt/sbom/bin/cyclonedx-py (.*)", build)
+    assert build.rindex("cyclonedx-py") > build.rindex("pip install -c"), "what comes later would be missing"
+    (listed,) = re.findall(r"-o (\S+)", command)
+    (copied,) = re.findall(r"^COPY --from=build (\S+) ", final, re.MULTILINE)
+    assert listed.startswith(f"{copied}/")
+    assert command.endswith(f" {copied}")
+    assert f"cat draftalign {listed}`" in (DEPLOY / "README.md").read_text()
+    made = (ROOT / "make" / "containers.mk").read_text()
+    assert re.findall(r"cyclonedx-bom==(\S+)", text) == re.findall(r"cyclonedx-bom==(\S+)", made)
+    assert command.replace(listed, "sbom.cdx.json").replace(copied, "$(VENV)") in made
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(_cyclonedx() is None, reason="cyclonedx-bom is not installed: `make sbom` brings it")
+def test_the_list_of_packages_has_every_package_with_its_version(tmp_path: Path) -> None:
+    """The image's command, of the environment that runs the tests."""
+    (command,) = re.findall(r"/opt/sbom/bin/cyclonedx-py (.*)", (DEPLOY / "Dockerfile").read_text())
+    file = tmp_path / "sbom.json"
+    command = command.replace("/opt/draftalign/sbom.cdx.json", str(file)).replace("/opt/draftalign", sys.prefix)
+    result = run(str(_cyclonedx()), *command.split(), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    bom = json.loads(file.read_text())
+    assert bom["bomFormat"] == "CycloneDX"
+    listed = {(re.sub(r"[-_.]+", "-", c["name"]).lower(), c["version"]) for c in bom["components"]}
+    here = distributions(path=[sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    installed = {(re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(), d.version) for d in here}
+    assert {"torch", "fastapi", "redis", "uvicorn", "safetensors", "draftalign"} <= {name for name, _ in listed}
+    assert listed == installed
+    assert all(c["purl"].startswith("pkg:pypi/") for c in bom["components"] if c["name"] in ("torch", "redis"))
 
 
 def test_all_that_is_deployed_speaks_of_settings_that_exist() -> None:

