@@ -21,3 +21,13 @@ containers-images:
 
 containers-clean: ## Remove the images that `make containers` made
 	$(DOCKER) image rm -f draftalign draftalign-debian draftalign-base
+
+# The tool has an environment of its own: some of its packages change what others do where they find them.
+.venv-sbom/.ready: make/containers.mk
+	@$(PYTHON) -m venv .venv-sbom && .venv-sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0
+	@touch $@
+
+.PHONY: sbom
+sbom: $(VENV)/.ready .venv-sbom/.ready ## Write sbom.cdx.json, the packages of .venv and their versions; the image has its own
+	@.venv-sbom/bin/cyclonedx-py environment --output-reproducible -o sbom.cdx.json $(VENV)
+	@echo "sbom: sbom.cdx.json"

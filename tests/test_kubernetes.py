@@ -1,0 +1,423 @@
+"""What kustomize renders of deploy/kubernetes agrees with schemas, itself and the code. No cluster runs it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from cloudcoil.models.keda.v1alpha1 import ScaledObject
+from deploy_fixtures import (
+    DEPLOY,
+    PROMETHEUS,
+    ROOT,
+    check_command,
+    check_environment,
+    check_redis_server,
+    documented_metrics,
+    metric_names,
+    promtool,
+    read_yaml,
+    run,
+)
+from worker_fixtures import Bench, states
+
+from service.api.auth import PUBLIC
+from service.settings import Settings
+
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
+KUBERNETES = DEPLOY / "kubernetes"
+#: What a user applies; the other folders are parts of these.
+OVERLAYS = ("one-pod", "replicas", "ranks", "keda", "engine")
+SERVICE = tuple(name for name in OVERLAYS if name != "engine")
+
+pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which renders them, is not installed")
+
+
+def rendered(folder: Path) -> list[dict[str, Any]]:
+    result = run("kubectl", "kustomize", str(folder), cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return list(yaml.safe_load_all(result.stdout))
+
+
+@functools.cache
+def _text(overlay: str) -> str:
+    return json.dumps(rendered(KUBERNETES / overlay))
+
+
+def manifests(overlay: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(_text(overlay))
+    return found
+
+
+def specs(overlay: str, kind: str) -> dict[str, dict[str, Any]]:
+    return {d["metadata"]["name"]: d["spec"] for d in manifests(overlay) if d["kind"] == kind}
+
+
+def workloads(overlay: str) -> dict[str, dict[str, Any]]:
+    return specs(overlay, "StatefulSet") | specs(overlay, "Deployment")
+
+
+def containers(overlay: str) -> Iterator[dict[str, Any]]:
+    for spec in workloads(overlay).values():
+        yield from spec["template"]["spec"]["containers"]
+
+
+def environment(overlay: str, container: dict[str, Any]) -> dict[str, str | None]:
+    """Variables of a container, those of its ConfigMap too; None: from a secret or from the pod."""
+    maps = {d["metadata"]["name"]: d["data"] for d in manifests(overlay) if d["kind"] == "ConfigMap"}
+    found: dict[str, str | None] = {}
+    for source in container.get("envFrom", []):
+        found |= maps[source["configMapRef"]["name"]]
+    return found | {entry["name"]: entry.get("value") for entry in container.get("env", [])}
+
+
+def command_of(container: dict[str, Any]) -> list[str]:
+    """The arguments of draftalign."""
+    if "command" not in container:
+        return list(container["args"])
+    assert container["command"] == ["torchrun"]
+    _, _, arguments = " ".join(container["args"]).partition("--no-python draftalign ")
+    return arguments.split()
+
+
+def test_every_folder_is_an_overlay_or_a_part_of_one() -> None:
+    folders = {path.parent.name for path in KUBERNETES.glob("*/kustomization.yaml")}
+    assert folders == {*OVERLAYS, "base", "parts", "settings"}
+    assert not list(KUBERNETES.glob("*.yaml"))
+    used = [
+        {*documents.get("resources", []), *(patch["path"] for patch in documents.get("patches", []) if "path" in patch)}
+        for documents in (read_yaml(KUBERNETES / folder / "kustomization.yaml") for folder in sorted(folders))
+    ]
+    for folder, names in zip(sorted(folders), used, strict=True):
+        files = {path.name for path in (KUBERNETES / folder).iterdir()} - {"kustomization.yaml"}
+        assert files == {name for name in names if not name.startswith("..")}, folder
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_is_rendered_agrees_with_the_schemas(overlay: str) -> None:
+    for document in manifests(overlay):
+        if document["apiVersion"] != "keda.sh/v1alpha1":
+            kubernetes_validate.validate(document, "1.32", strict=True)
+    broken = manifests(overlay)[0] | {"spce": {}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, "1.32", strict=True)
+
+
+def kept_by_keda(document: dict[str, Any]) -> Any:
+    """What KEDA's model takes of it; raises ValueError for what has a wrong type or lacks a required field."""
+    return ScaledObject.model_validate(document).model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+def test_the_scaled_object_agrees_with_keda_and_names_what_exists() -> None:
+    (scaled,) = [d for d in manifests("keda") if d["kind"] == "ScaledObject"]
+    assert kept_by_keda(scaled) == scaled, "a field that KEDA does not know is left out by its model"
+    assert kept_by_keda(scaled | {"spec": scaled["spec"] | {"minReplicas": 1}}) == scaled
+    with pytest.raises(ValueError, match="maxReplicaCount"):
+        kept_by_keda(scaled | {"spec": scaled["spec"] | {"maxReplicaCount": "many"}})
+    target = scaled["spec"]["scaleTargetRef"]
+    spec = specs("keda", target["kind"])[target["name"]]
+    assert "replicas" not in spec, "each apply would undo what KEDA has set"
+    (trigger,) = scaled["spec"]["triggers"]
+    assert metric_names(trigger["metadata"]["query"]) <= documented_metrics()
+    assert trigger["metadata"].keys() == {"serverAddress", "threshold", "ignoreNullValues", "query"}
+    assert float(trigger["metadata"]["threshold"]) == 1, "one worker for each run with work"
+
+
+ABSENT = "_"
+#: Name: what APIs report at minute 60 (run: (entries, Unix seconds of the last arrival, state)), workers wanted.
+CASES: dict[str, tuple[dict[str, tuple[str, str, str]], float | None]] = {
+    "a batch waits": ({"a": ("3", "0", "")}, 1),
+    "an empty queue, and a batch came ten minutes ago": ({"a": ("0", "3000", "")}, 1),
+    "nothing came for an hour": ({"a": ("0", "0", "")}, 0),
+    "two runs with work and one without": ({"a": ("3", "3500", ""), "b": ("0", "3500", ""), "c": ("0", "9", "")}, 2),
+    "what waits belongs to a paused run": ({"a": ("3", "3500", "paused")}, 0),
+    "one is archived, one is draining": ({"a": ("3", "3500", "archived"), "b": ("3", "9", "draining")}, 1),
+    "a run that never got a batch": ({"a": ("0", ABSENT, "")}, 0),
+    "no run": ({}, 0),
+}
+
+
+@promtool
+def test_the_query_wants_a_worker_for_each_run_that_has_work(tmp_path: Path) -> None:
+    """Whatever the number of APIs that report it; and where none answers there is no number, so that KEDA leaves it."""
+    query = specs("keda", "ScaledObject")["draftalign-worker"]["triggers"][0]["metadata"]["query"]
+    rules = {"groups": [{"name": "keda", "rules": [{"record": "workers", "expr": query}]}]}
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules))
+
+    def case(name: str, runs: dict[str, tuple[str, str, str]], apis: int, wanted: float | None) -> dict[str, Any]:
+        series = {}
+        for api in range(apis):
+            labels = f'instance="api-{api}"'
+            series[f"draftalign_queue_limit_bytes{{{labels}}}"] = "1000"
+            for run_name, (entries, arrival, state) in runs.items():
+                own = f'{labels},run="{run_name}"'
+                series[f"draftalign_queue_entries{{{own}}}"] = entries
+                series[f"draftalign_rollouts_last_arrival_timestamp_seconds{{{own}}}"] = arrival
+                if state:
+                    series[f'draftalign_run_state{{{own},state="{state}"}}'] = "1"
+        samples = [] if wanted is None else [{"labels": "workers", "value": wanted}]
+        return {
+            "name": name,
+            "interval": "1m",
+            "input_series": [
+                {"series": key, "values": f"{value}x70"} for key, value in series.items() if value != ABSENT
+            ],
+            "promql_expr_test": [{"expr": "workers", "eval_time": "60m", "exp_samples": samples}],
+        }
+
+    tests = [
+        case(f"{name}, {apis} APIs", runs, apis, wanted) for name, (runs, wanted) in CASES.items() for apis in (1, 3)
+    ]
+    tests.append(case("no API answers", {}, 0, None))
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "tests": tests}))
+    result = run("promtool", "test", "rules", "test.yml", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@promtool
+def test_the_alert_that_the_readme_gives_for_keda_is_silent_while_nothing_waits(tmp_path: Path) -> None:
+    (suffix,) = re.findall(r"append ` (and on [^`]+)` to its", (DEPLOY / "README.md").read_text())
+    rules = [rule for group in read_yaml(PROMETHEUS / "rules.yml")["groups"] for rule in group["rules"]]
+    (silent,) = [rule["expr"] for rule in rules if rule.get("alert") == "DraftalignWorkerSilent"]
+    record = {"record": "silent", "expr": f"{silent} {suffix}"}
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "keda", "rules": [record]}]}))
+    series = [
+        {"series": f'{name}{{run="{run_name}",instance="api-{api}"}}', "values": f"{value}x9"}
+        for api in range(2)
+        for run_name, waiting in (("idle", 0), ("busy", 3))
+        for name, value in (
+            ("draftalign_worker_heartbeat_timestamp_seconds", 9),
+            ("draftalign_queue_entries", waiting),
+        )
+    ]
+    expected = {"expr": "silent", "eval_time": "5m", "exp_samples": [{"labels": 'silent{run="busy"}', "value": 291}]}
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": [expected]}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "tests": [test]}))
+    result = run("promtool", "test", "rules", "test.yml", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_manifests_name_commands_settings_and_each_other(overlay: str) -> None:
+    services = specs(overlay, "Service")
+    for spec in workloads(overlay).values():
+        pod, labels = spec["template"]["spec"], spec["template"]["metadata"]["labels"]
+        assert spec["selector"]["matchLabels"] == labels
+        assert spec.get("serviceName", "draftalign") in services or overlay == "engine"
+        volumes = {v["name"] for v in pod.get("volumes", [])}
+        volumes |= {c["metadata"]["name"] for c in spec.get("volumeClaimTemplates", [])}
+        mounted = [m["name"] for c in pod["containers"] for m in c.get("volumeMounts", [])]
+        assert set(mounted) == volumes
+        assert all("limits" in container["resources"] for container in pod["containers"])
+    ours = [c for c in containers(overlay) if c["image"].startswith("draftalign:")]
+    assert {command_of(c)[0] for c in ours} == ({"agent"} if overlay == "engine" else {"serve", "worker"})
+    for container in ours:
+        check_command(command_of(container))
+        variables = environment(overlay, container)
+        check_environment(set(variables))
+        Settings.model_validate(
+            {
+                k.removeprefix("DRAFTALIGN_").lower(): v
+                for k, v in variables.items()
+                if v and k.startswith("DRAFTALIGN_")
+            }
+        )
+        if overlay != "engine":
+            redis = variables["DRAFTALIGN_REDIS_URL"]
+            assert redis is not None
+            host, port = redis.removeprefix("redis://").removesuffix("/0").split(":")
+            assert [str(p["port"]) for p in services[host]["ports"]] == [port]
+            (state,) = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "state"]
+            assert variables["DRAFTALIGN_STATE_DIR"] == state
+        for probe in ("livenessProbe", "readinessProbe"):
+            if probe in container:
+                assert container[probe]["httpGet"]["path"] in PUBLIC
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_image_and_namespace_are_set_at_one_place(overlay: str, tmp_path: Path) -> None:
+    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    place = tmp_path / "kubernetes" / "settings" / "kustomization.yaml"
+    text = place.read_text()
+    changed = text.replace("namespace: draftalign", "namespace: elsewhere")
+    changed = changed.replace("newName: draftalign, newTag: latest", "newName: registry.example/x, newTag: v7")
+    assert changed != text
+    place.write_text(changed)
+    before, after = manifests(overlay), rendered(tmp_path / "kubernetes" / overlay)
+    assert {d["metadata"]["namespace"] for d in before} == {"draftalign"}
+    assert {d["metadata"]["namespace"] for d in after} == {"elsewhere"}
+    expected = json.dumps(before).replace('"draftalign:latest"', '"registry.example/x:v7"')
+    assert json.dumps(after) == expected.replace('"namespace": "draftalign"', '"namespace": "elsewhere"')
+    assert "registry.example/x:v7" in expected
+
+
+def test_engine_and_agent_see_the_cache_under_one_path() -> None:
+    engine, agent = (next(c for c in containers("engine") if c["name"] == name) for name in ("engine", "agent"))
+    (seen,), (written, own) = engine["volumeMounts"], agent["volumeMounts"]
+    assert own["name"] == "tmp"
+    assert seen["mountPath"] == written["mountPath"]
+    assert f"--cache-dir={written['mountPath']}" in agent["args"]
+    assert seen["readOnly"]
+    (url,) = [a.removeprefix("--service=http://") for a in agent["args"] if a.startswith("--service=")]
+    host, port = url.split(":")
+    assert [str(p["port"]) for p in specs("replicas", "Service")[host]["ports"]] == [port]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_container_of_ours_can_write_to_its_image(overlay: str) -> None:
+    ours = [c for c in containers(overlay) if c["name"] != "engine"]  # somebody else's
+    assert len(ours) == (1 if overlay == "engine" else 3)
+    for container in ours:
+        context = container["securityContext"]
+        assert context["readOnlyRootFilesystem"], container["name"]
+        assert not context["allowPrivilegeEscalation"]
+        assert context["capabilities"] == {"drop": ["ALL"]}
+    for spec in workloads(overlay).values():
+        assert spec["template"]["spec"]["securityContext"]["runAsNonRoot"]
+        assert not spec["template"]["spec"]["automountServiceAccountToken"]
+
+
+@pytest.mark.parametrize("overlay", SERVICE)
+def test_of_each_pod_of_the_service_only_the_ports_that_others_need_can_be_reached(overlay: str) -> None:
+    pods = {name: spec["template"] for name, spec in workloads(overlay).items()}
+    policies = specs(overlay, "NetworkPolicy")
+    of_pod = {json.dumps(pod["metadata"]["labels"]): name for name, pod in pods.items()}
+    assert len(policies) == len(pods)
+    for policy in policies.values():
+        name = of_pod.pop(json.dumps(policy["podSelector"]["matchLabels"]))  # of these pods and no others
+        assert policy["policyTypes"] == ["Ingress"]
+        (rule,) = policy["ingress"]
+        if name == "draftalign-worker":
+            assert rule == {"from": [{"podSelector": policy["podSelector"]}]}, "ranks trust whoever reaches them"
+            continue
+        declared = [p["name"] for c in pods[name]["spec"]["containers"] for p in c.get("ports", [])]
+        assert [port["port"] for port in rule["ports"]] == declared
+        if name == "draftalign-valkey":
+            (peer,) = rule["from"]
+            reached = peer["podSelector"]["matchLabels"].items()
+            for other in pods.keys() - {name}:
+                assert reached <= pods[other]["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("overlay", [name for name in SERVICE if name != "one-pod"])
+def test_replicas_of_the_api_share_the_workers_volume_and_grow_with_their_load(overlay: str) -> None:
+    api, worker = workloads(overlay)["draftalign-api"], workloads(overlay)["draftalign-worker"]
+    labels = api["template"]["metadata"]["labels"]
+    assert specs(overlay, "Service")["draftalign"]["selector"] == labels, "rollouts are not sent to a worker"
+    budget = specs(overlay, "PodDisruptionBudget")["draftalign-api"]
+    assert budget["selector"]["matchLabels"] == labels
+    scaler = specs(overlay, "HorizontalPodAutoscaler")["draftalign-api"]
+    assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "draftalign-api"}
+    assert "replicas" not in api, "each apply would undo what the scaler has set"
+    assert scaler["minReplicas"] > budget["minAvailable"]
+    for spec in (api, worker):
+        pod = spec["template"]["spec"]
+        (claim,) = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if v["name"] == "state"]
+        assert specs(overlay, "PersistentVolumeClaim")[claim]["accessModes"] == ["ReadWriteMany"]
+        (container,) = pod["containers"]
+        assert "cpu" in container["resources"]["requests"], "the scaler counts in shares of what is requested"
+
+
+def test_ranks_find_each_other() -> None:
+    """As many pods as torchrun waits for, at the name of one of them, and as many processes as GPUs."""
+    spec = workloads("ranks")["draftalign-worker"]
+    (container,) = spec["template"]["spec"]["containers"]
+    options = dict(re.findall(r"--([a-z-]+)=(\S+)", " ".join(container["args"])))
+    assert int(options["nnodes"]) == spec["replicas"] > 1
+    assert int(options["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"] > 1
+    host, _, port = options["rdzv-endpoint"].partition(":")
+    assert (host, port.isdigit()) == (f"draftalign-worker-0.{spec['serviceName']}", True)
+    service = specs("ranks", "Service")[spec["serviceName"]]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert service["selector"] == spec["template"]["metadata"]["labels"]
+    assert spec["podManagementPolicy"] == "Parallel", "the first would wait for the second, which is not started"
+    assert spec["updateStrategy"] == {"type": "OnDelete"}, "pod by pod, old and new code would train together"
+    (pod_ip,) = [e for e in container["env"] if e["name"] == "POD_IP"]
+    assert options["local-addr"] == "$(POD_IP)"
+    assert pod_ip["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert environment("ranks", container)["DRAFTALIGN_DEVICE"] == "cuda", "each rank takes the GPU of its number"
+
+
+class _Node:
+    """A pod of the worker: its torchrun, with the arguments of the manifest, on this machine."""
+
+    def __init__(self, port: int, variables: dict[str, str]) -> None:
+        (container,) = workloads("ranks")["draftalign-worker"]["template"]["spec"]["containers"]
+        here = {"nproc-per-node": "1", "rdzv-endpoint": f"127.0.0.1:{port}", "local-addr": "127.0.0.1"}
+        self._argv: list[str] = [*container["command"], *container["args"]]
+        for number, argument in enumerate(self._argv):
+            name = argument[2:].partition("=")[0]
+            self._argv[number] = f"--{name}={here.pop(name)}" if name in here else argument
+        assert not here
+        beside = str(Path(sys.executable).parent)
+        self._environment = os.environ | variables | {"PATH": f"{beside}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(self._argv, env=self._environment, cwd=ROOT)
+
+    def tend(self) -> None:
+        """Start the container again when it has failed."""
+        if self._process.poll():
+            self._start()
+
+    def replace(self) -> None:
+        """Kill all its processes, and start it again."""
+        self._process.send_signal(signal.SIGSTOP)  # it would start its rank again
+        for child in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+        self._process.kill()
+        self._process.wait(30)
+        self._start()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(90)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ranks_on_two_nodes_train_on_when_one_is_replaced(tmp_path: Path, redis_url: str) -> None:
+    """Two pods as the manifest starts them. `torchrun` waits a minute for one that is gone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    with Bench(tmp_path, redis_url, **ADAMW) as bench:
+        bench.begin()
+        given = {k: v for k, v in bench.settings.model_dump(exclude_defaults=True).items() if k != "tokens"}
+        variables = {f"DRAFTALIGN_{k.upper()}": str(v) for k, v in given.items()} | {"DRAFTALIGN_REDIS_URL": redis_url}
+        nodes = [_Node(port, variables) for _ in range(2)]
+
+        def all_trained() -> bool:
+            for node in nodes:
+                node.tend()
+            return set(states(bench)) == {"trained"}
+
+        try:
+            bench.post("a", policy_version=0, rollouts=3)
+            bench.wait(all_trained, 150)
+            nodes[0].replace()
+            bench.post("b", policy_version=0, rollouts=3)
+            bench.wait(all_trained, 150)
+        finally:
+            for node in nodes:
+                node.stop()
+
+
+@pytest.mark.parametrize("overlay", SERVICE)
+def test_no_redis_of_ours_may_lose_what_was_acknowledged(overlay: str) -> None:
+    (container,) = [c for c in containers(overlay) if c["name"] == "valkey"]
+    check_redis_server(container["args"])
