@@ -1,9 +1,12 @@
 """The lease on a run: a Redis key with an expiry. One worker trains one run at a time, or two would pull the same
 drafter apart. A second worker waits for the lease, and takes over when the first one dies.
+
+Workers note how many runs each has, so that several of them share the runs out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import uuid
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from redis import Redis
+from redis.exceptions import OutOfMemoryError
 
 from service.storage.reports import StoreKeys
 
@@ -28,12 +32,34 @@ return 1
 _DELETE_IF: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
+#: Hash: each worker's name, when it last looked (milliseconds, by the clock of Redis) and how many runs it had.
+WORKERS: Final = "da:workers"
+_NOTE: Final = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now, ARGV[2]))
+local others = redis.call('HGETALL', KEYS[1])
+local living = {}
+for i = 1, #others, 2 do
+  local seen, runs = string.match(others[i + 1], '^(%d+) (%d+)$')
+  if now - tonumber(seen) > tonumber(ARGV[3]) then
+    redis.call('HDEL', KEYS[1], others[i])
+  elseif others[i] ~= ARGV[1] then
+    living[#living + 1] = others[i]
+    living[#living + 1] = runs
+  end
+end
+return living
+"""
+
+
 class Leases:
     """The leases of one worker process."""
 
     def __init__(self, redis: Redis) -> None:
         self.holder = f"{_machine()}/{os.getpid()}/{uuid.uuid4().hex}"
         self._redis: Any = redis
+        self._others: list[int] = []
 
     @staticmethod
     def key(run: str) -> str:
@@ -49,6 +75,22 @@ class Leases:
         name = holder.decode() if isinstance(holder, bytes) else holder
         # Of a worker killed on this machine: no need to wait for its lease to expire.
         return name is not None and _died_here(name) and self._take(key, name)
+
+    def is_free(self, run: str) -> bool:
+        """Whether no worker has the lease on a run."""
+        return not self._redis.exists(self.key(run))
+
+    def others(self, runs: int) -> list[int]:
+        """Note that this worker lives and has so many runs; returns how many each other one has that lives."""
+        with contextlib.suppress(OutOfMemoryError):  # then as it was before
+            found = self._redis.eval(_NOTE, 1, WORKERS, self.holder, runs, int(LEASE_SECONDS * 1000))
+            names = (name.decode() if isinstance(name, bytes) else str(name) for name in found[::2])
+            self._others = [int(n) for name, n in zip(names, found[1::2], strict=True) if not _died_here(name)]
+        return self._others
+
+    def leave(self) -> None:
+        """End: this worker has no share any more."""
+        self._redis.hdel(WORKERS, self.holder)
 
     def _take(self, key: str, instead_of: str) -> bool:
         return bool(self._redis.eval(_TAKE, 1, key, self.holder, int(LEASE_SECONDS * 1000), instead_of))

@@ -486,6 +486,8 @@ class AsyncRolloutQueue:
 
     async def _held(self) -> dict[str, Any]:
         """Values of `HELD`; those of a run whose queue no service of now has changed yet are in the hash."""
+        if value := await self._redis.get(self._keys.held):
+            return parts(value)
         async with self._redis.pipeline(transaction=True) as pipe:  # one moment: a script moves them
             pipe.get(self._keys.held)
             pipe.hmget(self._keys.counters, *HELD)

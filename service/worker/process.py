@@ -58,6 +58,12 @@ _AHEAD_SECONDS = 0.25
 #: After an error of the disk; twice as long after each further one in a row, up to `_REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
+#: A worker that has its share of the runs takes one more only if nobody else has for so long.
+_LEFT_SECONDS = 30.0
+#: Between two runs that are handed to other workers: each begins with a checkpoint that is read. And how long none is
+#: handed over after one that nobody took: whoever has fewer cannot open it.
+_HAND_OVER_SECONDS = 5.0
+_UNWANTED_SECONDS = 600.0
 #: The queue of an archived run is looked at again after this: a batch may have been on its way.
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
 #: A run that cannot be worked on is tried again after this.
@@ -90,6 +96,7 @@ class _Run:
     opening: bool = False  # this very process began to open it, and has not noted the end: no death
     lost: bool = False  # another worker took the lease while this one was stopped
     empty_until: float = 0.0  # of an archived run: its queue is not looked at before this (monotonic)
+    free_since: float | None = None  # that this worker leaves to others: since when none has taken it (monotonic)
 
     def back_off(self, first: float) -> float:
         """Count a failure; how long to wait after it, in seconds."""
@@ -141,6 +148,8 @@ class Worker:
         self._runs: dict[str, _Run] = {}
         self._recent_suspected: set[str] = set()  # runs in which training failed with recent rollouts mixed in
         self._looked = 0.0
+        self._share = math.inf  # runs that this worker may have
+        self._hand_over_at = -math.inf  # it hands no run over before this (monotonic)
         self._turns = Turns()
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
@@ -275,6 +284,11 @@ class Worker:
         names = self._layout.run_names()
         for run in self._runs.keys() - names:
             self._let_go(run)
+        others = self._leases.others(len(self.served))
+        wanted = [run for run in names if read_state(self._layout, run).worked_on]
+        self._share = math.ceil(len(wanted) / (1 + len(others)))
+        if len(self.served) > 1 + min(others, default=math.inf) and now >= self._hand_over_at:
+            self._hand_over(now)
         for run in names:
             state = self._runs.setdefault(run, _Run())
             try:
@@ -291,6 +305,8 @@ class Worker:
         file = file_id(self._layout.target(run))
         wanted = read_state(self._layout, run)
         if not wanted.worked_on:
+            if state.worker is not None:
+                log.warning("run %s is not worked on until it is active again, as a person wants it", run)
             self._rest(run, state)
             if state.worker is None and state.retry_at:  # once it is active again, it is tried at once
                 Store(self._redis, run).end("opening", "working")
@@ -308,11 +324,32 @@ class Worker:
             state.worker = None
             log.warning("run %s was registered anew", run)
         refused = state.retry_at > now and state.file == file
-        if state.worker is None and not refused and self._leases.hold(run):
+        if state.worker is None and not refused and self._is_mine_to_take(run, state, now) and self._leases.hold(run):
             if not self._layout.run_json(run).exists():  # it was deleted meanwhile
                 self._let_go(run)
                 return
             self._open(run, state, file)
+
+    def _is_mine_to_take(self, run: str, state: _Run, now: float) -> bool:
+        """Whether this worker has less than its share of the runs, or nobody else takes this one."""
+        if len(self.served) < self._share:
+            return True
+        if not self._leases.is_free(run):
+            state.free_since = None
+            return False
+        state.free_since = now if state.free_since is None else state.free_since
+        if now - state.free_since < _LEFT_SECONDS:
+            return False
+        self._hand_over_at = now + _UNWANTED_SECONDS
+        return True
+
+    def _hand_over(self, now: float) -> None:
+        """Give one run up, after a checkpoint: another worker has fewer by two or more."""
+        run = self._turns.order(self.served)[-2]  # the second at work: so those that work most come to be parted
+        state, self._hand_over_at = self._runs[run], now + _HAND_OVER_SECONDS
+        log.info("run %s is left to another worker, which has fewer", run)
+        self._rest(run, state)
+        state.free_since = now
 
     def _let_go(self, run: str) -> None:
         """Close a run that was deleted, without a checkpoint, and let its files go."""
@@ -327,7 +364,6 @@ class Worker:
         """Close a run that is not to be worked on, after a checkpoint, and let other workers see to it."""
         if state.worker is None:
             return
-        log.warning("run %s is not worked on until it is active again, as a person wants it", run)
         self._end(run, state.worker)
         with self._giving_back:
             state.worker, state.retry_at = None, 0.0
@@ -428,6 +464,9 @@ class Worker:
                 self._log_failed_beat("a heartbeat failed", error)
 
     def _beat_once(self) -> None:
+        if not self._stopping:
+            with contextlib.suppress(RedisError):
+                self._leases.others(len(self.served))  # a training may take longer than a lease
         for run, worker in self.served.items():
             try:
                 self._beat_run(run, worker)
@@ -453,6 +492,8 @@ class Worker:
         Store(self._redis, run).set_worker({"heartbeat": time.time()})
 
     def _close(self) -> None:
+        with contextlib.suppress(RedisError):
+            self._leases.leave()
         for run, worker in self.served.items():
             if self._end(run, worker):
                 with contextlib.suppress(RedisError), self._giving_back:  # else the lease expires
