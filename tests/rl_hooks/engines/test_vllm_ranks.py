@@ -17,8 +17,9 @@ import torch
 from tap_fixtures import HEAD, Script, step
 from torch import Tensor
 
+from rl_hooks.engines.collected import Collected
 from rl_hooks.engines.policy_watch import PolicyWatch
-from rl_hooks.engines.tap import Collected, FeatureTap, Step, labelled_rows
+from rl_hooks.engines.tap import FeatureTap, Step, labelled_rows
 from rl_hooks.engines.vllm.ranks import Ranks, Shard, joined_scores
 from rl_hooks.sending.features import score_rows
 from rl_hooks.wire import LogitMap
