@@ -30,14 +30,7 @@ import httpx
 from rl_hooks import wire
 from rl_hooks.durable import AtomicDirectory, write_synced
 from rl_hooks.errors import CheckpointError, DigestError, DownloadError
-from rl_hooks.format.drafter import (
-    CONFIG_FILE,
-    MODEL_FILE,
-    check_drafter,
-    kind_of,
-    parse_drafter,
-    read_object,
-)
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, check_drafter, kind_of, parse_drafter, read_object
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.lock import LockHeld, exclusive
 from rl_hooks.release import Manifest, OfferedFile, Release

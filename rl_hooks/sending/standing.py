@@ -11,9 +11,9 @@ import re
 import time
 from collections.abc import Mapping
 from typing import Any, Final
-from urllib.parse import quote
 
 from rl_hooks.sending.exchange import Origin, exchange
+from rl_hooks.sending.jobs import run_path
 
 _ASK_SECONDS: Final = 10.0
 #: After a question that was not answered.
@@ -29,7 +29,7 @@ class Standing:
 
     def __init__(self, origin: Origin, run: str, token: str | None) -> None:
         self._origin = origin
-        self._path = f"/runs/{quote(run, safe='')}"
+        self._path = run_path(run)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._due = time.monotonic() + _ASK_SECONDS
         self._heard: tuple[float, dict[str, float | str]] = (-math.inf, {})

@@ -17,13 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from rl_hooks.engines.candidate import (
-    DrafterRefusedError,
-    max_model_bytes,
-    read_candidate,
-    read_file,
-    running_sizes,
-)
+from rl_hooks.engines.candidate import DrafterRefusedError, max_model_bytes, read_candidate, read_file, running_sizes
 from rl_hooks.engines.vllm.modules import (
     module_elements,
     read_own_module,

@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
-from urllib.parse import quote
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ from rl_hooks.sending.jobs import Job
 from rl_hooks.sending.registration import (
     HeadWatch,
     RunRegistration,
-    head_body,
+    head_job,
     head_weight,
     known_logit_map,
     target_config,
@@ -176,7 +175,7 @@ class VllmTap:
             self._logit_map = known_logit_map(self._policy(), target_config(self._policy()))
             self._heads = HeadWatch(head_weight(self._policy()), HEAD_TOLERANCE, -1 if joined else version)
         whole = self._policy().whole(ranks)
-        self._path = f"/runs/{quote(settings.run, safe='')}"
+        self._run = settings.run
         self.sender: RolloutSender | None = None
         with ranks.together():
             if whole is not None:
@@ -191,8 +190,7 @@ class VllmTap:
                     source=uuid.uuid4().hex,
                 )
                 self.sender = RolloutSender(settings.url, run=settings.run, token=settings.token)
-                size = sum(tensor.data.nbytes for tensor in registration.tensors.values())
-                self.sender.submit_job(Job("PUT", self._path, registration.encode, size, keep=True))
+                self.sender.submit_job(registration.job(settings.run))
         self.batcher = Batcher(self._send)
         self.tap = FeatureTap(
             self._score_head(),
@@ -250,11 +248,7 @@ class VllmTap:
             return None
         self._heads.mark(weight)
         policy = self._policy().whole(self._ranks)
-        if policy is None:
-            return None
-        whole = head_weight(policy)
-        size = whole.numel() * whole.element_size()
-        return Job("PUT", f"{self._path}/head", head_body(whole, version), size, keep=True)
+        return None if policy is None else head_job(self._run, head_weight(policy), version)
 
     def _score_head(self) -> Head:
         if self._ranks.size == 1:
