@@ -29,11 +29,7 @@ from drafter.errors import DrafterError
 from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3_layer import LaterWeights, LayerWeights, finish
 from drafter.model.eagle3_unroll import unroll
-from drafter.model.pointwise import (
-    rms_norm,
-    rotary,
-    rotate,
-)
+from drafter.model.pointwise import rms_norm, rotary, rotate
 from drafter.policy import Policy
 from drafter.unroll.plan import Plan
 from drafter.unroll.unrolled import Unrolled

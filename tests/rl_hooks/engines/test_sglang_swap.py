@@ -27,12 +27,7 @@ from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.candidate import DrafterRefusedError
-from rl_hooks.engines.sglang.adapter import (
-    SGLangEngine,
-    _totals,
-    process_identity,
-    request_payload,
-)
+from rl_hooks.engines.sglang.adapter import SGLangEngine, _totals, process_identity, request_payload
 from rl_hooks.engines.sglang.loader import entered_layers, load_drafter, parse_request
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
