@@ -273,6 +273,12 @@ def test_random_bits_that_flip_before_a_load_are_refused(server: SGLangServer, h
     assert swap(server, offered)
 
 
+def test_an_answer_that_is_no_json_is_the_engines_fault_and_no_bug_of_the_agent() -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
+    with pytest.raises(EngineError, match="/server_info: the answer is not JSON: '<html>'"):
+        asyncio.run(SGLangEngine("http://engine", httpx.AsyncClient(transport=transport)).state())
+
+
 def test_a_request_of_an_agent_of_before_digests_were_sent_is_taken(
     server: SGLangServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
