@@ -1,7 +1,7 @@
 """What the service says of the run: what became of its batches, α, headroom, the served drafter.
 
-The sender's thread asks between two jobs. A service that is away, slow or talks nonsense costs that thread a few
-seconds now and then; what was heard is forgotten when it is old, so that nobody takes it for the present.
+The sender's thread asks between two jobs. A service that is away or slow, or answers nonsense, costs that thread a few
+seconds every half minute. An answer expires after a minute.
 """
 
 from __future__ import annotations
