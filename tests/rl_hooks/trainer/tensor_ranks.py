@@ -48,7 +48,7 @@ def talk(rank: int) -> None:
 
 
 def absent(rank: int) -> None:
-    ranks = TensorRanks(dist.group.WORLD, 10.0)
+    ranks = TensorRanks(dist.group.WORLD, 3.0)
     if rank == 0:
         with pytest.raises(RolloutError, match="did not come to the exchange"):
             ranks.agree("", due=False)
