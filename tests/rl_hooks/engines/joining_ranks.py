@@ -1,4 +1,4 @@
-"""Two ranks of an engine that join their scores, as processes: `python joining_ranks.py CASE`."""
+"""Two ranks of an engine that join their scores, as processes: `python joining_ranks.py CASE ...`, case after case."""
 
 from __future__ import annotations
 
@@ -130,5 +130,10 @@ def dies(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    cases = {"scores": scores, "disagree": disagree, "steps": steps, "silent": silent, "dies": dies}
-    sys.exit(run_two_ranks(cases[sys.argv[1]]))
+    known = {"scores": scores, "disagree": disagree, "steps": steps, "silent": silent, "dies": dies}
+
+    def cases(rank: int) -> None:
+        for name in sys.argv[1:]:
+            known[name](rank)
+
+    sys.exit(run_two_ranks(cases))
