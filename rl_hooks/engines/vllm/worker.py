@@ -52,7 +52,6 @@ class Staged:
     refused: str | None = None
     other_bytes: str | None = None
     failed: str | None = None
-    read_seconds: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
     #: SHA-256 by file name, where whoever asked knows them.
     expected: Mapping[str, str] = field(default_factory=dict)
@@ -102,10 +101,9 @@ class DrafterSwap:
         """Where the last `stage` stands."""
         staged = self._staged
         if staged is None:
-            nothing = {"path": None, "done": True, "refused": None, "other_bytes": None, "sha256": ""}
+            nothing = {"done": True, "refused": None, "other_bytes": None, "sha256": ""}
             return {**nothing, "failed": "nothing is staged"}
         return {
-            "path": staged.path,
             "version": staged.version,
             "done": staged.done.is_set(),
             "refused": staged.refused,
@@ -283,16 +281,13 @@ class DrafterSwap:
             # The state says that it is not loaded, so a version is pushed.
             self._broken = f"the drafter's weights are lost and were not restored: {error!r}"
             log.warning("draftalign: %s", self._broken)
-            self._marks = self.draft.fingerprint()
         else:
-            self._broken = None
-            self._marks = self.draft.fingerprint()
-            seconds = time.perf_counter() - began
+            self._broken, seconds = None, time.perf_counter() - began
             log.info("draftalign: restored drafter %s in %.4f s", self._served.version or "of the start", seconds)
+        self._marks = self.draft.fingerprint()
 
     # --- staging
     def _read(self, staged: Staged) -> None:
-        began = time.perf_counter()
         try:
             self._check_method()
             if self.draft is not None:  # other pipeline ranks have no drafter
@@ -311,7 +306,6 @@ class DrafterSwap:
         except Exception as error:  # noqa: BLE001 - `staged` tells the caller
             staged.failed = f"{type(error).__name__}: {error}"
         finally:
-            staged.read_seconds = time.perf_counter() - began
             staged.done.set()
 
     def _check_method(self) -> None:
@@ -359,11 +353,11 @@ class DrafterSwap:
             if tensors is None:
                 raise RuntimeError("no copy of it was kept")  # noqa: TRY301 - one way out for both
             self.draft.load(tensors)
-            self._broken, self._marks = None, self.draft.fingerprint()
+            self._broken = None
         except Exception as second:  # noqa: BLE001 - reported in the state; the engine must go on
             self._broken = f"loading failed ({error}), putting back failed ({second}); push a drafter again"
             self._served = Served(None, None, None)
-            self._marks = self.draft.fingerprint()
+        self._marks = self.draft.fingerprint()
 
     # --- are its weights intact?
     def _intact(self) -> bool:
