@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from drafter.batch import load_batch
 from drafter.files.kinds import write_kind
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.replay import replay
+from examples.demo import free_port
 from rl_hooks.wire import CONTENT_TYPE
 from service.storage.layout import Layout
 from service.storage.registry import Registry
@@ -249,13 +249,6 @@ def damaged(drafter: Eagle3Drafter) -> Eagle3Drafter:
         for parameter in worse.parameters():
             parameter.add_(0.6 * parameter.std() * torch.randn(parameter.shape, generator=generator))
     return worse
-
-
-def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def wait(condition: Callable[[], bool], seconds: float) -> bool:

@@ -198,13 +198,13 @@ def markov(seed: int) -> Iterator[dict[str, Any]]:
 
 
 # --- the recording
-def recorded(directory: Path, every: int, look_every: int) -> Iterator[dict[str, Any]]:
+def recorded(directory: Path, every: int) -> Iterator[dict[str, Any]]:
     """The demo's RL run, trained on at every `every`-th version, as a worker does that is so far behind."""
     found = open_recording(directory)
     policies = [Policy(v, h, TargetHead(h)) for v, h in zip(found.versions, found.heads, strict=True)]
     places = range(0, len(policies) - 2, every)
     days = (
-        Day(found.batches[at], found.batches[at + 1 : at + 3], policies.__getitem__, number % look_every == 0)
+        Day(found.batches[at], found.batches[at + 1 : at + 3], policies.__getitem__, number % 2 == 0)
         for number, at in enumerate(places)
     )
     drafter = copy.deepcopy(initial_drafter(directory, "kl", 400, "kl", 0))
@@ -253,7 +253,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--recording", type=Path)
     parser.add_argument("--every", type=int, default=2)
-    parser.add_argument("--look-every", type=int, default=2)
     chosen = parser.parse_args()
     if chosen.command == "report":
         report(chosen.out)
@@ -262,7 +261,7 @@ def main() -> None:
         rows = (
             (row for seed in chosen.seeds for row in markov(seed))
             if chosen.command == "markov"
-            else recorded(chosen.recording, chosen.every, chosen.look_every)
+            else recorded(chosen.recording, chosen.every)
         )
         for row in rows:
             print(json.dumps(row), file=out, flush=True)

@@ -33,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a f
 
 from service_fixtures import CONFIG, HEADERS, LAYERS, publish, rollout_metadata, rollout_tensors, run_file  # noqa: E402
 
+from benchmarks.growth import cpu_seconds  # noqa: E402
 from rl_hooks import wire  # noqa: E402
 from service.cli.valkey import EmbeddedValkey  # noqa: E402
 from service.storage.layout import Layout  # noqa: E402
@@ -177,11 +178,6 @@ def send(body: Body, client: Client, spool: Path) -> float:
     for file in [path for path in spool.rglob("*") if path.is_file()]:
         file.unlink()
     return seconds
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process and all its threads."""
-    return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def commands(client: Any) -> int:

@@ -63,6 +63,7 @@ TOKENS: Final = 48
 #: Fractions of requests sampled by the engine's tap. None: the model runner as vLLM made it.
 FRACTIONS: Final[tuple[float | None, ...]] = (None, 0.0, 0.05, 1.0)
 PROMPTS: Final = 24
+ROUNDS: Final = 8
 DTYPES: Final[tuple[FeatureDtype, ...]] = get_args(FeatureDtype)
 _FILE_TOKENS: Final = 1024  # of a rollout in the table of bytes
 
@@ -284,7 +285,7 @@ def burst(server: Any, prompts: Sequence[Sequence[int]]) -> Burst:
     return Burst(tokens / (time.perf_counter() - began), (group_cpu_seconds(server.process.pid) - cpu) / tokens)
 
 
-def engine_table(rounds: int) -> None:
+def engine_table() -> None:
     """Print what the tap costs a vLLM server."""
     from engine_fixtures import base_policy, elicit_prompts, random_drafter, write
     from vllm_server.vllm_process import VllmServer
@@ -299,7 +300,7 @@ def engine_table(rounds: int) -> None:
         try:
             server.wait_until_healthy()
             server.generate([5], max_tokens=1)  # the tap begins with the first request
-            for number in range(rounds + 1):
+            for number in range(ROUNDS + 1):
                 turn = number % len(FRACTIONS)
                 for fraction in FRACTIONS[turn:] + FRACTIONS[:turn]:
                     server.rpc("set_tap", fraction)
@@ -309,7 +310,7 @@ def engine_table(rounds: int) -> None:
             counted = server.state()["tap"]
         finally:
             server.stop()
-    print(f"{rounds} rounds of {PROMPTS} requests of 64 tokens")
+    print(f"{ROUNDS} rounds of {PROMPTS} requests of 64 tokens")
     print("| sampled | tokens per second | CPU ms a token | speed, % | CPU a token, % |")
     print("|---|---|---|---|---|")
     bare = bursts[None]
@@ -366,7 +367,6 @@ def main() -> None:
     parser.add_argument("--only", choices=("bytes", "trl", "engine"), help="one of the tables")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256], help="hidden sizes of the policies")
     parser.add_argument("--pairs", type=int, default=10, help="pairs of steps, one with and one without the hook")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of bursts to the engine")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
@@ -381,7 +381,7 @@ def main() -> None:
             if only == "trl":
                 trl_table(asked.hidden, asked.pairs)
             else:
-                engine_table(asked.rounds)
+                engine_table()
             print(f"load of the machine after: {_load()}")
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from drafter.batch import RolloutBatch, load_batch
 from examples import TASKS, demo
+from examples.engine_client import EngineClient
 from examples.features import Rollout, batch_of
 from examples.policy import AUX_LAYERS, load
 from examples.task import Task
@@ -98,7 +99,7 @@ def record(directory: Path, task: Task, *, seed: int, steps: int, learning_rate:
     port = demo.free_port()
     server = ["examples.engine_server", "--policy", str(task.base_policy), "--port", str(port), "--seed", str(seed)]
     with tempfile.TemporaryDirectory() as scratch, demo.child("engine", server) as process:
-        engine = demo.EngineClient(f"http://127.0.0.1:{port}")
+        engine = EngineClient(f"http://127.0.0.1:{port}")
         engine.wait(process)
         policy, tokenizer = load(task.base_policy)
         config = demo.DemoConfig(steps=steps, seed=seed, out=directory, task_name=task.name)
@@ -123,7 +124,7 @@ class _Recorder(demo.Session):
     """The demo's RL session with a file in the place of the service."""
 
     def __init__(
-        self, config: demo.DemoConfig, scratch: Path, engine: demo.EngineClient, policy: Any, tokenizer: Any
+        self, config: demo.DemoConfig, scratch: Path, engine: EngineClient, policy: Any, tokenizer: Any
     ) -> None:
         # Not Session's own: that one attaches to a service.
         self.config = config

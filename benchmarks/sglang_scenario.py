@@ -38,6 +38,8 @@ from rl_hooks.engines.sglang.adapter import LOADER, SGLangEngine
 from rl_hooks.errors import EngineError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
 
+#: That ask at once; and answers over which α is taken.
+CLIENTS, REQUESTS = 8, 64
 PROMPTS = [f"Count from {n} to {n + 30}, with commas:" for n in range(8)] + [
     f"Write a Python function that adds {n} to every element of a list, and explain it." for n in range(8)
 ]
@@ -144,16 +146,16 @@ def rewrite(release_: Release, name: str, change: Any) -> None:
 async def scenario(url: str, arguments: argparse.Namespace, home: Path) -> dict[str, Any]:
     """Swap under load; returns the figures."""
     load, stop = Load(url), asyncio.Event()
-    clients = [asyncio.create_task(load.client(n, stop)) for n in range(arguments.clients)]
+    clients = [asyncio.create_task(load.client(n, stop)) for n in range(CLIENTS)]
     figures: dict[str, Any] = {"alpha": [], "swap_seconds": [], "refused": []}
     async with httpx.AsyncClient(timeout=60) as http:
         engine = SGLangEngine(url, http)
-        figures["alpha"].append(("start", await load.alpha(arguments.requests)))
+        figures["alpha"].append(("start", await load.alpha(REQUESTS)))
         for name, source in (("worse", arguments.worse), ("good", arguments.good), ("worse-again", arguments.worse)):
             began = time.perf_counter()
             await engine.swap(release(home, name, source))
             figures["swap_seconds"].append(time.perf_counter() - began)
-            figures["alpha"].append((name, await load.alpha(arguments.requests)))
+            figures["alpha"].append((name, await load.alpha(REQUESTS)))
         for name, change in (("poisoned", poison), ("other-words", other_words)):
             bad = release(home, name, arguments.good)
             change(bad)
@@ -161,7 +163,7 @@ async def scenario(url: str, arguments: argparse.Namespace, home: Path) -> dict[
                 await engine.swap(bad)
             except (SwapRefusedError, EngineError) as error:
                 figures["refused"].append((name, str(error)[:200]))
-        figures["alpha"].append(("after refusals", await load.alpha(arguments.requests)))
+        figures["alpha"].append(("after refusals", await load.alpha(REQUESTS)))
         figures["counters"] = str(await engine.snapshot())
         figures["state"] = str(await engine.state())
     stop.set()
@@ -178,8 +180,6 @@ def main() -> None:
     parser.add_argument("--good", type=Path, required=True)
     parser.add_argument("--worse", type=Path, required=True)
     parser.add_argument("--depth", type=int, default=3)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--port", type=int, default=30_000)
     parser.add_argument("server_arguments", nargs="*", help="more arguments for sglang.launch_server, after --")
     arguments = parser.parse_args()

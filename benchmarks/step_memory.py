@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.step_peers import AUX, SIZES, Size
 from drafter.batch import RolloutBatch
-from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.eagle3 import Eagle3Drafter
 from drafter.policy import Policy
 from drafter.training.target import DraftTarget
 from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
@@ -79,17 +79,6 @@ def peak_of(
     size: Size, *, tokens: int, documents: int = 1, response: float = 1.0, steps: int = 3, loss: Loss = "kl"
 ) -> Peak:
     """Peak of one trainer step in bfloat16 on `documents` equal rollouts whose last `response` share was generated."""
-    config = DrafterConfig(
-        size.hidden,
-        size.hidden,
-        size.intermediate,
-        size.heads,
-        size.kv_heads,
-        size.head_dim,
-        size.vocab,
-        size.draft,
-        AUX,
-    )
     length = tokens // documents
     mask = (torch.arange(length) >= max(1, round(length * (1 - response)))).repeat(documents)
 
@@ -99,7 +88,7 @@ def peak_of(
     vocabulary = DraftVocabulary(torch.arange(size.draft), size.vocab)
     with LiveBytes() as memory:
         with torch.device("meta"):
-            drafter = Eagle3Drafter(config, vocabulary).to("meta")
+            drafter = Eagle3Drafter(size.config(), vocabulary).to("meta")
         policy = Policy(0, made(size.vocab, size.hidden))
         trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=steps, compute_dtype="bfloat16", loss=loss))
         for parameter in drafter.parameters():
@@ -140,14 +129,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--documents", nargs="*", type=int, default=[1, 16])
     parser.add_argument("--steps", nargs="*", type=int, default=[3, 7])
-    parser.add_argument("--responses", nargs="*", type=float, default=[1.0, 0.5])
-    parser.add_argument("--losses", nargs="*", default=["kl", "alpha"])
     options = parser.parse_args()
     print("| loss | steps | documents | response | resident, GiB | peak, GiB |\n|---|---|---|---|---|---|")
-    for loss in options.losses:
+    for loss in get_args(Loss):
         for steps in options.steps:
             for documents in options.documents:
-                for response in options.responses:
+                for response in (1.0, 0.5):
                     case = {"tokens": options.tokens, "documents": documents, "response": response, "steps": steps}
                     found = peak_of(SIZES[options.size], loss=loss, **case)
                     row = f"| {loss} | {steps} | {documents} | {response:.0%} "

@@ -45,6 +45,11 @@ class Size:
     vocab: int
     draft: int
 
+    def config(self) -> DrafterConfig:
+        """The drafter's, whose target is as wide as itself."""
+        widths = (self.hidden, self.hidden, self.intermediate, self.heads, self.kv_heads, self.head_dim)
+        return DrafterConfig(*widths, self.vocab, self.draft, AUX)
+
 
 #: S, D and M fit a CPU; 8B is the drafter of a Qwen3-8B.
 SIZES = {
@@ -95,21 +100,10 @@ def make_case(
     def drawn(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(*shape, generator=g, device=device).mul_(scale)
 
-    c = DrafterConfig(
-        size.hidden,
-        size.hidden,
-        size.intermediate,
-        size.heads,
-        size.kv_heads,
-        size.head_dim,
-        size.vocab,
-        size.draft,
-        AUX,
-    )
     ids = torch.randperm(size.vocab, generator=g, device=device)[: size.draft].sort().values.cpu()
     with torch.device(device):
         embed_tokens = drawn(size.vocab, size.hidden, scale=0.5).to(dtype)
-        drafter = Eagle3Drafter(c, DraftVocabulary(ids, size.vocab)).to(device, dtype)
+        drafter = Eagle3Drafter(size.config(), DraftVocabulary(ids, size.vocab)).to(device, dtype)
     drafter.lm_head.weight.requires_grad_(train_head)
     head = drawn(size.vocab, size.hidden, scale=size.hidden**-0.5)
     head[ids.to(device), 0] += 2.0

@@ -39,6 +39,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GRID = [("speculators-0.9.0", 3, False), ("specforge-0.2.0", 3, True), ("speculators-0.9.0", 7, True)]
 GRID += [("specforge-0.2.0", 7, True)]
 TOKENS = {"cpu": [512, 2048, 4096], "cuda": [4096, 16_384]}
+#: Shares of the tokens that are generated.
+RESPONSES = (1.0, 0.5)
 MIB = 1 << 20
 #: Steps timed on a GPU, at least, and the batches of different lengths that they go round.
 TIMED, BATCHES = 30, 4
@@ -55,7 +57,6 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="*", type=int, help="default: 512 2048 4096, on a GPU 4096 16384")
     parser.add_argument("--documents", type=int, default=1, help="equal documents that the tokens are of, on a GPU")
     parser.add_argument("--steps", nargs="*", type=int, default=[3, 7])
-    parser.add_argument("--responses", nargs="*", type=float, default=[1.0, 0.5])
     parser.add_argument(
         "--pairs", type=int, default=2, help=f"pairs per order on a CPU; steps on a GPU, at least {TIMED}"
     )
@@ -92,7 +93,7 @@ def _missing(python: str, peers: list[str]) -> list[str]:
 
 def _cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every combination asked for, short ones first."""
-    common = {"device": options.device, "pairs": options.pairs, "responses": options.responses}
+    common = {"device": options.device, "pairs": options.pairs}
     if options.device == "cuda":
         # Ours with every depth, and beside each row of the peers with its depth and head.
         kinds = dict.fromkeys([(k, True) for k in options.steps] + [row[1:] for row in GRID])
@@ -154,12 +155,12 @@ def _run_cell(cell: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     if cell["device"] == "cuda":
-        return [_gpu(cell, response, _timed) for response in cell["responses"]]
+        return [_gpu(cell, response, _timed) for response in RESPONSES]
     torch.set_num_threads(1)
     for tokens in (192, 320):  # two lengths, so that what compiles itself does so for any
         for step in _steps(cell, tokens, 1.0):
             step()
-    return [_compared(cell, response) for response in cell["responses"]]
+    return [_compared(cell, response) for response in RESPONSES]
 
 
 def _steps(cell: dict[str, Any], tokens: int, response: float) -> tuple[Any, Any]:

@@ -112,11 +112,11 @@ class TargetHead:
     def logprob_gap(self, batch: RolloutBatch, limit: float = 0.0) -> tuple[float, int]:
         """Mean |recomputed - logged| log p in nats over the response tokens, and their number.
 
-        One figure that catches a pre-norm state, a stale head, a wrong temperature and a shifted mask. Where sampling
-        was truncated (`batch.warped`), a logged log p above the recomputed one is rightful as far as the tokens that
-        were cut off had probability: what is above that on 32 tokens is added. The sender's logsumexp is recomputed on
-        those 32 as well, and the larger of the two gaps is returned. That reads the whole head: in its own dtype, and
-        in float32 (ten times as long in bfloat16 on a CPU) where the first says more than half of `limit`.
+        One figure that catches a pre-norm state, a stale head, a wrong temperature and a shifted mask. Truncated
+        sampling (`batch.warped`) raises log p by the probability that was cut off, and no more: what is above that on
+        32 tokens is added. The sender's logsumexp is recomputed on those 32 as well, and the larger of the two gaps is
+        returned. That reads the whole head in its own dtype. Where the gap is more than half of `limit`, it is read in
+        float32 too, which takes ten times as long as bfloat16 on a CPU.
         Of long batches 16,384 tokens are compared. Which ones is drawn each time, and the 32 as well: a sender that
         knew them could be honest there alone. (nan, 0) when no token could be.
         """

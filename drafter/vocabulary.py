@@ -39,8 +39,8 @@ class DraftVocabulary:
     def build(cls, counts: Tensor, size: int, always: Sequence[int] = ()) -> DraftVocabulary:
         """The `size` most frequent tokens by `counts` int[V] (ties: the lower id), `always` (EOS, say) included.
 
-        One slot in `FLOOR` goes to the lowest ids whatever the counts say: in byte-pair vocabularies these are bytes
-        and the commonest pieces of any text, and what the first rollouts lack could otherwise never be drafted again.
+        One slot in `FLOOR` goes to the lowest ids whatever the counts say. In byte-pair vocabularies these are bytes
+        and the commonest pieces of any text: a drafter can never propose what its vocabulary lacks.
         """
         vocab_size = counts.numel()
         if not 0 < size <= vocab_size:

@@ -30,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from examples import TASKS
 from examples.demo_report import StepRow, write_report
+from examples.engine_client import EngineClient
 from examples.features import Rollout
 from examples.task import Task
 from examples.vllm_engine import VllmClient, check_installed, vllm_server
@@ -114,55 +115,6 @@ class LiveCount:
         return max(self.drafter_versions, key=lambda v: self.drafter_versions[v], default="")
 
 
-class EngineClient:
-    """The inference server, as the trainer sees it."""
-
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=120.0, trust_env=False)
-
-    def wait(self, process: subprocess.Popen[bytes] | None, seconds: float = 60.0) -> None:
-        """Return once it answers; ConfigurationError when it ended, or never does."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                self._http.get("/drafter/state").raise_for_status()
-            except httpx.HTTPError:
-                ended = process is not None and process.poll() is not None
-                if ended or time.monotonic() > deadline:
-                    raise ConfigurationError(f"the inference server at {self._http.base_url} does not answer") from None
-                time.sleep(0.1)
-            else:
-                return
-
-    def generate(self, prompts: Sequence[Sequence[int]], task: Task) -> list[dict[str, Any]]:
-        """One completion per prompt, sampled at temperature 1."""
-        body = {
-            "prompts": [list(p) for p in prompts],
-            "n": 1,
-            "max_tokens": task.max_answer_tokens,
-            "temperature": 1.0,
-            "eos_id": task.eos_id,
-        }
-        reply = self._http.post("/generate", json=body)
-        reply.raise_for_status()
-        completions: list[dict[str, Any]] = reply.json()["completions"]
-        return completions
-
-    def load_policy(self, model: Any, version: int) -> None:
-        """Bring the trainer's weights into the server."""
-        from safetensors.torch import save
-
-        tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-        if model.config.tie_word_embeddings:
-            tensors.pop("lm_head.weight", None)
-        self._http.post("/policy", params={"version": version}, content=save(tensors)).raise_for_status()
-
-    def drafter(self) -> dict[str, Any]:
-        """What it drafts with."""
-        state: dict[str, Any] = self._http.get("/drafter/state").raise_for_status().json()
-        return state
-
-
 def run_demo(config: DemoConfig) -> None:
     """Run the whole loop and write `--out`; ends every process that it started, also on Ctrl-C."""
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"})
@@ -226,7 +178,7 @@ def _run(config: DemoConfig, state_dir: Path, stack: ExitStack) -> None:
 
 def _engine(
     config: DemoConfig, state_dir: Path, initial: Path, policy: Any, tokenizer: Any, stack: ExitStack
-) -> tuple[EngineClient | VllmClient, str]:
+) -> tuple[EngineClient, str]:
     """Start or find the inference server, and train the initial drafter on what it generates."""
     if config.engine not in ("example", "vllm"):
         engine = EngineClient(config.engine)
@@ -286,7 +238,7 @@ class Session:
         self,
         config: DemoConfig,
         state_dir: Path,
-        engine: EngineClient | VllmClient,
+        engine: EngineClient,
         service_url: str,
         policy: Any,
         tokenizer: Any,
@@ -304,22 +256,17 @@ class Session:
         self._hook_seconds = 0.0
         self._current = ""
         self.trainer = self._make_trainer()
+        from examples.policy import AUX_LAYERS
         from rl_hooks.trl import attach
 
         self.attachment = attach(
             self.trainer,
             service_url,
             run=RUN,
-            aux_layers=self._aux_layers(),
+            aux_layers=AUX_LAYERS,
             initial_drafter=self.initial,
             drafter_version=lambda: self._current,
         )
-
-    @staticmethod
-    def _aux_layers() -> tuple[int, ...]:
-        from examples.policy import AUX_LAYERS
-
-        return AUX_LAYERS
 
     def _make_trainer(self) -> Any:
         with warnings.catch_warnings():

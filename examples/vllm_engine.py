@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from typing import Any, Final
 
 import httpx
 
+from examples.engine_client import EngineClient, policy_tensors
 from examples.policy import BASE_POLICY
 from examples.task import Task
 from service.cli.supervisor import PARENT_VARIABLE
@@ -29,7 +29,6 @@ from service.errors import ConfigurationError
 REPOSITORY: Final = Path(__file__).parents[1]
 #: The interpreter of vLLM's environment; another one may be named, for a vLLM that is installed elsewhere.
 PYTHON: Final = Path(os.environ.get("DRAFTALIGN_VLLM_PYTHON", REPOSITORY / ".venv-vllm/bin/python"))
-_START_SECONDS: Final = 420.0
 
 #: Not an installed distribution: found by its metadata on PYTHONPATH, in the server's processes only.
 _ENTRY_POINTS: Final = """\
@@ -120,27 +119,21 @@ def log_file(state_dir: Path) -> Path:
     return state_dir.parent / "vllm.log"
 
 
-class VllmClient:
-    """The server as the trainer sees it: what `examples.demo.EngineClient` is for the built-in engine."""
+class VllmClient(EngineClient):
+    """A client of this server."""
+
+    start_seconds = 420.0
 
     def __init__(self, url: str, state_dir: Path) -> None:
         # vLLM closes what was idle for 5 s: not reused then, or a request meets a connection that is being closed.
-        limits = httpx.Limits(keepalive_expiry=2.0)
-        self._http = httpx.Client(base_url=url, timeout=300.0, limits=limits, trust_env=False)
+        super().__init__(url, 300.0, limits=httpx.Limits(keepalive_expiry=2.0))
         self._policies = policies(state_dir)
         self._log = log_file(state_dir)
 
-    def wait(self, process: subprocess.Popen[bytes] | None, seconds: float = _START_SECONDS) -> None:
-        """Return once it answers; ConfigurationError with the end of its log when it ended, or never does."""
-        deadline = time.monotonic() + seconds
-        while True:
-            with suppress(httpx.HTTPError):
-                self._http.get("/drafter/state").raise_for_status()
-                return
-            if (process is not None and process.poll() is not None) or time.monotonic() > deadline:
-                end = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
-                raise ConfigurationError(f"vLLM did not start; its log ends:\n{end}")
-            time.sleep(0.5)
+    def silence(self) -> str:
+        """With the end of its log."""
+        end = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+        return f"vLLM did not start; its log ends:\n{end}"
 
     def generate(self, prompts: Sequence[Sequence[int]], task: Task) -> list[dict[str, Any]]:
         """One completion per prompt, sampled at temperature 1, in the form of the built-in engine's answers."""
@@ -174,23 +167,11 @@ class VllmClient:
         """Bring the trainer's weights into the server."""
         from safetensors.torch import save_file
 
-        tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-        if model.config.tie_word_embeddings:
-            tensors.pop("lm_head.weight", None)
         directory = self._policies / f"{version:06d}"
         directory.mkdir(parents=True)
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        save_file(policy_tensors(model), directory / "model.safetensors", metadata={"format": "pt"})
         self._http.post("/policy", json={"path": directory.name, "version": version}).raise_for_status()
         (directory / "model.safetensors").unlink()
-
-    def drafter(self) -> dict[str, Any]:
-        """What it drafts with."""
-        state: dict[str, Any] = self._http.get("/drafter/state").raise_for_status().json()
-        return state
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
 
     def _version(self) -> str:
         return str(self.drafter()["version"] or "")

@@ -149,6 +149,7 @@ class Peer(abc.ABC):
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # else each body waits 40 ms for the acknowledgement of its headers
 
             def do_GET(self) -> None:
                 peer._handle(self, "GET")

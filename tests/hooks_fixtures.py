@@ -117,6 +117,7 @@ class Receiver:
 def receiver(port: int = 0) -> Iterator[Receiver]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else each body waits 40 ms for the acknowledgement of its headers
 
         def log_message(self, *args: Any) -> None:
             pass

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_hooks.engines.tap import Head, Request, Sampling, Step
+from rl_hooks.engines.collected import Request, Sampling
+from rl_hooks.engines.tap import Head, Step
 
 VOCAB, HIDDEN, AUX, STOP = 30, 4, 2, 1
 GENERATOR = torch.Generator().manual_seed(0)

@@ -63,7 +63,7 @@ ARROWS = {
     "rl_hooks.format": "",
     "rl_hooks.release": "rl_hooks.errors",
     "rl_hooks.errors": "",
-    "rl_hooks.wire": "",
+    "rl_hooks.wire": "rl_hooks.format",
     "rl_hooks.durable": "",
     "rl_hooks.lock": "",
 }
@@ -186,8 +186,10 @@ def test_what_judges_has_no_clock_no_network_and_no_dice(path: Path) -> None:
 
 
 def test_wire_needs_numpy_and_nothing_else() -> None:
-    outside = tops(ROOT / "rl_hooks" / "wire.py") - set(sys.stdlib_module_names)
-    assert outside == {"numpy"}
+    wire, container = (ROOT / "rl_hooks" / name for name in ("wire.py", "format/container.py"))
+    assert tops(container) - set(sys.stdlib_module_names) == {"numpy"}
+    assert tops(wire) - set(sys.stdlib_module_names) == {"numpy", "rl_hooks"}
+    assert {path for name in imported(wire) if (path := module_of(name))} == {container}
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,7 @@ from rl_hooks.durable import sync
 from rl_hooks.format.drafter import CONFIG_FILE as CONFIG_FILE
 from rl_hooks.format.drafter import MODEL_FILE as MODEL_FILE
 from rl_hooks.format.drafter import fingerprint, read_object
-from rl_hooks.format.eagle3 import (
-    FIXED,
-    MAPS,
-    SIZES,
-    check_header,
-    parse_config,
-    tensor_shapes,
-)
+from rl_hooks.format.eagle3 import FIXED, MAPS, SIZES, check_header, parse_config, tensor_shapes
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 #: Of the fixed fields, what an export states. The others are newer switches, which are off where they are absent.

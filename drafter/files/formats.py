@@ -7,10 +7,9 @@
 Weights are never converted: an import and an export give the same bits. What changes are names, the config, and what
 must not travel (`embed_tokens`, the verifier's head). What another project computes differently is refused by name.
 
-Weights come as safetensors. Pickles, `pytorch_model.bin` (SafeAILab publishes those) and SpecForge's
-`training_state.pt`, are read where the caller asks for it, which only `draftalign convert --pickle` does: a person says
-so there. torch's restricted unpickler builds tensors from them and runs no code of theirs. The service and the agent
-read safetensors alone, by other functions.
+Weights come as safetensors. Pickles (SafeAILab's `pytorch_model.bin`, SpecForge's `training_state.pt`) are read only
+where a person asks for it, with `draftalign convert --pickle`. torch's restricted unpickler builds tensors from them
+and runs no code of theirs. The service and the agent read safetensors alone, by other functions.
 
 Facts on layouts: vLLM 0.33, SGLang 0.5.23, SpecForge 0.2.0, speculators 0.9.0, as read in their sources.
 """

@@ -5,12 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from drafter.errors import CheckpointError
-from drafter.files.checkpoint import (
-    CONFIG_FILE,
-    read_config,
-    read_drafter,
-    write_drafter,
-)
+from drafter.files.checkpoint import CONFIG_FILE, read_config, read_drafter, write_drafter
 from drafter.files.mtp import read_mtp, write_mtp
 from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import Eagle3Drafter

@@ -19,24 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafter.errors import CheckpointError
-from drafter.files.checkpoint import (
-    CONFIG_FILE,
-    MODEL_FILE,
-    read_config,
-    read_index,
-    sync_files,
-)
+from drafter.files.checkpoint import CONFIG_FILE, MODEL_FILE, read_config, read_index, sync_files
 from drafter.mtp.module import MtpConfig, MtpDrafter
 from drafter.policy import Policy
 from rl_hooks.format.eagle3 import STORED
-from rl_hooks.format.mtp import (
-    COPIES,
-    GroupedSizes,
-    LatentSizes,
-    check_mtp_header,
-    parse_mtp_config,
-    prefix,
-)
+from rl_hooks.format.mtp import COPIES, GroupedSizes, LatentSizes, check_mtp_header, parse_mtp_config, prefix
 
 __all__ = ["export_mtp_config", "extract_mtp", "parse_mtp_config", "prefix", "read_mtp", "read_stored_mtp", "write_mtp"]
 
@@ -131,8 +118,8 @@ def _attention_fields(sizes: LatentSizes | GroupedSizes) -> dict[str, Any]:
     }
 
 
-def read_mtp(directory: Path, policy: Policy | None = None, *, dtype: torch.dtype = torch.float32) -> MtpDrafter:
-    """Read an MTP module, alone or out of the policy's whole checkpoint (sharded or not), as `dtype` on the CPU.
+def read_mtp(directory: Path, policy: Policy | None = None) -> MtpDrafter:
+    """Read an MTP module, alone or out of the policy's whole checkpoint (sharded or not), as float32 on the CPU.
 
     A checkpoint's copies of the policy's embedding and head are left out; those that are not `policy`'s are refused.
     Raises `CheckpointError`: names, shapes, dtypes, values.
@@ -152,8 +139,7 @@ def read_mtp(directory: Path, policy: Policy | None = None, *, dtype: torch.dtyp
     with torch.random.fork_rng(devices=[]):
         drafter = MtpDrafter(config)
     _check(tensors, config)
-    drafter.to(dtype)
-    drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()})
+    drafter.float().load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     return drafter
 
 

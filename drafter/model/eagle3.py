@@ -29,11 +29,7 @@ from drafter.errors import DrafterError
 from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3_layer import LaterWeights, LayerWeights, finish
 from drafter.model.eagle3_unroll import unroll
-from drafter.model.pointwise import (
-    rms_norm,
-    rotary,
-    rotate,
-)
+from drafter.model.pointwise import rms_norm, rotary, rotate
 from drafter.policy import Policy
 from drafter.unroll.plan import Plan
 from drafter.unroll.unrolled import Unrolled
@@ -176,10 +172,10 @@ class Eagle3Drafter(DraftModel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One pass over B sequences of L new positions, with a cache of S earlier ones.
 
-        embedding, r [B, L, H]; positions int64[B, L] (rotary); past_k, past_v [B, G, S, hd], already rotated (several
-        layers: the heads of all of them, one layer after another, so `cache_heads` in the place of G); mask
-        bool[B, L, S+L], True where a query may look (each query must see at least one key), default: everything in the
-        cache and causal among the new. Returns pre [B, L, H] and the new keys and values [B, G, L, hd] to append.
+        embedding, r [B, L, H]; positions int64[B, L], of the rotary embedding.
+        past_k, past_v [B, G, S, hd], rotated already. With several layers G is `cache_heads`: all layers' in turn.
+        mask bool[B, L, S+L]: True where a query may look, at one key or more. Default: the cache, and causal after it.
+        Returns pre [B, L, H] and the new keys and values [B, G, L, hd] to append.
         """
         c, w = self.config, weights if weights is not None else self.weights()
         L = r.shape[1]

@@ -18,12 +18,7 @@ from torch import Tensor
 from drafter.errors import DrafterError
 from drafter.model.eagle3_layer import LaterWeights, Layers, finish
 from drafter.model.matmul import linear
-from drafter.model.pointwise import (
-    rms_norm,
-    rotary,
-    rotate,
-    take_rows,
-)
+from drafter.model.pointwise import rms_norm, rotary, rotate, take_rows
 from drafter.unroll.attention import attend, gather_keys
 from drafter.unroll.plan import Plan
 from drafter.unroll.unrolled import Unrolled

@@ -7,9 +7,9 @@ keys are those of training, and replay α (drafter.replay.replay) is exact.
 
 Sequences of different length share a batch: caches are addressed by slot, a mask says which slots hold text that was
 kept, and positions are passed explicitly. Nothing is ever moved or cropped: a rejected draft leaves a masked slot.
-So every layer of the target must be full attention, which the mask alone tells what it sees: a sliding window or a
-chunk would be measured in slots, rejected ones included, and a recurrent layer cannot forget a rejected draft. Such
-targets are refused; draft for them with an engine (docs/guide/engines.md).
+So every layer of the target must be full attention: there the mask alone decides what a token sees. A sliding window
+or a chunk would count slots, rejected ones included. A recurrent layer cannot forget a rejected draft. Such targets are
+refused; draft for them with an engine (docs/guide/engines.md).
 
 Legend: B sequences, L tokens read at once, K draft depth, V target vocabulary, D draft vocabulary, A aux layers,
 H hidden, G key-value heads, hd head size, S slots.

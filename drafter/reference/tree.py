@@ -7,8 +7,8 @@ node seeing the text and its own ancestors. Then one walks from the root: draw f
 child holds that token, go there, otherwise the token ends the round.
 
 Why that is lossless: the tree is a function of the text alone, not of chance, so every emitted token is a draw from p
-given the text before it. (It is also what accepting child x with probability p(x), and renormalising p without x after
-a rejection, amounts to.) Greedy is the same with p on the argmax.
+given the text before it. (Rejection sampling gives the same law: child x is accepted with probability p(x), and after a
+rejection p is renormalised without x.) Greedy is the same with p on the argmax.
 
 As in `drafter.reference.decode`, sequences share a batch, caches are addressed by slot, and a rejected node leaves a
 masked slot.

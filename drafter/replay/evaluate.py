@@ -19,25 +19,13 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from drafter.batch import RolloutBatch, screen
-from drafter.device import working_dtype
 from drafter.errors import DrafterError
 from drafter.model.draft_model import DraftModel
 from drafter.model.pointwise import rms_norm
 from drafter.policy import Policy
-from drafter.replay.acceptance import (
-    Ints,
-    Replay,
-    Segments,
-    find_segments,
-    replay_rounds,
-)
+from drafter.replay.acceptance import Ints, Replay, find_segments, replay_rounds
 from drafter.replay.ngram import ngram_replay
-from drafter.replay.replay import (
-    TOKENS_AT_ONCE,
-    Drafting,
-    prompt_groups,
-    replay,
-)
+from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, along_the_text, prompt_groups, replay
 from drafter.unroll.unrolled import Unrolled
 
 #: Logits held at once, in elements: 128 MiB of float32.
@@ -120,7 +108,6 @@ def evaluate(
     )
 
 
-@torch.no_grad()
 def tree_bound(drafter: DraftModel, batch: RolloutBatch, policy: Policy, *, depth: int, branches: int) -> Replay:
     """Upper bound on what a tree of `branches` per step would have had, one forward pass of the unroll."""
     if depth < 1 or not 1 <= branches <= len(drafter.vocabulary):
@@ -130,26 +117,12 @@ def tree_bound(drafter: DraftModel, batch: RolloutBatch, policy: Policy, *, dept
 
 
 def _tree_bound(drafter: DraftModel, batch: RolloutBatch, policy: Policy, depth: int, branches: int) -> Replay:
-    device = next(drafter.parameters()).device
     segments = find_segments(batch.loss_mask.cpu().numpy(), batch.cu_seqlens.numpy())
-    plan, batch = drafter.plan(batch, depth).to(device), batch.to(device)
-    unrolled = drafter.unroll(plan, batch, policy, dtype=working_dtype(device))
-    place = _places(segments, batch.tokens).to(device)
-    found = torch.zeros(int(segments.tokens.sum()), depth, device=device)
-    for step, (rows, pre) in enumerate(zip(unrolled.rows, unrolled.pre, strict=True)):
-        begins = place[rows + 2] >= 0  # rows whose x[row + 2] a round can draft first
-        rows, pre = rows[begins], pre[begins]
-        emitted = batch.input_ids[rows + 2 + step]
-        found[place[rows + 2], step] = _among_best(drafter, unrolled, pre, emitted, branches).to(found.dtype)
-    return replay_rounds(found.cpu().numpy(), segments)
 
+    def found(unrolled: Unrolled, batch: RolloutBatch, pre: Tensor, emitted: Tensor) -> Tensor:
+        return _among_best(drafter, unrolled, pre, batch.input_ids[emitted], branches).float()
 
-def _places(segments: Segments, tokens: int) -> Tensor:
-    """int64[T]: number on the packed axis of each token that a round emitted, -1 elsewhere."""
-    rows = torch.from_numpy(segments.rows())
-    place = torch.full((tokens,), -1)
-    place[rows] = torch.arange(rows.numel())
-    return place
+    return replay_rounds(along_the_text(drafter, batch, policy, segments, depth, found).cpu().numpy(), segments)
 
 
 def _among_best(drafter: DraftModel, unrolled: Unrolled, pre: Tensor, emitted: Tensor, branches: int) -> Tensor:

@@ -11,8 +11,8 @@ looks: a small gain that no single look can show is shown by several. The other 
 it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.09000), for what has just been trained is
 what mostly gains. After a publish it begins again, with its own budget.
 
-The promised gain is a posterior mean, so it is shrunk by as much as the looks are unsure: a gain is 0 at the publish
-and moves with each training, or part of one; how far, is learnt from the looks.
+The promised gain is a posterior mean: the less sure the looks are, the nearer it is to 0. The prior is a random walk
+from 0 at the publish, with a step for each training, or part of one. The size of a step is learnt from the looks.
 
 No clock, no randomness; the state is plain JSON.
 """
@@ -43,8 +43,8 @@ _STEP_RATE: Final = 0.25
 #: Spread of the gain of one pair of drafters from claim to claim that more prompts do not take away. Assumed: one claim
 #: does not show it, and what a training brings looks the same.
 _CLAIM_SD: Final = 0.01
-#: A challenger that nobody trains is another one to a policy that moves: what it showed counts like so many looks at
-#: most, and not at all once a look is so many standard deviations above it.
+#: The policy moves, so what an untrained challenger showed goes out of date. It counts like so many looks at most, and
+#: not at all once a look is so many standard deviations above it.
 _MEMORY_LOOKS: Final = 64
 _BREAK: Final = 3.0
 #: The e-process is a mixture of processes that begin at each look; so many of the last are kept, and the best before.

@@ -15,6 +15,7 @@ Legend: T tokens, R rollouts, N tokens emitted by rounds, K depth, D draft vocab
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -28,16 +29,11 @@ from drafter.model.draft_model import DraftModel
 from drafter.model.matmul import times_wide
 from drafter.model.pointwise import rms_norm
 from drafter.policy import Policy
-from drafter.replay.acceptance import (
-    Ints,
-    Replay,
-    Segments,
-    find_segments,
-    replay_rounds,
-)
+from drafter.replay.acceptance import Ints, Replay, Segments, find_segments, replay_rounds
 from drafter.unroll.unrolled import Unrolled
 
 Drafting = Literal["probabilistic", "greedy"]
+Judge = Callable[[Unrolled, RolloutBatch, Tensor, Tensor], Tensor]
 
 #: Tokens whose features are on the device at once.
 TOKENS_AT_ONCE = 65_536
@@ -68,11 +64,12 @@ def replay(
 
 
 @torch.no_grad()
-def conditional_acceptance(
-    drafter: DraftModel, batch: RolloutBatch, policy: Policy, segments: Segments, *, depth: int, greedy: bool
+def along_the_text(
+    drafter: DraftModel, batch: RolloutBatch, policy: Policy, segments: Segments, depth: int, judge: Judge
 ) -> Tensor:
-    """Probability [N, K] that draft j of a round begun at each emitted token was accepted, given the emitted text.
+    """What `judge` says of each draft that rounds make along the text: [N, K], of draft j of a round begun at each.
 
+    `judge(unrolled, batch, pre, emitted)`: of hidden states pre [n, H] and the rows [n] of the tokens emitted there.
     Zero where a round has no features to draft from (a response that begins at the first token of its document).
     """
     device = next(drafter.parameters()).device
@@ -81,19 +78,27 @@ def conditional_acceptance(
     first_draft = torch.from_numpy(segments.rows()).to(device)  # [N] row of the token that a round drafts first
     place = torch.full((batch.tokens,), -1, device=device)
     place[first_draft] = torch.arange(first_draft.numel(), device=device)
-    to_draft = drafter.vocabulary.to_draft.to(device)
     result = torch.zeros(first_draft.numel(), depth, device=device)
     for step in range(depth):
         rows = unrolled.rows[step]
         # A round drafts x[row + 2] first; rows whose x[row + 2] came from a prompt or a prefill begin none.
         begins = place[rows + 2] >= 0
         rows, pre = rows[begins], unrolled.pre[step][begins]
-        emitted = rows + 2 + step
-        accepted = _acceptance(
-            drafter, unrolled, pre, to_draft[batch.input_ids[emitted]], batch.logprobs[emitted], greedy, batch.divisor
-        )
-        result[place[rows + 2], step] = accepted
+        result[place[rows + 2], step] = judge(unrolled, batch, pre, rows + 2 + step)
     return result
+
+
+def conditional_acceptance(
+    drafter: DraftModel, batch: RolloutBatch, policy: Policy, segments: Segments, *, depth: int, greedy: bool
+) -> Tensor:
+    """Probability [N, K] that draft j of a round begun at each emitted token was accepted, given the emitted text."""
+    to_draft = drafter.vocabulary.to_draft.to(next(drafter.parameters()).device)
+
+    def accepted(unrolled: Unrolled, batch: RolloutBatch, pre: Tensor, emitted: Tensor) -> Tensor:
+        draft_id, log_p = to_draft[batch.input_ids[emitted]], batch.logprobs[emitted]
+        return _acceptance(drafter, unrolled, pre, draft_id, log_p, greedy, batch.divisor)
+
+    return along_the_text(drafter, batch, policy, segments, depth, accepted)
 
 
 def prompt_groups(batch: RolloutBatch) -> Ints:

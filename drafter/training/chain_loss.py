@@ -27,13 +27,7 @@ from torch import Tensor
 from drafter.model.draft_model import DraftModel
 from drafter.model.matmul import times, times_wide
 from drafter.model.pointwise import rms_norm, take_rows
-from drafter.training.loss import (
-    DraftLoss,
-    acceptance_slope,
-    chunk_size,
-    kernels,
-    target_of,
-)
+from drafter.training.loss import DraftLoss, acceptance_slope, chunk_size, kernels, target_of
 from drafter.training.target import DraftTarget
 from drafter.unroll.plan import Chains
 from drafter.unroll.unrolled import Unrolled

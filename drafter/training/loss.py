@@ -18,11 +18,10 @@ transfer.
 Neither [E, D] nor [T, V] is ever held: chunks walk the target rows, one target softmax serves every step that looks at
 it, and the gradients for hidden states and lm_head are formed in the forward pass.
 
-In half precision, what is rounded to it is: norm(pre) and lm_head before their product, the slopes before theirs with
-lm_head and norm(pre), and the gradients for hidden states and, once all chunks are summed, for lm_head. Logits,
-probabilities, the loss and sums over entries, over chunks and (the masters' own gradients) over batches are float32. A
-CPU's products hand out half precision: there the drafter's logits and each chunk's share of lm_head's gradient are
-rounded once more.
+In half precision these are rounded to it: the factors of each product (norm(pre), lm_head, the slopes), the gradient
+for hidden states, and that for lm_head once all chunks are summed. Logits, probabilities, the loss and all sums (over
+entries, chunks, and the masters' gradients over batches) are float32. On a CPU a product of half precision returns half
+precision: there the drafter's logits and each chunk's share of lm_head's gradient are rounded once more.
 
 Legend: E entries (all steps), U target rows, D draft vocabulary, H hidden, K steps.
 """

@@ -1,10 +1,9 @@
 """What the loss does element by element, as Triton kernels: one program per row, few passes over device memory.
 
 Twins of the torch code in `drafter.training.loss`, which states the formulas and is what they are tested against.
-`measure` passes over a row of logits twice. Its second pass finds the row in the second cache only while all rows in
-flight fit there: at 32 000 draft tokens a row is 125 KiB, and four programs on each of an H100's 132 multiprocessors
-hold 64 MiB, more than its 50 MiB. So count on two reads from device memory. Needs Triton: `drafter.training.loss` asks
-for it on CUDA only.
+`measure` reads a row of logits twice, both times from device memory. The L2 cache serves the second read only where all
+rows in flight fit: at 32 000 draft tokens a row is 125 KiB, so four programs on each of an H100's 132 multiprocessors
+hold 64 MiB, and the cache has 50 MiB. Needs Triton: `drafter.training.loss` asks for it on CUDA only.
 
 Compiled once per dtype and kind of draft vocabulary (a multiple of 16 or not): what changes from chunk to chunk is not
 specialized on.

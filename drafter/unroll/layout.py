@@ -1,8 +1,8 @@
 """How queries and keys of the unroll are laid out for the attention kernels: padded on a CPU, packed elsewhere.
 
 A document's *span* runs from its first to its last computed row; its *prefix* is what lies before. Every layout gives
-each computed row a *slot* on one axis of queries, the same at every step; slots of rows that are not computed (tool
-output within a response, rows whose chain has ended) repeat an arbitrary row, and nothing is read from them.
+each computed row a *slot* on one axis of queries, the same at every step. Some slots are of rows that are not computed
+(tool output within a response, rows whose chain has ended). They repeat an arbitrary row, and nothing reads them.
 
 `Padded`: documents of similar size in buckets, for torch's fused kernel on CPUs, which takes rectangles.
 `Packed`: spans one after another without padding, for kernels that take the boundaries of documents (FlashAttention).

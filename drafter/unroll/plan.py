@@ -20,14 +20,7 @@ from torch import Tensor
 
 from drafter.device import to_device
 from drafter.errors import DrafterError
-from drafter.unroll.layout import (
-    Ints,
-    Layout,
-    Spans,
-    as_tensor,
-    pack,
-    pad,
-)
+from drafter.unroll.layout import Ints, Layout, Spans, as_tensor, pack, pad
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
@@ -30,14 +31,7 @@ import httpx
 from rl_hooks import wire
 from rl_hooks.durable import AtomicDirectory, write_synced
 from rl_hooks.errors import CheckpointError, DigestError, DownloadError
-from rl_hooks.format.drafter import (
-    CONFIG_FILE,
-    MODEL_FILE,
-    check_drafter,
-    kind_of,
-    parse_drafter,
-    read_object,
-)
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, check_drafter, kind_of, parse_drafter, read_object
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.lock import LockHeld, exclusive
 from rl_hooks.release import Manifest, OfferedFile, Release
@@ -98,7 +92,8 @@ def fetch_release(
                 shutil.rmtree(final)
             staging.mkdir(exist_ok=True)
             for file in manifest.files:
-                _fetch_file(client, manifest, file, staging, stopped)
+                part = staging / f"{file.name}.part"
+                _Download(client, manifest, file, part, stopped).into(staging / file.name)
             _make_safe(staging, manifest.kind)
             receipt = {
                 "digest": manifest.digest,
@@ -189,135 +184,114 @@ def _make_safe(directory: Path, kind: str) -> None:
         raise CheckpointError(f"the version is no drafter that an engine could serve: {error}") from error
 
 
-def _fetch_file(
-    client: httpx.Client, manifest: Manifest, file: OfferedFile, staging: Path, stopped: Callable[[], bool]
-) -> None:
-    """Download one file into `staging`, resuming a partial one, and verify it before it gets its name."""
-    done, part = staging / file.name, staging / f"{file.name}.part"
-    if done.exists():
-        if _matches(done, file):
-            return
-        done.unlink()  # for instance stripped, then interrupted
-    resumed = part.exists() and part.stat().st_size > 0
-    redirected = _receive(client, manifest, file, part, stopped)
-    if not _matches(part, file) and (resumed or redirected):
-        # The resumed part may be damaged by an interrupted write, and the object store may hold anything: download
-        # once more, from the first byte.
-        log.warning("%s/%s is not what the manifest says; asking the service itself", manifest.version, file.name)
-        part.unlink()
-        _receive(client, manifest, file, part, stopped, direct=True)
-    if not _matches(part, file):
-        found = f"{part.stat().st_size} bytes, sha256 {_sha256(part)}"
-        part.unlink()
-        raise DigestError(
-            f"{manifest.version}/{file.name}: expected {file.bytes} bytes, sha256 {file.sha256}, got {found}; "
-            "nothing was swapped"
-        )
-    part.replace(done)
+@dataclass(slots=True)
+class _Download:
+    """One file of a version, on its way into `part`."""
 
+    client: httpx.Client
+    manifest: Manifest
+    file: OfferedFile
+    part: Path
+    stopped: Callable[[], bool]
+    direct: bool = False  # never from the object store
+    redirected: bool = False  # bytes may have come from there
 
-def _receive(
-    client: httpx.Client,
-    manifest: Manifest,
-    file: OfferedFile,
-    part: Path,
-    stopped: Callable[[], bool],
-    *,
-    direct: bool = False,
-) -> bool:
-    """Append to `part` until it has the file's size. A broken connection is resumed as long as each brings bytes.
-
-    `direct`: never from the object store. Returns whether bytes may have come from there.
-    """
-    redirected = False
-    while (have := part.stat().st_size if part.exists() else 0) != file.bytes or not part.exists():
-        if have > file.bytes:
+    def into(self, done: Path) -> None:
+        """Get it, resuming a partial one, and verify it before it gets its name."""
+        file, part, version = self.file, self.part, self.manifest.version
+        if done.exists():
+            if _matches(done, file):
+                return
+            done.unlink()  # for instance stripped, then interrupted
+        resumed = self._have() > 0
+        self._receive()
+        if not _matches(part, file) and (resumed or self.redirected):
+            # The resumed part may be damaged by an interrupted write, and the object store may hold anything: download
+            # once more, from the first byte.
+            log.warning("%s/%s is not what the manifest says; asking the service itself", version, file.name)
             part.unlink()
-            have = 0
+            self.direct = True
+            self._receive()
+        if not _matches(part, file):
+            found = f"{part.stat().st_size} bytes, sha256 {_sha256(part)}"
+            part.unlink()
+            raise DigestError(
+                f"{version}/{file.name}: expected {file.bytes} bytes, sha256 {file.sha256}, got {found}; "
+                "nothing was swapped"
+            )
+        part.replace(done)
+
+    def _have(self) -> int:
+        return self.part.stat().st_size if self.part.exists() else 0
+
+    def _receive(self) -> None:
+        """Append until the file has its size. A broken connection is resumed as long as each brings bytes."""
+        file, part = f"{self.manifest.version}/{self.file.name}", self.part
+        while (have := self._have()) != self.file.bytes or not part.exists():
+            if have > self.file.bytes:
+                part.unlink()
+                have = 0
+            try:
+                self._ask(have)
+            except _StoreFailed as error:
+                log.warning("%s: %s; asking the service itself", file, error)
+                self.redirected = self.direct = True
+            except httpx.HTTPError as error:
+                if (now := self._have()) <= have:
+                    raise DownloadError(f"{file} stopped at byte {now}: {error!r}") from error
+            else:
+                break
+
+    def _ask(self, have: int) -> None:
+        """Ask once, and append what comes."""
+        # identity: offsets and sizes of a compressed answer would not be the file's.
+        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+        url = f"/drafter/{self.manifest.version}/{self.file.name}"
+        asked = {"run": self.manifest.run} | ({"direct": "true"} if self.direct else {})
+        with self.client.stream("GET", url, params=asked, headers=headers) as response:
+            if response.status_code != 307 or self.direct:
+                self._append(response, f"GET {url}", have)
+                return
+            location = response.headers.get("Location", "")
         try:
-            redirected |= _receive_once(client, manifest, file, part, have, stopped, direct=direct)
-        except _StoreFailed as error:
-            log.warning("%s/%s: %s; asking the service itself", manifest.version, file.name, error)
-            redirected = direct = True
-        except httpx.HTTPError as error:
-            now = part.stat().st_size if part.exists() else 0
-            if now <= have:
-                raise DownloadError(f"{manifest.version}/{file.name} stopped at byte {now}: {error!r}") from error
-        else:
-            break
-    return redirected
+            # Of its own: the service's client has the token in its headers, and trusts the service's authority alone.
+            with (
+                httpx.Client(timeout=self.client.timeout, trust_env=False, verify=_store_tls()) as store,
+                store.stream("GET", location, headers=headers) as response,
+            ):
+                self._append(response, "the object store", have)
+        except (httpx.HTTPError, httpx.InvalidURL, DownloadError) as error:
+            if self.stopped():
+                raise
+            raise _StoreFailed(f"the object store failed: {error or repr(error)}") from error
+        self.redirected = True
+
+    def _append(self, response: httpx.Response, asked: str, have: int) -> None:
+        file = self.file
+        if response.status_code == 200:
+            have = 0  # the answer holds the whole file, and not only the range
+        elif response.status_code != 206 or not have:
+            # The first characters: a hostile answer may be of any length.
+            text = next(response.iter_raw(4096), b"")[:300].decode("utf-8", "replace")
+            raise DownloadError(f"{asked} answered {response.status_code}: {text}")
+        elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            raise DownloadError(f"{asked} from byte {have} answered {response.headers.get('Content-Range')!r}")
+        with self.part.open("r+b" if have else "wb") as out:
+            out.seek(have)
+            # Raw: an iterator with a buffer would lose the buffered bytes when the connection breaks.
+            for chunk in response.iter_raw():
+                out.write(chunk)
+                have += len(chunk)
+                if have > file.bytes:
+                    raise DigestError(f"{self.manifest.version}/{file.name} is longer than its {file.bytes} bytes")
+                if self.stopped():
+                    raise DownloadError(f"stopped at byte {have} of {file.name}; the next start resumes it")
+            out.flush()
+            os.fsync(out.fileno())
 
 
 class _StoreFailed(Exception):  # noqa: N818
     """The object store did not give the rest of the file."""
-
-
-def _receive_once(
-    client: httpx.Client,
-    manifest: Manifest,
-    file: OfferedFile,
-    part: Path,
-    have: int,
-    stopped: Callable[[], bool],
-    *,
-    direct: bool,
-) -> bool:
-    """Ask once, and append what comes. Returns whether the object store gave it."""
-    # identity: offsets and sizes of a compressed answer would not be the file's.
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-    url = f"/drafter/{manifest.version}/{file.name}"
-    asked = {"run": manifest.run} | ({"direct": "true"} if direct else {})
-    with client.stream("GET", url, params=asked, headers=headers) as response:
-        if response.status_code != 307 or direct:
-            _append(response, f"GET {url}", manifest, file, part, have, stopped)
-            return False
-        location = response.headers.get("Location", "")
-    try:
-        # Of its own: the service's client has the token in its headers, and trusts the service's authority alone.
-        with (
-            httpx.Client(timeout=client.timeout, trust_env=False, verify=_store_tls()) as store,
-            store.stream("GET", location, headers=headers) as response,
-        ):
-            _append(response, "the object store", manifest, file, part, have, stopped)
-    except (httpx.HTTPError, httpx.InvalidURL, DownloadError) as error:
-        if stopped():
-            raise
-        raise _StoreFailed(f"the object store failed: {error or repr(error)}") from error
-    return True
-
-
-def _append(
-    response: httpx.Response,
-    asked: str,
-    manifest: Manifest,
-    file: OfferedFile,
-    part: Path,
-    have: int,
-    stopped: Callable[[], bool],
-) -> None:
-    if response.status_code == 200:
-        have = 0  # the answer holds the whole file, and not only the range
-    elif response.status_code != 206 or not have:
-        raise DownloadError(f"{asked} answered {response.status_code}: {_beginning(response)}")
-    elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-        raise DownloadError(f"{asked} from byte {have} answered {response.headers.get('Content-Range')!r}")
-    with part.open("r+b" if have else "wb") as out:
-        out.seek(have)
-        # Raw: an iterator with a buffer would lose the buffered bytes when the connection breaks.
-        for chunk in response.iter_raw():
-            out.write(chunk)
-            have += len(chunk)
-            if have > file.bytes:
-                raise DigestError(f"{manifest.version}/{file.name} is longer than its {file.bytes} bytes")
-            if stopped():
-                raise DownloadError(f"stopped at byte {have} of {file.name}; the next start resumes it")
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _beginning(response: httpx.Response) -> str:
-    """The first characters of an answer that is no file; a hostile one may be of any length."""
-    return next(response.iter_raw(4096), b"")[:300].decode("utf-8", "replace")
 
 
 def _store_tls() -> ssl.SSLContext:

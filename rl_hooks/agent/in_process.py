@@ -11,7 +11,6 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
 
 from rl_hooks.agent.agent import IN_PROCESS, AgentConfig, SwapAgent
 from rl_hooks.engines.counters import Snapshot
@@ -22,6 +21,7 @@ from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.errors import MetricsError
 from rl_hooks.release import PublicKeys, Release
 from rl_hooks.sending.exchange import Origin, exchange
+from rl_hooks.sending.jobs import run_path
 
 log = logging.getLogger("vllm.draftalign")
 
@@ -94,7 +94,7 @@ class InProcessAgent:
         A head that has hardly moved is not sent again, so the newest head may be much older than the newest rollouts.
         """
         headers = {"Authorization": f"Bearer {self._settings.token}"} if self._settings.token else {}
-        path = f"/runs/{quote(self._settings.run, safe='')}"
+        path = run_path(self._settings.run)
         reply = exchange(Origin.parse(self._settings.url), "GET", path, headers, (), timeout_seconds=timeout_seconds)
         if reply.status == 404:
             return None

@@ -10,6 +10,7 @@ GET  /metrics                                vLLM's counters
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -85,8 +86,8 @@ class Engine(Protocol):
         """Its counters now. Raises MetricsError if it does not count."""
 
 
-class SwapEngine:
-    """One engine that speaks the protocol. `token` is the engine's own, sent as a bearer token."""
+class EngineHttp:
+    """Calls to one engine. `token` is the engine's own, sent as a bearer token."""
 
     def __init__(
         self, url: str, client: httpx.AsyncClient, *, token: str | None = None, swap_timeout_seconds: float = 120.0
@@ -95,12 +96,40 @@ class SwapEngine:
         self._client = client
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._swap_timeout_seconds = swap_timeout_seconds
-        self._verifies = self._warned = False
+
+    async def _call(
+        self, method: str, path: str, fault: Callable[[int], type[EngineError]] = lambda _: EngineError, **options: Any
+    ) -> httpx.Response:
+        """The answer 200. Raises EngineError where none comes, and what `fault` makes of another status."""
+        try:
+            response = await self._client.request(method, self.url + path, headers=self._headers, **options)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{method} {self.url}{path}: {error!r}") from error
+        status = response.status_code
+        if status != 200:
+            raise fault(status)(f"{method} {self.url}{path} answered {status}: {response.text[:400]}")
+        return response
+
+    async def _object(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """The answer, as a JSON object. Raises EngineError where it is none."""
+        response = await self._call(method, path, **options)
+        try:
+            document = response.json()
+        except ValueError as error:
+            raise EngineError(f"{self.url}{path}: the answer is not JSON: {response.text[:200]!r}") from error
+        if not isinstance(document, dict):
+            raise EngineError(f"{self.url}{path}: expected a JSON object, got {str(document)[:200]}")
+        return document
+
+
+class SwapEngine(EngineHttp):
+    """One engine that speaks the protocol."""
+
+    _verifies = _warned = False
 
     async def state(self) -> EngineState:
         """What is loaded now."""
-        response = await self._call("GET", "/drafter/state")
-        state = engine_state(f"{self.url}/drafter/state", self._object(response))
+        state = engine_state(f"{self.url}/drafter/state", await self._object("GET", "/drafter/state"))
         self._verifies = state.verifies
         return state
 
@@ -110,8 +139,8 @@ class SwapEngine:
         body: dict[str, Any] = {"path": str(release.path), "version": version}
         if self._verifies and release.sha256s:  # a plugin of before refuses what it does not know
             body["sha256"] = dict(release.sha256s)
-        response = await self._call("POST", "/drafter/swap", json=body, timeout=self._swap_timeout_seconds)
-        document = self._object(response)
+        options = {"json": body, "timeout": self._swap_timeout_seconds}
+        document = await self._object("POST", "/drafter/swap", fault=failure, **options)
         if (answered := document.get("version")) != version:
             raise EngineError(f"{self.url}/drafter/swap: asked for {version}, the engine answered {answered!r}")
         digest = _digest(document)
@@ -123,25 +152,6 @@ class SwapEngine:
     async def snapshot(self) -> Snapshot:
         """Its counters now."""
         return Snapshot.parse((await self._call("GET", "/metrics")).text)
-
-    async def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
-        try:
-            response = await self._client.request(method, self.url + path, headers=self._headers, **arguments)
-        except httpx.HTTPError as error:
-            raise EngineError(f"{method} {self.url}{path}: {error!r}") from error
-        if response.status_code == 200:
-            return response
-        message = f"{method} {self.url}{path} answered {response.status_code}: {response.text[:400]}"
-        raise (failure(response.status_code) if method == "POST" else EngineError)(message)
-
-    def _object(self, response: httpx.Response) -> dict[str, Any]:
-        try:
-            document = response.json()
-        except ValueError as error:
-            raise EngineError(f"{response.url}: the answer is not JSON: {response.text[:200]!r}") from error
-        if not isinstance(document, dict):
-            raise EngineError(f"{response.url}: expected a JSON object, got {str(document)[:200]}")
-        return document
 
 
 def failure(status: int) -> type[EngineError]:

@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
-from urllib.parse import quote
 
 from rl_hooks import wire
 from rl_hooks.sending.exchange import Origin, Reply, exchange
-from rl_hooks.sending.jobs import Job
+from rl_hooks.sending.jobs import Job, run_path
 from rl_hooks.sending.tally import Tally, kind_of
 
 _FIRST_BACKOFF_SECONDS: Final = 0.25
@@ -96,7 +95,7 @@ class Delivery:
             self.prompts_once = fields.get("prompts_once", self.prompts_once) is True
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
-        registers = job.path == f"/runs/{quote(self.run, safe='')}"
+        registers = job.path == run_path(self.run)
         if reply.status == 409 and (registers or reply.fields.get("type") == _CLOSED):
             self.refused = True
             text += ". This process sends nothing until it is attached again; its own work goes on"

@@ -12,8 +12,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
+from urllib.parse import quote
 
 Parts: TypeAlias = Sequence["bytes | memoryview"]
+
+
+def run_path(run: str) -> str:
+    """Path of a run's resource."""
+    return f"/runs/{quote(run, safe='')}"
 
 
 @dataclass(slots=True)

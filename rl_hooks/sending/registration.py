@@ -15,7 +15,7 @@ table and not the factor (docs/guide/targets.md).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.sending.features import as_wire
+from rl_hooks.sending.jobs import Job, run_path
 
 #: Heads up to this size are sent in their own precision; larger float32 ones as bfloat16.
 _EXACT_BYTES: Final = 64 << 20
@@ -322,12 +323,17 @@ class RunRegistration:
             )
         return wire.encode(self.tensors, self.metadata)
 
+    def job(self, run: str) -> Job:
+        """The request."""
+        return Job("PUT", run_path(run), self.encode, sum(t.data.nbytes for t in self.tensors.values()), keep=True)
 
-def head_body(weight: Tensor, policy_version: int) -> Callable[[], list[bytes | memoryview]]:
-    """Snapshot `lm_head` now; the returned function lays out the body of `PUT /runs/{run}/head` later."""
+
+def head_job(run: str, weight: Tensor, policy_version: int) -> Job:
+    """`PUT /runs/{run}/head` with a snapshot of `lm_head` as it is now."""
     tensors = {"lm_head": as_wire(snapshot(weight))}
     metadata = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version)}
-    return lambda: wire.encode(tensors, metadata)
+    size = weight.numel() * weight.element_size()
+    return Job("PUT", f"{run_path(run)}/head", lambda: wire.encode(tensors, metadata), size, keep=True)
 
 
 class HeadWatch:

@@ -1,7 +1,7 @@
 """What the service says of the run: what became of its batches, α, headroom, the served drafter.
 
-The sender's thread asks between two jobs. A service that is away, slow or talks nonsense costs that thread a few
-seconds now and then; what was heard is forgotten when it is old, so that nobody takes it for the present.
+The sender's thread asks between two jobs. A service that is away or slow, or answers nonsense, costs that thread a few
+seconds every half minute. An answer expires after a minute.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 import time
 from collections.abc import Mapping
 from typing import Any, Final
-from urllib.parse import quote
 
 from rl_hooks.sending.exchange import Origin, exchange
+from rl_hooks.sending.jobs import run_path
 
 _ASK_SECONDS: Final = 10.0
 #: After a question that was not answered.
@@ -29,7 +29,7 @@ class Standing:
 
     def __init__(self, origin: Origin, run: str, token: str | None) -> None:
         self._origin = origin
-        self._path = f"/runs/{quote(run, safe='')}"
+        self._path = run_path(run)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._due = time.monotonic() + _ASK_SECONDS
         self._heard: tuple[float, dict[str, float | str]] = (-math.inf, {})

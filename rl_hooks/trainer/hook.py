@@ -37,13 +37,9 @@ from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.packing import check_forward, how_it_reads
 from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
 from rl_hooks.trainer.registrar import Registrar
-from rl_hooks.trainer.staging import RolloutStaging, Targets
+from rl_hooks.trainer.staging import COUNTERS, RolloutStaging, Targets
 from rl_hooks.trainer.whole import WholeWeight
 
-_COUNTERS: Final = (
-    *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget"),
-    *("head_updates", "failures"),
-)
 #: Said once where the head is gathered by hand, or split over the vocabulary.
 NEVER_WHOLE: Final = (
     "no rank holds lm_head whole at any place of the forward: rollouts are sent without normalisers, which the service "
@@ -90,7 +86,7 @@ class DrafterHook:
         strict: bool = False,
     ) -> None:
         #: Counters, and the newest failure.
-        self.tally = Tally(logging.getLogger("rl_hooks"), *_COUNTERS)
+        self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
         #: Runs our own work: times it, and keeps its failures from the trainer.
         self.guard = TrainerGuard(self.tally, strict=strict)
         self._choice = RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
@@ -125,7 +121,8 @@ class DrafterHook:
             self._features.close()
             raise
         self._staging = RolloutStaging(
-            run=run,
+            sender=self.sender,
+            tally=self.tally,
             target_fingerprint=registration.fingerprint,
             aux_layers=self._features.aux_layers,
             logit_map=registration.logit_map,
@@ -202,7 +199,7 @@ class DrafterHook:
             top_k=top_k,
         )
         # Copied before the forward: a copy inside would make the device wait.
-        targets = None if plan is None else self.guard(self._targets, plan, input_ids)
+        targets = None if plan is None else self.guard(self._staging.targets, plan, input_ids.device)
         if plan is None or targets is None:
             with self._unsampled(policy_version):
                 yield
@@ -252,9 +249,6 @@ class DrafterHook:
 
     # --- in the forward: score; after it: stage, queue --------------------------------------------------------------
 
-    def _targets(self, plan: BatchPlan, input_ids: Tensor) -> Targets:
-        return self._staging.targets(plan, input_ids.device)
-
     @contextmanager
     def _unsampled(self, policy_version: int) -> Iterator[None]:
         """Around a forward of which no rollout is sent: rank 0 speaks for the ranks that send some."""
@@ -282,13 +276,4 @@ class DrafterHook:
         if scored is None:
             refuse_model_parallel(self._model)  # it may have been split after the hook was attached
             self.tally.warn("sharded", NEVER_WHOLE)
-        predicting = targets.scored if self.sender.last_rows == "predicting" else None
-        staged, metadata = self._staging.stage(plan, captured, scored, predicting), self._staging.metadata(plan)
-        self.tally.add("captured_rollouts", len(plan.rollout_ids))
-        self.tally.add("captured_tokens", len(plan.rows))
-        self.sender.submit(
-            lambda: staged.encode(metadata, prompts_once=self.sender.prompts_once),
-            size_bytes=staged.data_bytes,
-            batch_id=wire.batch_id(self.run, plan.policy_version, plan.rollout_ids),
-            policy_version=plan.policy_version,
-        )
+        self._staging.submit(plan, captured, scored, targets.scored)

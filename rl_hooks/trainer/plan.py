@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from rl_hooks import wire
 from rl_hooks.errors import RolloutError
 from rl_hooks.sending.features import PackedIndex
 from rl_hooks.sending.sampling import sampling_position
@@ -35,6 +36,11 @@ class BatchPlan:
     temperature: float
     top_p: float
     top_k: int
+
+    def scored(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Which of these N rows precede a token that the policy generated, and that token."""
+        rows = wire.predicting_rows(self.index.loss_mask)
+        return rows, self.index.input_ids[rows + 1].astype(np.int64)
 
 
 class RolloutIds:

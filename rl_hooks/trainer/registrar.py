@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
 from torch import Tensor, nn
 
-from rl_hooks.sending.jobs import Job
-from rl_hooks.sending.registration import HeadWatch, RunRegistration, embedding_weight, head_body, head_weight, unwrap
+from rl_hooks.sending.registration import HeadWatch, RunRegistration, embedding_weight, head_job, head_weight, unwrap
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.whole import WholeWeight
@@ -32,7 +30,6 @@ class Registrar:
         self._sender = sender
         self._tally = tally
         self._tolerance = tolerance
-        self._path = f"/runs/{quote(sender.run, safe='')}"
         self._watch: HeadWatch | None = None
         self._asked_version: int | None = None
         self._embedding: WholeWeight[None] | None = None
@@ -74,12 +71,11 @@ class Registrar:
                 self.close()
             return
         self._asked_version = policy_version
-        if self._watch is not None and self._watch.is_due(head_VH, policy_version):
-            size = head_VH.numel() * head_VH.element_size()
-            body = head_body(head_VH, policy_version)
-            if self._sender.submit_job(Job("PUT", f"{self._path}/head", body, size, keep=True)):
-                self._watch.mark(head_VH)
-                self._tally.add("head_updates")
+        if self._watch is None or not self._watch.is_due(head_VH, policy_version):
+            return
+        if self._sender.submit_job(head_job(self._sender.run, head_VH, policy_version)):
+            self._watch.mark(head_VH)
+            self._tally.add("head_updates")
 
     def close(self) -> None:
         """Remove what hooks are left."""
@@ -88,6 +84,5 @@ class Registrar:
 
     def _register(self, complete: RunRegistration, head_VH: Tensor, policy_version: int) -> None:
         self._watch = HeadWatch(head_VH, self._tolerance, policy_version)
-        size = sum(tensor.data.nbytes for tensor in complete.tensors.values())
-        self._sender.submit_job(Job("PUT", self._path, complete.encode, size, keep=True))
+        self._sender.submit_job(complete.job(self._sender.run))
         self._registration = None

@@ -1,19 +1,27 @@
-"""From a captured forward to the rollout file: its metadata, and the normalisers of its rows."""
+"""From a captured forward to the rollout file: the normalisers of its rows, its metadata, and the sender's queue."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError
 from rl_hooks.sending.features import Captured, FeatureDtype, StagedRollouts, score_rows
+from rl_hooks.sending.sender import RolloutSender
+from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.plan import BatchPlan
+
+#: Counted by a hook.
+COUNTERS: Final = (
+    *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget"),
+    *("head_updates", "failures"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +35,10 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStaging:
-    """The facts that all files of one hook share."""
+    """The facts that all files of one hook share, and who sends and counts them."""
 
-    run: str
+    sender: RolloutSender
+    tally: Tally
     target_fingerprint: str
     aux_layers: tuple[int, ...]
     logit_map: wire.LogitMap
@@ -38,10 +47,9 @@ class RolloutStaging:
     world_size: int
     drafter_version: Callable[[], str] | None
 
-    def metadata(self, plan: BatchPlan) -> Mapping[str, str]:
-        """The file's metadata."""
+    def _metadata(self, plan: BatchPlan) -> Mapping[str, str]:
         return wire.rollout_metadata(
-            run=self.run,
+            run=self.sender.run,
             policy_version=plan.policy_version,
             rollout_ids=plan.rollout_ids,
             target_fingerprint=self.target_fingerprint,
@@ -61,10 +69,7 @@ class RolloutStaging:
 
     def targets(self, plan: BatchPlan, device: torch.device) -> Targets:
         """What the forward is to be read at, on its device."""
-        scored = wire.predicting_rows(plan.index.loss_mask)
-        next_ids = plan.index.input_ids[scored + 1].astype(np.int64)
-        rows = plan.rows.astype(np.int64)
-        return Targets(to_device(rows, device), to_device(scored, device), to_device(next_ids, device))
+        return Targets(*(torch.from_numpy(array).to(device) for array in (plan.rows, *plan.scored())))
 
     def score(self, plan: BatchPlan, targets: Targets, last_NH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Normaliser and log p, [N] each, of the tokens that the policy generated; with the head as it is now."""
@@ -84,13 +89,10 @@ class RolloutStaging:
             temperature=plan.temperature,
             logit_map=self.logit_map,
         )
-        logsumexp_N = torch.zeros(len(plan.rows), dtype=torch.float32, device=device).index_copy_(0, at, lse)
-        return logsumexp_N, torch.zeros_like(logsumexp_N).index_copy_(0, at + 1, logp)
+        return placed(len(plan.rows), at, lse, logp)
 
-    def stage(
-        self, plan: BatchPlan, captured: Captured, scored: tuple[Tensor, Tensor] | None, predicting: Tensor | None
-    ) -> StagedRollouts:
-        """Start the copies to the host. `predicting`: see `StagedRollouts`.
+    def submit(self, plan: BatchPlan, captured: Captured, scored: tuple[Tensor, Tensor] | None, at: Tensor) -> None:
+        """Start the copies to the host, and queue the file. `at`: rows whose next token the policy generated.
 
         Raises RolloutError where nobody says the log-probabilities.
         """
@@ -101,9 +103,20 @@ class RolloutStaging:
                 "no rank held the whole lm_head in this forward, so log-probabilities cannot be recomputed: pass the "
                 "trainer's own as logprobs= of `capture`"
             )
-        return StagedRollouts(index, captured, scored, dtype=self.dtype, predicting=predicting)
+        sender, predicting = self.sender, at if self.sender.last_rows == "predicting" else None
+        staged = StagedRollouts(index, captured, scored, dtype=self.dtype, predicting=predicting)
+        metadata = self._metadata(plan)
+        self.tally.add("captured_rollouts", len(plan.rollout_ids))
+        self.tally.add("captured_tokens", len(plan.rows))
+        sender.submit(
+            lambda: staged.encode(metadata, prompts_once=sender.prompts_once),
+            size_bytes=staged.data_bytes,
+            batch_id=wire.batch_id(sender.run, plan.policy_version, plan.rollout_ids),
+            policy_version=plan.policy_version,
+        )
 
 
-def to_device(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """An array as a tensor there."""
-    return torch.from_numpy(array).to(device)
+def placed(rows: int, at: Tensor, lse: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+    """Normaliser and log p of each of these many rows, float32 [N] each: of row `at`, and of the token after it."""
+    logsumexp_N = torch.zeros(rows, dtype=torch.float32, device=at.device).index_copy_(0, at, lse)
+    return logsumexp_N, torch.zeros_like(logsumexp_N).index_copy_(0, at + 1, logp)

@@ -259,7 +259,7 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
 
 def break_it(hook: Any, plan: bool) -> None:
     """The next capture fails on this rank, and only that one."""
-    target, name = (hook._plans.choice, "choose") if plan else (hook._part.features, "pop")
+    target, name = (hook._choice, "choose") if plan else (hook._part.features, "pop")
     kept = getattr(target, name)
 
     def fail(*_: Any, **__: Any) -> None:

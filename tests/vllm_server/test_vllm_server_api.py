@@ -7,7 +7,7 @@ from pathlib import Path
 from vllm_server.vllm_api import differences
 from vllm_server.vllm_process import PYTHON
 
-from rl_hooks.engines.vllm.tap import V1_ARGUMENTS, V2_ARGUMENTS
+from rl_hooks.engines.vllm.steps import V1_ARGUMENTS, V2_ARGUMENTS
 
 #: bin/python of the environment, or of another one that a variable names.
 SITE = next((PYTHON.parents[1] / "lib").glob("python3*")) / "site-packages"

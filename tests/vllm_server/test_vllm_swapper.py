@@ -198,9 +198,7 @@ def test_the_draft_vocabulary_outlives_the_engines_own_copy() -> None:
     runner = SimpleNamespace(get_draft_model=lambda: draft, get_model=torch.nn.Module)
     running = RunningDraft(SimpleNamespace(model_runner=runner))
     draft.draft_id_to_target_id.zero_()
-    offsets = running.offsets()
-    assert offsets is not None
-    assert offsets.tolist() == [3, 3, 5]
+    assert running.offsets().tolist() == [3, 3, 5]
 
 
 def test_the_draft_vocabulary_is_kept_before_a_server_can_sleep(

@@ -34,7 +34,7 @@ import numpy as np
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Snapshot, read_samples
-from rl_hooks.engines.protocol import LOADS_FIRST, EngineState, counting_only
+from rl_hooks.engines.protocol import LOADS_FIRST, EngineHttp, EngineState, counting_only
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
 from rl_hooks.format.eagle3 import DrafterError
@@ -55,7 +55,7 @@ _SESSION_RETRY_SECONDS: Final = 0.5
 _END_ATTEMPTS: Final = 4
 
 
-class SGLangEngine:
+class SGLangEngine(EngineHttp):
     """One SGLang server. `token` is its `--admin-api-key` (or `--api-key` where there is no other)."""
 
     def __init__(
@@ -67,10 +67,7 @@ class SGLangEngine:
         swap_timeout_seconds: float = 120.0,
         session_timeout_seconds: float = 600.0,
     ) -> None:
-        self.url = url.rstrip("/")
-        self._client = client
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._swap_timeout_seconds = swap_timeout_seconds
+        super().__init__(url, client, token=token, swap_timeout_seconds=swap_timeout_seconds)
         self._session_timeout_seconds = session_timeout_seconds
         self._loaded: tuple[str, str, int] | None = None  # identity of the process, version, swaps
         self._memory: Path | None = None
@@ -82,7 +79,7 @@ class SGLangEngine:
         """The drafter that this agent has swapped in since the server started; SGLang does not tell."""
         if self._left is not None:
             await self._tidy()
-        info, model = await self._get("/server_info"), await self._get("/model_info")
+        info, model = await self._object("GET", "/server_info"), await self._object("GET", "/model_info")
         self._depth = max(int(info.get("speculative_num_draft_tokens") or 1) - 1, 0)
         policy = model.get("weight_version")
         version = int(policy) if isinstance(policy, str) and policy.isdecimal() and len(policy) < 16 else None
@@ -112,7 +109,7 @@ class SGLangEngine:
 
         Returns the SHA-256 that the loader of every rank says it read.
         """
-        info = await self._get("/server_info")
+        info = await self._object("GET", "/server_info")
         check_server(info)
         check_release(release, info)
         outcome = release.path.parent / "engines" / f"swap-{uuid.uuid4().hex}"
@@ -256,13 +253,6 @@ class SGLangEngine:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self._loaded = None  # then the newest drafter is loaded once more
 
-    # --- HTTP
-    async def _get(self, path: str) -> dict[str, Any]:
-        document = (await self._call("GET", path)).json()
-        if not isinstance(document, dict):
-            raise EngineError(f"{self.url}{path}: expected a JSON object, got {str(document)[:200]}")
-        return document
-
     async def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> None:
         response = await self._call("POST", path, json=dict(body), **options)
         try:
@@ -271,15 +261,6 @@ class SGLangEngine:
             raise EngineError(f"{self.url}{path} did not answer JSON: {response.text[:200]!r}") from error
         if isinstance(document, dict) and document.get("success") is False:
             raise EngineError(f"{self.url}{path}: {str(document.get('message'))[:300]}")
-
-    async def _call(self, method: str, path: str, **options: Any) -> httpx.Response:
-        try:
-            response = await self._client.request(method, self.url + path, headers=self._headers, **options)
-        except httpx.HTTPError as error:
-            raise EngineError(f"{method} {self.url}{path}: {error!r}") from error
-        if response.status_code != 200:
-            raise EngineError(f"{method} {self.url}{path} answered {response.status_code}: {response.text[:400]}")
-        return response
 
 
 def check_server(info: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -100,14 +99,12 @@ def _inside(home: Path, path: str) -> Path:
 
 
 def _load(model: nn.Module, directory: Path, expected: Mapping[str, str]) -> dict[str, Any]:
-    began = time.perf_counter()
     running, d2t = running_drafter(model), running_d2t(model)
     check_config(directory, running, "sglang", expected.get(CONFIG_FILE))
     body, sha256 = read_file(directory / MODEL_FILE, max_model_bytes(running), expected.get(MODEL_FILE))
     weights = read_candidate(body, running, d2t, _dtype(model))
     own = _own_parameters(model)
     kept = {name: parameter.detach().to("cpu", copy=True) for name, parameter in own.items()}
-    checked = time.perf_counter()
     try:
         with torch.no_grad():
             model.load_weights(iter(weights.items()))  # type: ignore[operator]
@@ -117,12 +114,7 @@ def _load(model: nn.Module, directory: Path, expected: Mapping[str, str]) -> dic
             for name, parameter in own.items():
                 parameter.copy_(kept[name])
         raise
-    done = time.perf_counter()
-    return {
-        "sha256": sha256,
-        "read_seconds": checked - began,
-        "load_seconds": done - checked,
-    }
+    return {"sha256": sha256}
 
 
 def running_drafter(model: nn.Module) -> DrafterConfig:

@@ -24,8 +24,8 @@ from typing import Any, Final
 from rl_hooks.engines.counters import NO_VERSION, Snapshot
 from rl_hooks.engines.tap import MAX_TOKENS
 from rl_hooks.engines.vllm.rounds import RoundCounter
+from rl_hooks.engines.vllm.steps import is_plain
 from rl_hooks.engines.vllm.swapper import answered, joint_state
-from rl_hooks.engines.vllm.tap import is_plain
 from rl_hooks.sending.sampling import sampling_position
 
 log = logging.getLogger("vllm.draftalign")

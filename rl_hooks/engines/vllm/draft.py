@@ -1,4 +1,4 @@
-"""The drafter's module inside a vLLM worker: its modules shared with the policy, its sizes, and loading weights.
+"""The drafter inside a vLLM worker: what it is built of, whether it can be swapped, and loading weights.
 
 Loads through vLLM's own layerwise reload: kernels repack weights (CPU, quantised layers) and CUDA graphs hold
 addresses, so a plain copy is not enough.
@@ -7,15 +7,28 @@ addresses, so a plain copy is not enough.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from rl_hooks.format.drafter import MODEL_FILE
+from rl_hooks.engines.candidate import DrafterRefusedError, max_model_bytes, read_candidate, read_file, running_sizes
+from rl_hooks.engines.vllm.modules import (
+    module_elements,
+    read_own_module,
+    running_module,
+    shared_modules,
+    unread_weights,
+)
+from rl_hooks.format.drafter import MODEL_FILE, Sizes
+from rl_hooks.format.mtp import MtpConfig
+
+log = logging.getLogger("vllm.draftalign")
 
 _SAMPLED_ELEMENTS = 1024
 
@@ -31,11 +44,69 @@ class RunningDraft:
         # A copy: vLLM keeps it as a parameter, which a level-2 sleep discards, and no weight update brings it back.
         self._offsets = None if offsets is None else offsets.detach().to("cpu", torch.int64, copy=True)
 
-    def offsets(self) -> Tensor | None:
-        """d2t, int64[D] on the CPU, as the engine loaded it; None where it drafts over the whole vocabulary."""
-        return self._offsets
+    # --- what the engine runs
+    def captured_layers(self) -> tuple[int, ...]:
+        """The layers whose input the target passes to the drafter."""
+        for module in self._worker.model_runner.get_model().modules():
+            layers = getattr(module, "aux_hidden_state_layers", None)
+            if isinstance(layers, list | tuple) and layers:
+                return tuple(int(layer) for layer in layers)
+        raise DrafterRefusedError("the target hands no layers to a drafter: this server does not run EAGLE-3")
 
-    def built_elements(self, groups: Iterable[str]) -> dict[str, int]:
+    def sizes(self) -> Sizes:
+        """The running drafter's sizes; of an EAGLE-3 drafter with the layers that the target really captures."""
+        speculative = self._worker.vllm_config.speculative_config
+        attributes = vars(speculative.draft_model_config.hf_config)
+        config = {name: value for name, value in attributes.items() if not name.startswith("_")}
+        return running_module(config) if speculative.method == "mtp" else running_sizes(config, self.captured_layers())
+
+    def offsets(self) -> Tensor:
+        """d2t, int64[D] on the CPU, as the engine loaded it; zeros where it drafts over the whole vocabulary."""
+        return torch.zeros(self.sizes().vocab_size, dtype=torch.int64) if self._offsets is None else self._offsets
+
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        dtype = self._worker.vllm_config.speculative_config.draft_model_config.dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"the draft model's dtype is {dtype!r}; this vLLM is unknown to the plugin")
+        return dtype
+
+    def check(self) -> Sizes:
+        """The sizes. Refuses a drafter that shares a head with the policy, or has other modules than its sizes say."""
+        sizes = self.sizes()
+        others = sorted(set(self.shared) - shared_modules(sizes))
+        if others:
+            raise DrafterRefusedError(
+                f"this server's drafter shares {', '.join(others)} with the policy, which a swap would overwrite. "
+                "Start the server with a drafter that brings its own lm_head, not equal to the policy's"
+            )
+        if self._worker.vllm_config.parallel_config.tensor_parallel_size > 1:
+            return sizes  # shards and padding differ by rank; names and shapes were checked against the configuration
+        expected = module_elements(sizes)
+        built = self._built_elements(expected)
+        if odd := sorted(built.keys() ^ expected.keys()):
+            raise DrafterRefusedError(f"this server's drafter is built of other modules than expected: {odd}")
+        for name, count in expected.items():
+            # The head's rows are padded to a multiple of 64.
+            if built[name] != count and not (name == "lm_head" and built[name] > count):
+                raise DrafterRefusedError(f"the engine holds {built[name]} elements in {name}, expected {count}")
+        return sizes
+
+    def read_initial(self) -> dict[str, Tensor] | None:
+        """Read the drafter that vLLM started with, to load it again if the first swap fails."""
+        directory = Path(self._worker.vllm_config.speculative_config.draft_model_config.model)
+        sizes, d2t = self.sizes(), self.offsets()
+        try:
+            if isinstance(sizes, MtpConfig):
+                return read_own_module(directory, sizes, self.dtype())
+            directory = started_with(self._worker)
+            body, _ = read_file(directory / MODEL_FILE, max_model_bytes(sizes), None)
+            return read_candidate(body, sizes, d2t, self.dtype())
+        except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
+            log.info("draftalign: %s cannot be kept for a failed swap: %s", directory, error)
+            return None
+
+    def _built_elements(self, groups: Iterable[str]) -> dict[str, int]:
         """Parameter elements by module as vLLM recorded them when it loaded the drafter, without shared modules.
 
         Modules inside one of `groups` count for that group.
@@ -52,12 +123,12 @@ class RunningDraft:
                 counts[group] = counts.get(group, 0) + sum(p.numel() for p in parameters.values())
         return counts
 
+    # --- its weights
     @torch.inference_mode()
-    def load(self, tensors: Mapping[str, Tensor], unread: Mapping[str, tuple[int, ...]]) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load these weights, named as in drafters' files. Shared modules are taken off the drafter during the load.
 
-        `unread`: shapes of parameters that a reload needs and no file has. An exception leaves some weights old and
-        some new: load again.
+        An exception leaves some weights old and some new: load again.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.layerwise import (
@@ -66,9 +137,12 @@ class RunningDraft:
         )
 
         draft, config = self.module, self._worker.vllm_config
+        unread = unread_weights(self.sizes())
         weights = [*tensors.items(), *((name, torch.ones(shape)) for name, shape in unread.items())]
-        if (d2t := self.offsets()) is not None:
-            weights.append(("d2t", d2t))  # the reload takes every parameter off the model, and a sleep may have lost it
+        if self._offsets is not None:
+            weights.append(
+                ("d2t", self._offsets)
+            )  # the reload takes every parameter off the model, and a sleep may have lost it
         _synchronize(self._worker)
         with set_current_vllm_config(config), self._detached(), _repacked_experts(draft, self._worker):
             initialize_layerwise_reload(draft)

@@ -10,9 +10,9 @@
 
 `path` is a directory with model.safetensors and config.json under DRAFTALIGN_DRAFTER_DIR; others are refused. vLLM's
 `--api-key` guards /v1 only: set DRAFTALIGN_SWAP_TOKEN to ask for a bearer token here. Errors are RFC 9457 problem
-documents: 4xx means that this drafter is refused for good, 5xx that it may be accepted later, and so does 412: the
-files are not the ones whose digests `sha256` names. Without `sha256` any bytes are taken. Entry points, both named
-`draftalign`: `vllm.general_plugins` -> `register`, `vllm.endpoint_plugins` -> `DrafterEndpoints`. Details:
+documents. 412 means that the files are not those whose digests `sha256` names: the right ones may come. Any other 4xx
+refuses this drafter for good; after a 5xx it may be accepted later. Without `sha256` any bytes are taken. Entry points,
+both named `draftalign`: `vllm.general_plugins` -> `register`, `vllm.endpoint_plugins` -> `DrafterEndpoints`. Details:
 docs/guide/vllm.md.
 """
 

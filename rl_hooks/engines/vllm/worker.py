@@ -19,9 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_hooks.engines.candidate import (
     DrafterRefusedError,
@@ -30,22 +28,14 @@ from rl_hooks.engines.candidate import (
     max_model_bytes,
     read_candidate,
     read_file,
-    running_sizes,
     vocabulary_digest,
 )
 from rl_hooks.engines.policy_watch import PolicyWatch, before_call
-from rl_hooks.engines.vllm.draft import RunningDraft, started_with
-from rl_hooks.engines.vllm.modules import (
-    float32_weights,
-    module_elements,
-    read_own_module,
-    running_module,
-    shared_modules,
-    unread_weights,
-)
+from rl_hooks.engines.vllm.draft import RunningDraft
+from rl_hooks.engines.vllm.modules import float32_weights
 from rl_hooks.engines.vllm.ranks import Ranks
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
-from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, Sizes, fingerprint
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, fingerprint
 from rl_hooks.format.mtp import MtpConfig
 
 log = logging.getLogger("vllm.draftalign")
@@ -62,7 +52,6 @@ class Staged:
     refused: str | None = None
     other_bytes: str | None = None
     failed: str | None = None
-    read_seconds: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
     #: SHA-256 by file name, where whoever asked knows them.
     expected: Mapping[str, str] = field(default_factory=dict)
@@ -112,10 +101,9 @@ class DrafterSwap:
         """Where the last `stage` stands."""
         staged = self._staged
         if staged is None:
-            nothing = {"path": None, "done": True, "refused": None, "other_bytes": None, "sha256": ""}
+            nothing = {"done": True, "refused": None, "other_bytes": None, "sha256": ""}
             return {**nothing, "failed": "nothing is staged"}
         return {
-            "path": staged.path,
             "version": staged.version,
             "done": staged.done.is_set(),
             "refused": staged.refused,
@@ -176,8 +164,7 @@ class DrafterSwap:
             document["shared_modules"] = sorted(self.draft.shared)
             try:
                 self._check_method()
-                self._check_engine()
-                sizes, d2t = self._sizes(), self._d2t()
+                sizes, d2t = self.draft.check(), self.draft.offsets()
             except DrafterRefusedError as error:
                 document["problem"] = document["problem"] or f"cannot be swapped: {error}"
             else:
@@ -231,7 +218,8 @@ class DrafterSwap:
         That is so where vLLM made them up (`load_format="dummy"`), and in an engine that joins a run whose policy has
         moved on from what it started with, until somebody brings or names others. `later`: they have come since.
         """
-        watch, made_up = self._watched(), self._made_up()
+        watch, load = self._watched(), getattr(self._worker.vllm_config, "load_config", None)
+        made_up = getattr(load, "load_format", None) == "dummy"
         waits = not watch.updated and bool(made_up or newest)
         if not self._ranks.all_agree(ok=not waits):
             if not later:
@@ -244,14 +232,10 @@ class DrafterSwap:
         if self.draft is not None and self.tap is None:
             try:
                 with self._ranks.together():
-                    layers = _captured_layers(self._worker.model_runner.get_model())
+                    layers = self.draft.captured_layers()
                 self.tap = VllmTap(self._worker, settings, layers, watch, self._ranks, joined=newest is not None)
             except Exception as error:  # noqa: BLE001 - the engine must go on without its tap
                 log.error("draftalign: no features are captured: %s", error)
-
-    def _made_up(self) -> bool:
-        load = getattr(self._worker.vllm_config, "load_config", None)
-        return getattr(load, "load_format", None) == "dummy"
 
     def end(self) -> None:
         """The engine shuts down."""
@@ -286,39 +270,35 @@ class DrafterSwap:
         assert self.draft is not None  # noqa: S101 - the caller has checked
         began = time.perf_counter()
         try:
-            self._check_engine()
-            tensors = self._served.tensors or self._initial or self._read_initial(self._sizes(), self._d2t())
+            self.draft.check()
+            tensors = self._served.tensors or self._initial or self.draft.read_initial()
             if tensors is None:
                 raise RuntimeError("its files could not be read")  # noqa: TRY301 - one way out for both
             if self._served.version is None:
                 self._initial = tensors  # the next loss costs no disk in the middle of a step
-            self.draft.load(tensors, unread_weights(self._sizes()))
+            self.draft.load(tensors)
         except Exception as error:  # noqa: BLE001 - the policy verifies every draft; its text is right in any case
             # The state says that it is not loaded, so a version is pushed.
             self._broken = f"the drafter's weights are lost and were not restored: {error!r}"
             log.warning("draftalign: %s", self._broken)
-            self._marks = self.draft.fingerprint()
         else:
-            self._broken = None
-            self._marks = self.draft.fingerprint()
-            seconds = time.perf_counter() - began
+            self._broken, seconds = None, time.perf_counter() - began
             log.info("draftalign: restored drafter %s in %.4f s", self._served.version or "of the start", seconds)
+        self._marks = self.draft.fingerprint()
 
     # --- staging
     def _read(self, staged: Staged) -> None:
-        began = time.perf_counter()
         try:
             self._check_method()
             if self.draft is not None:  # other pipeline ranks have no drafter
-                self._check_engine()
-                sizes, d2t = self._sizes(), self._d2t()
+                sizes, d2t = self.draft.check(), self.draft.offsets()
                 directory, expected = Path(staged.path), staged.expected
                 check_config(directory, sizes, "vllm", expected.get(CONFIG_FILE))
                 model, limit = directory / MODEL_FILE, max_model_bytes(sizes)
                 body, staged.sha256 = read_file(model, limit, expected.get(MODEL_FILE))
-                staged.tensors = read_candidate(body, sizes, d2t, self._dtype(), float32_weights(sizes))
+                staged.tensors = read_candidate(body, sizes, d2t, self.draft.dtype(), float32_weights(sizes))
                 if self._initial is None and self._served.version is None:
-                    self._initial = self._read_initial(sizes, d2t)
+                    self._initial = self.draft.read_initial()
         except DrafterRefusedError as error:
             staged.refused = str(error)
         except OtherBytesError as error:
@@ -326,40 +306,7 @@ class DrafterSwap:
         except Exception as error:  # noqa: BLE001 - `staged` tells the caller
             staged.failed = f"{type(error).__name__}: {error}"
         finally:
-            staged.read_seconds = time.perf_counter() - began
             staged.done.set()
-
-    def _read_initial(self, sizes: Sizes, d2t: Tensor) -> dict[str, Tensor] | None:
-        """Read the drafter that vLLM started with, to load it again if the first swap fails."""
-        directory = Path(self._worker.vllm_config.speculative_config.draft_model_config.model)
-        try:
-            if isinstance(sizes, MtpConfig):
-                return read_own_module(directory, sizes, self._dtype())
-            directory = started_with(self._worker)
-            body, _ = read_file(directory / MODEL_FILE, max_model_bytes(sizes), None)
-            return read_candidate(body, sizes, d2t, self._dtype())
-        except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
-            log.info("draftalign: %s cannot be kept for a failed swap: %s", directory, error)
-            return None
-
-    def _sizes(self) -> Sizes:
-        """The running drafter's sizes; of an EAGLE-3 drafter with the layers that the target really captures."""
-        speculative = self._worker.vllm_config.speculative_config
-        config = _attributes(speculative.draft_model_config.hf_config)
-        if speculative.method == "mtp":
-            return running_module(config)
-        return running_sizes(config, _captured_layers(self._worker.model_runner.get_model()))
-
-    def _d2t(self) -> Tensor:
-        """Offsets int64[D] that the engine started with; zeros where it drafts over the whole vocabulary."""
-        offsets = None if self.draft is None else self.draft.offsets()
-        return torch.zeros(self._sizes().vocab_size, dtype=torch.int64) if offsets is None else offsets
-
-    def _dtype(self) -> torch.dtype:
-        dtype = self._worker.vllm_config.speculative_config.draft_model_config.dtype
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"the draft model's dtype is {dtype!r}; this vLLM is unknown to the plugin")
-        return dtype
 
     def _check_method(self) -> None:
         """Refuse servers that draft by n-grams or not at all, and MTP modules whose weights are quantised."""
@@ -377,28 +324,6 @@ class DrafterSwap:
         if getattr(self._worker.vllm_config.parallel_config, "enable_eplb", False):
             raise DrafterRefusedError("this server moves the module's experts between GPUs (EPLB); turn it off")
 
-    def _check_engine(self) -> None:
-        """Refuse engines whose drafter shares a head with the policy, or has other modules than its sizes say."""
-        assert self.draft is not None  # noqa: S101 - the caller has checked
-        sizes = self._sizes()
-        others = sorted(set(self.draft.shared) - shared_modules(sizes))
-        if others:
-            raise DrafterRefusedError(
-                f"this server's drafter shares {', '.join(others)} with the policy, which a swap would overwrite. "
-                "Start the server with a drafter that brings its own lm_head, not equal to the policy's"
-            )
-        if self._worker.vllm_config.parallel_config.tensor_parallel_size > 1:
-            return  # shards and padding differ by rank; names and shapes were checked against the configuration
-        expected = module_elements(sizes)
-        built = self.draft.built_elements(expected)
-        if built.keys() != expected.keys():
-            odd = sorted(built.keys() ^ expected.keys())
-            raise DrafterRefusedError(f"this server's drafter is built of other modules than expected: {odd}")
-        for name, count in expected.items():
-            # The head's rows are padded to a multiple of 64.
-            if built[name] != count and not (name == "lm_head" and built[name] > count):
-                raise DrafterRefusedError(f"the engine holds {built[name]} elements in {name}, expected {count}")
-
     # --- the swap itself
     def _replace(self, wanted: Served) -> None:
         """Load `wanted`; if that fails, load the drafter before it again."""
@@ -410,7 +335,7 @@ class DrafterSwap:
         before = self._served
         try:
             with self._ranks.together():
-                self.draft.load(wanted.tensors or {}, unread_weights(self._sizes()))
+                self.draft.load(wanted.tensors or {})
         except Exception as error:
             self._put_back(before, error)
             raise
@@ -427,12 +352,12 @@ class DrafterSwap:
         try:
             if tensors is None:
                 raise RuntimeError("no copy of it was kept")  # noqa: TRY301 - one way out for both
-            self.draft.load(tensors, unread_weights(self._sizes()))
-            self._broken, self._marks = None, self.draft.fingerprint()
+            self.draft.load(tensors)
+            self._broken = None
         except Exception as second:  # noqa: BLE001 - reported in the state; the engine must go on
             self._broken = f"loading failed ({error}), putting back failed ({second}); push a drafter again"
             self._served = Served(None, None, None)
-            self._marks = self.draft.fingerprint()
+        self._marks = self.draft.fingerprint()
 
     # --- are its weights intact?
     def _intact(self) -> bool:
@@ -443,20 +368,6 @@ class DrafterSwap:
             return False
         asleep = self.watch is not None and self.watch.asleep  # then they cannot be read, and nothing drafts
         return self._marks is not None and (asleep or self._marks == self.draft.fingerprint())
-
-
-def _captured_layers(target: nn.Module) -> tuple[int, ...]:
-    """The layers whose input the target passes to the drafter."""
-    for module in target.modules():
-        layers = getattr(module, "aux_hidden_state_layers", None)
-        if isinstance(layers, list | tuple) and layers:
-            return tuple(int(layer) for layer in layers)
-    raise DrafterRefusedError("the target hands no layers to a drafter: this server does not run EAGLE-3")
-
-
-def _attributes(config: Any) -> dict[str, Any]:
-    """A transformers configuration as a mapping."""
-    return {name: value for name, value in vars(config).items() if not name.startswith("_")}
 
 
 # --- RPC methods, set on vLLM's WorkerBase by the general plugin

@@ -20,10 +20,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, cast
-from urllib.parse import quote
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -32,20 +30,15 @@ from torch import Tensor, nn
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError, UnsupportedModelError
 from rl_hooks.sending.features import Captured, FeatureDtype
-from rl_hooks.sending.jobs import Job
-from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_body, target_config
+from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_job, target_config
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.megatron.part import ModelPart, Reading, as_target, check_packing
 from rl_hooks.trainer.megatron.ranks import TensorRanks
 from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
-from rl_hooks.trainer.staging import RolloutStaging
+from rl_hooks.trainer.staging import COUNTERS, RolloutStaging, placed
 
-_COUNTERS: Final = (
-    *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget"),
-    *("head_updates", "failures"),
-)
 _Made = TypeVar("_Made")
 
 
@@ -99,13 +92,13 @@ class MegatronHook:
         wait_seconds: float = 60.0,
         strict: bool = False,
     ) -> None:
-        self.tally = Tally(logging.getLogger("rl_hooks"), *_COUNTERS)
+        self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
         self.guard = TrainerGuard(self.tally, strict=strict)
         self.ranks = TensorRanks(group, wait_seconds)
         leads = self.ranks.rank == 0 and data_rank == 0
         retried = frozenset[int]() if data_rank == 0 else frozenset({404})
         self.sender = RolloutSender(url, run=run, token=token, retry_statuses=retried, asks=leads)
-        self._plans = _Plans(RolloutIds(data_rank), RolloutChoice(sample_fraction, max_tokens_per_step, self.tally))
+        self._ids, self._choice = RolloutIds(data_rank), RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
         self._part: ModelPart | None = None
         self._watch: HeadWatch | None = None
         #: The head is to be sent, and has not been: a batch in between has failed on some rank.
@@ -139,7 +132,8 @@ class MegatronHook:
             self.close()
             raise
         self._staging = RolloutStaging(
-            run=run,
+            sender=self.sender,
+            tally=self.tally,
             target_fingerprint=wire.target_fingerprint(part.config, part.features.aux_layers),
             aux_layers=part.features.aux_layers,
             logit_map=part.logit_map,
@@ -151,8 +145,7 @@ class MegatronHook:
         if data_rank == 0:
             self._watch = HeadWatch(part.weights()[1], head_tolerance, policy_version)
         if registration is not None:
-            size = sum(tensor.data.nbytes for tensor in registration.tensors.values())
-            self.sender.submit_job(Job("PUT", self._path(), registration.encode, size, keep=True))
+            self.sender.submit_job(registration.job(run))
 
     def _alone(self, work: Callable[[], _Made]) -> _Made:
         """What `work` returns. Raises `UnsupportedModelError` on every rank where it fails on any."""
@@ -205,7 +198,7 @@ class MegatronHook:
         error = ""
         if self.ranks.rank == 0 and not self.sender.refused:
             try:
-                plan, reading = self._plans.read(
+                plan, reading = self._read(
                     input_ids=input_ids,
                     attention_mask=attention_mask,
                     loss_mask=loss_mask,
@@ -233,6 +226,14 @@ class MegatronHook:
         finally:  # where the trainer's forward raises too: the device's memory is the trainer's
             part.clear()
 
+    def _read(self, *, policy_version: int, **told: Any) -> tuple[BatchPlan | None, Reading]:
+        """The plan of a batch, None where no rollout is chosen; and where the forward is to be read. On rank 0."""
+        plan = plan_batch(self._ids, self._choice, policy_version=policy_version, position_ids=None, **told)
+        if plan is None:
+            none = np.empty(0, np.int64)
+            return None, Reading(policy_version, 1.0, (0, 0), none, none, none)
+        return plan, Reading(policy_version, plan.temperature, plan.layout.shape, plan.rows, *plan.scored())
+
     def _together(self, part: ModelPart, reading: Reading, plan: BatchPlan | None) -> None:
         """What this rank can do alone; then the exchanges, which no rank leaves out; then rank 0 sends."""
         rows = scores = None
@@ -256,10 +257,8 @@ class MegatronHook:
             self._watch.mark(head)
             self._due = False
         if whole_head is not None:
-            whole_head = whole_head[: part.vocab_size]
-            body = head_body(whole_head, reading.policy_version)
-            size = whole_head.numel() * whole_head.element_size()
-            if self.sender.submit_job(Job("PUT", f"{self._path()}/head", body, size, keep=True)):
+            job = head_job(self.sender.run, whole_head[: part.vocab_size], reading.policy_version)
+            if self.sender.submit_job(job):
                 self.tally.add("head_updates")
         if plan is not None and rows is not None and scored is not None:
             self._send(plan, reading, rows, scored)
@@ -267,23 +266,7 @@ class MegatronHook:
     def _send(self, plan: BatchPlan, reading: Reading, rows_NX: Tensor, scored: tuple[Tensor, Tensor]) -> None:
         *aux, last = rows_NX.chunk(len(self.aux_layers) + 1, dim=1)
         at = torch.from_numpy(reading.scored).to(rows_NX.device)
-        logsumexp_N = torch.zeros(len(plan.rows), dtype=torch.float32, device=rows_NX.device)
-        logp_N = torch.zeros_like(logsumexp_N).index_copy_(0, at + 1, scored[1])
-        logsumexp_N.index_copy_(0, at, scored[0])
-        predicting = at if self.sender.last_rows == "predicting" else None
-        staged = self._staging.stage(plan, Captured(tuple(aux), last), (logsumexp_N, logp_N), predicting)
-        metadata = self._staging.metadata(plan)
-        self.tally.add("captured_rollouts", len(plan.rollout_ids))
-        self.tally.add("captured_tokens", len(plan.rows))
-        self.sender.submit(
-            lambda: staged.encode(metadata, prompts_once=self.sender.prompts_once),
-            size_bytes=staged.data_bytes,
-            batch_id=wire.batch_id(self._staging.run, plan.policy_version, plan.rollout_ids),
-            policy_version=plan.policy_version,
-        )
-
-    def _path(self) -> str:
-        return f"/runs/{quote(self.sender.run, safe='')}"
+        self._staging.submit(plan, Captured(tuple(aux), last), placed(len(plan.rows), at, *scored), at)
 
     def stats(self) -> dict[str, Any]:
         """Counters of the hook and of its sender (rank 0's sends)."""
@@ -303,31 +286,6 @@ class MegatronHook:
         if self._part is not None:
             self._part.close()
         return self.sender.close(timeout_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plans:
-    """Chooses the rollouts of a forward, on rank 0."""
-
-    ids: RolloutIds
-    choice: RolloutChoice
-
-    def read(self, *, input_ids: Tensor, policy_version: int, **told: Any) -> tuple[BatchPlan | None, Reading]:
-        """The plan of a batch, None where no rollout is chosen; and where the forward is to be read."""
-        plan = plan_batch(
-            self.ids,
-            self.choice,
-            input_ids=input_ids,
-            policy_version=policy_version,
-            position_ids=None,
-            **told,
-        )
-        if plan is None:
-            none = np.empty(0, np.int64)
-            return None, Reading(policy_version, 1.0, (0, 0), none, none, none)
-        scored = wire.predicting_rows(plan.index.loss_mask)
-        next_ids = plan.index.input_ids[scored + 1].astype(np.int64)
-        return plan, Reading(policy_version, plan.temperature, plan.layout.shape, plan.rows, scored, next_ids)
 
 
 def _raise(error: str) -> None:

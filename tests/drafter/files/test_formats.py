@@ -32,13 +32,7 @@ from drafter.files.checkpoint import (
     write_drafter,
     write_stored,
 )
-from drafter.files.formats import (
-    LAYOUTS,
-    Layout,
-    Verifier,
-    export_drafter,
-    import_drafter,
-)
+from drafter.files.formats import LAYOUTS, Layout, Verifier, export_drafter, import_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.model.eagle3_unroll import unroll
 from drafter.unroll.plan import make_plan

@@ -15,12 +15,7 @@ from parity_fixtures import Case, Result, case, deviation, theirs
 from torch import Tensor
 
 from drafter.errors import DrafterError
-from drafter.files.checkpoint import (
-    StoredDrafter,
-    config_fingerprint,
-    read_drafter,
-    write_drafter,
-)
+from drafter.files.checkpoint import StoredDrafter, config_fingerprint, read_drafter, write_drafter
 from drafter.files.formats import export_drafter, import_drafter
 from drafter.model import eagle3_unroll as unroll_module
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter

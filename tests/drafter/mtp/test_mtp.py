@@ -22,13 +22,7 @@ from transformers.modeling_layers import MtpModel
 
 from drafter.batch import RolloutBatch
 from drafter.errors import CheckpointError, DrafterError
-from drafter.files.mtp import (
-    extract_mtp,
-    parse_mtp_config,
-    prefix,
-    read_mtp,
-    write_mtp,
-)
+from drafter.files.mtp import extract_mtp, parse_mtp_config, prefix, read_mtp, write_mtp
 from drafter.model.pointwise import rms_norm
 from drafter.mtp.experts import Cast, Experts, ExpertSizes
 from drafter.mtp.module import MtpConfig, MtpDrafter, unroll_mtp

@@ -22,12 +22,7 @@ from torch import Tensor
 
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import Eagle3Drafter
-from drafter.reference.decode import (
-    Generation,
-    generate,
-    sampling_logprobs,
-    verify_chain,
-)
+from drafter.reference.decode import Generation, generate, sampling_logprobs, verify_chain
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -25,14 +25,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.reference.decode import embedding, generate
-from drafter.reference.tree import (
-    DraftTree,
-    _likeliest,
-    _TreeDrafter,
-    _TreeReader,
-    generate_tree,
-    walk,
-)
+from drafter.reference.tree import DraftTree, _likeliest, _TreeDrafter, _TreeReader, generate_tree, walk
 from drafter.vocabulary import DraftVocabulary
 
 

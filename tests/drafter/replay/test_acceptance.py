@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.replay import acceptance
-from drafter.replay.acceptance import (
-    Replay,
-    Segments,
-    find_segments,
-    log_ratio,
-    replay_rounds,
-    student_quantile,
-)
+from drafter.replay.acceptance import Replay, Segments, find_segments, log_ratio, replay_rounds, student_quantile
 
 
 def segments_of(lengths: list[int], rollout: list[int] | None = None) -> Segments:

@@ -15,13 +15,7 @@ from agent_fixtures import Engine, Service, eventually, running_agent, settle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_hooks.agent.canary import (
-    Canary,
-    CanaryRule,
-    Verdict,
-    blocks,
-    log_alpha_variance,
-)
+from rl_hooks.agent.canary import Canary, CanaryRule, Verdict, blocks, log_alpha_variance
 from rl_hooks.engines.counters import (
     ACCEPTED,
     ACCEPTED_PER_POSITION,

@@ -208,13 +208,11 @@ class Vllm:
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
     made = Vllm()
     monkeypatch.setattr(DrafterSwap, "_check_method", lambda _: None)
-    monkeypatch.setattr(DrafterSwap, "_check_engine", lambda _: None)
-    monkeypatch.setattr(DrafterSwap, "_sizes", lambda _: CONFIG)
-    monkeypatch.setattr(DrafterSwap, "_d2t", lambda _: VOCABULARY.d2t)
-    monkeypatch.setattr(DrafterSwap, "_dtype", lambda _: torch.float32)
-    monkeypatch.setattr(DrafterSwap, "_read_initial", lambda *_: None)
-    monkeypatch.setattr(RunningDraft, "load", lambda _, tensors, __: made.loaded.append(dict(tensors)))
-    monkeypatch.setattr(module, "unread_weights", lambda _: {})
+    monkeypatch.setattr(RunningDraft, "check", lambda _: CONFIG)
+    monkeypatch.setattr(RunningDraft, "offsets", lambda _: VOCABULARY.d2t)
+    monkeypatch.setattr(RunningDraft, "dtype", lambda _: torch.float32)
+    monkeypatch.setattr(RunningDraft, "read_initial", lambda _: None)
+    monkeypatch.setattr(RunningDraft, "load", lambda _, tensors: made.loaded.append(dict(tensors)))
     return made
 
 

@@ -135,7 +135,7 @@ def test_a_service_that_is_slow_or_talks_nonsense_costs_the_first_step_two_secon
         found, began = agent(url, tmp_path), time.monotonic()
         found.begin(link)
         assert time.monotonic() - began < 4
-        found.end()
+    found.end()  # the connection is closed: nobody waits for an answer any more
     assert link.followed == joined_at
     if reply is not None:  # otherwise it may still be waiting
         assert bool(link.warned) == (joined_at == [])

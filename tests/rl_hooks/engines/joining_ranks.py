@@ -1,4 +1,4 @@
-"""Two ranks of an engine that join their scores, as processes: `python joining_ranks.py CASE`."""
+"""Two ranks of an engine that join their scores, as processes: `python joining_ranks.py CASE ...`, case after case."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ def steps(rank: int) -> None:
 
 def silent(rank: int) -> None:
     """The engine's thread goes on meanwhile; each gives up once."""
-    heard, (joining, _) = Warnings(), joiner(2.0)
+    heard, (joining, _) = Warnings(), joiner(1.0)
     own, _ = part(rank)
     if rank:
-        time.sleep(5.0)
+        time.sleep(2.5)
     found = [joining.add(step, ROWS, 3, own) for step in range(1, 30)]
     assert rank or not any(one.done() for one in found), "nobody has waited for it"
     assert all(is_unknown(one.result(LONG)) for one in found)
@@ -130,5 +130,10 @@ def dies(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    cases = {"scores": scores, "disagree": disagree, "steps": steps, "silent": silent, "dies": dies}
-    sys.exit(run_two_ranks(cases[sys.argv[1]]))
+    known = {"scores": scores, "disagree": disagree, "steps": steps, "silent": silent, "dies": dies}
+
+    def cases(rank: int) -> None:
+        for name in sys.argv[1:]:
+            known[name](rank)
+
+    sys.exit(run_two_ranks(cases))

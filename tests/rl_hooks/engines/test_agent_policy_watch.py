@@ -13,8 +13,9 @@ from agent_fixtures import eventually
 from tap_fixtures import HEAD, STOP, Script, step
 from torch import nn
 
+from rl_hooks.engines.collected import Collected
 from rl_hooks.engines.policy_watch import PolicyVersions, PolicyWatch, WeightSample, on_reload
-from rl_hooks.engines.tap import Collected, FeatureTap
+from rl_hooks.engines.tap import FeatureTap
 
 
 class Model(nn.Module):

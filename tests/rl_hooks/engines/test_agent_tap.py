@@ -20,27 +20,18 @@ from hypothesis import strategies as st
 from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, scheduled, states, step
 
 from rl_hooks import wire
-from rl_hooks.engines.tap import (
-    Batcher,
-    Collected,
-    FeatureTap,
-    Request,
-    Sampling,
-    Step,
-    assemble,
-    rollout_file,
-)
-from rl_hooks.engines.vllm.tap import (
+from rl_hooks.engines.collected import Batcher, Collected, Request, Sampling, assemble, rollout_file
+from rl_hooks.engines.tap import FeatureTap, Step
+from rl_hooks.engines.vllm.steps import (
     V1_ARGUMENTS,
     V2_ARGUMENTS,
-    ServiceSettings,
     TapUnsupportedError,
-    VllmTap,
     named_arguments,
     request_of,
     step_v1,
     step_v2,
 )
+from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
 from rl_hooks.sending.sampling import sampling_position
 
 
@@ -431,7 +422,7 @@ def tap_on(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]
     def note(_: Any, given: dict[str, Any]) -> None:
         seen.append(dict(given))
 
-    monkeypatch.setattr("rl_hooks.engines.vllm.tap.step_v1", note)
+    monkeypatch.setattr("rl_hooks.engines.vllm.steps.step_v1", note)
     tap = VllmTap.__new__(VllmTap)
     tap._shares = None
     tap.tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=1000)

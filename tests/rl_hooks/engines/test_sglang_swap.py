@@ -27,12 +27,7 @@ from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.candidate import DrafterRefusedError
-from rl_hooks.engines.sglang.adapter import (
-    SGLangEngine,
-    _totals,
-    process_identity,
-    request_payload,
-)
+from rl_hooks.engines.sglang.adapter import SGLangEngine, _totals, process_identity, request_payload
 from rl_hooks.engines.sglang.loader import entered_layers, load_drafter, parse_request
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
@@ -276,6 +271,12 @@ def test_random_bits_that_flip_before_a_load_are_refused(server: SGLangServer, h
     for model, old in zip(server.models, before, strict=True):
         assert all(torch.equal(now, old[key]) for key, now in model.weights().items())
     assert swap(server, offered)
+
+
+def test_an_answer_that_is_no_json_is_the_engines_fault_and_no_bug_of_the_agent() -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
+    with pytest.raises(EngineError, match="/server_info: the answer is not JSON: '<html>'"):
+        asyncio.run(SGLangEngine("http://engine", httpx.AsyncClient(transport=transport)).state())
 
 
 def test_a_request_of_an_agent_of_before_digests_were_sent_is_taken(

@@ -17,8 +17,9 @@ import torch
 from tap_fixtures import HEAD, Script, step
 from torch import Tensor
 
+from rl_hooks.engines.collected import Collected
 from rl_hooks.engines.policy_watch import PolicyWatch
-from rl_hooks.engines.tap import Collected, FeatureTap, Step, labelled_rows
+from rl_hooks.engines.tap import FeatureTap, Step, labelled_rows
 from rl_hooks.engines.vllm.ranks import Ranks, Shard, joined_scores
 from rl_hooks.sending.features import score_rows
 from rl_hooks.wire import LogitMap
@@ -59,11 +60,11 @@ def test_slices_give_the_scores_of_the_whole_head(size: int, logit_map: LogitMap
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("case", ["scores", "disagree", "steps", "silent", "dies"])
-def test_two_ranks_join_their_scores_and_neither_waits_in_its_engine(case: str) -> None:
+@pytest.mark.parametrize("cases", ["scores disagree steps", "silent", "dies"])
+def test_two_ranks_join_their_scores_and_neither_waits_in_its_engine(cases: str) -> None:
     """Processes: a rank that dies, is silent, is a step ahead, or counts other rows or another policy version."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS)))}
-    command = [sys.executable, str(Path(__file__).parent / "joining_ranks.py"), case]
+    command = [sys.executable, str(Path(__file__).parent / "joining_ranks.py"), *cases.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 

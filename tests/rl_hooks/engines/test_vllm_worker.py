@@ -70,7 +70,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Tensor]]:
     """The drafters that we loaded; loading, checking and the tap are as if vLLM were there."""
     loaded: list[Mapping[str, Tensor]] = []
 
-    def load(self: RunningDraft, tensors: Mapping[str, Tensor], _unread: Any) -> None:
+    def load(self: RunningDraft, tensors: Mapping[str, Tensor]) -> None:
         loaded.append(tensors)
         self.module.load_weights(tensors.items())  # type: ignore[operator]
 
@@ -78,12 +78,10 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Tensor]]:
         raise DrafterRefusedError("no vLLM here")
 
     monkeypatch.setattr(RunningDraft, "load", load)
-    monkeypatch.setattr(DrafterSwap, "_check_engine", lambda _: None)
+    monkeypatch.setattr(RunningDraft, "check", lambda _: None)
     monkeypatch.setattr(DrafterSwap, "_check_method", unknown)
-    monkeypatch.setattr(DrafterSwap, "_sizes", lambda _: None)
-    monkeypatch.setattr(module, "unread_weights", lambda _: {})
     monkeypatch.setattr(module, "VllmTap", Tap)
-    monkeypatch.setattr(module, "_captured_layers", lambda _: (1,))
+    monkeypatch.setattr(RunningDraft, "captured_layers", lambda _: (1,))
     return loaded
 
 
@@ -159,11 +157,10 @@ def test_a_drafter_that_cannot_be_restored_is_tried_once_for_each_loss(
 ) -> None:
     tried: list[bool] = []
 
-    def unreadable(_: DrafterSwap, *_args: Any) -> None:
+    def unreadable(_: RunningDraft) -> None:
         tried.append(True)
 
-    monkeypatch.setattr(DrafterSwap, "_read_initial", unreadable)
-    monkeypatch.setattr(DrafterSwap, "_d2t", lambda _: None)
+    monkeypatch.setattr(RunningDraft, "read_initial", unreadable)
     worker = Worker()
     swap = DrafterSwap(worker)
     swap.settle(None)
@@ -184,12 +181,11 @@ def test_the_drafter_of_the_start_is_read_once_however_often_it_is_lost(
 ) -> None:
     read: list[bool] = []
 
-    def initial(_: DrafterSwap, *_args: Any) -> dict[str, Tensor]:
+    def initial(_: RunningDraft) -> dict[str, Tensor]:
         read.append(True)
         return OURS
 
-    monkeypatch.setattr(DrafterSwap, "_read_initial", initial)
-    monkeypatch.setattr(DrafterSwap, "_d2t", lambda _: None)
+    monkeypatch.setattr(RunningDraft, "read_initial", initial)
     worker = Worker()
     swap = DrafterSwap(worker)
     swap.settle(None)

@@ -102,7 +102,7 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
         if attached and hook is None:
             hook = attach()
         if hook is not None and "broken" in words and rank == 1:
-            break_inside(hook)
+            break_inside()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(STEPS):
             given, told, sequences = inputs_of(words, seed=10 * step + rank)
@@ -150,18 +150,18 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
     return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in model.parameters()]
 
 
-def break_inside(hook: DrafterHook) -> None:
+def break_inside() -> None:
     """Let the hook fail within the forward: first where it copies rows, and then where it scores them."""
-    good = hook._targets
+    good = staging.RolloutStaging.targets
 
-    def no_rows(plan: Any, input_ids: torch.Tensor) -> Any:
-        targets = good(plan, input_ids)
+    def no_rows(self: Any, plan: Any, device: torch.device) -> Any:
+        targets = good(self, plan, device)
         return targets if plan.policy_version else dataclasses.replace(targets, rows=targets.rows - 10**6)
 
     def no_score(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room for logits")
 
-    hook._targets = no_rows  # type: ignore[method-assign]
+    staging.RolloutStaging.targets = no_rows  # type: ignore[method-assign]
     vars(staging)["score_rows"] = no_score
 
 

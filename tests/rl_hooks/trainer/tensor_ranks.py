@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks on gloo, without Megatron-Core: `python tensor_ranks.py CASE`; not 0: a rank failed."""
+"""Two tensor-parallel ranks on gloo, without Megatron-Core: `python tensor_ranks.py CASE ...`; not 0: a rank failed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def talk(rank: int) -> None:
 
 
 def absent(rank: int) -> None:
-    ranks = TensorRanks(dist.group.WORLD, 10.0)
+    ranks = TensorRanks(dist.group.WORLD, 3.0)
     if rank == 0:
         with pytest.raises(RolloutError, match="did not come to the exchange"):
             ranks.agree("", due=False)
@@ -58,4 +58,10 @@ def absent(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_two_ranks({"scores": scores, "talk": talk, "absent": absent}[sys.argv[1]]))
+    known = {"scores": scores, "talk": talk, "absent": absent}
+
+    def cases(rank: int) -> None:
+        for name in sys.argv[1:]:
+            known[name](rank)
+
+    sys.exit(run_two_ranks(cases))

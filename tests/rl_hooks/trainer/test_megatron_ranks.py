@@ -20,22 +20,17 @@ from rl_hooks.trainer.packing import lay_out
 TESTS = Path(__file__).parents[2]
 
 
-def run(case: str) -> tuple[int, str]:
-    """Exit status and the end of the standard error of `tensor_ranks.py`, which checks this case on each rank."""
+def run(*cases: str) -> tuple[int, str]:
+    """Exit status and the end of the standard error of `tensor_ranks.py`, which checks these cases on each rank."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS)))}
-    command = [sys.executable, str(Path(__file__).parent / "tensor_ranks.py"), case]
+    command = [sys.executable, str(Path(__file__).parent / "tensor_ranks.py"), *cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stderr[-3000:] if done.returncode else ""
 
 
 @pytest.mark.timeout(240)
-def test_scores_from_parts_of_the_vocabulary_are_those_of_the_whole() -> None:
-    assert run("scores") == (0, "")
-
-
-@pytest.mark.timeout(240)
-def test_ranks_tell_agree_and_gather_and_one_ranks_error_is_raised_on_all() -> None:
-    assert run("talk") == (0, "")
+def test_scores_from_parts_are_those_of_the_whole_and_one_ranks_error_is_raised_on_all() -> None:
+    assert run("scores", "talk") == (0, "")
 
 
 @pytest.mark.timeout(240)

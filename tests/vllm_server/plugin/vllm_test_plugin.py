@@ -174,7 +174,7 @@ def rot_drafter(self: Any) -> None:
     """Weights that are rubbish, in a server whose state does not show it: what is left is α."""
     swap = self._draftalign_swap
     rubbish = {name: torch.zeros_like(tensor) for name, tensor in swap._served.tensors.items()}
-    swap.draft.load(rubbish, {})
+    swap.draft.load(rubbish)
     swap._marks = swap.draft.fingerprint()
 
 

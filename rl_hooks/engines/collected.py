@@ -1,0 +1,233 @@
+"""One collected request: its rows in order as a rollout, and rollouts as a file.
+
+Rows behind the last accepted token have the label `REJECTED`. The newest row of a position counts. Tokens in the prefix
+cache have no rows; each rollout names its full prompt by its hash. The last token never goes through the target. It is
+a label; its own row is zeros, which nothing reads.
+
+Legend: N rows of a request, A aux layers, H hidden size, T tokens of a rollout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rl_hooks import wire
+from rl_hooks.sending.features import as_wire
+
+log = logging.getLogger("draftalign.tap")
+
+REJECTED: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request's tokens were sampled. The requests of one file have the same."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+    @property
+    def scored_at(self) -> float:
+        """The temperature of log p: greedy (0) is scored at 1, as the rollout file says."""
+        return self.temperature or 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The facts about a request that is collected."""
+
+    request_id: str
+    #: The whole prompt, with the part that the prefix cache holds.
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    #: Generation ends with the first of these, or after `max_tokens`; engines emit no token behind that.
+    stop_ids: frozenset[int]
+    max_tokens: int | None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the full prompt."""
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """One rollout: T tokens, T rows (the last one zeros where the engine never computed it)."""
+
+    request: Request
+    input_ids: npt.NDArray[np.int32]
+    generated: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    aux: Tensor  # [T, A * H]
+    last: Tensor  # [T, H]
+    logsumexp: Tensor  # [T]
+    first_position: int
+    policy_version: int = 0
+
+
+class UnscoredError(ValueError):
+    """A request has rows whose log p is not known."""
+
+
+def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collected | None:
+    """Put a request's rows in order; None when no token was generated, or rows are missing before it."""
+    if not chunks:
+        return None
+    rows = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    positions = rows["positions"].numpy()
+    first = int(positions.min())
+    newest = np.full(int(positions.max()) - first + 1, -1)
+    newest[positions - first] = np.arange(len(positions))  # NumPy assigns in order: the last one stays
+    labels = rows["labels"].numpy()
+    gaps = np.flatnonzero((newest < 0) | (labels[newest] == REJECTED))
+    held = newest[: int(gaps[0])] if len(gaps) else newest
+    prompt = request.prompt_tokens - first  # prompt tokens that have rows
+    if prompt < 1 or len(held) < prompt:
+        return None
+    tokens = np.append(rows["input_ids"].numpy()[held], labels[held[-1]])
+    tokens = tokens[: prompt + _generated_tokens(tokens[prompt:].tolist(), request)]
+    T = len(tokens)
+    generated = np.arange(T) >= prompt
+    if T - prompt < 1:
+        return None
+    order = torch.from_numpy(held[:T].copy())
+    if not bool(rows["logsumexp"][order].isfinite().all()):
+        raise UnscoredError("a request is dropped, some of its rows were not scored: a rank failed, or they disagreed")
+    logprobs = np.zeros(T, dtype=np.float32)
+    logprobs[1:] = rows["logprob"][order].numpy()[: T - 1]
+    return Collected(
+        request=request,
+        input_ids=tokens.astype(np.int32),
+        generated=generated,
+        logprobs=np.where(generated, logprobs, 0.0).astype(np.float32),
+        aux=_filled(rows["aux"][order], T, 0.0),
+        last=_filled(rows["last"][order], T, 0.0),
+        logsumexp=_filled(rows["logsumexp"][order], T, 1.0),
+        first_position=first,
+    )
+
+
+def _generated_tokens(tokens: Sequence[int], request: Request) -> int:
+    """How many of these the engine emitted: up to the first stop token, and at most `max_tokens`."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in request.stop_ids), len(tokens))
+    return end if request.max_tokens is None else min(end, request.max_tokens)
+
+
+def rollout_file(
+    batch: Sequence[Collected],
+    *,
+    run: str,
+    target_fingerprint: str,
+    aux_layers: Sequence[int],
+    source: str = "",
+    last_rows: wire.LastRows = "all",
+) -> tuple[list[bytes | memoryview], str]:
+    """Lay out rollouts of one policy version and one kind of sampling as a file; returns its parts and the batch id.
+
+    `source`: unique to the engine's process, whose request ids may be another's too. A client may use a request id
+    again, in a session or for the next policy; a rollout's id is its own.
+    """
+    lengths = [len(one.input_ids) for one in batch]
+    policy_version = batch[0].policy_version
+    of_engine = f"{run}/{source}/{policy_version}"
+    names = [
+        hashlib.sha256(f"{of_engine}/{one.request.request_id}/".encode() + one.input_ids.tobytes()).hexdigest()[:24]
+        for one in batch
+    ]
+    generated = np.concatenate([one.generated for one in batch])
+    last, logsumexp = torch.cat([one.last for one in batch]), torch.cat([one.logsumexp for one in batch])
+    if last_rows == "predicting":
+        rows = torch.from_numpy(wire.predicting_rows(generated))
+        last, logsumexp = last[rows], logsumexp[rows]
+    tensors = {
+        "input_ids": wire.Tensor.of(np.concatenate([one.input_ids for one in batch]), "I32"),
+        "cu_seqlens": wire.Tensor.of(np.cumsum([0, *lengths], dtype=np.int32), "I32"),
+        "loss_mask": wire.Tensor.of(generated.astype(np.uint8), "U8"),
+        "logprobs": wire.Tensor.of(np.concatenate([one.logprobs for one in batch]), "F32"),
+        "aux_hidden": as_wire(torch.cat([one.aux for one in batch]).to(torch.bfloat16)),
+        "last_hidden": as_wire(last.to(torch.bfloat16)),
+        "logsumexp": as_wire(logsumexp.float()),
+    }
+    sampling = batch[0].request.sampling
+    metadata = wire.rollout_metadata(
+        run=run,
+        policy_version=policy_version,
+        rollout_ids=names,
+        target_fingerprint=target_fingerprint,
+        aux_layers=aux_layers,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        prompt_hashes=[wire.prompt_hash(one.request.prompt_ids) for one in batch],
+        last_rows=last_rows,
+        extra={"source": "engine", "first_positions": str([one.first_position for one in batch])},
+    )
+    return wire.encode(tensors, metadata), wire.batch_id(run, policy_version, names)
+
+
+def _filled(rows: Tensor, length: int, value: float) -> Tensor:
+    """`rows`, and a row of `value` for the last token if it has none."""
+    missing = length - len(rows)
+    return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)]) if missing > 0 else rows
+
+
+class Batcher:
+    """Gathers rollouts of one policy version and kind of sampling until they fill a file.
+
+    `add` is for one thread, `flush` for any.
+    """
+
+    def __init__(
+        self, send: Callable[[Sequence[Collected]], None], *, tokens: int = 4096, seconds: float = 5.0
+    ) -> None:
+        self._send, self._tokens, self._seconds = send, tokens, seconds
+        self._waiting: dict[tuple[int, Sampling], list[Collected]] = {}
+        self._since = math.inf
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._clock, name="draftalign-tap-batcher", daemon=True)
+        self._thread.start()
+
+    def add(self, collected: Collected) -> None:
+        """Take one rollout in; sends when those of its kind have enough tokens."""
+        with self._lock:
+            name = (collected.policy_version, collected.request.sampling)
+            kind = self._waiting.setdefault(name, [])
+            kind.append(collected)
+            self._since = min(self._since, time.monotonic())
+            if sum(len(one.input_ids) for one in kind) >= self._tokens:
+                self._send(self._waiting.pop(name))
+
+    def flush(self) -> None:
+        """Send everything that waits."""
+        with self._lock:
+            waiting, self._waiting, self._since = self._waiting, {}, math.inf
+            for batch in waiting.values():
+                self._send(batch)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Send everything that waits, and end the thread."""
+        self._closed.set()
+        self._thread.join(timeout_seconds)
+        self.flush()
+
+    def _clock(self) -> None:
+        while not self._closed.wait(min(self._seconds, 1.0) / 2):
+            if time.monotonic() - self._since > self._seconds:
+                try:
+                    self.flush()
+                except Exception as error:  # noqa: BLE001 - one bad batch must not end the thread
+                    log.warning("draftalign tap: a batch was not sent: %r", error)

@@ -1,0 +1,81 @@
+"""The policy that a vLLM worker serves, as a run's registration sees a trainer's: its config, embedding and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from rl_hooks.engines.vllm.ranks import Ranks, slice_of
+from rl_hooks.engines.vllm.steps import TapUnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Rows of embedding or head that one rank holds, from the token `begin` on. Views of the policy's own memory."""
+
+    weight: Tensor
+    padded: Tensor  # with the rows that vLLM adds
+    begin: int
+
+    @classmethod
+    def of(cls, padded: Tensor, rows: int, begin: int = 0) -> Self:
+        """The first `rows` rows are tokens."""
+        padded = padded.detach()
+        return cls(padded[:rows], padded, begin)
+
+
+class Policy(nn.Module):
+    """The served model as the registration sees a trainer's: its transformers config, embedding and head."""
+
+    def __init__(self, config: Any, embedding: Matrix, head: Matrix) -> None:
+        super().__init__()
+        self.config, self.embedding, self.head = config, embedding, head
+
+    @classmethod
+    def on(cls, ranks: Ranks, config: Any, model: nn.Module) -> Self:
+        """With what this rank holds of both matrices."""
+        rows = int(config.vocab_size)
+        embedding = _weight(_module(model, "model.embed_tokens"), rows, ranks)
+        head = embedding if config.tie_word_embeddings else _weight(_module(model, "lm_head"), rows, ranks)
+        return cls._named(config, model)(config, embedding, head)
+
+    def whole(self, ranks: Ranks) -> Self | None:
+        """With all of both matrices, gathered to the first rank's host; None on other ranks. All ranks call it."""
+        rows = int(self.config.vocab_size)
+        embedding = ranks.whole(self.embedding.padded, rows)
+        head = embedding if self.head is self.embedding else ranks.whole(self.head.padded, rows)
+        if embedding is None or head is None:
+            return None
+        first = Matrix.of(embedding, rows)
+        return type(self)(self.config, first, first if head is embedding else Matrix.of(head, rows))
+
+    @classmethod
+    def _named(cls, config: Any, model: nn.Module) -> type[Self]:
+        # The architecture's name, by which the registration finds the map of its logits.
+        architectures = getattr(config, "architectures", None) or [type(model).__name__]
+        return type(str(architectures[0]), (cls,), {})
+
+    def get_input_embeddings(self) -> Matrix:
+        """What holds the weight [V, H]."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> Matrix:
+        """What holds the weight [V, H]."""
+        return self.head
+
+
+def _module(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise TapUnsupportedError(f"{type(model).__name__} has no {path}") from error
+
+
+def _weight(module: nn.Module, rows: int, ranks: Ranks) -> Matrix:
+    weight: Any = getattr(module, "weight", None)
+    begin, count = (0, rows) if ranks.size == 1 else slice_of(module)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.shape[0] < count or not weight.is_floating_point():
+        raise TapUnsupportedError("the policy's embedding or head is quantised or packed, and cannot be read")
+    return Matrix.of(weight, count, begin)

@@ -1,0 +1,135 @@
+"""What vLLM says of its requests and steps: new requests of the scheduler, and the arguments of the drafter's call.
+
+That call is `propose_draft_token_ids` in the V1 model runner, `speculator.propose` in V2.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_hooks.engines.collected import Request, Sampling
+from rl_hooks.engines.tap import Step
+
+#: Sampling parameters that change the distribution, and the neutral value of each.
+_PLAIN: Final[Mapping[str, Any]] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_p": 0.0,
+    "min_tokens": 0,
+}
+_ABSENT: Final = ("logit_bias", "allowed_token_ids", "structured_outputs", "bad_words", "logits_processors")
+#: The parameters that the tap reads, by name, so that vLLM may add and reorder others.
+V1_ARGUMENTS: Final = ("scheduler_output", "sampled_token_ids", "hidden_states", "aux_hidden_states")
+V2_ARGUMENTS: Final = ("input_batch", "last_hidden_states", "aux_hidden_states", "num_rejected", "last_sampled")
+
+Named = Callable[..., dict[str, Any]]
+Read = Callable[[Any, Mapping[str, Any]], Step | None]
+
+
+class TapUnsupportedError(Exception):
+    """Features cannot be captured in this server; the message says why."""
+
+
+def named_arguments(function: Callable[..., Any], wanted: Sequence[str]) -> Callable[..., dict[str, Any]]:
+    """A function that maps a call's arguments to parameter names; raises TapUnsupportedError if a name is missing."""
+    signature = inspect.signature(function)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if missing := [one for one in wanted if one not in signature.parameters]:
+        raise TapUnsupportedError(
+            f"{name} has no parameter {', '.join(missing)} in this vLLM; it takes {', '.join(signature.parameters)}. "
+            "The tap knows vLLM 0.31 to 0.33"
+        )
+    return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments
+
+
+def is_plain(request: Any) -> bool:
+    """Whether a request, vLLM's own or the scheduler's, is drawn from the policy's plain distribution."""
+    params = request.sampling_params
+    if params is None or not request.prompt_token_ids or request.mm_features or request.lora_request is not None:
+        return False
+    if getattr(request, "prompt_embeds", None) is not None or any(getattr(params, name, None) for name in _ABSENT):
+        return False
+    return all(getattr(params, name, value) == value for name, value in _PLAIN.items())
+
+
+def request_of(new: Any) -> Request | None:
+    """A request of the scheduler's, if it can be collected from its beginning."""
+    params = new.sampling_params
+    if not is_plain(new):
+        return None
+    # V2 resumes a preempted request as a new one, with what it has generated: older weights may have drawn that.
+    if len(getattr(new, "prefill_token_ids", None) or ()) > len(new.prompt_token_ids):
+        return None
+    stop = frozenset(params.stop_token_ids or ()) if params.ignore_eos else frozenset(params.all_stop_token_ids)
+    if not params.ignore_eos and params.eos_token_id is not None:
+        stop |= {params.eos_token_id}
+    sampling = Sampling(float(params.temperature), float(params.top_p), max(0, int(params.top_k)))
+    return Request(new.req_id, new.prompt_token_ids, sampling, stop, params.max_tokens)
+
+
+def drafter_call(runner: Any) -> tuple[Any, str, Read, tuple[str, ...]]:
+    """Where the drafter gets the target's states: the object, its method, how to read the arguments, and which."""
+    if hasattr(runner, "propose_draft_token_ids"):
+        return runner, "propose_draft_token_ids", step_v1, V1_ARGUMENTS
+    if hasattr(getattr(runner, "speculator", None), "propose"):
+        return runner.speculator, "propose", step_v2, V2_ARGUMENTS
+    raise TapUnsupportedError(f"{type(runner).__name__} calls its drafter in a way that the tap does not know")
+
+
+def step_v1(runner: Any, given: Mapping[str, Any]) -> Step | None:
+    """Read a step from V1_ARGUMENTS of `propose_draft_token_ids`.
+
+    sampled_token_ids is a tensor [requests, drafts + 1] padded with -1, or a list of lists.
+    """
+    scheduled, sampled, hidden, aux = (given[name] for name in V1_ARGUMENTS)
+    if aux is None:
+        return None
+    names = list(runner.input_batch.req_ids)
+    counts = np.array([scheduled.num_scheduled_tokens[name] for name in names], dtype=np.int64)
+    device = hidden.device
+    if not isinstance(sampled, Tensor):
+        width = max((len(tokens) for tokens in sampled), default=0) or 1
+        sampled = torch.tensor([[*tokens, *[-1] * (width - len(tokens))] for tokens in sampled], device=device)
+    sampled = sampled[: len(names)].long()
+    drafts = [len(scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in names]
+    drafted = torch.tensor(drafts, device=device)
+    accepted = (sampled != -1).sum(dim=1)
+    return Step(
+        request_ids=names,
+        first_rows=np.cumsum([0, *counts[:-1]], dtype=np.int64),
+        row_counts=counts,
+        input_ids=getattr(runner.input_ids, "gpu", runner.input_ids),
+        positions=getattr(runner.positions, "gpu", runner.positions),
+        aux=aux,
+        last=hidden,
+        # Without drafts (a prefill) nothing was rejected, whatever stands in the sampled tokens.
+        rejected=torch.where(drafted > 0, drafted + 1 - accepted, torch.zeros_like(drafted)),
+        # -1: of a part of a prompt, whose last row is not rejected.
+        last_sampled=sampled.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0),
+    )
+
+
+def step_v2(_: Any, given: Mapping[str, Any]) -> Step | None:
+    """Read a step from V2_ARGUMENTS of `speculator.propose`; last_sampled is by request state."""
+    batch, hidden, aux, rejected, last_sampled = (given[name] for name in V2_ARGUMENTS)
+    if aux is None:
+        return None
+    counts = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1]).astype(np.int64)
+    return Step(
+        request_ids=batch.req_ids[: batch.num_reqs],
+        first_rows=batch.query_start_loc_np[: batch.num_reqs].astype(np.int64),
+        row_counts=counts,
+        input_ids=batch.input_ids,
+        positions=batch.positions,
+        aux=aux,
+        last=hidden,
+        rejected=rejected[: batch.num_reqs].long(),
+        last_sampled=last_sampled[batch.idx_mapping[: batch.num_reqs]].reshape(batch.num_reqs).long(),
+    )
